@@ -61,7 +61,12 @@ class SamplingParams:
         """Raises InvalidRequest naming the first field outside its range."""
         ranges: tuple[tuple[str, float, bool, str], ...] = (
             ("temperature", self.temperature, 0 <= self.temperature <= 100, "must be in [0, 100]"),
-            ("top_k", self.top_k, self.top_k == -1 or self.top_k >= 1, "must be -1 (all) or at least 1"),
+            (
+                "top_k",
+                self.top_k,
+                self.top_k == -1 or self.top_k >= 1,
+                "must be -1 (all) or at least 1",
+            ),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "must be in (0, 1]"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "must be in [0, 1]"),
             (

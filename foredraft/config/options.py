@@ -1,0 +1,176 @@
+"""A configuration field declared once gives a flag, a FOREDRAFT_* variable, a type, a help text and a row of docs/flags.md."""
+
+import argparse
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from foredraft.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] | None = None,
+    internal: bool = False,
+    aliases: Sequence[str] = (),
+) -> Any:
+    """Declares a configuration field.
+
+    Args:
+        default: Value when neither flag nor variable is given.
+        help: A sentence for --help and docs/flags.md.
+        choices: Allowed values of a string.
+        internal: The field wires services together; `foredraft serve` sets it itself and hides it.
+        aliases: Other flags with the same meaning, such as SGLang's newer names.
+    """
+    metadata = {"help": help, "choices": choices, "internal": internal, "aliases": tuple(aliases)}
+    if isinstance(default, list | dict):
+        raise TypeError("use an immutable default")
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_of(name: str) -> str:
+    """`model_path` -> `--model-path`."""
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    """`model_path` -> `FOREDRAFT_MODEL_PATH`."""
+    return "FOREDRAFT_" + name.upper()
+
+
+def value_type(annotation: Any) -> tuple[type, bool]:
+    """Returns (element type, whether the field is a tuple of them) of `int | None`, `tuple[str, ...]`, `bool`."""
+    origin = typing.get_origin(annotation)
+    if origin in (types.UnionType, typing.Union):
+        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
+        return value_type(inner[0])
+    if origin is tuple:
+        return typing.get_args(annotation)[0], True
+    return annotation, False
+
+
+def convert(text: str, kind: type, name: str) -> Any:
+    """Reads a flag's or variable's text. Raises ConfigError naming it."""
+    if kind is bool:
+        lowered = text.strip().lower()
+        if lowered in ("1", "true", "yes", "on"):
+            return True
+        if lowered in ("0", "false", "no", "off", ""):
+            return False
+        raise ConfigError(f"{name}: {text!r} is neither true nor false")
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(
+            f"{name}: {text!r} is not {'an' if kind is int else 'a'} {kind.__name__}"
+        ) from None
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, config: type, *, hide_internal: bool = False
+) -> None:
+    """Adds a flag for each field of a configuration dataclass. Absent flags stay absent in the namespace."""
+    hints = typing.get_type_hints(config)
+    known = {action.dest for action in parser._actions}
+    for field in dataclasses.fields(config):
+        if field.name in known or (hide_internal and field.metadata["internal"]):
+            continue
+        kind, repeated = value_type(hints[field.name])
+        names = [flag_of(field.name), *field.metadata["aliases"]]
+        help_text = f"{field.metadata['help']} [{variable_of(field.name)}"
+        help_text += f"; default: {describe_default(field.default)}]"
+        keywords: dict[str, Any] = {
+            "dest": field.name,
+            "default": argparse.SUPPRESS,
+            "help": help_text.replace("%", "%%"),
+        }
+        if kind is bool:
+            parser.add_argument(*names, action=argparse.BooleanOptionalAction, **keywords)
+            continue
+        keywords["metavar"] = kind.__name__.upper() if kind is not str else field.name.upper()
+        if field.metadata["choices"]:
+            keywords["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
+        if repeated:
+            keywords["action"] = "append"
+        parser.add_argument(*names, **keywords)
+
+
+def describe_default(value: Any) -> str:
+    """How a default reads in help and docs."""
+    if value is None:
+        return "auto"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    return str(value) if value != "" else "none"
+
+
+def given_values(
+    config: type, namespace: argparse.Namespace, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """The fields that flags or variables set, converted and checked; a flag wins over its variable.
+
+    Raises:
+        ConfigError: A value cannot be read or is not one of the choices.
+    """
+    hints = typing.get_type_hints(config)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        kind, repeated = value_type(hints[field.name])
+        source = flag_of(field.name)
+        raw: Any = getattr(namespace, field.name, None)
+        if raw is None:
+            source = variable_of(field.name)
+            raw = environ.get(source)
+            if raw is None:
+                continue
+            if repeated:
+                raw = [part for part in raw.split(",") if part]
+        if isinstance(raw, list):
+            value: Any = tuple(convert(part, kind, source) for part in raw)
+        else:
+            value = convert(raw, kind, source) if isinstance(raw, str) else raw
+        choices = field.metadata["choices"]
+        if choices and value is not None:
+            folded = {choice.lower(): choice for choice in choices}
+            if str(value).lower() not in folded:
+                raise ConfigError(f"{source}: {value!r} is not one of {', '.join(choices)}")
+            value = folded[str(value).lower()]
+        values[field.name] = value
+    return values
+
+
+def parse(config: type[T], argv: Sequence[str] | None, prog: str, description: str) -> T:
+    """Builds a configuration from flags and variables; exits with a message on a wrong one."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    add_arguments(parser, config)
+    namespace = parser.parse_args(argv)
+    try:
+        return config(**given_values(config, namespace))
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def to_flags(values: Mapping[str, Any]) -> list[str]:
+    """The command line that gives `values` again, for starting a service as a process."""
+    flags: list[str] = []
+    for name, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            flags.append(flag_of(name) if value else "--no-" + name.replace("_", "-"))
+        elif isinstance(value, tuple):
+            for part in value:
+                flags.append(f"{flag_of(name)}={part}")
+        else:
+            flags.append(f"{flag_of(name)}={value}")
+    return flags

