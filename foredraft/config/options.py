@@ -169,8 +169,7 @@ def to_flags(values: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             flags.append(flag_of(name) if value else "--no-" + name.replace("_", "-"))
         elif isinstance(value, tuple):
-            for part in value:
-                flags.append(f"{flag_of(name)}={part}")
+            flags.extend(f"{flag_of(name)}={part}" for part in value)
         else:
             flags.append(f"{flag_of(name)}={value}")
     return flags
