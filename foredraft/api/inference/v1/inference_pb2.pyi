@@ -139,16 +139,18 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ...) -> None: ...
 
 class Token(_message.Message):
-    __slots__ = ("id", "provenance", "logprob", "alternatives")
+    __slots__ = ("id", "provenance", "logprob", "alternatives", "text")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROVENANCE_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
     id: int
     provenance: Provenance
     logprob: float
     alternatives: _containers.RepeatedCompositeFieldContainer[Alternative]
-    def __init__(self, id: _Optional[int] = ..., provenance: _Optional[_Union[Provenance, str]] = ..., logprob: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ...) -> None: ...
+    text: str
+    def __init__(self, id: _Optional[int] = ..., provenance: _Optional[_Union[Provenance, str]] = ..., logprob: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Alternative(_message.Message):
     __slots__ = ("id", "logprob")
