@@ -1,0 +1,133 @@
+"""Channels to a service, for asyncio and for threads, and waiting until it is healthy."""
+
+import asyncio
+import time
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from foredraft.errors import Unavailable
+from foredraft.rpc import address
+from foredraft.rpc.address import Address
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+KEEPALIVE_SECONDS = 20
+_POLL_SECONDS = 0.05
+
+
+def options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int | str]]:
+    """What channels and servers have in common: message limits and keepalive."""
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_SECONDS * 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def aio_channel(
+    target: str | Address, *, max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> grpc.aio.Channel:
+    """A channel for asyncio. It connects when it is first used and reconnects by itself."""
+    where = _parse(target)
+    return grpc.aio.insecure_channel(
+        where.target, options=options(max_message_bytes) + _client_options(where)
+    )
+
+
+def channel(target: str | Address, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
+    """A channel for threads. It connects when it is first used and reconnects by itself."""
+    where = _parse(target)
+    return grpc.insecure_channel(
+        where.target, options=options(max_message_bytes) + _client_options(where)
+    )
+
+
+def check_health(target: str | Address, *, service: str = "", timeout: float = 2.0) -> str:
+    """Asks once: SERVING, NOT_SERVING, UNKNOWN, SERVICE_UNKNOWN or, when nobody answers, UNREACHABLE."""
+    with channel(target) as connection:
+        try:
+            answer = health_pb2_grpc.HealthStub(connection).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout
+            )
+        except grpc.RpcError as error:
+            return _health_of(error)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+async def aio_check_health(
+    target: str | Address, *, service: str = "", timeout: float = 2.0
+) -> str:
+    """Like `check_health`, for asyncio."""
+    async with aio_channel(target) as connection:
+        try:
+            answer = await health_pb2_grpc.HealthStub(connection).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout
+            )
+        except grpc.RpcError as error:
+            return _health_of(error)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+def wait_ready(target: str | Address, timeout: float, *, service: str = "") -> None:
+    """Returns when the service says SERVING.
+
+    Raises:
+        Unavailable: It did not within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        status = check_health(
+            target, service=service, timeout=_next_timeout(deadline - time.monotonic())
+        )
+        if status == "SERVING":
+            return
+        if time.monotonic() >= deadline:
+            raise Unavailable(f"{target} is {status} after {timeout:g} s")
+        time.sleep(_POLL_SECONDS)
+
+
+async def aio_wait_ready(target: str | Address, timeout: float, *, service: str = "") -> None:
+    """Like `wait_ready`, for asyncio."""
+    deadline = time.monotonic() + timeout
+    while True:
+        status = await aio_check_health(
+            target, service=service, timeout=_next_timeout(deadline - time.monotonic())
+        )
+        if status == "SERVING":
+            return
+        if time.monotonic() >= deadline:
+            raise Unavailable(f"{target} is {status} after {timeout:g} s")
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def _parse(target: str | Address) -> Address:
+    return target if isinstance(target, Address) else address.parse(target)
+
+
+def _client_options(where: Address) -> list[tuple[str, int | str]]:
+    chosen: list[tuple[str, int | str]] = [
+        # A proxy of the environment must never carry what goes between services.
+        ("grpc.enable_http_proxy", 0),
+        # A service that came back is found within a second or two.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        # Channels do not share connections, so closing one closes its socket.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    if where.is_unix:
+        # The path would otherwise be the authority, which some servers refuse.
+        chosen.append(("grpc.default_authority", "localhost"))
+    return chosen
+
+
+def _next_timeout(remaining: float) -> float:
+    return min(2.0, max(0.05, remaining))
+
+
+def _health_of(error: grpc.RpcError) -> str:
+    if error.code() == grpc.StatusCode.NOT_FOUND:
+        return "SERVICE_UNKNOWN"
+    return "UNREACHABLE"

@@ -1,0 +1,226 @@
+"""A gRPC server as every service runs it: health, reflection, errors as statuses, drain on SIGTERM.
+
+Usage, on one event loop::
+
+    server = RpcServer(config.listen)
+    server.add(add_DraftServiceServicer_to_server, servicer, "foredraft.api.draft.v1.DraftService")
+    await server.start()          # health says NOT_SERVING
+    ...                           # load what is needed
+    await server.set_serving()
+    await serve(server, drain_timeout=30)
+"""
+
+import asyncio
+import inspect
+import logging
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from foredraft.errors import ConfigError, ForedraftError
+from foredraft.rpc import address, errors
+from foredraft.rpc.address import Address
+from foredraft.rpc.channel import MAX_MESSAGE_BYTES, options
+from foredraft.rpc.lifetime import stop_event
+from foredraft.telemetry.logging import bind_request_id, new_request_id
+
+logger = logging.getLogger(__name__)
+
+_SERVER_OPTIONS = [
+    # A port that another process holds is an error, not a port shared with it.
+    ("grpc.so_reuseport", 0),
+    # Clients send keepalives every 20 s; fewer seconds between them count as abuse.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+]
+# How long calls may go on after the drain, before they are cancelled.
+_STOP_SECONDS = 1.0
+
+
+class RpcServer:
+    """A grpc.aio server with health, reflection and Foredraft's errors. Made inside the running event loop.
+
+    Args:
+        listen: `host:port` (port 0: a free one) or `unix:/path`, whose socket gets mode 0600.
+        max_message_bytes: Larger messages are refused with RESOURCE_EXHAUSTED.
+    """
+
+    def __init__(
+        self, listen: str | Address, *, max_message_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
+        self._listen = listen if isinstance(listen, Address) else address.parse(listen)
+        self.server = grpc.aio.server(
+            interceptors=[ErrorInterceptor()],
+            options=[*options(max_message_bytes), *_SERVER_OPTIONS],
+        )
+        self._health = health.aio.HealthServicer()
+        self._names: list[str] = []
+        self.address = self._listen
+
+    def add(self, add_to_server: Callable[[Any, Any], None], servicer: Any, name: str) -> None:
+        """Adds a service by its generated `add_*Servicer_to_server` and its full name."""
+        add_to_server(servicer, self.server)
+        self._names.append(name)
+
+    async def start(self) -> Address:
+        """Listens, with health NOT_SERVING. Returns the address with the port that was bound.
+
+        Raises:
+            ConfigError: The address cannot be had.
+        """
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self.server)
+        await self.set_serving(False)
+        self.address = _bind(self.server, self._listen)
+        await self.server.start()
+        logger.info("listening on %s", self.address)
+        return self.address
+
+    async def set_serving(self, serving: bool = True) -> None:
+        """Sets the health of the server and of all its services."""
+        for name in ("", *self._names):
+            await self.set_health(name, serving)
+
+    async def set_health(self, name: str, serving: bool) -> None:
+        """Sets the health of one name; "" is the whole server, and others than services may be used, such as "draft"."""
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self, grace: float = _STOP_SECONDS) -> None:
+        """Says NOT_SERVING for good, takes no more calls, cancels what runs after `grace` seconds, frees the address."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace)
+        if self.address.is_unix:
+            Path(self.address.path).unlink(missing_ok=True)
+
+
+async def serve(
+    server: RpcServer,
+    *,
+    drain_timeout: float = 30.0,
+    drain: Callable[[], Awaitable[None]] | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serves until SIGTERM or SIGINT, then drains and stops.
+
+    Args:
+        server: A started one.
+        drain_timeout: Seconds for `drain`.
+        drain: Called once health says NOT_SERVING; returns when what runs has ended.
+        stop: Set to stop, instead of by the signals.
+    """
+    event = stop or stop_event()
+    await event.wait()
+    await server.set_serving(False)
+    if drain is not None:
+        try:
+            async with asyncio.timeout(drain_timeout):
+                await drain()
+        except TimeoutError:
+            logger.warning("still busy after %g s of draining: stopping anyway", drain_timeout)
+    await server.stop()
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns exceptions of asynchronous handlers into statuses and gives every call a request id.
+
+    The id is the client's `x-request-id` metadata or a new one.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        given = metadata.get("x-request-id", "")
+        name = given if isinstance(given, str) and 0 < len(given) <= 128 else new_request_id()
+        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            behaviour = getattr(handler, kind)
+            if behaviour is None:
+                continue
+            wrapped = _wrap(behaviour, method, name)
+            return getattr(grpc, f"{kind}_rpc_method_handler")(
+                wrapped, handler.request_deserializer, handler.response_serializer
+            )
+        return handler
+
+
+def _wrap(behaviour: Any, method: str, request_id: str) -> Any:
+    if inspect.isasyncgenfunction(behaviour):
+
+        async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            with bind_request_id(request_id):
+                try:
+                    async for response in behaviour(request, context):
+                        yield response
+                except Exception as error:
+                    await _fail(context, error, method, request_id)
+
+        return stream
+    if inspect.iscoroutinefunction(behaviour):
+
+        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            with bind_request_id(request_id):
+                try:
+                    return await behaviour(request, context)
+                except Exception as error:
+                    await _fail(context, error, method, request_id)
+
+        return call
+    return behaviour
+
+
+async def _fail(
+    context: grpc.aio.ServicerContext, error: Exception, method: str, request_id: str
+) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, ForedraftError):
+        logger.debug("%s: %s", method, error)
+        await errors.abort(context, errors.to_status(error))
+    logger.error("%s failed", method, exc_info=error)
+    await errors.abort(context, errors.internal_status(request_id))
+
+
+def _bind(server: grpc.aio.Server, where: Address) -> Address:
+    if where.is_unix:
+        _prepare_socket(Path(where.path))
+    # The socket is born with mode 0600; changing it afterwards would leave a moment in between.
+    old_mask = os.umask(0o177)
+    try:
+        port = server.add_insecure_port(where.target)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {where}: the address is in use or not ours") from error
+    finally:
+        os.umask(old_mask)
+    return where if where.is_unix else Address(host=where.host, port=port)
+
+
+def _prepare_socket(path: Path) -> None:
+    """Makes the directory (mode 0700) and removes the socket of a dead server."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"cannot listen on unix:{path}: it exists and is not a socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+        else:
+            raise ConfigError(f"cannot listen on unix:{path}: a server listens there already")

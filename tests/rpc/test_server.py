@@ -1,0 +1,297 @@
+import asyncio
+import logging
+import os
+import socket
+import stat
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from foredraft import errors
+from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
+from foredraft.rpc.channel import aio_channel, aio_check_health, aio_wait_ready, channel, wait_ready
+from foredraft.rpc.errors import from_rpc_error
+from foredraft.rpc.server import RpcServer, serve
+from foredraft.telemetry.logging import request_id
+
+NAME = "foredraft.api.draft.v1.DraftService"
+
+
+class Draft(draft_pb2_grpc.DraftServiceServicer):
+    """Fails as it is told to; otherwise answers with the request id it runs under."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.release = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    async def GetDraftInfo(
+        self, request: draft_pb2.GetDraftInfoRequest, context: grpc.aio.ServicerContext
+    ) -> draft_pb2.GetDraftInfoResponse:
+        if self.error:
+            raise self.error
+        return draft_pb2.GetDraftInfoResponse(algorithm="NGRAM", model=request_id())
+
+    async def Speculate(
+        self,
+        requests: AsyncIterator[draft_pb2.SpeculateRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[draft_pb2.SpeculateResponse]:
+        try:
+            async for request in requests:
+                if request.HasField("attach"):
+                    raise self.error or errors.AttachRefused("page_size", "32, not 16")
+                if request.step.step == 99:
+                    await self.release.wait()
+                yield draft_pb2.SpeculateResponse(
+                    step=draft_pb2.StepResponse(step=request.step.step)
+                )
+        finally:
+            self.ended.set()
+
+
+async def start(listen: str, servicer: Draft) -> RpcServer:
+    server = RpcServer(listen, max_message_bytes=2**20)
+    server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, servicer, NAME)
+    await server.start()
+    return server
+
+
+def step(number: int) -> draft_pb2.SpeculateRequest:
+    return draft_pb2.SpeculateRequest(step=draft_pb2.StepRequest(step=number))
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def listen(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return "127.0.0.1:0" if request.param == "tcp" else f"unix:{tmp_path}/run/draft.sock"
+
+
+def test_health_follows_the_service(listen: str) -> None:
+    async def main() -> None:
+        server = await start(listen, Draft())
+        assert await aio_check_health(server.address) == "NOT_SERVING"
+        await server.set_serving()
+        await aio_wait_ready(server.address, 5, service=NAME)
+        await server.set_health("draft", False)
+        assert await aio_check_health(server.address, service="draft") == "NOT_SERVING"
+        assert await aio_check_health(server.address) == "SERVING"
+        assert await aio_check_health(server.address, service="other") == "SERVICE_UNKNOWN"
+        await server.stop()
+        assert await aio_check_health(server.address) == "UNREACHABLE"
+
+    asyncio.run(main())
+
+
+def test_waiting_for_nobody_ends(tmp_path: Path) -> None:
+    with pytest.raises(errors.Unavailable, match="UNREACHABLE"):
+        wait_ready(f"unix:{tmp_path}/none.sock", 0.2)
+
+
+def test_a_thread_can_wait_and_call(listen: str) -> None:
+    async def main() -> None:
+        server = await start(listen, Draft())
+        await server.set_serving()
+
+        def call() -> str:
+            wait_ready(server.address, 5)
+            with channel(server.address) as connection:
+                stub = draft_pb2_grpc.DraftServiceStub(connection)
+                return str(stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest(), timeout=5).algorithm)
+
+        assert await asyncio.to_thread(call) == "NGRAM"
+        await server.stop()
+
+    asyncio.run(main())
+
+
+def test_errors_reach_the_client_with_their_fields(listen: str) -> None:
+    async def main() -> None:
+        error = errors.InvalidRequest("tokens", "too many")
+        server = await start(listen, Draft(error))
+        async with aio_channel(server.address) as connection:
+            stub = draft_pb2_grpc.DraftServiceStub(connection)
+            with pytest.raises(grpc.RpcError) as failed:
+                await stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest(), timeout=5)
+            back = from_rpc_error(failed.value)
+            assert isinstance(back, errors.InvalidRequest)
+            assert (back.field, back.message) == ("tokens", "too many")
+        await server.stop()
+
+    asyncio.run(main())
+
+
+def test_a_refused_attach_names_the_field_on_a_stream(listen: str) -> None:
+    async def main() -> None:
+        server = await start(listen, Draft())
+        async with aio_channel(server.address) as connection:
+            call = draft_pb2_grpc.DraftServiceStub(connection).Speculate()
+            await call.write(step(1))
+            assert (await call.read()).step.step == 1
+            await call.write(draft_pb2.SpeculateRequest(attach=draft_pb2.AttachRequest()))
+            with pytest.raises(grpc.RpcError) as failed:
+                await call.read()
+            back = from_rpc_error(failed.value)
+            assert isinstance(back, errors.AttachRefused)
+            assert back.field == "page_size"
+        await server.stop()
+
+    asyncio.run(main())
+
+
+def test_a_defect_is_told_to_the_log_alone(listen: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        server = await start(listen, Draft(ValueError("the secret")))
+        async with aio_channel(server.address) as connection:
+            stub = draft_pb2_grpc.DraftServiceStub(connection)
+            for call in (
+                stub.GetDraftInfo(
+                    draft_pb2.GetDraftInfoRequest(), metadata=(("x-request-id", "r1"),)
+                ),
+                stub.Speculate(
+                    iter([draft_pb2.SpeculateRequest(attach=draft_pb2.AttachRequest())]),
+                    metadata=(("x-request-id", "r1"),),
+                ),
+            ):
+                with pytest.raises(grpc.RpcError) as failed:
+                    await (call if isinstance(call, grpc.aio.UnaryUnaryCall) else call.read())
+                assert failed.value.code() == grpc.StatusCode.INTERNAL
+                assert "r1" in failed.value.details()
+                assert "secret" not in str(failed.value)
+        await server.stop()
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(main())
+    assert caplog.text.count("the secret") >= 2
+
+
+def test_a_handler_knows_the_request_id() -> None:
+    async def main() -> None:
+        server = await start("127.0.0.1:0", Draft())
+        async with aio_channel(server.address) as connection:
+            stub = draft_pb2_grpc.DraftServiceStub(connection)
+            request = draft_pb2.GetDraftInfoRequest()
+            given = await stub.GetDraftInfo(request, metadata=(("x-request-id", "mine"),))
+            made = await stub.GetDraftInfo(request)
+            again = await stub.GetDraftInfo(request)
+        await server.stop()
+        assert given.model == "mine"
+        assert made.model
+        assert made.model != again.model
+
+    asyncio.run(main())
+
+
+def test_reflection_lists_the_services() -> None:
+    async def main() -> None:
+        server = await start("127.0.0.1:0", Draft())
+        async with aio_channel(server.address) as connection:
+            stub = reflection_pb2_grpc.ServerReflectionStub(connection)
+            request = reflection_pb2.ServerReflectionRequest(list_services="")
+            call = stub.ServerReflectionInfo(iter([request]))
+            names = {service.name for service in (await call.read()).list_services_response.service}
+        await server.stop()
+        assert {NAME, "grpc.health.v1.Health"} <= names
+
+    asyncio.run(main())
+
+
+def test_too_large_a_message_is_the_clients_mistake() -> None:
+    async def main() -> None:
+        server = await start("127.0.0.1:0", Draft())
+        async with aio_channel(server.address) as connection:
+            call = draft_pb2_grpc.DraftServiceStub(connection).Speculate()
+            large = draft_pb2.StepRequest(released_slots=[2**31] * 300_000)
+            await call.write(draft_pb2.SpeculateRequest(step=large))
+            with pytest.raises(grpc.RpcError) as failed:
+                await call.read()
+        await server.stop()
+        assert isinstance(from_rpc_error(failed.value), errors.InvalidRequest)
+
+    asyncio.run(main())
+
+
+def test_a_socket_is_private_and_goes_with_the_server(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = tmp_path / "run" / "draft.sock"
+        server = await start(f"unix:{path}", Draft())
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        await server.stop()
+        assert not path.exists()
+
+    mask = os.umask(0)
+    try:
+        asyncio.run(main())
+    finally:
+        os.umask(mask)
+
+
+def test_an_address_in_use_is_refused(listen: str) -> None:
+    async def main() -> None:
+        first = await start(listen, Draft())
+        with pytest.raises(errors.ConfigError, match="cannot listen on"):
+            await start(str(first.address), Draft())
+        await first.set_serving()
+        await aio_wait_ready(first.address, 5)
+        await first.stop()
+
+    asyncio.run(main())
+
+
+def test_a_dead_servers_socket_is_replaced_but_a_file_is_not(tmp_path: Path) -> None:
+    dead = tmp_path / "dead.sock"
+    with socket.socket(socket.AF_UNIX) as left_over:
+        left_over.bind(str(dead))
+    file = tmp_path / "precious"
+    file.write_text("text")
+
+    async def main() -> None:
+        server = await start(f"unix:{dead}", Draft())
+        assert await aio_check_health(server.address) == "NOT_SERVING"
+        await server.stop()
+        with pytest.raises(errors.ConfigError, match="not a socket"):
+            await start(f"unix:{file}", Draft())
+
+    asyncio.run(main())
+    assert file.read_text() == "text"
+
+
+def test_stopping_drains_first_and_then_cancels(listen: str) -> None:
+    async def main() -> None:
+        servicer = Draft()
+        server = await start(listen, servicer)
+        await server.set_serving()
+        stop = asyncio.Event()
+        seen: list[str] = []
+
+        async def drain() -> None:
+            seen.append(await aio_check_health(server.address))
+            servicer.release.set()
+
+        serving = asyncio.create_task(serve(server, drain=drain, stop=stop))
+        async with aio_channel(server.address) as connection:
+            call = draft_pb2_grpc.DraftServiceStub(connection).Speculate()
+            await call.write(step(99))
+            stop.set()
+            assert (await call.read()).step.step == 99
+            await serving
+            assert seen == ["NOT_SERVING"]
+            await asyncio.wait_for(servicer.ended.wait(), 5)
+
+    asyncio.run(main())
+
+
+def test_a_drain_that_hangs_does_not_hold_the_exit() -> None:
+    async def main() -> None:
+        server = await start("127.0.0.1:0", Draft())
+        stop = asyncio.Event()
+        stop.set()
+        await serve(server, drain_timeout=0.05, drain=asyncio.Event().wait, stop=stop)
+
+    before = threading.active_count()
+    asyncio.run(main())
+    assert threading.active_count() <= before + 2
