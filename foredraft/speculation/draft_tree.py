@@ -1,0 +1,79 @@
+"""Draft trees as plain data (torch-free): the tree itself, its check on arrival, its depths and paths. Masks live in `tree`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PAD = -1  # a proposed token that stands for "no node"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Proposed continuations of a sequence, without the root (the newest token).
+
+    Attributes:
+        tokens: The token of node i.
+        parents: The index of node i's parent, less than i; -1 for a child of the root.
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+EMPTY = DraftTree()
+
+
+def sanitize(
+    tokens: Sequence[int], parents: Sequence[int], vocab_size: int, max_nodes: int
+) -> tuple[DraftTree, int]:
+    """A proposal from outside, without what cannot be verified.
+
+    A node is dropped if its token is not in the vocabulary, its parent is not an earlier node or the root, or it lies
+    beyond `max_nodes`; its descendants go with it. Nodes padded with the token -1 are dropped without being counted.
+
+    Returns:
+        The tree of the nodes that remain, and the number of nodes that were bad by themselves.
+    """
+    kept_tokens: list[int] = []
+    kept_parents: list[int] = []
+    new_index: list[int] = []  # of each node seen so far, -2 when it was dropped
+    num_bad = abs(len(tokens) - len(parents))
+    for index, (token, parent) in enumerate(zip(tokens, parents, strict=False)):
+        if not -1 <= parent < index or not PAD <= token < vocab_size or index >= max_nodes:
+            num_bad += 1
+            new_index.append(-2)
+            continue
+        new_parent = -1 if parent == -1 else new_index[parent]
+        if token == PAD or new_parent == -2:
+            new_index.append(-2)
+            continue
+        new_index.append(len(kept_tokens))
+        kept_tokens.append(int(token))
+        kept_parents.append(new_parent)
+    return DraftTree(tuple(kept_tokens), tuple(kept_parents)), num_bad
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """The depth of every node; the root's children have depth 1."""
+    out: list[int] = []
+    for parent in parents:
+        out.append(1 if parent < 0 else out[parent] + 1)
+    return out
+
+
+def paths(tree: DraftTree) -> list[list[int]]:
+    """For every row (row 0 is the root, row i + 1 is node i) the tokens from below the root down to the row's own."""
+    out: list[list[int]] = [[]]
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        out.append([*out[parent + 1], token])
+    return out
+
+
+def children(tree: DraftTree) -> list[dict[int, int]]:
+    """For every row the rows of its children by token; of equal siblings the first."""
+    out: list[dict[int, int]] = [{} for _ in range(len(tree) + 1)]
+    for index, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        out[parent + 1].setdefault(token, index + 1)
+    return out
