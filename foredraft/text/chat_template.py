@@ -1,0 +1,132 @@
+"""Chat templates of Hugging Face tokenizers: Jinja in a sandbox, bounded in output, repetition and time."""
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+from jinja2.exceptions import SecurityError
+
+from foredraft.errors import CheckpointError, InvalidRequest
+
+MAX_SECONDS = 2.0
+MAX_CHARACTERS = 16 * 2**20
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Args:
+        source: Jinja text.
+        variables: Values that every rendering sees, such as bos_token.
+
+    Raises:
+        CheckpointError: The template does not compile.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+        self.source = source
+        self._variables = dict(variables)
+        environment = _Environment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"the chat template does not compile: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The conversation as the model was trained to read it.
+
+        Raises:
+            InvalidRequest: The template refuses the messages, or runs over its bounds.
+        """
+        context = self._variables | variables
+        deadline = time.monotonic() + MAX_SECONDS
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in self._template.generate(
+                messages=messages, add_generation_prompt=add_generation_prompt, **context
+            ):
+                pieces.append(piece)
+                size += len(piece)
+                if size > MAX_CHARACTERS or time.monotonic() > deadline:
+                    raise InvalidRequest("messages", "rendering the chat template takes too much")
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise InvalidRequest("messages", f"the chat template refuses: {error}") from error
+        except RecursionError as error:
+            raise InvalidRequest("messages", "the chat template nests too deep") from error
+        return "".join(pieces)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, with repetition of sequences bounded."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        if operator == "**":
+            raise SecurityError("powers are not allowed")
+        for sequence, count in ((left, right), (right, left)):
+            if (
+                isinstance(sequence, str | list | tuple)
+                and isinstance(count, int)
+                and len(sequence) * count > MAX_CHARACTERS
+            ):
+                raise SecurityError("the repetition is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what an assistant wrote, for training; here it prints its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name and type are Jinja's
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_body")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML, which models have not seen."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

@@ -1,0 +1,285 @@
+"""Token ids to text, piece by piece: what `Tokenizer.decode` would give for all of them, never half a character.
+
+The decoders of the `tokenizers` library are functions of a whole list. Here each is a stage with a
+small state, so that a token costs the same however long the text is.
+"""
+
+import codecs
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from foredraft.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from foredraft.text.tokenizer import Tokenizer
+
+# How much of the prompt decides how the first output token reads: the longest character has 4 bytes,
+# and special tokens that are left out may lie between them.
+CONTEXT_TOKENS = 16
+
+_BYTE_TOKEN = re.compile(r"<0x([+0-9A-Fa-f][0-9A-Fa-f])>")
+
+
+class Detokenizer:
+    """Turns one sequence's tokens into text as they come.
+
+    The pieces of all tokens and of `flush`, joined, equal the library's decode of all of them.
+
+    Args:
+        tokenizer: Whose tokens.
+        context: The prompt. Its text is not given again, but it decides whether the first piece
+            keeps its leading space and completes a character that the prompt left open.
+        skip_special_tokens: Leave special tokens out.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        context: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._stages = build_stages(tokenizer.decoder)
+        for token in context[-CONTEXT_TOKENS:]:
+            self.feed(token)
+        for stage in self._stages:
+            stage.forget_context()
+
+    def feed(self, token: int) -> str:
+        """The text that became final with this token; empty while a character is incomplete."""
+        if token in self._skipped:
+            return ""
+        piece = self._tokenizer.token(token)
+        if piece is None:
+            return ""
+        pieces = [piece]
+        for stage in self._stages:
+            pieces = stage.feed(pieces)
+        return "".join(pieces)
+
+    def flush(self) -> str:
+        """The sequence ended: what is left, with a replacement character for half a character."""
+        pieces: list[str] = []
+        for stage in self._stages:
+            pieces = stage.feed(pieces)
+            pieces.extend(stage.flush())
+        return "".join(pieces)
+
+
+def token_bytes(tokenizer: "Tokenizer", token: int) -> bytes:
+    """What one token stands for in the middle of a text, in UTF-8; half a character for some tokens."""
+    piece = tokenizer.token(token)
+    if piece is None:
+        return b""
+    stages = build_stages(tokenizer.decoder)
+    if any(isinstance(stage, _ByteLevel) for stage in stages):
+        return _byte_level_bytes(piece)
+    byte = _BYTE_TOKEN.fullmatch(piece)
+    if byte is not None and any(isinstance(stage, _ByteFallback) for stage in stages):
+        return bytes([int(byte[1], 16)])
+    for text in ("x", piece):
+        pieces = [text]
+        for stage in stages:
+            pieces = stage.feed(pieces)
+    return "".join(pieces).encode()
+
+
+class _Stage(Protocol):
+    """One decoder of the library, made incremental."""
+
+    def feed(self, pieces: list[str]) -> list[str]:
+        """Takes the next pieces; returns those that became final."""
+        ...
+
+    def flush(self) -> list[str]:
+        """The sequence ended: returns what was held."""
+        ...
+
+    def forget_context(self) -> None:
+        """What was fed so far was prompt: drop what of it was held but is whole."""
+        ...
+
+
+class _Stateless:
+    def flush(self) -> list[str]:
+        return []
+
+    def forget_context(self) -> None:
+        pass
+
+
+class _Join(_Stateless):
+    """No decoder at all: the library puts a space between tokens."""
+
+    def __init__(self) -> None:
+        self._started = False
+
+    def feed(self, pieces: list[str]) -> list[str]:
+        result = []
+        for piece in pieces:
+            result.append(" " + piece if self._started else piece)
+            self._started = True
+        return result
+
+
+class _Replace(_Stateless):
+    def __init__(self, pattern: str, content: str) -> None:
+        self._pattern, self._content = pattern, content
+
+    def feed(self, pieces: list[str]) -> list[str]:
+        return [piece.replace(self._pattern, self._content) for piece in pieces]
+
+
+class _Metaspace(_Stateless):
+    """The replacement reads as a space, and as nothing in the first token unless the scheme is `never`."""
+
+    def __init__(self, replacement: str, strip_first: bool) -> None:
+        self._replacement = replacement
+        self._strip_next = strip_first
+
+    def feed(self, pieces: list[str]) -> list[str]:
+        result = []
+        for piece in pieces:
+            result.append(piece.replace(self._replacement, "" if self._strip_next else " "))
+            self._strip_next = False
+        return result
+
+
+class _ByteFallback:
+    """A run of byte tokens is one text if it is valid UTF-8, else a replacement character for each.
+
+    So a run can only be read when it has ended.
+    """
+
+    def __init__(self) -> None:
+        self._run = bytearray()
+
+    def feed(self, pieces: list[str]) -> list[str]:
+        result: list[str] = []
+        for piece in pieces:
+            byte = _BYTE_TOKEN.fullmatch(piece)
+            if byte is not None:
+                self._run.append(int(byte[1], 16))
+                continue
+            if self._run:
+                result.extend(self.flush())
+            result.append(piece)
+        return result
+
+    def flush(self) -> list[str]:
+        run, self._run = bytes(self._run), bytearray()
+        if not run:
+            return []
+        try:
+            return [run.decode()]
+        except UnicodeDecodeError:
+            return ["�"] * len(run)
+
+    def forget_context(self) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(bytes(self._run))
+        self._run = bytearray(decoder.getstate()[0])
+
+
+class _ByteLevel:
+    """Every character of a token stands for a byte (GPT-2); broken UTF-8 reads as replacement characters."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, pieces: list[str]) -> list[str]:
+        return [self._decoder.decode(_byte_level_bytes(piece)) for piece in pieces]
+
+    def flush(self) -> list[str]:
+        return [self._decoder.decode(b"", final=True)]
+
+    def forget_context(self) -> None:
+        pass
+
+
+class _StripPieces(_Stateless):
+    """Removes up to `count` leading characters of every token."""
+
+    def __init__(self, content: str, count: int) -> None:
+        self._content, self._count = content, count
+
+    def feed(self, pieces: list[str]) -> list[str]:
+        return [self._strip(piece) for piece in pieces]
+
+    def _strip(self, piece: str) -> str:
+        return piece[min(len(piece) - len(piece.lstrip(self._content)), self._count) :]
+
+
+class _StripText(_Stateless):
+    """Removes up to `count` leading characters of the whole text."""
+
+    def __init__(self, content: str, count: int) -> None:
+        self._content, self._count = content, count
+
+    def feed(self, pieces: list[str]) -> list[str]:
+        text = "".join(pieces)
+        while text and self._count:
+            if text[0] != self._content:
+                self._count = 0
+                break
+            text = text[1:]
+            self._count -= 1
+        return [text]
+
+
+def build_stages(decoder: Mapping[str, Any] | None) -> list[_Stage]:
+    """Stages for the `decoder` entry of a tokenizer.json.
+
+    Raises:
+        CheckpointError: A decoder has no incremental form here.
+    """
+    if decoder is None:
+        return [_Join()]
+    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    stages: list[_Stage] = []
+    fused = False
+    for part in parts:
+        kind = part["type"]
+        if kind == "Fuse":
+            fused = True
+        elif kind == "ByteLevel" and not fused:
+            stages.append(_ByteLevel())
+            fused = True
+        elif kind == "ByteFallback" and not fused:
+            stages.append(_ByteFallback())
+        elif kind == "Metaspace" and not fused:
+            strip_first = part.get("prepend_scheme", "always") != "never"
+            stages.append(_Metaspace(part["replacement"], strip_first))
+        elif kind == "Strip" and not part["stop"]:
+            strip = _StripText if fused else _StripPieces
+            stages.append(strip(part["content"], part["start"]))
+        elif kind == "Replace" and _is_literal(part["pattern"], single=fused):
+            stages.append(_Replace(part["pattern"]["String"], part["content"]))
+        else:
+            raise CheckpointError(f"tokenizer.json: cannot stream the decoder {part}")
+    return stages
+
+
+def _is_literal(pattern: Mapping[str, str], single: bool) -> bool:
+    """Whether a pattern can be replaced piece by piece: after Fuse it must be a single character."""
+    return "String" in pattern and (not single or len(pattern["String"]) == 1)
+
+
+def _byte_level_bytes(piece: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF[character] for character in piece])
+    except KeyError:
+        return piece.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if chr(byte) not in alphabet)
+    return alphabet | {chr(0x100 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,0 +1,258 @@
+"""The tokenizer of a Hugging Face directory, by the `tokenizers` library alone; and encoding off the event loop."""
+
+import asyncio
+import functools
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tokenizers
+
+from foredraft.errors import CheckpointError, InvalidRequest, Overloaded
+from foredraft.text import detokenizer
+from foredraft.text.chat_template import ChatTemplate
+
+T = TypeVar("T")
+
+SPECIAL_TOKEN_KEYS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Args:
+        backend: The library's tokenizer.
+        special_tokens: Texts by role, such as bos_token; templates see them.
+        chat_template: Jinja source, None for a model without one.
+
+    Attributes:
+        decoder: The `decoder` entry of tokenizer.json.
+        special_ids: Ids that `skip_special_tokens` leaves out.
+        chat_template: None for a model without one.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        self._backend = backend
+        backend.no_truncation()
+        backend.no_padding()
+        roles = dict(special_tokens or {})
+        self.decoder: Mapping[str, Any] | None = json.loads(backend.to_str())["decoder"]
+        detokenizer.build_stages(self.decoder)  # refuses here what could not be streamed later
+        self.special_ids = frozenset(
+            token for token, added in backend.get_added_tokens_decoder().items() if added.special
+        )
+        self.chat_template = ChatTemplate(chat_template, roles) if chat_template else None
+        self.vocab_size: int = backend.get_vocab_size()
+        self._token = functools.lru_cache(maxsize=2**16)(backend.id_to_token)
+        self._token_bytes = functools.lru_cache(maxsize=2**14)(
+            functools.partial(detokenizer.token_bytes, self)
+        )
+
+    @classmethod
+    def from_dir(
+        cls, path: str | os.PathLike[str], chat_template: str | None = None
+    ) -> "Tokenizer":
+        """Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat template.
+
+        Args:
+            path: A directory.
+            chat_template: Jinja source to use instead of the directory's.
+
+        Raises:
+            CheckpointError: A file is missing or broken.
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(f"{file}: not found; a fast tokenizer is needed")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises Exception itself
+            raise CheckpointError(f"{file}: {error}") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        roles = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
+        _add_missing_tokens(backend, folder, config)
+        _mark_special(backend, [*roles.values(), *_additional_special_tokens(config)])
+        return cls(backend, roles, chat_template or _find_chat_template(folder, config))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; the tokenizer's own post-processor adds BOS or EOS when asked to."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Token ids of a conversation. Special tokens come from the template alone, so that BOS is not doubled.
+
+        Raises:
+            InvalidRequest: There is no template, or it refuses the messages.
+        """
+        if self.chat_template is None:
+            raise InvalidRequest("messages", "the model has no chat template")
+        return self.encode(self.chat_template.render(messages, **variables), False)
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids outside the vocabulary read as nothing."""
+        text: str = self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token(self, token: int) -> str | None:
+        """The vocabulary's entry, as the decoder sees it."""
+        return self._token(token)
+
+    def token_bytes(self, token: int) -> bytes:
+        """UTF-8 of one token in the middle of a text; half a character for some tokens."""
+        return self._token_bytes(token)
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest vocabulary entry."""
+        return max(map(len, self._backend.get_vocab()), default=1)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the sorted map of tokens to ids: equal for tokenizers that can share drafts."""
+        return fingerprint_of(self._backend.get_vocab())
+
+
+def fingerprint_of(vocabulary: Mapping[str, int]) -> str:
+    """SHA-256 over the sorted map of tokens to ids, in hexadecimal."""
+    text = json.dumps(sorted(vocabulary.items()), ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class EncodingPool:
+    """Runs tokenizing and template rendering in a few threads, so that the event loop stays free.
+
+    Args:
+        num_threads: Jobs that run at a time.
+        max_waiting: Jobs in all; more are refused.
+    """
+
+    def __init__(self, num_threads: int = 2, max_waiting: int = 256) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
+        self._max_waiting = max_waiting
+        self._waiting = 0
+        self._lock = threading.Lock()
+
+    async def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Calls the function in a thread.
+
+        Raises:
+            Overloaded: Too many jobs wait.
+        """
+        with self._lock:
+            if self._waiting >= self._max_waiting:
+                raise Overloaded("too many prompts wait for the tokenizer")
+            self._waiting += 1
+        job = self._executor.submit(function, *args, **kwargs)
+        job.add_done_callback(lambda _: self._finish())
+        return await asyncio.wrap_future(job)
+
+    def close(self) -> None:
+        """Lets running jobs end and drops waiting ones."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._waiting -= 1
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: is not an object")
+    return content
+
+
+def _text_of(token: Any) -> str | None:
+    """A token in a configuration file: its text, or an object that holds it."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _special_tokens(*configs: Mapping[str, Any]) -> dict[str, str]:
+    """Texts by role; the first file that names one wins."""
+    roles: dict[str, str] = {}
+    for config in configs:
+        for key in SPECIAL_TOKEN_KEYS:
+            text = _text_of(config.get(key))
+            if text is not None:
+                roles.setdefault(key, text)
+    return roles
+
+
+def _additional_special_tokens(config: Mapping[str, Any]) -> list[str]:
+    tokens = config.get("additional_special_tokens") or []
+    return [text for text in map(_text_of, tokens) if text is not None]
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any]
+) -> None:
+    """Adds tokens that only the older files name, checking that they get the ids written there."""
+    wanted: dict[int, tokenizers.AddedToken] = {}
+    for text, number in _read_json(folder / "added_tokens.json").items():
+        wanted[int(number)] = tokenizers.AddedToken(text, normalized=False)
+    for number, entry in (config.get("added_tokens_decoder") or {}).items():
+        flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        options = {flag: bool(entry[flag]) for flag in flags if flag in entry}
+        wanted[int(number)] = tokenizers.AddedToken(entry["content"], **options)
+    for number, token in sorted(wanted.items()):
+        if backend.token_to_id(token.content) is not None:
+            continue
+        add = backend.add_special_tokens if token.special else backend.add_tokens
+        add([token])
+        if backend.token_to_id(token.content) != number:
+            raise CheckpointError(
+                f"{folder}: token {token.content!r} should have id {number}, "
+                f"not {backend.token_to_id(token.content)}"
+            )
+
+
+def _mark_special(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
+    """Marks tokens that have a role as special where tokenizer.json does not."""
+    known = {
+        added.content for added in backend.get_added_tokens_decoder().values() if added.special
+    }
+    for text in texts:
+        if text not in known and backend.token_to_id(text) is not None:
+            backend.add_special_tokens(
+                [tokenizers.AddedToken(text, normalized=False, special=True)]
+            )
+
+
+def _find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, chat_template.json or tokenizer_config.json, in the order of transformers."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = _read_json(folder / "chat_template.json").get("chat_template")
+    template = template or config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
