@@ -80,16 +80,8 @@ class Tokenizer:
             CheckpointError: A file is missing or broken.
         """
         folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise CheckpointError(f"{file}: not found; a fast tokenizer is needed")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises Exception itself
-            raise CheckpointError(f"{file}: {error}") from error
-        config = _read_json(folder / "tokenizer_config.json")
+        backend, config = _load_backend(folder)
         roles = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
-        _add_missing_tokens(backend, folder, config)
         _mark_special(backend, [*roles.values(), *_additional_special_tokens(config)])
         return cls(backend, roles, chat_template or _find_chat_template(folder, config))
 
@@ -138,6 +130,15 @@ def fingerprint_of(vocabulary: Mapping[str, int]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def tokenizer_fingerprint(path: str | os.PathLike[str]) -> str:
+    """The fingerprint of a directory's tokenizer, without building the rest of it.
+
+    Raises:
+        CheckpointError: A file is missing or broken.
+    """
+    return fingerprint_of(_load_backend(Path(path))[0].get_vocab())
+
+
 class EncodingPool:
     """Runs tokenizing and template rendering in a few threads, so that the event loop stays free.
 
@@ -173,6 +174,20 @@ class EncodingPool:
     def _finish(self) -> None:
         with self._lock:
             self._waiting -= 1
+
+
+def _load_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """The library's tokenizer with every token the directory names, and tokenizer_config.json."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(f"{file}: not found; a fast tokenizer is needed")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises Exception itself
+        raise CheckpointError(f"{file}: {error}") from error
+    config = _read_json(folder / "tokenizer_config.json")
+    _add_missing_tokens(backend, folder, config)
+    return backend, config
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 
 from foredraft.errors import CheckpointError, InvalidRequest
 from foredraft.text.chat_template import ChatTemplate
-from foredraft.text.tokenizer import Tokenizer, fingerprint_of
+from foredraft.text.tokenizer import Tokenizer, fingerprint_of, tokenizer_fingerprint
 from tests.support import tiny_tokenizers
 
 USER = [{"role": "user", "content": "Hi <b> & é"}]
@@ -119,10 +119,12 @@ def test_missing_or_broken_files(tmp_path: pathlib.Path) -> None:
         Tokenizer.from_dir(tmp_path)
 
 
-def test_fingerprint_depends_on_the_vocabulary_alone() -> None:
+def test_fingerprint_depends_on_the_vocabulary_alone(tmp_path: pathlib.Path) -> None:
     assert fingerprint_of({"a": 0, "b": 1}) == fingerprint_of({"b": 1, "a": 0})
     assert fingerprint_of({"a": 0, "b": 1}) != fingerprint_of({"a": 1, "b": 0})
     backend = tiny_tokenizers.byte_level()
     one = Tokenizer(backend).fingerprint
     backend.post_processor = TemplateProcessing(single="$A", special_tokens=[])
     assert Tokenizer(backend).fingerprint == one
+    tiny_tokenizers.save(backend, tmp_path)
+    assert tokenizer_fingerprint(tmp_path) == one
