@@ -1,0 +1,423 @@
+"""Who runs in the next step, with how many rows, on which pages. Pure policy: no torch, no drafts.
+
+Sequences are ranked by priority, then arrival. Each step holds every running decode and at most one
+chunk of prompt tokens. What a better-ranked sequence needs to go on is taken from worse-ranked ones,
+so the best-ranked one always progresses.
+"""
+
+import bisect
+import heapq
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from foredraft.errors import InvalidRequest, Overloaded, PromptTooLong
+from foredraft.kvcache.page_pool import PagePool
+from foredraft.kvcache.prefix_tree import PrefixNode, PrefixTree
+from foredraft.types import FinishReason
+from verify_service.page_tables import PageTables, UsablePrefix
+from verify_service.request import Sequence, Status
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSlot:
+    """One root row, and room for `max_tree_nodes` more."""
+
+    seq: Sequence
+    max_tree_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Rows of `seq.tokens[start : start + num_tokens]`."""
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        """True when the chunk ends with the newest token, whose row chooses the next one."""
+        return self.start + self.num_tokens == len(self.seq.tokens)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step, best rank first.
+
+    Attributes:
+        decode: Sequences that verify a tree.
+        prefill: Chunks; `chunked_prefill_size` tokens at most in total.
+        admitted: Sequences that got a slot in this step.
+        preempted: Sequences that lost slot and pages in this step and wait again.
+        ended: Sequences that were cancelled or ran out of time; already released.
+        released_slots: Every slot given back since the last plan, to be told to a draft before
+            what `admitted` says: a slot may be in both.
+    """
+
+    decode: list[DecodeSlot] = field(default_factory=list)
+    prefill: list[PrefillChunk] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    ended: list[Sequence] = field(default_factory=list)
+    released_slots: list[int] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is nothing to compute."""
+        return not self.decode and not self.prefill
+
+
+class Scheduler:
+    """Owns the queue, the slots and the page tables of all sequences.
+
+    One thread calls: `add` and `cancel` between steps, then per step `schedule`, and for each
+    sequence of the plan `Sequence.append_tokens`, `on_committed`, and `finish` when it has ended.
+
+    Args:
+        pool: The pages.
+        prefix_tree: Over the same pool.
+        max_running_requests: Number of slots.
+        chunked_prefill_size: Prompt tokens per step.
+        max_queue: Waiting sequences above which `add` refuses.
+        context_length: Longest sequence that the model can hold, or None.
+        admission_headroom: Output tokens that admission keeps room for per running sequence (as
+            far as it may still generate them), so that admitting does not soon preempt.
+        usable_prefix: Called with a sequence and the pages that the prefix tree has for it, says
+            how many of their tokens need not be computed again. The others are, onto the same
+            pages: that is how a draft gets back state that it lost.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        prefix_tree: PrefixTree,
+        *,
+        max_running_requests: int,
+        chunked_prefill_size: int,
+        max_queue: int = 1024,
+        context_length: int | None = None,
+        admission_headroom: int = 64,
+        usable_prefix: UsablePrefix | None = None,
+    ) -> None:
+        self.pool = pool
+        self.prefix_tree = prefix_tree
+        self.max_running_requests = max_running_requests
+        self.chunked_prefill_size = chunked_prefill_size
+        self.max_queue = max_queue
+        self.admission_headroom = admission_headroom
+        self.num_preemptions = 0
+        # The newest token is never in KV, so a sequence may be one longer than the pool.
+        capacity = pool.num_pages * pool.page_size + 1
+        self.max_sequence_tokens = min(capacity, context_length or capacity)
+        self._tables = PageTables(pool, prefix_tree, usable_prefix)
+        self._live: dict[str, Sequence] = {}
+        self._waiting: list[Sequence] = []  # both sorted by rank
+        self._running: list[Sequence] = []
+        self._cancelled: list[Sequence] = []
+        self._next_deadline = math.inf
+        self._num_arrived = 0
+        self._free_slots = list(range(max_running_requests))  # a heap: low numbers first
+        self._released_slots: list[int] = []
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences with a slot, best rank first."""
+        return tuple(self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences with a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """True while `schedule` may have something to do or to report."""
+        return bool(self._live)
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a sequence.
+
+        Raises:
+            InvalidRequest: No prompt, or the id of a live request.
+            PromptTooLong: Prompt and max_new_tokens can never fit.
+            Overloaded: The queue is full.
+        """
+        num_tokens = seq.num_prompt + seq.sampling.max_new_tokens
+        if not seq.prompt:
+            raise InvalidRequest("prompt", "is empty")
+        if seq.request_id in self._live:
+            raise InvalidRequest("request_id", f"{seq.request_id} is in use")
+        if num_tokens > self.max_sequence_tokens:
+            raise PromptTooLong(
+                "prompt",
+                f"{seq.num_prompt} tokens and max_new_tokens {seq.sampling.max_new_tokens} make"
+                f" {num_tokens}; this server holds {self.max_sequence_tokens} per request",
+            )
+        if len(self._waiting) >= self.max_queue:
+            raise Overloaded(f"{len(self._waiting)} requests are waiting")
+        seq.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._live[seq.request_id] = seq
+        self._enqueue(seq)
+        if seq.deadline is not None:
+            self._next_deadline = min(self._next_deadline, seq.deadline)
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request at the next `schedule`; False when it is not known (any more)."""
+        seq = self._live.get(request_id)
+        if seq is not None:
+            self._cancelled.append(seq)
+        return seq is not None
+
+    def schedule(
+        self, wanted_nodes: Callable[[Sequence], int], now: float | None = None
+    ) -> StepPlan:
+        """Plans the next step and reserves its pages.
+
+        Args:
+            wanted_nodes: Tree nodes that a decoding sequence would verify beside its root.
+            now: `time.monotonic()` seconds.
+        """
+        plan = StepPlan()
+        self._drop_ended(time.monotonic() if now is None else now, plan)
+        decoding, has_room = self._reserve_roots(plan)
+        if has_room:
+            self._admit(plan, decoding)
+        self._reserve_chunks(plan)
+        for seq in decoding:
+            if seq.status is Status.RUNNING:
+                plan.decode.append(DecodeSlot(seq, self._reserve_tree(seq, wanted_nodes(seq))))
+        plan.released_slots, self._released_slots = self._released_slots, []
+        return plan
+
+    def on_committed(self, seq: Sequence, num_tokens: int) -> None:
+        """Notes that the KV of `num_tokens` more tokens of `seq.tokens` is in its pages.
+
+        Called after `append_tokens`, with the rows of a chunk or the tokens kept of a
+        verification. Full pages go to the prefix tree at once, so live sequences share them; an
+        entry of the page table may change to the page that another sequence filled the same way.
+        """
+        if not 0 <= num_tokens < seq.num_uncomputed:
+            raise ValueError(f"{num_tokens} of {seq.num_uncomputed} uncomputed tokens committed")
+        self._tables.commit(seq, num_tokens)
+
+    def finish(self, seq: Sequence, reason: FinishReason | None = None) -> None:
+        """Ends a live sequence and releases slot and pages; its full pages stay cached.
+
+        Args:
+            seq: Waiting or running; one that has ended is left as it is.
+            reason: Where `append_tokens` has not set one.
+        """
+        if seq.status is Status.FINISHED:
+            return
+        if seq.status is Status.RUNNING:
+            self._detach(seq)
+        else:
+            self._waiting.remove(seq)
+        seq.status = Status.FINISHED
+        seq.finish_reason = seq.finish_reason or reason
+        seq.node = None
+        seq.page_keys = []
+        del self._live[seq.request_id]
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless each page has as many references as owners, and each slot one.
+
+        Walks the whole pool: for idle moments.
+        """
+        holders = self.prefix_tree.holders()
+        for seq in self._running:
+            for page in seq.pages:
+                holders[page] = holders.get(page, 0) + 1
+        self.pool.check_integrity(holders)
+        self.prefix_tree.check_integrity()
+        slots = [seq.slot for seq in self._running] + self._free_slots
+        if sorted(slot for slot in slots if slot is not None) != list(
+            range(self.max_running_requests)
+        ):
+            raise RuntimeError(f"slots in use and free do not add up: {slots}")
+        if any(seq.pages or seq.slot is not None for seq in self._waiting):
+            raise RuntimeError("a waiting sequence holds pages or a slot")
+        if len(self._live) != len(self._running) + len(self._waiting):
+            raise RuntimeError(f"{len(self._live)} sequences are live")
+
+    @property
+    def _num_available(self) -> int:
+        return self.pool.num_free + self.pool.num_idle
+
+    def _drop_ended(self, now: float, plan: StepPlan) -> None:
+        for seq in self._cancelled:
+            if seq.status is not Status.FINISHED:
+                self.finish(seq, FinishReason.CANCELLED)
+                plan.ended.append(seq)
+        self._cancelled.clear()
+        if now < self._next_deadline:
+            return
+        for seq in list(self._live.values()):
+            if seq.deadline is not None and seq.deadline <= now:
+                self.finish(seq, FinishReason.DEADLINE)
+                plan.ended.append(seq)
+        deadlines = (seq.deadline for seq in self._live.values() if seq.deadline is not None)
+        self._next_deadline = min(deadlines, default=math.inf)
+
+    def _reserve_roots(self, plan: StepPlan) -> tuple[list[Sequence], bool]:
+        """Gives every decoding sequence the page of its root, by preemption if need be.
+
+        Returns:
+            The sequences that got it, and whether pages sufficed for all.
+        """
+        decoding = []
+        has_room = True
+        for seq in list(self._running):
+            if seq.status is not Status.RUNNING or not seq.is_decoding:
+                continue
+            missing = self.pool.pages_for(len(seq.tokens)) - len(seq.pages)
+            if missing > self._num_available:
+                has_room = False
+                self._take_back(missing, seq, plan)
+            if self._tables.grow(seq, len(seq.tokens)) >= len(seq.tokens):
+                decoding.append(seq)
+        return decoding, has_room
+
+    def _admit(self, plan: StepPlan, decoding: list[Sequence]) -> None:
+        """Moves waiting sequences to running, in order, while there are slots and pages.
+
+        Never overtakes: who does not fit holds the others back, so that it will fit.
+        """
+        if not self._waiting or not self._free_slots:
+            return
+        unclaimed = self._num_available
+        for seq in self._running:
+            unclaimed -= max(0, self._target_pages(seq) - len(seq.pages))
+        while self._waiting and self._free_slots:
+            seq = self._waiting[0]
+            node = self._tables.find_prefix(seq)
+            needed = self._target_pages(seq) - node.depth
+            if needed > unclaimed:
+                return
+            needed += self.prefix_tree.num_idle_on_path(node)
+            if needed > unclaimed:
+                return
+            unclaimed -= needed
+            del self._waiting[0]
+            self._start(seq, node)
+            plan.admitted.append(seq)
+            if seq.is_decoding and self._tables.grow(seq, len(seq.tokens)) >= len(seq.tokens):
+                bisect.insort(decoding, seq, key=_rank)
+
+    def _start(self, seq: Sequence, node: PrefixNode) -> None:
+        seq.status = Status.RUNNING
+        seq.slot = heapq.heappop(self._free_slots)
+        seq.pages_changed_from = 0
+        bisect.insort(self._running, seq, key=_rank)
+        self._tables.take_prefix(seq, node)
+
+    def _reserve_chunks(self, plan: StepPlan) -> None:
+        """Splits the step's prompt tokens over the prefilling sequences and reserves their pages."""
+        prefilling = [seq for seq in self._running if not seq.is_decoding]
+        chunks = []
+        for seq, num_tokens in self._split_chunk(prefilling):
+            if seq.status is not Status.RUNNING:
+                continue
+            end = seq.num_computed + num_tokens
+            if self.pool.pages_for(end) - len(seq.pages) > self._num_available:
+                # Room for one more token must be found; for the rest, what is there.
+                first = self.pool.pages_for(seq.num_computed + 1) - len(seq.pages)
+                self._take_back(first, seq, plan)
+            end = min(end, self._tables.grow(seq, end))
+            if end > seq.num_computed:
+                chunks.append(PrefillChunk(seq, seq.num_computed, end - seq.num_computed))
+        plan.prefill = [chunk for chunk in chunks if chunk.seq.status is Status.RUNNING]
+        plan.prefill.sort(key=lambda chunk: chunk.seq.rank)
+
+    def _split_chunk(self, prefilling: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """Shares the chunk: at least half of it to the best-ranked, the rest to the shortest.
+
+        So a short prompt does not wait behind a long one, the long one is slowed to half at most,
+        and nobody starves: who stays long enough becomes the best-ranked. What the others leave is
+        the best-ranked's too. Sequences about to fill the same page wait for the first of them.
+        """
+        if not prefilling:
+            return []
+        first, *others = prefilling
+        budget = self.chunked_prefill_size
+        self._tables.skip_known(first)
+        shares: list[tuple[Sequence, int]] = []
+        filled = {self._tables.next_page(first)}
+        left = budget - min(first.num_uncomputed, (budget + 1) // 2)
+        for seq in sorted(others, key=lambda seq: (-seq.priority, seq.num_uncomputed, seq.arrival)):
+            if left == 0:
+                break
+            self._tables.skip_known(seq)
+            page = self._tables.next_page(seq)
+            num_tokens = self._cut(seq, left)
+            if num_tokens == 0 or (page is not None and page in filled):
+                continue
+            filled.add(page)
+            shares.append((seq, num_tokens))
+            left -= num_tokens
+        spent = sum(num_tokens for _, num_tokens in shares)
+        return [(first, self._cut(first, budget - spent) or budget - spent), *shares]
+
+    def _cut(self, seq: Sequence, limit: int) -> int:
+        """Tokens of a chunk of at most `limit`: all that are left, or up to the end of a page."""
+        if seq.num_uncomputed <= limit:
+            return seq.num_uncomputed
+        end = seq.num_computed + limit
+        return max(0, end - end % self.pool.page_size - seq.num_computed)
+
+    def _target_pages(self, seq: Sequence) -> int:
+        """Pages for all tokens and the output that admission keeps room for."""
+        headroom = min(self.admission_headroom, seq.num_output_left - 1)
+        return self.pool.pages_for(len(seq.tokens) + headroom)
+
+    def _reserve_tree(self, seq: Sequence, num_nodes: int) -> int:
+        """Room for up to `num_nodes` after the root; none is needed for the last output token."""
+        if num_nodes <= 0 or seq.num_output_left <= 1:
+            return 0
+        covered = self._tables.grow(seq, len(seq.tokens) + num_nodes)
+        return min(num_nodes, covered - len(seq.tokens))
+
+    def _take_back(self, num_pages: int, seq: Sequence, plan: StepPlan) -> None:
+        """Makes `num_pages` available to `seq`: first what others hold for draft trees, then by
+        preempting from the worst rank up, but none better than `seq`.
+
+        Where that is not enough, `seq` goes without in this step.
+        """
+        for other in self._running:
+            if other.is_decoding:
+                self._tables.truncate(other, self.pool.pages_for(len(other.tokens)))
+        while self._num_available < num_pages and self._running[-1] is not seq:
+            plan.preempted.append(self._running[-1])
+            self._preempt(self._running[-1])
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._detach(seq)
+        seq.status = Status.WAITING
+        seq.num_computed = 0
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(seq)
+
+    def _detach(self, seq: Sequence) -> None:
+        """Takes slot and pages from a running sequence."""
+        assert seq.slot is not None
+        self._tables.truncate(seq, 0)
+        heapq.heappush(self._free_slots, seq.slot)
+        self._released_slots.append(seq.slot)
+        seq.slot = None
+        self._running.remove(seq)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        bisect.insort(self._waiting, seq, key=_rank)
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    return seq.rank
