@@ -124,7 +124,7 @@ class StepRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ..., sequences: _Optional[_Iterable[_Union[SequenceStep, _Mapping]]] = ..., released_slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SequenceStep(_message.Message):
-    __slots__ = ("slot", "begin", "new_pages", "position", "tokens", "propose", "hidden")
+    __slots__ = ("slot", "begin", "new_pages", "position", "tokens", "propose", "hidden", "first_page")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     NEW_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +132,7 @@ class SequenceStep(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROPOSE_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     slot: int
     begin: Begin
     new_pages: _containers.RepeatedScalarFieldContainer[int]
@@ -139,7 +140,8 @@ class SequenceStep(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     propose: TreeLimits
     hidden: HiddenRows
-    def __init__(self, slot: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., new_pages: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., propose: _Optional[_Union[TreeLimits, _Mapping]] = ..., hidden: _Optional[_Union[HiddenRows, _Mapping]] = ...) -> None: ...
+    first_page: int
+    def __init__(self, slot: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., new_pages: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., propose: _Optional[_Union[TreeLimits, _Mapping]] = ..., hidden: _Optional[_Union[HiddenRows, _Mapping]] = ..., first_page: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("valid_from", "sampling", "scope")
