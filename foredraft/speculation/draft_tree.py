@@ -31,7 +31,8 @@ def sanitize(
     """A proposal from outside, without what cannot be verified.
 
     A node is dropped if its token is not in the vocabulary, its parent is not an earlier node or the root, or it lies
-    beyond `max_nodes`; its descendants go with it. Nodes padded with the token -1 are dropped without being counted.
+    beyond `max_nodes`; its descendants go with it. Nodes padded with the token -1 are dropped without being counted, and
+    siblings with the same token become one node.
 
     Returns:
         The tree of the nodes that remain, and the number of nodes that were bad by themselves.
@@ -39,6 +40,7 @@ def sanitize(
     kept_tokens: list[int] = []
     kept_parents: list[int] = []
     new_index: list[int] = []  # of each node seen so far, -2 when it was dropped
+    known: dict[tuple[int, int], int] = {}
     num_bad = abs(len(tokens) - len(parents))
     for index, (token, parent) in enumerate(zip(tokens, parents, strict=False)):
         if not -1 <= parent < index or not PAD <= token < vocab_size or index >= max_nodes:
@@ -49,7 +51,10 @@ def sanitize(
         if token == PAD or new_parent == -2:
             new_index.append(-2)
             continue
-        new_index.append(len(kept_tokens))
+        twin = known.setdefault((new_parent, token), len(kept_tokens))
+        new_index.append(twin)
+        if twin < len(kept_tokens):
+            continue
         kept_tokens.append(int(token))
         kept_parents.append(new_parent)
     return DraftTree(tuple(kept_tokens), tuple(kept_parents)), num_bad
