@@ -17,10 +17,15 @@ class PageTables:
     """
 
     def __init__(
-        self, pool: PagePool, prefix_tree: PrefixTree, usable_prefix: UsablePrefix | None
+        self,
+        pool: PagePool,
+        prefix_tree: PrefixTree,
+        share: bool,
+        usable_prefix: UsablePrefix | None,
     ) -> None:
         self._pool = pool
         self._tree = prefix_tree
+        self._share = share
         self._usable_prefix = usable_prefix
         # Evicting some more at once leaves runs of free pages instead of single ones.
         self._eviction_batch = min(pool.num_pages // 32, 64)
@@ -72,7 +77,7 @@ class PageTables:
         seq.num_computed += num_tokens
         node = seq.node
         num_full = seq.num_computed // self._pool.page_size
-        if node is None or node.depth >= num_full:
+        if not self._share or node is None or node.depth >= num_full:
             return
         self._hash_pages(seq)
         while node.depth < num_full:

@@ -36,6 +36,7 @@ class Sequence:
         priority: Higher is served first.
         deadline: `time.monotonic()` seconds, or None.
         namespace: Prefixes are shared within it only.
+        key_label: Whose request it is, for drafts that learn from text.
         tokens: Prompt and output.
         num_computed: Leading tokens whose KV is committed to `pages`.
         num_cached: Prompt tokens that the prefix tree had when it was first admitted.
@@ -54,7 +55,7 @@ class Sequence:
         node: The scheduler's: where in the prefix tree it stands.
     """
 
-    request_id: str
+    request_id: int
     prompt: list[int]
     sampling: SamplingParams
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
@@ -62,6 +63,7 @@ class Sequence:
     priority: int = 0
     deadline: float | None = None
     namespace: str = ""
+    key_label: str = ""
     tokens: list[int] = field(init=False)
     num_computed: int = 0
     num_cached: int = 0
@@ -89,6 +91,16 @@ class Sequence:
     def num_prompt(self) -> int:
         """Prompt tokens."""
         return len(self.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.tokens)
+
+    @property
+    def last_token(self) -> int:
+        """The newest token; when decoding, the root."""
+        return self.tokens[-1]
 
     @property
     def num_output(self) -> int:

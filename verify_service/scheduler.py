@@ -77,7 +77,7 @@ class Scheduler:
 
     Args:
         pool: The pages.
-        prefix_tree: Over the same pool.
+        prefix_tree: Over the same pool; None caches and shares nothing.
         max_running_requests: Number of slots.
         chunked_prefill_size: Prompt tokens per step.
         max_queue: Waiting sequences above which `add` refuses.
@@ -92,7 +92,7 @@ class Scheduler:
     def __init__(
         self,
         pool: PagePool,
-        prefix_tree: PrefixTree,
+        prefix_tree: PrefixTree | None,
         *,
         max_running_requests: int,
         chunked_prefill_size: int,
@@ -102,7 +102,7 @@ class Scheduler:
         usable_prefix: UsablePrefix | None = None,
     ) -> None:
         self.pool = pool
-        self.prefix_tree = prefix_tree
+        self.prefix_tree = prefix_tree or PrefixTree(pool)
         self.max_running_requests = max_running_requests
         self.chunked_prefill_size = chunked_prefill_size
         self.max_queue = max_queue
@@ -111,8 +111,8 @@ class Scheduler:
         # The newest token is never in KV, so a sequence may be one longer than the pool.
         capacity = pool.num_pages * pool.page_size + 1
         self.max_sequence_tokens = min(capacity, context_length or capacity)
-        self._tables = PageTables(pool, prefix_tree, usable_prefix)
-        self._live: dict[str, Sequence] = {}
+        self._tables = PageTables(pool, self.prefix_tree, prefix_tree is not None, usable_prefix)
+        self._live: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []  # both sorted by rank
         self._running: list[Sequence] = []
         self._cancelled: list[Sequence] = []
@@ -137,31 +137,45 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_available_pages(self) -> int:
+        """Pages that are free, or cached and used by nobody."""
+        return self.pool.num_free + self.pool.num_idle
+
+    @property
     def has_work(self) -> bool:
         """True while `schedule` may have something to do or to report."""
         return bool(self._live)
+
+    def check(self, num_prompt: int, max_new_tokens: int) -> None:
+        """What `add` would say of such a request now. May be called from any thread.
+
+        Raises:
+            InvalidRequest: No prompt.
+            PromptTooLong: Prompt and max_new_tokens can never fit.
+            Overloaded: The queue is full.
+        """
+        num_tokens = num_prompt + max_new_tokens
+        if num_prompt < 1:
+            raise InvalidRequest("prompt", "is empty")
+        if num_tokens > self.max_sequence_tokens:
+            raise PromptTooLong(
+                "prompt",
+                f"{num_prompt} tokens and max_new_tokens {max_new_tokens} make {num_tokens};"
+                f" this server holds {self.max_sequence_tokens} per request",
+            )
+        if len(self._waiting) >= self.max_queue:
+            raise Overloaded(f"{len(self._waiting)} requests are waiting")
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence.
 
         Raises:
             InvalidRequest: No prompt, or the id of a live request.
-            PromptTooLong: Prompt and max_new_tokens can never fit.
-            Overloaded: The queue is full.
+            PromptTooLong, Overloaded: As in `check`.
         """
-        num_tokens = seq.num_prompt + seq.sampling.max_new_tokens
-        if not seq.prompt:
-            raise InvalidRequest("prompt", "is empty")
+        self.check(seq.num_prompt, seq.sampling.max_new_tokens)
         if seq.request_id in self._live:
             raise InvalidRequest("request_id", f"{seq.request_id} is in use")
-        if num_tokens > self.max_sequence_tokens:
-            raise PromptTooLong(
-                "prompt",
-                f"{seq.num_prompt} tokens and max_new_tokens {seq.sampling.max_new_tokens} make"
-                f" {num_tokens}; this server holds {self.max_sequence_tokens} per request",
-            )
-        if len(self._waiting) >= self.max_queue:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting")
         seq.arrival = self._num_arrived
         self._num_arrived += 1
         self._live[seq.request_id] = seq
@@ -169,7 +183,7 @@ class Scheduler:
         if seq.deadline is not None:
             self._next_deadline = min(self._next_deadline, seq.deadline)
 
-    def cancel(self, request_id: str) -> bool:
+    def cancel(self, request_id: int) -> bool:
         """Ends a request at the next `schedule`; False when it is not known (any more)."""
         seq = self._live.get(request_id)
         if seq is not None:
@@ -248,10 +262,6 @@ class Scheduler:
         if len(self._live) != len(self._running) + len(self._waiting):
             raise RuntimeError(f"{len(self._live)} sequences are live")
 
-    @property
-    def _num_available(self) -> int:
-        return self.pool.num_free + self.pool.num_idle
-
     def _drop_ended(self, now: float, plan: StepPlan) -> None:
         for seq in self._cancelled:
             if seq.status is not Status.FINISHED:
@@ -279,7 +289,7 @@ class Scheduler:
             if seq.status is not Status.RUNNING or not seq.is_decoding:
                 continue
             missing = self.pool.pages_for(len(seq.tokens)) - len(seq.pages)
-            if missing > self._num_available:
+            if missing > self.num_available_pages:
                 has_room = False
                 self._take_back(missing, seq, plan)
             if self._tables.grow(seq, len(seq.tokens)) >= len(seq.tokens):
@@ -293,7 +303,7 @@ class Scheduler:
         """
         if not self._waiting or not self._free_slots:
             return
-        unclaimed = self._num_available
+        unclaimed = self.num_available_pages
         for seq in self._running:
             unclaimed -= max(0, self._target_pages(seq) - len(seq.pages))
         while self._waiting and self._free_slots:
@@ -327,7 +337,7 @@ class Scheduler:
             if seq.status is not Status.RUNNING:
                 continue
             end = seq.num_computed + num_tokens
-            if self.pool.pages_for(end) - len(seq.pages) > self._num_available:
+            if self.pool.pages_for(end) - len(seq.pages) > self.num_available_pages:
                 # Room for one more token must be found; for the rest, what is there.
                 first = self.pool.pages_for(seq.num_computed + 1) - len(seq.pages)
                 self._take_back(first, seq, plan)
@@ -394,7 +404,7 @@ class Scheduler:
         for other in self._running:
             if other.is_decoding:
                 self._tables.truncate(other, self.pool.pages_for(len(other.tokens)))
-        while self._num_available < num_pages and self._running[-1] is not seq:
+        while self.num_available_pages < num_pages and self._running[-1] is not seq:
             plan.preempted.append(self._running[-1])
             self._preempt(self._running[-1])
 

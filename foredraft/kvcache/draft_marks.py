@@ -14,9 +14,12 @@ class DraftMarks:
     The state of an EAGLE-family draft at position p depends on the token at p + 1, so the last
     position of a page ties the page to the token after it; other drafts (STANDALONE) do not care.
     A mark ends with its page: it says nothing about the page once that is allocated anew.
+
+    Attributes:
+        depends_on_next_token: Whether the attached draft is of the first kind; set at attach.
     """
 
-    def __init__(self, pool: PagePool, depends_on_next_token: bool) -> None:
+    def __init__(self, pool: PagePool, depends_on_next_token: bool = True) -> None:
         self.depends_on_next_token = depends_on_next_token
         self._pool = pool
         self._epochs = array("q", [_NEVER]) * pool.num_pages

@@ -22,7 +22,16 @@ def make_scheduler(num_pages=64, page_size=4, **options) -> Scheduler:
 
 def make_sequence(name, prompt, max_new_tokens=8, **fields) -> Sequence:
     prompt = list(range(100, 100 + prompt)) if isinstance(prompt, int) else list(prompt)
-    return Sequence(name, prompt, SamplingParams(max_new_tokens=max_new_tokens), **fields)
+    request_id = number(name)
+    return Sequence(request_id, prompt, SamplingParams(max_new_tokens=max_new_tokens), **fields)
+
+
+def number(name) -> int:
+    return int.from_bytes(name.encode(), "big")
+
+
+def name(seq) -> str:
+    return seq.request_id.to_bytes(16, "big").lstrip(b"\0").decode()
 
 
 def unlike(start, length):
@@ -52,11 +61,11 @@ def step(scheduler, nodes=0, tokens=1, now=FOREVER) -> StepPlan:
 
 
 def chunks(plan):
-    return [(chunk.seq.request_id, chunk.start, chunk.num_tokens) for chunk in plan.prefill]
+    return [(name(chunk.seq), chunk.start, chunk.num_tokens) for chunk in plan.prefill]
 
 
 def decodes(plan):
-    return [slot.seq.request_id for slot in plan.decode]
+    return [name(slot.seq) for slot in plan.decode]
 
 
 def test_a_sequence_prefills_in_chunks_then_decodes_to_its_end():
@@ -104,7 +113,7 @@ def test_priority_comes_before_arrival():
     scheduler.add(make_sequence("first", unlike(1, 4), max_new_tokens=1))
     scheduler.add(make_sequence("second", unlike(2, 4), max_new_tokens=1))
     scheduler.add(make_sequence("urgent", unlike(3, 4), max_new_tokens=1, priority=5))
-    order = [step(scheduler).admitted[0].request_id for _ in range(3)]
+    order = [name(step(scheduler).admitted[0]) for _ in range(3)]
     assert order == ["urgent", "first", "second"]
 
 
@@ -217,7 +226,7 @@ def test_preemption_takes_the_youngest_of_the_lowest_priority():
         scheduler.add(seq)
     preempted = []
     for _ in range(60):
-        preempted += [seq.request_id for seq in step(scheduler).preempted]
+        preempted += [name(seq) for seq in step(scheduler).preempted]
         if not scheduler.has_work:
             break
     assert preempted[:2] == ["low", "young"]
@@ -252,7 +261,7 @@ def test_admission_keeps_the_headroom():
         scheduler.add(make_sequence(str(i), unlike(i + 1, 8), max_new_tokens=12))
     preempted = []
     plan = step(scheduler)
-    assert [seq.request_id for seq in plan.admitted] == ["0", "1"]
+    assert [name(seq) for seq in plan.admitted] == ["0", "1"]
     while scheduler.has_work:
         preempted += step(scheduler).preempted
     assert len(preempted) <= 1
@@ -267,7 +276,7 @@ def test_what_never_fits_is_refused():
         make_scheduler(context_length=16).add(make_sequence("a", 9, max_new_tokens=8))
     with pytest.raises(InvalidRequest, match="prompt"):
         scheduler.add(make_sequence("b", 0))
-    with pytest.raises(InvalidRequest, match="fits"):
+    with pytest.raises(InvalidRequest, match="in use"):
         scheduler.add(make_sequence("fits", 4))
     while scheduler.has_work:
         step(scheduler, nodes=5, tokens=2)
@@ -288,11 +297,11 @@ def test_cancel_and_deadline_free_pages_and_slot_in_the_next_schedule(running):
     scheduler.add(make_sequence("late", 4, deadline=10.0))
     if running:
         step(scheduler, now=9.0)
-    assert scheduler.cancel("cancelled")
-    assert not scheduler.cancel("unknown")
-    assert scheduler.cancel("cancelled")
+    assert scheduler.cancel(number("cancelled"))
+    assert not scheduler.cancel(number("unknown"))
+    assert scheduler.cancel(number("cancelled"))
     plan = step(scheduler, now=10.0)
-    assert {seq.request_id: seq.finish_reason for seq in plan.ended} == {
+    assert {name(seq): seq.finish_reason for seq in plan.ended} == {
         "cancelled": FinishReason.CANCELLED,
         "late": FinishReason.DEADLINE,
     }
@@ -306,7 +315,7 @@ def test_a_cancelled_name_can_be_used_again_at_once():
     scheduler = make_scheduler()
     first = make_sequence("a", 4, max_new_tokens=1)
     scheduler.add(first)
-    scheduler.cancel("a")
+    scheduler.cancel(number("a"))
     scheduler.finish(first, FinishReason.ERROR)
     second = make_sequence("a", 4)
     scheduler.add(second)
@@ -322,7 +331,7 @@ def test_slots_are_reused_lowest_first():
         scheduler.add(seq)
     step(scheduler)
     assert (first.slot, second.slot, third.slot) == (0, 1, None)
-    scheduler.cancel("a")
+    scheduler.cancel(number("a"))
     plan = scheduler.schedule(lambda seq: 0, FOREVER)
     assert plan.released_slots == [0]
     assert plan.admitted == [third]
