@@ -75,9 +75,12 @@ def convert(text: str, kind: type, name: str) -> Any:
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, config: type, *, hide_internal: bool = False
+    parser: argparse._ActionsContainer, config: type, *, hide_internal: bool = False
 ) -> None:
-    """Adds a flag for each field of a configuration dataclass. Absent flags stay absent in the namespace."""
+    """Adds a flag for each field of a configuration dataclass to a parser or one of its groups.
+
+    Absent flags stay absent in the namespace; fields that the parser knows already are left out.
+    """
     hints = typing.get_type_hints(config)
     known = {action.dest for action in parser._actions}
     for field in dataclasses.fields(config):
@@ -151,7 +154,9 @@ def given_values(
 
 def parse(config: type[T], argv: Sequence[str] | None, prog: str, description: str) -> T:
     """Builds a configuration from flags and variables; exits with a message on a wrong one."""
-    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=prog, usage=f"{prog} [flags]", description=description, allow_abbrev=False
+    )
     add_arguments(parser, config)
     namespace = parser.parse_args(argv)
     try:

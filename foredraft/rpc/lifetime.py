@@ -32,7 +32,8 @@ def exit_with_parent() -> None:
     process ends; a supervisor therefore starts its children from a thread that lives as long as they do. Elsewhere a
     thread looks once a second.
     """
-    parent = os.environ.get(PARENT_VARIABLE)
+    # Taken out, so that a process which this one starts does not look for a parent that is not its own.
+    parent = os.environ.pop(PARENT_VARIABLE, None)
     if not parent:
         return
     if sys.platform == "linux":

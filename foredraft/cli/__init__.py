@@ -1,0 +1,1 @@
+"""The `foredraft` command. Starts services as processes by module name and imports none of them."""

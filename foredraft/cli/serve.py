@@ -1,0 +1,206 @@
+"""`foredraft serve`: one of each service on this machine, seen from a terminal."""
+
+import argparse
+import dataclasses
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from foredraft.cli import stack
+from foredraft.cli.supervisor import ChildState, Supervisor
+from foredraft.config.options import add_arguments, given_values
+from foredraft.config.services import (
+    GatewayConfig,
+    LogConfig,
+    SpeculationConfig,
+    TargetConfig,
+    VerifyConfig,
+)
+from foredraft.errors import ConfigError, ForedraftError
+from foredraft.telemetry.logging import setup
+
+DESCRIPTION = """\
+Serves a model on this machine: starts a gateway (text, HTTP and gRPC), a verifier (the target
+model) and a draft (cheap guesses that the verifier checks), waits until all are healthy, restarts
+a draft that dies, and stops everything on Ctrl-C.
+
+Every flag has a FOREDRAFT_* variable; a flag wins over its variable.
+"""
+EXAMPLES = """\
+examples:
+  foredraft serve
+      the demo model, drafted from n-grams of what it has seen
+  foredraft serve --model-path ~/models/Qwen3-0.6B --port 8000
+      a Hugging Face directory
+  foredraft serve --model-path big/ --speculative-algorithm STANDALONE \\
+      --speculative-draft-model-path small/ --speculative-num-steps 5
+      a small model drafts for a big one
+  FOREDRAFT_MODEL_PATH=model.gguf foredraft serve --speculative-algorithm NONE
+      plain decoding, configured by a variable
+"""
+_GROUPS: tuple[tuple[str, type], ...] = (
+    ("model", TargetConfig),
+    ("speculation", SpeculationConfig),
+    ("gateway", GatewayConfig),
+    ("verifier", VerifyConfig),
+    ("metrics", stack.ServeConfig),
+)
+_COLOURS = {"gateway": "cyan", "verify": "green", "draft": "magenta", "model": "yellow"}
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status: 0 after a stop that was asked for, 1 for a failure, 2 for a wrong flag."""
+    parser = make_parser()
+    namespace = parser.parse_args(argv)
+    try:
+        values = read_values(namespace)
+        config = stack.check(values)
+    except ConfigError as error:
+        parser.error(str(error))
+    setup("serve", config.log_level, config.log_format)
+    terminal = Terminal(plain=config.log_format == "json")
+    try:
+        return _serve(values, terminal)
+    except ForedraftError as error:
+        terminal.error(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def make_parser(prog: str = "foredraft serve") -> argparse.ArgumentParser:
+    """The flags of all services, in groups, without those that wire them together."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} [flags]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    # Logging stands last in the help, but its fields belong to every service's configuration.
+    groups = {title: parser.add_argument_group(title) for title, _ in _GROUPS}
+    add_arguments(parser.add_argument_group("logging"), LogConfig, hide_internal=True)
+    for title, config in _GROUPS:
+        add_arguments(groups[title], config, hide_internal=True)
+    return parser
+
+
+def read_values(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ServeConfig that flags or variables set; wiring fields are serve's own.
+
+    Raises:
+        ConfigError: A value cannot be read.
+    """
+    internal = {
+        field.name for field in dataclasses.fields(stack.ServeConfig) if field.metadata["internal"]
+    }
+    values = given_values(stack.ServeConfig, namespace)
+    return {name: value for name, value in values.items() if name not in internal}
+
+
+class Terminal:
+    """What a person sees: services' lines with a coloured name, a progress line, the closing table of addresses.
+
+    Args:
+        plain: Lines are passed on as they are, for machines.
+    """
+
+    def __init__(self, *, plain: bool = False) -> None:
+        self._plain = plain
+        self._console = Console(stderr=True, highlight=False)
+        self._started = time.monotonic()
+
+    def line(self, name: str, line: str) -> None:
+        """Shows a service's line. Never raises: a closed terminal must not stop a service."""
+        try:
+            if self._plain:
+                print(line, file=sys.stderr, flush=True)
+            else:
+                prefix = Text(f"{name:>7} │ ", style=_COLOURS.get(name, ""))
+                self._console.print(prefix + Text(line), soft_wrap=True)
+        except OSError:
+            return
+
+    def progress(self, what: str) -> Any:
+        """A context in which `update(text)` changes a line under the log; silent where no person looks."""
+        return self._console.status(what)
+
+    def starting(self, states: list[ChildState]) -> str:
+        """The text of the progress line while services start."""
+        marks = "  ".join(f"{state.name} {'✓' if state.healthy else '…'}" for state in states)
+        return f"starting: {marks}  ({time.monotonic() - self._started:.0f} s)"
+
+    def ready(self, urls: Mapping[str, str], config: stack.ServeConfig) -> None:
+        """The addresses and a first request."""
+        seconds = time.monotonic() - self._started
+        model = config.served_model_name or Path(config.model_path).name
+        if self._plain:
+            logger.info("ready after %.1f s", seconds, extra=dict(urls))
+            return
+        print(
+            f"\nForedraft serves {model} (ready after {seconds:.1f} s)\n"
+            f"  HTTP     {urls['http']}\n"
+            f"  gRPC     {urls['grpc']}\n"
+            f"  metrics  {' '.join(url for name, url in urls.items() if 'metrics' in name)}\n\n"
+            f"  curl -N {urls['http']}/v1/completions -H 'Content-Type: application/json' \\\n"
+            f'    -d \'{{"model": "{model}", "prompt": "The quick brown fox", "max_tokens": 32,'
+            ' "stream": true}\'\n\n'
+            "Ctrl-C stops it.\n",
+            flush=True,
+        )
+
+    def error(self, message: str) -> None:
+        """The reason why serve gives up."""
+        if self._plain:
+            logger.error(message)
+        else:
+            self._console.print(
+                Text(f"foredraft serve: {message}", style="bold red"), soft_wrap=True
+            )
+
+
+def _serve(values: Mapping[str, Any], terminal: Terminal) -> int:
+    with terminal.progress("preparing the model"):
+        resolved = stack.resolve_models(values, terminal.line)
+    supervisor = stack.make_supervisor(resolved, on_line=terminal.line)
+    asked_to_stop = _stop_on_signals(supervisor)
+    try:
+        supervisor.start()
+        with terminal.progress("starting") as status:
+            supervisor.wait_healthy(
+                on_progress=lambda states: status.update(terminal.starting(states)),
+                stop=asked_to_stop,
+            )
+        if not asked_to_stop.is_set():
+            terminal.ready(supervisor.urls, stack.ServeConfig(**resolved))
+        supervisor.wait(asked_to_stop)
+        logger.info("stopping: running requests get time to finish; Ctrl-C again ends them")
+    finally:
+        supervisor.stop()
+    return 0
+
+
+def _stop_on_signals(supervisor: Supervisor) -> threading.Event:
+    """An event that the first SIGINT, SIGTERM or SIGHUP sets; the second kills every service."""
+    event = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if event.is_set():
+            supervisor.kill()
+        event.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    return event

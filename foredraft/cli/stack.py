@@ -1,0 +1,268 @@
+"""One gateway, one verifier and one draft on this machine: flags, sockets, ports, models. Shows nothing to anybody."""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from foredraft.cli.supervisor import Service, Supervisor
+from foredraft.config.options import flag_of, option, to_flags
+from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
+from foredraft.errors import CheckpointError, ConfigError
+from foredraft.rpc.lifetime import child_environment
+
+# Fields that name a port, and where it is bound; None stands for --host.
+_PORT_HOSTS = {
+    "port": None,
+    "grpc_port": None,
+    "verify_metrics_port": "127.0.0.1",
+    "draft_metrics_port": "127.0.0.1",
+}
+_MODEL_FIELDS = ("model_path", "speculative_draft_model_path")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig(GatewayConfig, VerifyConfig, DraftConfig):
+    """What `foredraft serve` takes: every service's flags but those that wire them together, and two of its own."""
+
+    verify_metrics_port: int = option(0, "Port of the verifier's /metrics; 0 takes a free one.")
+    draft_metrics_port: int = option(0, "Port of the draft's /metrics; 0 takes a free one.")
+
+
+def check(values: Mapping[str, Any]) -> ServeConfig:
+    """Builds every service's configuration and tries the ports, before any process starts.
+
+    Args:
+        values: Fields of ServeConfig that were set.
+
+    Raises:
+        ConfigError: It names the flags at fault.
+    """
+    config = ServeConfig(**values)
+    for name in _PORT_HOSTS:
+        if not 0 <= getattr(config, name) <= 65535:
+            raise ConfigError(f"{flag_of(name)} must be in [0, 65535], not {getattr(config, name)}")
+    _choose_ports(config)
+    for name in _MODEL_FIELDS:
+        path = getattr(config, name)
+        if _looks_like_path(path) and not Path(path).expanduser().exists():
+            raise ConfigError(f"{flag_of(name)} {path}: no such directory or file")
+    return config
+
+
+def resolve_models(
+    values: Mapping[str, Any], on_line: Callable[[str, str], None] | None = None
+) -> dict[str, Any]:
+    """Replaces model names and .gguf files by directories, converting them once, in a process of their own.
+
+    Returns:
+        The values with local directories, and the served name still that of the model asked for.
+
+    Raises:
+        CheckpointError: A model cannot be had.
+    """
+    config = ServeConfig(**values)
+    resolved = dict(values)
+    for name in _MODEL_FIELDS:
+        path = getattr(config, name)
+        if not path or Path(path).expanduser().is_dir():
+            continue
+        resolved[name] = _resolve(path, on_line or (lambda name, line: None))
+        if name == "model_path" and not config.served_model_name:
+            resolved["served_model_name"] = Path(path).stem if "/" in path else path
+    return resolved
+
+
+def make_supervisor(
+    values: Mapping[str, Any],
+    *,
+    on_line: Callable[[str, str], None] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Supervisor:
+    """A supervisor of one gateway, one verifier and, unless the algorithm is NONE, one draft.
+
+    Its `urls` are `http`, `grpc` (host:port), `metrics`, `verify_metrics` and `draft_metrics`. The sockets' directory
+    goes with `LocalStack.stop`.
+
+    Args:
+        values: Fields of ServeConfig that were set.
+        on_line: Called with (service, line) for every line that a service logs, from several threads.
+        environment: For the services; this process's own when absent.
+
+    Raises:
+        ConfigError: The combination cannot be served.
+    """
+    config = check(values)
+    directory = make_runtime_directory()
+    sockets = {name: f"unix:{directory}/{name}.sock" for name in ("verify", "draft")}
+    ports = _choose_ports(config)
+    host = reachable_host(config.host)
+    has_draft = config.speculative_algorithm != "NONE"
+    services = [
+        Service(
+            name="gateway",
+            command=_command(
+                "gateway",
+                GatewayConfig,
+                values,
+                port=ports["port"],
+                grpc_port=ports["grpc_port"],
+                verifier=(sockets["verify"],),
+            ),
+            health=f"{host}:{ports['grpc_port']}",
+            stop_seconds=config.drain_timeout + 5,
+        ),
+        Service(
+            name="verify",
+            command=_command(
+                "verify_service",
+                VerifyConfig,
+                values,
+                listen=sockets["verify"],
+                draft=sockets["draft"] if has_draft else "",
+                metrics_port=ports["verify_metrics_port"],
+            ),
+            health=sockets["verify"],
+            stop_seconds=config.drain_timeout + 5,
+        ),
+    ]
+    urls = {
+        "http": f"http://{host}:{ports['port']}",
+        "grpc": f"{host}:{ports['grpc_port']}",
+        "metrics": f"http://{host}:{ports['port']}/metrics",
+        "verify_metrics": f"http://127.0.0.1:{ports['verify_metrics_port']}/metrics",
+    }
+    if has_draft:
+        command = _command(
+            "draft_service",
+            DraftConfig,
+            values,
+            listen=sockets["draft"],
+            metrics_port=ports["draft_metrics_port"],
+        )
+        services.append(
+            Service(
+                name="draft",
+                command=command,
+                health=sockets["draft"],
+                max_deaths=None,
+                hang_checks=3,
+                stop_seconds=5,
+            )
+        )
+        urls["draft_metrics"] = f"http://127.0.0.1:{ports['draft_metrics_port']}/metrics"
+    unbuffered = {**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"}
+    return LocalStack(directory, services, urls=urls, on_line=on_line, environment=unbuffered)
+
+
+class LocalStack(Supervisor):
+    """A supervisor that removes its sockets' directory when it stopped."""
+
+    def __init__(self, directory: Path, services: list[Service], **arguments: Any) -> None:
+        super().__init__(services, **arguments)
+        self.directory = directory
+
+    def stop(self) -> None:
+        super().stop()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def make_runtime_directory() -> Path:
+    """A new directory of mode 0700 for sockets, under $XDG_RUNTIME_DIR or the temporary directory.
+
+    Removes those that dead supervisors left behind.
+    """
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    # A socket's path has 107 bytes; ours take 40 of them.
+    if not os.access(base, os.W_OK) or len(os.fsencode(base)) > 60:
+        base = Path("/tmp")
+    for old in base.glob("foredraft-*-*"):
+        pid = old.name.split("-")[1]
+        with contextlib.suppress(OSError):
+            if pid.isdigit() and not _is_alive(int(pid)) and old.stat().st_uid == os.getuid():
+                shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"foredraft-{os.getpid()}-", dir=base))
+
+
+def reachable_host(host: str) -> str:
+    """Where this machine reaches a server that listens on `host`, as it stands in a URL."""
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def _command(
+    module: str, config: type, values: Mapping[str, Any], **wiring: Any
+) -> tuple[str, ...]:
+    names = {field.name for field in dataclasses.fields(config)}
+    own = {name: value for name, value in values.items() if name in names}
+    return (sys.executable, "-m", module, *to_flags({**own, **wiring}))
+
+
+def _choose_ports(config: ServeConfig) -> dict[str, int]:
+    """The ports that were asked for, if they can be had, and free ones for 0. They are left for the services to take."""
+    chosen: dict[str, int] = {}
+    with contextlib.ExitStack() as probes:
+        for name in sorted(_PORT_HOSTS, key=lambda name: getattr(config, name) == 0):
+            port = getattr(config, name)
+            for other in chosen:
+                if port and chosen[other] == port:
+                    raise ConfigError(f"{flag_of(other)} and {flag_of(name)} are both {port}")
+            host = _PORT_HOSTS[name] or config.host
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            probe = probes.enter_context(socket.socket(family))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                reason = error.strerror or error
+                raise ConfigError(f"{flag_of(name)} {port} on {host}: {reason}") from error
+            chosen[name] = int(probe.getsockname()[1])
+    return chosen
+
+
+def _looks_like_path(path: str) -> bool:
+    return "/" in path or path.endswith(".gguf")
+
+
+def _resolve(path: str, on_line: Callable[[str, str], None]) -> str:
+    # A process of its own, because a conversion needs torch, and its memory goes with it.
+    process = subprocess.Popen(
+        (sys.executable, "-m", "foredraft.cli.resolve", path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        env=child_environment(),
+        text=True,
+        errors="replace",
+    )
+    last = ""
+    try:
+        assert process.stderr
+        assert process.stdout
+        for line in process.stderr:
+            last = line.rstrip().rpartition("\r")[2] or last
+            on_line("model", last)
+        directory = process.stdout.read().strip()
+        if process.wait() != 0:
+            raise CheckpointError(last or f"{path} could not be resolved")
+        return directory
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
