@@ -1,0 +1,184 @@
+import argparse
+import dataclasses
+import re
+import typing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foredraft.config.options import add_arguments, flag_of, given_values, to_flags, value_type
+from foredraft.config.services import (
+    DraftConfig,
+    GatewayConfig,
+    SpeculationConfig,
+    VerifyConfig,
+)
+from foredraft.errors import ConfigError
+
+CONFIGS = (GatewayConfig, VerifyConfig, DraftConfig)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_defaults_are_legal(config: type) -> None:
+    config()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_flag_is_explained_by_a_sentence(config: type) -> None:
+    for field in dataclasses.fields(config):
+        assert re.fullmatch(r"[A-Za-z\-/0-9 ].*\.", field.metadata["help"], re.S), field.name
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_field_can_be_set_by_flag_and_by_variable(config: type) -> None:
+    hints = typing.get_type_hints(config)
+    texts = {int: "3", float: "0.5", bool: "1", str: "x"}
+    for field in dataclasses.fields(config):
+        kind, repeated = value_type(hints[field.name])
+        text = field.metadata["choices"][0] if field.metadata["choices"] else texts[kind]
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        add_arguments(parser, config)
+        flags = [flag_of(field.name)] if kind is bool else [flag_of(field.name), text]
+        by_flag = given_values(config, parser.parse_args(flags), {})
+        by_variable = given_values(
+            config, parser.parse_args([]), {"FOREDRAFT_" + field.name.upper(): text}
+        )
+        assert by_flag == by_variable
+        value = by_flag[field.name]
+        assert isinstance(value[0] if repeated else value, kind)
+
+
+ILLEGAL: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        {"speculative_algorithm": "STANDALONE"},
+        ["--speculative-algorithm STANDALONE", "--speculative-draft-model-path"],
+    ),
+    (
+        {"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "m"},
+        ["--speculative-draft-model-path", "--speculative-algorithm NGRAM"],
+    ),
+    (
+        {"speculative_algorithm": "NONE", "speculative_draft_model_path": "m"},
+        ["--speculative-draft-model-path", "--speculative-algorithm NONE"],
+    ),
+    ({"speculative_accept_threshold_single": 0.0}, ["--speculative-accept-threshold-single"]),
+    ({"speculative_accept_threshold_acc": 1.5}, ["--speculative-accept-threshold-acc"]),
+    ({"speculative_num_steps": 0}, ["--speculative-num-steps"]),
+    ({"speculative_eagle_topk": 0}, ["--speculative-eagle-topk"]),
+    ({"speculative_num_draft_tokens": 1}, ["--speculative-num-draft-tokens"]),
+    ({"speculative_num_draft_tokens": 257}, ["--speculative-num-draft-tokens"]),
+    (
+        {"speculative_ngram_max_trie_depth": 8, "speculative_ngram_branch_length": 8},
+        ["--speculative-ngram-max-trie-depth", "--speculative-ngram-branch-length"],
+    ),
+    (
+        {"speculative_ngram_max_trie_depth": 8, "speculative_ngram_max_match_window_size": 8},
+        ["--speculative-ngram-max-trie-depth", "--speculative-ngram-max-match-window-size"],
+    ),
+    ({"speculative_ngram_max_trie_depth": 1}, ["--speculative-ngram-max-trie-depth"]),
+    (
+        {"speculative_ngram_min_match_window_size": 13},
+        ["--speculative-ngram-min-match-window-size", "--speculative-ngram-max-match-window-size"],
+    ),
+    (
+        {"speculative_ngram_min_bfs_breadth": 11},
+        ["--speculative-ngram-min-bfs-breadth", "--speculative-ngram-max-bfs-breadth"],
+    ),
+    ({"speculative_ngram_capacity": 10}, ["--speculative-ngram-capacity"]),
+]
+STANDALONE = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "m"}
+ILLEGAL_TREES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"speculative_eagle_topk": 2}, ["--speculative-num-steps"]),
+    ({"speculative_num_draft_tokens": 4}, ["--speculative-num-steps"]),
+    (
+        {"speculative_num_steps": 3, "speculative_eagle_topk": 2},
+        ["--speculative-eagle-topk", "--speculative-num-draft-tokens"],
+    ),
+    (
+        {"speculative_num_steps": 3, "speculative_num_draft_tokens": 5},
+        ["--speculative-num-steps", "--speculative-num-draft-tokens 5"],
+    ),
+    (
+        {
+            "speculative_num_steps": 2,
+            "speculative_eagle_topk": 2,
+            "speculative_num_draft_tokens": 8,
+        },
+        ["--speculative-num-draft-tokens 8", "--speculative-eagle-topk 2"],
+    ),
+]
+
+
+@pytest.mark.parametrize("config", [SpeculationConfig, VerifyConfig, DraftConfig])
+@pytest.mark.parametrize(
+    ("values", "named"), [*ILLEGAL, *((STANDALONE | tree, named) for tree, named in ILLEGAL_TREES)]
+)
+def test_what_cannot_be_served_is_refused_by_its_flags(
+    config: type, values: dict[str, Any], named: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config(**values)
+    for flag in named:
+        assert flag in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "limits"),
+    [
+        ({"speculative_algorithm": "NONE"}, (0, 0, 1)),
+        ({}, (11, 10, 12)),
+        ({"speculative_num_draft_tokens": 8}, (7, 10, 8)),
+        (STANDALONE, (3, 1, 4)),
+        (STANDALONE | {"speculative_num_steps": 5}, (5, 1, 6)),
+        (
+            STANDALONE
+            | {
+                "speculative_num_steps": 2,
+                "speculative_eagle_topk": 2,
+                "speculative_num_draft_tokens": 7,
+            },
+            (2, 2, 7),
+        ),
+    ],
+)
+def test_tree_limits(values: dict[str, Any], limits: tuple[int, int, int]) -> None:
+    assert SpeculationConfig(**values).tree_limits == limits
+
+
+def test_both_names_of_the_window_are_understood() -> None:
+    assert SpeculationConfig().ngram_window == (12, 18)
+    assert SpeculationConfig(speculative_ngram_max_trie_depth=9).ngram_window == (9, 9)
+
+
+@given(
+    steps=st.integers(1, 8),
+    topk=st.integers(1, 6),
+    tokens=st.none() | st.integers(2, 64),
+)
+def test_a_tree_that_is_let_through_can_be_built(steps: int, topk: int, tokens: int | None) -> None:
+    try:
+        config = SpeculationConfig(
+            **STANDALONE,
+            speculative_num_steps=steps,
+            speculative_eagle_topk=topk,
+            speculative_num_draft_tokens=tokens,
+        )
+    except ConfigError:
+        return
+    num_steps, width, rows = config.tree_limits
+    # Nodes of all levels: topk next to the root, then topk children of each of topk beams.
+    assert 1 <= rows - 1 <= width + (num_steps - 1) * width * width
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_service_started_by_flags_gets_the_same_configuration(config: type) -> None:
+    values = {
+        field.name: field.default
+        for field in dataclasses.fields(config)
+        if field.default is not None
+    }
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_arguments(parser, config)
+    assert config(**given_values(config, parser.parse_args(to_flags(values)), {})) == config()
