@@ -6,4 +6,4 @@ from pathlib import Path
 import torch
 
 torch.set_num_threads(1)
-sys.path.insert(0, str(Path(__file__).parent))  # for `reference`
+sys.path.insert(0, str(Path(__file__).parent))  # for `speculation_reference`

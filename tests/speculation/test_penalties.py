@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import penalised
+from speculation_reference import penalised
 
 from foredraft.speculation.penalties import PenaltyState, needed
 from foredraft.types import SamplingParams

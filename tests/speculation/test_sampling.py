@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import distribution
 from scipy import stats
+from speculation_reference import distribution
 
 from foredraft.speculation import noise, sampling
 from foredraft.speculation.sampling import SamplingRows
