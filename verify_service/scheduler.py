@@ -10,7 +10,6 @@ import heapq
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from foredraft.errors import InvalidRequest, Overloaded, PromptTooLong
 from foredraft.kvcache.page_pool import PagePool
@@ -18,55 +17,7 @@ from foredraft.kvcache.prefix_tree import PrefixNode, PrefixTree
 from foredraft.types import FinishReason
 from verify_service.page_tables import PageTables, UsablePrefix
 from verify_service.request import Sequence, Status
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeSlot:
-    """One root row, and room for `max_tree_nodes` more."""
-
-    seq: Sequence
-    max_tree_nodes: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Rows of `seq.tokens[start : start + num_tokens]`."""
-
-    seq: Sequence
-    start: int
-    num_tokens: int
-
-    @property
-    def is_last(self) -> bool:
-        """True when the chunk ends with the newest token, whose row chooses the next one."""
-        return self.start + self.num_tokens == len(self.seq.tokens)
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One step, best rank first.
-
-    Attributes:
-        decode: Sequences that verify a tree.
-        prefill: Chunks; `chunked_prefill_size` tokens at most in total.
-        admitted: Sequences that got a slot in this step.
-        preempted: Sequences that lost slot and pages in this step and wait again.
-        ended: Sequences that were cancelled or ran out of time; already released.
-        released_slots: Every slot given back since the last plan, to be told to a draft before
-            what `admitted` says: a slot may be in both.
-    """
-
-    decode: list[DecodeSlot] = field(default_factory=list)
-    prefill: list[PrefillChunk] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    ended: list[Sequence] = field(default_factory=list)
-    released_slots: list[int] = field(default_factory=list)
-
-    @property
-    def is_empty(self) -> bool:
-        """True when there is nothing to compute."""
-        return not self.decode and not self.prefill
+from verify_service.step_plan import DecodeSlot, PrefillChunk, StepPlan
 
 
 class Scheduler:
@@ -368,7 +319,9 @@ class Scheduler:
             self._tables.skip_known(seq)
             page = self._tables.next_page(seq)
             num_tokens = self._cut(seq, left)
-            if num_tokens == 0 or (page is not None and page in filled):
+            # Its newest token it computes itself, so there must be more than the page to wait for.
+            has_more = seq.num_uncomputed > self.pool.page_size
+            if num_tokens == 0 or (has_more and page is not None and page in filled):
                 continue
             filled.add(page)
             shares.append((seq, num_tokens))

@@ -9,7 +9,8 @@ from foredraft.kvcache.page_pool import PagePool
 from foredraft.kvcache.prefix_tree import PrefixTree
 from foredraft.types import FinishReason, SamplingParams
 from verify_service.request import Sequence, Status
-from verify_service.scheduler import Scheduler, StepPlan
+from verify_service.scheduler import Scheduler
+from verify_service.step_plan import StepPlan
 
 FOREVER = float("-inf")  # a `now` before every deadline
 
@@ -151,6 +152,36 @@ def test_live_sequences_that_begin_alike_compute_their_prefix_once():
     assert chunks(step(scheduler)) == [("b", 40, 1)]
     assert a.pages[:10] == b.pages[:10]
     assert b.num_cached == 40
+
+
+def test_a_finished_prefix_is_evicted_from_its_end():
+    scheduler = make_scheduler()
+    seq = make_sequence("a", 13, max_new_tokens=1)
+    scheduler.add(seq)
+    step(scheduler)
+    assert scheduler.prefix_tree.evict(1) == 1
+    assert len(scheduler.prefix_tree.match(seq.prompt)) == 2
+
+
+def test_without_a_prefix_tree_nothing_is_shared():
+    pool = PagePool(64, 4)
+    scheduler = Scheduler(pool, None, max_running_requests=2, chunked_prefill_size=32)
+    for label in "ab":
+        seq = make_sequence(label, 13, max_new_tokens=3)
+        scheduler.add(seq)
+        while seq.status is not Status.FINISHED:
+            step(scheduler)
+        assert seq.num_cached == 0
+        assert pool.num_free == 64
+
+
+def test_the_same_text_after_another_prefix_is_another_page():
+    scheduler = make_scheduler(chunked_prefill_size=8)
+    alike = unlike(9, 8)
+    for label, head in (("a", 1), ("b", 2)):
+        scheduler.add(make_sequence(label, unlike(head, 4) + alike, max_new_tokens=1))
+    assert chunks(step(scheduler)) == [("a", 0, 4), ("b", 0, 4)]
+    assert chunks(step(scheduler)) == [("a", 4, 4), ("b", 4, 4)]
 
 
 def test_a_page_filled_twice_ends_as_one():
