@@ -23,6 +23,7 @@
 #define MAX_BREADTH 256
 #define NUM_CHAINS 3
 #define CHAIN_STEPS 64  /* own occurrences looked at per chain, newest first */
+#define MAX_SCANNED 4096 /* children among which the most frequent are sought, newest first: bounds a match */
 #define MAX_OWN (NUM_CHAINS * CHAIN_STEPS)
 
 static const uint32_t chain_length[NUM_CHAINS] = {4, 2, 1};
@@ -373,8 +374,9 @@ static uint32_t keep_best(Child *children, uint32_t count, uint32_t limit, Child
 }
 
 static uint32_t trie_children(const Builder *b, const Entry *entry, Child *out, uint32_t limit) {
-    uint32_t count = 0;
-    for (uint32_t i = b->trie->nodes[entry->handle].child; i != NIL; i = b->trie->nodes[i].older) {
+    uint32_t count = 0, scanned = 0;
+    for (uint32_t i = b->trie->nodes[entry->handle].child; i != NIL && scanned < MAX_SCANNED;
+         i = b->trie->nodes[i].older, scanned++) {
         const Node *node = &b->trie->nodes[i];
         Child child = {node->token, node->freq, i};
         if (b->rules->by_probability) count = keep_best(out, count, limit, child);

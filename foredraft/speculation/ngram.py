@@ -30,7 +30,8 @@ class NgramRules:
         branch_length: Tokens per inserted window, so that a match of d tokens continues for branch_length - d in the trie.
         min_breadth: Children taken per node where the match is longest or the tree deepest.
         max_breadth: Children taken per node where the match is shortest.
-        match_type: BFS takes the most recent children, breadth first; PROB the most frequent, best path first.
+        match_type: BFS takes the most recent children, breadth first; PROB the most frequent (of the 4,096
+            most recent), best path first.
     """
 
     min_window: int = 1
@@ -55,7 +56,7 @@ class NgramTrie:
     """The trie alone, with one scope: what `NgramDrafter` shares between sequences.
 
     Args:
-        capacity: Most nodes; memory grows with use, at most 51 bytes a node.
+        capacity: Most nodes; memory grows with use, by about 50 bytes a node.
         min_window, max_window, branch_length, min_breadth, max_breadth, match_type: See `NgramRules`.
     """
 

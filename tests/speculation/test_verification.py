@@ -12,7 +12,7 @@ from foredraft.speculation import noise, sampling
 from foredraft.speculation.penalties import PenaltyState, needed
 from foredraft.speculation.sampling import SamplingRows
 from foredraft.speculation.tree import EMPTY, DraftTree, paths, sanitize
-from foredraft.speculation.verification import walk, walk_lossy
+from foredraft.speculation.verification import walk, walk_batch, walk_lossy
 from foredraft.types import SamplingParams
 
 VOCAB = 6
@@ -55,6 +55,26 @@ def test_walk_follows_the_longest_path_that_the_rule_gives(
     assert got.path[-1] == longest
     assert got.tokens == [chosen[row] for row in got.path]
     assert got.tokens[:-1] == paths(tree)[longest]
+
+
+@given(
+    st.lists(
+        st.tuples(trees(), st.lists(st.integers(0, VOCAB - 1), min_size=13, max_size=13)),
+        max_size=4,
+    )
+)
+def test_walking_a_batch_asks_only_for_rows_on_the_paths(
+    batch: list[tuple[DraftTree, list[int]]],
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def choose(pairs: list[tuple[int, int]]) -> list[int]:
+        asked.extend(pairs)
+        return [batch[sequence][1][row] for sequence, row in pairs]
+
+    got = walk_batch([tree for tree, _ in batch], choose)
+    assert got == [walk(tree, chosen) for tree, chosen in batch]
+    assert sorted(asked) == [(i, row) for i, result in enumerate(got) for row in result.path]
 
 
 def generate(
