@@ -1,0 +1,59 @@
+"""`python -m draft_service`: loads a drafter and serves it to verifiers."""
+
+import asyncio
+import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from draft_service.drafters import create_drafter
+from draft_service.service import SERVICE_NAME, DraftService
+from foredraft.api.draft.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
+from foredraft.config.options import parse
+from foredraft.config.services import DraftConfig
+from foredraft.errors import ForedraftError
+from foredraft.rpc import lifetime
+from foredraft.rpc.server import RpcServer, serve
+from foredraft.telemetry import logging as telemetry_logging
+from foredraft.telemetry.metrics import start_metrics_server
+
+DESCRIPTION = """The draft: proposes tokens to a verifier, which decides. Keeps nothing that cannot be lost, so that it
+may be stopped and started at any time."""
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Runs the draft until SIGTERM; the exit status is 1 when it could not start."""
+    config = parse(DraftConfig, None, "python -m draft_service", DESCRIPTION)
+    telemetry_logging.setup("draft", config.log_level, config.log_format)
+    try:
+        return lifetime.run(lambda: _serve(config))
+    except ForedraftError as error:
+        logger.error("cannot start: %s", error)
+        return 1
+
+
+async def _serve(config: DraftConfig) -> int:
+    stop = lifetime.stop_event()
+    with ThreadPoolExecutor(1, thread_name_prefix="drafter") as worker:
+        server = RpcServer(config.listen)
+        service = DraftService(worker)
+        server.add(add_DraftServiceServicer_to_server, service, SERVICE_NAME)
+        await server.start()
+        # Loading takes a while; health answers NOT_SERVING meanwhile.
+        loop = asyncio.get_running_loop()
+        try:
+            service.open(await loop.run_in_executor(worker, create_drafter, config))
+        except ForedraftError:
+            await server.stop(0)
+            raise
+        metrics = None if config.metrics_port is None else start_metrics_server(config.metrics_port)
+        await server.set_serving()
+        await serve(server, stop=stop)
+        if metrics is not None:
+            metrics.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""The ways of drafting, by name. A drafter's dependencies are imported only when it is chosen."""
+
+from collections.abc import Callable
+
+from draft_service.drafters.base import Drafter
+from foredraft.config.services import DraftConfig
+from foredraft.errors import ConfigError
+
+
+def _ngram(config: DraftConfig) -> Drafter:
+    from draft_service.drafters.ngram import NgramDrafter
+
+    return NgramDrafter(config)
+
+
+_DRAFTERS: dict[str, Callable[[DraftConfig], Drafter]] = {
+    "NGRAM": _ngram,
+}
+
+
+def create_drafter(config: DraftConfig) -> Drafter:
+    """Makes the configured drafter, its weights loaded.
+
+    Raises:
+        ConfigError: The algorithm needs no draft service.
+        CheckpointError: What is wrong with the draft model's files.
+    """
+    make = _DRAFTERS.get(config.speculative_algorithm)
+    if make is None:
+        raise ConfigError(
+            f"--speculative-algorithm {config.speculative_algorithm} needs no draft service; "
+            f"it serves {', '.join(_DRAFTERS)}"
+        )
+    return make(config)

@@ -1,0 +1,113 @@
+"""The DraftService over gRPC: attaches verifiers and passes their steps to sessions. How to draft is the drafters'."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from draft_service.drafters.base import Drafter
+from draft_service.metrics import DrafterMetrics
+from draft_service.session import Session
+from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
+from foredraft.errors import AttachRefused, InvalidRequest, Overloaded, Unavailable
+
+SERVICE_NAME = "foredraft.api.draft.v1.DraftService"
+
+logger = logging.getLogger(__name__)
+
+
+class DraftService(draft_pb2_grpc.DraftServiceServicer):
+    """Serves one drafter to verifiers.
+
+    Args:
+        worker: The thread in which the drafter runs; it has one, so that forwards never overlap.
+    """
+
+    def __init__(self, worker: ThreadPoolExecutor) -> None:
+        self._worker = worker
+        self._drafter: Drafter | None = None
+        self._info = draft_pb2.GetDraftInfoResponse()
+        self._num_sessions = 0
+
+    def open(self, drafter: Drafter) -> None:
+        """From now on verifiers may attach."""
+        self._drafter = drafter
+        self._info = drafter.info()
+        self._metrics = DrafterMetrics(self._info.algorithm)
+
+    async def GetDraftInfo(
+        self, request: draft_pb2.GetDraftInfoRequest, context: grpc.aio.ServicerContext
+    ) -> draft_pb2.GetDraftInfoResponse:
+        """What the draft is and what it needs."""
+        self._loaded()
+        return self._info
+
+    async def Speculate(
+        self,
+        requests: AsyncIterator[draft_pb2.SpeculateRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        """One verifier's stream, until it ends it. Reading and writing by hand saves a tenth of a round trip."""
+        drafter = self._loaded()
+        first = await context.read()
+        if first is grpc.aio.EOF:
+            return
+        if not first.HasField("attach"):
+            raise InvalidRequest("attach", "must be the stream's first message")
+        limit = drafter.max_sessions
+        if limit is not None and self._num_sessions >= limit:
+            raise Overloaded(f"this draft serves {limit} verifier at a time, and has it")
+        self._num_sessions += 1
+        try:
+            await self._speculate(drafter, first.attach, context)
+        finally:
+            self._num_sessions -= 1
+
+    async def _speculate(
+        self,
+        drafter: Drafter,
+        attach: draft_pb2.AttachRequest,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        session, response = await self._attach(drafter, attach)
+        try:
+            logger.info("attached: %s, epoch %d", attach.architecture or "verifier", attach.epoch)
+            await context.write(draft_pb2.SpeculateResponse(attach=response))
+            while (request := await context.read()) is not grpc.aio.EOF:
+                if not request.HasField("step"):
+                    raise InvalidRequest("step", "every message but the first is a step")
+                answer = await session.step(request.step)
+                await context.write(draft_pb2.SpeculateResponse(step=answer))
+        except InvalidRequest as error:
+            logger.warning("epoch %d broke the protocol: %s", attach.epoch, error)
+            raise
+        finally:
+            logger.info("detached: epoch %d", attach.epoch)
+            await session.close()
+
+    async def _attach(
+        self, drafter: Drafter, attach: draft_pb2.AttachRequest
+    ) -> tuple[Session, draft_pb2.AttachResponse]:
+        loop = asyncio.get_running_loop()
+        making = loop.run_in_executor(self._worker, drafter.attach, attach)
+        try:
+            proposer, response = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            # The stream ended meanwhile; what is being made must still be freed.
+            proposer, _ = await making
+            await loop.run_in_executor(self._worker, proposer.close)
+            raise
+        except AttachRefused as error:
+            self._metrics.refused_attaches.inc()
+            logger.warning("refused to attach: %s", error)
+            raise
+        self._metrics.accepted_attaches.inc()
+        response.epoch = attach.epoch
+        return Session(proposer, self._worker, self._metrics), response
+
+    def _loaded(self) -> Drafter:
+        if self._drafter is None:
+            raise Unavailable("the draft is still loading")
+        return self._drafter

@@ -1,0 +1,68 @@
+"""One attached verifier: its steps in order, its proposer's life, its figures. The stream itself is the service's."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from draft_service.drafters.base import Proposer
+from draft_service.metrics import DrafterMetrics
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.errors import InvalidRequest
+
+
+class Session:
+    """Runs the steps of one verifier.
+
+    Args:
+        proposer: Drafts; closed with the session.
+        worker: The process's only drafting thread.
+        metrics: Of the algorithm.
+    """
+
+    def __init__(
+        self, proposer: Proposer, worker: ThreadPoolExecutor, metrics: DrafterMetrics
+    ) -> None:
+        self._proposer = proposer
+        self._worker = worker
+        self._metrics = metrics
+        self._num_steps = 0
+        metrics.sessions.inc()
+
+    async def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
+        """Answers one engine step.
+
+        Raises:
+            InvalidRequest: It breaks the protocol.
+        """
+        try:
+            if request.step != self._num_steps + 1:
+                raise InvalidRequest(
+                    "step", f"{request.step} after {self._num_steps}; steps count from 1"
+                )
+            self._num_steps += 1
+            if self._proposer.is_brief(request):
+                # Two changes of thread take longer than such a step.
+                response = self._proposer.step(request)
+            else:
+                loop = asyncio.get_running_loop()
+                response = await loop.run_in_executor(self._worker, self._proposer.step, request)
+        except InvalidRequest:
+            self._metrics.refused_steps.inc()
+            raise
+        response.step = request.step
+        self._count(request, response)
+        return response
+
+    async def close(self) -> None:
+        """Frees the proposer, after the step that may still run."""
+        self._metrics.sessions.dec()
+        await asyncio.shield(
+            asyncio.get_running_loop().run_in_executor(self._worker, self._proposer.close)
+        )
+
+    def _count(self, request: draft_pb2.StepRequest, response: draft_pb2.StepResponse) -> None:
+        metrics = self._metrics
+        metrics.steps.inc()
+        metrics.extended_tokens.inc(sum(len(sequence.tokens) for sequence in request.sequences))
+        metrics.proposed_tokens.inc(sum(len(proposal.tokens) for proposal in response.proposals))
+        metrics.extend_seconds.observe(response.extend_microseconds * 1e-6)
+        metrics.draft_seconds.observe(response.draft_microseconds * 1e-6)
