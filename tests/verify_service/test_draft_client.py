@@ -1,0 +1,330 @@
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
+from foredraft.errors import DraftError
+from tests.support.drafts import DraftProcess, attach_request
+from verify_service import draft_client
+from verify_service.draft_client import DraftClient
+
+COPY = [5, 6, 7, 8, 9, 10, 11, 5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def draft() -> Iterator[DraftProcess]:
+    with DraftProcess() as process:
+        yield process
+
+
+class Client:
+    """A client of a tiny verifier, with what it said of its state."""
+
+    def __init__(self, target: str, step_timeout: float = 5.0, **attach: Any) -> None:
+        self.states: list[str] = []
+        self.client = DraftClient(
+            target,
+            lambda info, epoch: attach_request(epoch=epoch, **attach),
+            step_timeout,
+            self.states.append,
+        )
+        self.client.start()
+        self.client.allow_attach()
+        self._num_steps = 0
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.client.close()
+
+    def attached(self) -> int:
+        until(lambda: self.client.epoch > 0)
+        self._num_steps = 0
+        return self.client.epoch
+
+    def request(self) -> draft_pb2.StepRequest:
+        """A sequence that repeats itself."""
+        self._num_steps += 1
+        request = draft_pb2.StepRequest(step=self._num_steps)
+        sequence = request.sequences.add(slot=0, tokens=COPY)
+        sequence.begin.SetInParent()
+        sequence.propose.num_draft_tokens = 4
+        return request
+
+    def step(self) -> list[int]:
+        self.client.send(self.request())
+        return list(self.client.receive().proposals[0].tokens)
+
+
+def until(condition: Callable[[], bool], timeout: float = 30.0) -> None:
+    """Waits for what another thread or process does."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def usage() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def test_steps_are_answered(draft: DraftProcess) -> None:
+    with Client(draft.target) as verifier:
+        info = verifier.client.wait(10)
+        assert info is not None
+        assert info.algorithm == "NGRAM"
+        assert verifier.attached() == 1
+        assert [verifier.step() for _ in range(3)] == [[8, 9, 10]] * 3
+    assert verifier.states == ["attached"]
+    assert verifier.client.epoch == 0
+
+
+def test_answers_may_be_read_later(draft: DraftProcess) -> None:
+    with Client(draft.target) as verifier:
+        verifier.attached()
+        for _ in range(20):
+            verifier.client.send(verifier.request())
+        assert [verifier.client.receive().step for _ in range(20)] == list(range(1, 21))
+
+
+def test_nothing_is_attached_before_it_is_allowed(draft: DraftProcess) -> None:
+    client = DraftClient(draft.target, lambda info, epoch: attach_request(epoch=epoch), 1.0)
+    client.start()
+    assert client.wait(10) is not None
+    assert client.epoch == 0
+    with pytest.raises(DraftError, match="no draft"):
+        client.send(draft_pb2.StepRequest(step=1))
+    client.allow_attach()
+    until(lambda: client.epoch == 1)
+    client.close()
+
+
+def test_waiting_for_a_draft_that_is_not_there_ends(tmp_path: Path) -> None:
+    with Client(f"unix:{tmp_path}/no.sock") as verifier:
+        assert verifier.client.wait(0.2) is None
+        until(lambda: bool(verifier.states))
+        assert verifier.states[0].startswith("not reachable")
+
+
+def test_close_does_not_wait_for_anything(draft: DraftProcess) -> None:
+    client = DraftClient(draft.target, lambda info, epoch: attach_request(epoch=epoch), 1.0)
+    client.close()
+    client = DraftClient(draft.target, lambda info, epoch: attach_request(epoch=epoch), 1.0)
+    client.start()
+    client.close()
+
+
+def test_a_step_of_an_older_attach_is_not_sent(draft: DraftProcess) -> None:
+    with Client(draft.target) as verifier:
+        verifier.attached()
+        with pytest.raises(DraftError, match="step 7 does not follow step 0"):
+            verifier.client.send(draft_pb2.StepRequest(step=7))
+        with pytest.raises(DraftError, match="no step"):
+            verifier.client.receive()
+        assert verifier.step() == [8, 9, 10]
+
+
+def test_a_killed_draft_is_noticed_and_comes_back() -> None:
+    with DraftProcess() as process, Client(process.target) as verifier:
+        for epoch in (1, 2, 3):
+            assert verifier.attached() == epoch
+            assert verifier.step() == [8, 9, 10]
+            process.kill()
+            # Without a step as well: health has to know.
+            until(lambda: verifier.client.epoch == 0)
+            process.start(ready=False)
+        assert verifier.attached() == 4
+    assert [state for state in verifier.states if state == "attached"] == ["attached"] * 4
+
+
+def test_a_draft_killed_while_it_is_waited_for(draft: DraftProcess) -> None:
+    with DraftProcess() as process, Client(process.target) as verifier:
+        verifier.attached()
+        process.pause()
+        verifier.client.send(verifier.request())
+        threading.Timer(0.1, process.kill).start()
+        with pytest.raises(DraftError):
+            verifier.client.receive()
+        assert verifier.client.epoch == 0
+
+
+def test_a_stopped_draft_times_out_and_goes_on_later() -> None:
+    with DraftProcess() as process, Client(process.target, step_timeout=0.2) as verifier:
+        verifier.attached()
+        assert verifier.step() == [8, 9, 10]
+        process.pause()
+        verifier.client.send(verifier.request())
+        with pytest.raises(DraftError, match=r"no answer within 0\.2 s"):
+            verifier.client.receive()
+        assert verifier.client.epoch == 0
+        with pytest.raises(DraftError):
+            verifier.client.receive()
+        process.resume()
+        assert verifier.attached() >= 2
+        assert verifier.step() == [8, 9, 10]
+
+
+def test_a_refused_step_costs_the_attach_only(draft: DraftProcess) -> None:
+    with Client(draft.target) as verifier:
+        verifier.attached()
+        request = verifier.request()
+        request.sequences[0].tokens.append(128)
+        verifier.client.send(request)
+        with pytest.raises(DraftError, match="not in the vocabulary"):
+            verifier.client.receive()
+        assert verifier.attached() == 2
+        assert verifier.step() == [8, 9, 10]
+
+
+def test_a_refused_attach_is_said_once_and_tried_again(draft: DraftProcess) -> None:
+    with Client(draft.target, max_batch=0) as verifier:
+        assert verifier.client.wait(10) is not None
+        until(lambda: verifier.client._last_epoch >= 3)
+        assert len(verifier.states) == 1
+        assert verifier.states[0].startswith("not attached: max_batch")
+
+
+class Nonsense(draft_pb2_grpc.DraftServiceServicer):
+    """Attaches properly the first time round and answers steps as it is told."""
+
+    def __init__(self, answer: Callable[[draft_pb2.SpeculateRequest], Any]) -> None:
+        self._answer = answer
+
+    def GetDraftInfo(self, request: Any, context: Any) -> Any:
+        return draft_pb2.GetDraftInfoResponse(algorithm="NONSENSE")
+
+    def Speculate(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        for request in requests:
+            answer = self._answer(request)
+            if answer is None:
+                return
+            yield answer
+
+
+def good_attach(request: draft_pb2.SpeculateRequest) -> draft_pb2.SpeculateResponse | None:
+    if not request.HasField("attach"):
+        return None
+    attach = draft_pb2.AttachResponse(epoch=request.attach.epoch)
+    return draft_pb2.SpeculateResponse(attach=attach)
+
+
+@pytest.fixture
+def nonsense() -> Iterator[Callable[[Callable[[draft_pb2.SpeculateRequest], Any]], str]]:
+    servers: list[grpc.Server] = []
+
+    def start(answer: Callable[[draft_pb2.SpeculateRequest], Any]) -> str:
+        server = grpc.server(ThreadPoolExecutor(4))
+        handlers = {
+            "GetDraftInfo": grpc.unary_unary_rpc_method_handler(
+                Nonsense(answer).GetDraftInfo,
+                draft_pb2.GetDraftInfoRequest.FromString,
+                draft_pb2.GetDraftInfoResponse.SerializeToString,
+            ),
+            "Speculate": grpc.stream_stream_rpc_method_handler(
+                Nonsense(answer).Speculate,
+                draft_pb2.SpeculateRequest.FromString,
+                lambda m: m if isinstance(m, bytes) else m.SerializeToString(),
+            ),
+        }
+        name = "foredraft.api.draft.v1.DraftService"
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        servers.append(server)
+        return f"127.0.0.1:{port}"
+
+    yield start
+    for server in servers:
+        server.stop(0).wait()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        draft_pb2.SpeculateResponse(step=draft_pb2.StepResponse(step=2)),
+        draft_pb2.SpeculateResponse(),
+        draft_pb2.SpeculateResponse(attach=draft_pb2.AttachResponse(epoch=1)),
+        b"\xff\xff\xff nonsense",
+        None,
+    ],
+    ids=["wrong step", "empty", "attach", "no message", "end"],
+)
+def test_a_nonsensical_answer_drops_the_draft(nonsense: Any, answer: Any) -> None:
+    with Client(nonsense(lambda request: good_attach(request) or answer)) as verifier:
+        verifier.attached()
+        verifier.client.send(verifier.request())
+        with pytest.raises(DraftError):
+            verifier.client.receive()
+        assert verifier.attached() > 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        draft_pb2.SpeculateResponse(attach=draft_pb2.AttachResponse(epoch=99)),
+        draft_pb2.SpeculateResponse(step=draft_pb2.StepResponse(step=1)),
+        b"\xff nonsense",
+        None,
+    ],
+    ids=["wrong epoch", "step", "no message", "end"],
+)
+def test_a_nonsensical_attach_is_no_attach(nonsense: Any, answer: Any) -> None:
+    with Client(nonsense(lambda request: answer)) as verifier:
+        until(lambda: verifier.client._last_epoch >= 2)
+        assert verifier.client.epoch == 0
+
+
+def test_a_listener_that_never_speaks_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_client, "INFO_TIMEOUT", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        target = f"127.0.0.1:{listener.getsockname()[1]}"
+        with Client(target) as verifier:
+            until(lambda: bool(verifier.states))
+            assert verifier.states[0].startswith("not reachable")
+
+
+def test_cycles_leave_no_thread_and_no_descriptor(
+    draft: DraftProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_client, "FIRST_BACKOFF", 0.001)
+    monkeypatch.setattr(draft_client, "LONGEST_BACKOFF", 0.001)
+    with Client(draft.target) as verifier:
+
+        def cycle(times: int) -> None:
+            for _ in range(times):
+                epoch = verifier.attached()
+                request = verifier.request()
+                request.sequences[0].tokens.append(128)
+                verifier.client.send(request)
+                with pytest.raises(DraftError):
+                    verifier.client.receive()
+                until(lambda epoch=epoch: verifier.client.epoch > epoch)
+
+        cycle(10)
+        (descriptors, threads), num_draft = usage(), draft.num_descriptors()
+        cycle(100)
+        # gRPC ends a stream's threads and sockets a moment after the stream.
+        until(lambda: usage()[0] <= descriptors + 2 and usage()[1] <= threads + 2)
+        until(lambda: draft.num_descriptors() <= num_draft + 2)
+
+
+def test_clients_leave_no_thread_and_no_descriptor(draft: DraftProcess) -> None:
+    def use(times: int) -> None:
+        for _ in range(times):
+            with Client(draft.target) as verifier:
+                verifier.attached()
+                verifier.step()
+
+    use(5)
+    descriptors, threads = usage()
+    use(40)
+    until(lambda: usage()[0] <= descriptors + 2 and usage()[1] <= threads)

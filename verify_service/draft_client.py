@@ -1,0 +1,280 @@
+"""The connection to a draft: attaches, exchanges steps, notices death and silence, attaches again by itself.
+
+The engine's thread sends and receives; a background thread connects and watches. What is in the messages is the engine's.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import grpc
+
+from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
+from foredraft.errors import DraftError, ForedraftError
+from foredraft.rpc.channel import channel
+from foredraft.rpc.errors import from_rpc_error
+
+INFO_TIMEOUT = 2.0
+ATTACH_TIMEOUT = 30.0  # the draft allocates its KV meanwhile
+FIRST_BACKOFF = 0.05
+LONGEST_BACKOFF = 1.0
+_POLL_SECONDS = 0.25
+
+logger = logging.getLogger(__name__)
+
+
+class _Stream:
+    """One Speculate call. Its requests go through a queue to the thread that gRPC keeps for them."""
+
+    def __init__(self, stub: draft_pb2_grpc.DraftServiceStub) -> None:
+        self._requests: queue.SimpleQueue[draft_pb2.SpeculateRequest | None] = queue.SimpleQueue()
+        self.call = stub.Speculate(iter(self._requests.get, None))
+        self.unanswered: deque[int] = deque()  # step numbers
+        self.num_steps = 0
+
+    def write(self, request: draft_pb2.SpeculateRequest) -> None:
+        self._requests.put(request)
+
+    def read(self) -> draft_pb2.SpeculateResponse:
+        """Waits for the next message; whoever wants to end the wait cancels the call."""
+        try:
+            response: draft_pb2.SpeculateResponse = next(self.call)
+        except StopIteration:
+            raise DraftError("the draft ended the stream") from None
+        return response
+
+    def end(self) -> None:
+        self._requests.put(None)
+        self.call.cancel()
+
+
+class DraftClient:
+    """Keeps one draft attached.
+
+    `send` and `receive` belong to one thread, the engine's. Everything else may be called from any.
+
+    Args:
+        target: `host:port` or `unix:/path`.
+        make_attach: Makes the attach message from what the draft is and the number of the attach.
+        step_timeout: Seconds that the answer to a step may take.
+        on_state: Called from the background thread with a line for the log whenever the state changes: "attached",
+            or why there is no draft.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        make_attach: Callable[[draft_pb2.GetDraftInfoResponse, int], draft_pb2.AttachRequest],
+        step_timeout: float,
+        on_state: Callable[[str], None] | None = None,
+    ) -> None:
+        self._target = target
+        self._make_attach = make_attach
+        self._step_timeout = step_timeout
+        self._on_state = on_state
+        self._state = ""
+        self._changed = threading.Condition()
+        # All below is guarded by the condition, but `_deadline`, which is a single word.
+        self._info: draft_pb2.GetDraftInfoResponse | None = None
+        self._may_attach = False
+        self._closed = False
+        self._stream: _Stream | None = None  # attached and not known to be broken
+        self._epoch = 0
+        self._last_epoch = 0
+        self._reason = ""  # why the last stream was dropped
+        self._deadline: float | None = None  # of the engine's wait
+        self._pending: grpc.Future | None = None  # what the background thread waits for
+        self._thread = threading.Thread(target=self._run, name="draft-client", daemon=True)
+
+    def start(self) -> None:
+        """Starts connecting."""
+        self._thread.start()
+
+    def wait(self, timeout: float) -> draft_pb2.GetDraftInfoResponse | None:
+        """Waits until the draft has said what it is; None when it has not within `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._info is not None or self._closed, timeout)
+            return self._info
+
+    def allow_attach(self) -> None:
+        """From now on `make_attach` may be called."""
+        with self._changed:
+            self._may_attach = True
+            self._changed.notify_all()
+
+    @property
+    def info(self) -> draft_pb2.GetDraftInfoResponse | None:
+        """What the draft last said it is."""
+        return self._info
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current attach, growing from 1; 0 while no draft is attached."""
+        return self._epoch
+
+    def send(self, request: draft_pb2.StepRequest) -> None:
+        """Sends a step; steps of one attach are numbered from 1.
+
+        Raises:
+            DraftError: No draft is attached, or another one than the caller thinks.
+        """
+        stream = self._stream
+        if stream is None:
+            raise DraftError("no draft is attached")
+        if request.step != stream.num_steps + 1:
+            raise DraftError(
+                f"step {request.step} does not follow step {stream.num_steps} of this attach"
+            )
+        stream.num_steps += 1
+        stream.unanswered.append(request.step)
+        stream.write(draft_pb2.SpeculateRequest(step=request))
+
+    def receive(self) -> draft_pb2.StepResponse:
+        """Waits for the answer to the oldest unanswered step.
+
+        Raises:
+            DraftError: It did not come in time, or the draft died or broke the protocol. The stream is dropped.
+        """
+        stream = self._stream
+        if stream is None:
+            raise DraftError("no draft is attached")
+        if not stream.unanswered:
+            raise DraftError("no step waits for an answer")
+        self._deadline = time.monotonic() + self._step_timeout
+        try:
+            response = stream.read()
+        except grpc.RpcError as error:
+            raise self._drop(stream, self._cause(error)) from None
+        except DraftError as error:
+            raise self._drop(stream, str(error)) from None
+        finally:
+            self._deadline = None
+        expected = stream.unanswered.popleft()
+        if not response.HasField("step"):
+            raise self._drop(stream, f"the answer to step {expected} is no step")
+        if response.step.step != expected:
+            raise self._drop(stream, f"step {expected} was answered by step {response.step.step}")
+        return response.step
+
+    def close(self) -> None:
+        """Ends the connection and the thread. No more is sent or received."""
+        with self._changed:
+            self._closed = True
+            if self._pending is not None:
+                self._pending.cancel()
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _cause(self, error: grpc.RpcError) -> str:
+        deadline = self._deadline
+        if error.code() == grpc.StatusCode.CANCELLED and deadline and time.monotonic() >= deadline:
+            return f"no answer within {self._step_timeout:g} s"
+        return str(from_rpc_error(error))
+
+    def _drop(self, stream: _Stream, reason: str) -> DraftError:
+        with self._changed:
+            if self._stream is stream:
+                self._stream, self._epoch, self._reason = None, 0, reason
+                self._changed.notify_all()
+        return DraftError(reason)
+
+    # What follows runs in the background thread.
+
+    def _run(self) -> None:
+        backoff = FIRST_BACKOFF
+        while not self._closed:
+            started = time.monotonic()
+            try:
+                with channel(self._target) as connection:
+                    self._attend(draft_pb2_grpc.DraftServiceStub(connection))
+            except (grpc.RpcError, grpc.FutureCancelledError) as error:
+                self._tell(f"not reachable: {_describe(error)}")
+            except ForedraftError as error:
+                self._tell(f"not attached: {error}")
+            except Exception:
+                logger.exception("attaching a draft failed")
+            # A draft that breaks off soon after every attach must not be attached in a tight loop.
+            if time.monotonic() - started > LONGEST_BACKOFF:
+                backoff = FIRST_BACKOFF
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, backoff)
+            backoff = min(2 * backoff, LONGEST_BACKOFF)
+
+    def _attend(self, stub: draft_pb2_grpc.DraftServiceStub) -> None:
+        """Connects once, attaches, and stays until the stream is lost or the client closed."""
+        asking = stub.GetDraftInfo.future(draft_pb2.GetDraftInfoRequest(), timeout=INFO_TIMEOUT)
+        self._may_cancel(asking)
+        info: draft_pb2.GetDraftInfoResponse = asking.result()
+        with self._changed:
+            self._info = info
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._may_attach or self._closed)
+            if self._closed:
+                return
+        stream = _Stream(stub)
+        try:
+            self._attach(stream, info)
+            self._watch(stream)
+        finally:
+            stream.end()
+
+    def _attach(self, stream: _Stream, info: draft_pb2.GetDraftInfoResponse) -> None:
+        self._last_epoch += 1
+        epoch = self._last_epoch
+        request = self._make_attach(info, epoch)
+        self._may_cancel(stream.call)
+        timer = threading.Timer(ATTACH_TIMEOUT, stream.call.cancel)
+        timer.start()
+        try:
+            stream.write(draft_pb2.SpeculateRequest(attach=request))
+            response = stream.read()
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            timer.cancel()
+            timer.join()
+        if not response.HasField("attach") or response.attach.epoch != epoch:
+            raise DraftError("the draft's first message does not answer the attach")
+        with self._changed:
+            self._stream, self._epoch = stream, epoch
+        self._tell("attached")
+
+    def _watch(self, stream: _Stream) -> None:
+        stream.call.add_callback(self._wake)
+        poll = min(_POLL_SECONDS, self._step_timeout / 4)
+        with self._changed:
+            while self._stream is stream and not self._closed and stream.call.is_active():
+                self._changed.wait(poll)
+                deadline = self._deadline
+                if deadline is not None and time.monotonic() >= deadline:
+                    stream.end()
+        if self._closed:
+            self._drop(stream, "closed")
+            return
+        self._drop(stream, "the draft ended the stream")
+        self._tell(f"lost: {self._reason}")
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _may_cancel(self, call: grpc.Future) -> None:
+        """Lets `close` end the wait for `call`."""
+        with self._changed:
+            self._pending = call
+            if self._closed:
+                call.cancel()
+
+    def _tell(self, state: str) -> None:
+        if state != self._state and not self._closed:
+            self._state = state
+            if self._on_state is not None:
+                self._on_state(state)
+
+
+def _describe(error: grpc.RpcError | grpc.FutureCancelledError) -> str:
+    return str(from_rpc_error(error)) if isinstance(error, grpc.RpcError) else "cancelled"
