@@ -54,7 +54,7 @@ _GROUPS: tuple[tuple[str, type], ...] = (
     ("verifier", VerifyConfig),
     ("metrics", stack.ServeConfig),
 )
-_COLOURS = {"gateway": "cyan", "verify": "green", "draft": "magenta", "model": "yellow"}
+_COLOURS = {"gateway": "cyan", "verify": "green", "draft": "magenta"}
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +128,8 @@ class Terminal:
             if self._plain:
                 print(line, file=sys.stderr, flush=True)
             else:
-                prefix = Text(f"{name:>7} │ ", style=_COLOURS.get(name, ""))
-                self._console.print(prefix + Text(line), soft_wrap=True)
+                prefix = (f"{name:>7} │ ", _COLOURS.get(name, ""))
+                self._console.print(Text.assemble(prefix, line), soft_wrap=True)
         except OSError:
             return
 
@@ -172,8 +172,10 @@ class Terminal:
 
 
 def _serve(values: Mapping[str, Any], terminal: Terminal) -> int:
+    # Until services run, a signal interrupts whatever is being done.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with terminal.progress("preparing the model"):
-        resolved = stack.resolve_models(values, terminal.line)
+        resolved = stack.resolve_models(values)
     supervisor = stack.make_supervisor(resolved, on_line=terminal.line)
     asked_to_stop = _stop_on_signals(supervisor)
     try:

@@ -1,11 +1,10 @@
-"""One gateway, one verifier and one draft on this machine: flags, sockets, ports, models. Shows nothing to anybody."""
+"""One gateway, one verifier and one draft on this machine: flags, sockets, ports, models. Shows nothing."""
 
 import contextlib
 import dataclasses
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -15,8 +14,8 @@ from typing import Any
 from foredraft.cli.supervisor import Service, Supervisor
 from foredraft.config.options import flag_of, option, to_flags
 from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
-from foredraft.errors import CheckpointError, ConfigError
-from foredraft.rpc.lifetime import child_environment
+from foredraft.errors import ConfigError
+from foredraft.models.registry import resolve_model_path
 
 # Fields that name a port, and where it is bound; None stands for --host.
 _PORT_HOSTS = {
@@ -57,10 +56,8 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
     return config
 
 
-def resolve_models(
-    values: Mapping[str, Any], on_line: Callable[[str, str], None] | None = None
-) -> dict[str, Any]:
-    """Replaces model names and .gguf files by directories, converting them once, in a process of their own.
+def resolve_models(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replaces model names and .gguf files by directories, converting them once; that may take minutes.
 
     Returns:
         The values with local directories, and the served name still that of the model asked for.
@@ -72,11 +69,13 @@ def resolve_models(
     resolved = dict(values)
     for name in _MODEL_FIELDS:
         path = getattr(config, name)
-        if not path or Path(path).expanduser().is_dir():
+        if not path:
             continue
-        resolved[name] = _resolve(path, on_line or (lambda name, line: None))
+        resolved[name] = str(resolve_model_path(path))
         if name == "model_path" and not config.served_model_name:
-            resolved["served_model_name"] = Path(path).stem if "/" in path else path
+            resolved["served_model_name"] = (
+                Path(path).stem if path.endswith(".gguf") else Path(path).name
+            )
     return resolved
 
 
@@ -229,33 +228,6 @@ def _choose_ports(config: ServeConfig) -> dict[str, int]:
 
 def _looks_like_path(path: str) -> bool:
     return "/" in path or path.endswith(".gguf")
-
-
-def _resolve(path: str, on_line: Callable[[str, str], None]) -> str:
-    # A process of its own, because a conversion needs torch, and its memory goes with it.
-    process = subprocess.Popen(
-        (sys.executable, "-m", "foredraft.cli.resolve", path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        env=child_environment(),
-        text=True,
-        errors="replace",
-    )
-    last = ""
-    try:
-        assert process.stderr
-        assert process.stdout
-        for line in process.stderr:
-            last = line.rstrip().rpartition("\r")[2] or last
-            on_line("model", last)
-        directory = process.stdout.read().strip()
-        if process.wait() != 0:
-            raise CheckpointError(last or f"{path} could not be resolved")
-        return directory
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _is_alive(pid: int) -> bool:

@@ -1,0 +1,168 @@
+import os
+import socket
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from foredraft.cli import stack
+from foredraft.errors import CheckpointError, ConfigError
+
+FREE = {"port": 0, "grpc_port": 0}
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    # pytest's own directories are too long for sockets.
+    with tempfile.TemporaryDirectory() as directory:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
+        yield Path(directory)
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+def commands(**values: object) -> dict[str, tuple[str, ...]]:
+    supervisor = stack.make_supervisor(FREE | values)
+    supervisor.stop()
+    return {service.name: service.command for service in supervisor.services}
+
+
+def test_services_are_wired_by_sockets_in_a_private_directory(runtime: Path) -> None:
+    supervisor = stack.make_supervisor(FREE)
+    [directory] = runtime.iterdir()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    by_name = {service.name: service for service in supervisor.services}
+    assert list(by_name) == ["gateway", "verify", "draft"]
+    verify = f"unix:{directory}/verify.sock"
+    draft = f"unix:{directory}/draft.sock"
+    assert f"--verifier={verify}" in by_name["gateway"].command
+    assert {f"--listen={verify}", f"--draft={draft}"} <= set(by_name["verify"].command)
+    assert f"--listen={draft}" in by_name["draft"].command
+    assert by_name["draft"].max_deaths is None
+    supervisor.stop()
+    assert not directory.exists()
+
+
+def test_each_service_gets_its_own_flags() -> None:
+    by_name = commands(
+        model_path="/",
+        log_level="debug",
+        max_running_requests=3,
+        request_timeout=9.0,
+        draft_metrics_port=0,
+    )
+    assert {name for name, command in by_name.items() if "--log-level=debug" in command} == {
+        "gateway",
+        "verify",
+        "draft",
+    }
+    assert {name for name, command in by_name.items() if "--model-path=/" in command} == {
+        "verify",
+        "draft",
+    }
+    assert "--max-running-requests=3" in by_name["verify"]
+    assert "--max-running-requests=3" not in by_name["draft"]
+    assert "--request-timeout=9.0" in by_name["gateway"]
+
+
+def test_without_drafting_there_is_no_draft() -> None:
+    by_name = commands(speculative_algorithm="NONE")
+    assert list(by_name) == ["gateway", "verify"]
+    assert "--draft=" in by_name["verify"]
+
+
+def test_free_ports_are_chosen_and_shown() -> None:
+    supervisor = stack.make_supervisor(FREE)
+    supervisor.stop()
+    ports = [url.removesuffix("/metrics").rpartition(":")[2] for url in supervisor.urls.values()]
+    assert len(set(ports)) == 4
+    assert "0" not in ports
+    assert supervisor.urls["metrics"] == supervisor.urls["http"] + "/metrics"
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(busy_port: int, runtime: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--port {busy_port} on 127.0.0.1"):
+        stack.make_supervisor({"port": busy_port})
+    assert list(runtime.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"port": 4242, "grpc_port": 4242}, "--port and --grpc-port are both 4242"),
+        ({"port": 70000}, "--port must be in"),
+        ({"model_path": "/nowhere/model"}, "--model-path /nowhere/model: no such"),
+        ({"model_path": "nowhere.gguf"}, "--model-path nowhere.gguf: no such"),
+        ({"speculative_algorithm": "STANDALONE"}, "--speculative-draft-model-path"),
+        (
+            {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "./nowhere"},
+            r"--speculative-draft-model-path \./nowhere: no such",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        stack.check(FREE | values)
+
+
+def test_a_model_directory_is_served_under_its_name(tmp_path: Path) -> None:
+    directory = tmp_path / "Some-Model-1.5B"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    values = {"model_path": str(directory), "port": 1}
+    assert stack.resolve_models(values) == values | {"served_model_name": "Some-Model-1.5B"}
+    named = values | {"served_model_name": "chat"}
+    assert stack.resolve_models(named) == named
+
+
+def test_a_model_that_cannot_be_had_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="no-such-model"):
+        stack.resolve_models({"model_path": "no-such-model"})
+
+
+def test_directories_of_dead_supervisors_are_removed(runtime: Path) -> None:
+    done = subprocess.Popen(["true"])
+    done.wait()
+    dead = runtime / f"foredraft-{done.pid}-abc"
+    alive = runtime / f"foredraft-{os.getpid()}-abc"
+    other = runtime / "foredraft-notes-abc"
+    for directory in (dead, alive, other):
+        directory.mkdir()
+    made = stack.make_runtime_directory()
+    assert {path.name for path in runtime.iterdir()} == {alive.name, other.name, made.name}
+
+
+def test_a_base_too_long_for_sockets_is_not_used(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = runtime / ("x" * 90)
+    base.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    made = stack.make_runtime_directory()
+    try:
+        assert len(str(made / "verify.sock")) < 100
+    finally:
+        made.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("listen", "reachable"),
+    [
+        ("0.0.0.0", "127.0.0.1"),
+        ("::", "[::1]"),
+        ("::1", "[::1]"),
+        ("10.0.0.8", "10.0.0.8"),
+        ("box.example", "box.example"),
+    ],
+)
+def test_urls_lead_back_to_this_machine(listen: str, reachable: str) -> None:
+    assert stack.reachable_host(listen) == reachable
