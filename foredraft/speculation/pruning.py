@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foredraft.speculation.filters import log_min_p, ranked_keep, relative
+from foredraft.speculation.filters import log_min_p, ranked_keep, relative, total_mass
 from foredraft.speculation.noise import MAX_GUMBEL, gumbel_of_hash, hash_tokens, row_keys
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ BLOCK = 256
 _FIRST_BLOCKS = 8  # looked at in full to find a good lower bound
 _CHUNK = 512  # (row, block) pairs hashed at once: 512 KiB of int32, about a core's L2 cache
 _MARGIN = 1e-3  # far above the rounding of a score
-_TOP_P_DEPTHS = (2.0, 4.0, 6.0, 8.0, 11.0, 14.0, 18.0, 24.0)
+_FEW = 1024  # ranked tokens that usually hold what top-k and top-p keep
+_TOP_P_DEPTHS = (6.0, 9.0, 12.0, 16.0, 24.0)
 
 
 def perturbed_top(
@@ -35,9 +36,7 @@ def perturbed_top(
     scores = torch.full((len(rows), k), -math.inf)
     for part, top in ((is_ranked, _top_ranked), (~is_ranked, _top_unranked)):
         if bool(part.any()):
-            whole = bool(part.all())
-            sub = view if whole else _Blocks(logits[part], rows.take(part), token_map)
-            columns[part], scores[part] = top(sub, k)
+            columns[part], scores[part] = top(view.take(part), k)
     return columns, scores
 
 
@@ -48,6 +47,7 @@ class _Blocks:
         self, logits: torch.Tensor, rows: "SamplingRows", token_map: torch.Tensor | None
     ) -> None:
         self.rows = rows
+        self.token_map = token_map
         self.num_rows, self.vocab = logits.shape
         if self.vocab % BLOCK:
             padded = logits.new_full((self.num_rows, -(-self.vocab // BLOCK) * BLOCK), -math.inf)
@@ -63,6 +63,17 @@ class _Blocks:
         if token_map is not None:
             self.token_ids = torch.zeros(self.blocks.shape[1] * BLOCK, dtype=torch.int32)
             self.token_ids[: self.vocab] = token_map.to(torch.int32)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The logits, padded with minus infinity to whole blocks."""
+        return self.blocks.reshape(self.num_rows, -1)
+
+    def take(self, part: torch.Tensor) -> "_Blocks":
+        """The rows that `part`, bool [R], picks."""
+        if bool(part.all()):
+            return self
+        return _Blocks(self.flat[part, : self.vocab], self.rows.take(part), self.token_map)
 
     def columns(self, block: torch.Tensor) -> torch.Tensor:
         """int64 [P] -> int64 [P, BLOCK]."""
@@ -158,7 +169,57 @@ def _top_unranked(view: _Blocks, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _top_ranked(view: _Blocks, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """With top-k or top-p: the tokens that can be kept are few, so they are found, sorted and perturbed."""
     rows = view.rows
-    least, total = _least_kept(view)
+    limited = rows.top_k > 0
+    if bool(limited.all()):  # the whole row's mass is not asked for then
+        num_few = 2 * int(rows.top_k.max())
+        mass, total = view.flat, torch.ones(view.num_rows, dtype=torch.float64)
+    else:
+        num_few = _FEW
+        mass = relative(view.flat, view.best[:, None], rows.temperature[:, None]).exp_()
+        total = total_mass(mass)
+    few = view.flat.topk(min(num_few, _FEW, view.vocab), dim=-1).indices.sort(dim=-1).values
+    tempered = relative(view.flat.gather(-1, few), view.best[:, None], rows.temperature[:, None])
+    tempered, order = tempered.sort(dim=-1, descending=True, stable=True)
+    few = few.gather(-1, order)
+    # Complete if what is kept ends before the last of the few: then no equal of a kept token lies outside.
+    through = tempered.exp().to(torch.float64).cumsum(-1)
+    enough = through >= rows.top_p.to(torch.float64)[:, None] * total[:, None] * (1 + 1e-6)
+    last = torch.where(limited, rows.top_k - 1, (~enough).sum(-1))
+    width = few.shape[1]
+    bounded = tempered.gather(-1, last.clamp_max(width - 1)[:, None])[:, 0] > tempered[:, -1]
+    complete = (last < width) & bounded
+    if bool(complete.all()):
+        return _choose_ranked(view, few, tempered, total, k)
+    columns = torch.zeros((view.num_rows, k), dtype=torch.int64)
+    scores = torch.full((view.num_rows, k), -math.inf)
+    if bool(complete.any()):
+        columns[complete], scores[complete] = _choose_ranked(
+            view.take(complete), few[complete], tempered[complete], total[complete], k
+        )
+    rest = view.take(~complete)
+    many, tempered = _ranked_many(rest, mass[~complete], total[~complete])
+    columns[~complete], scores[~complete] = _choose_ranked(
+        rest, many, tempered, total[~complete], k
+    )
+    return columns, scores
+
+
+def _choose_ranked(
+    view: _Blocks, columns: torch.Tensor, tempered: torch.Tensor, total: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Filters and perturbs ranked candidates, [R, C] each."""
+    keep = ranked_keep(tempered, total, view.rows) & (tempered >= view.floor[:, None])
+    width = int(keep.sum(-1).max())
+    columns, tempered, keep = columns[:, :width], tempered[:, :width], keep[:, :width]
+    scores = tempered + gumbel_of_hash(view.hashes(torch.arange(view.num_rows), columns))
+    return _best(columns, scores.masked_fill_(~keep, -math.inf), k)
+
+
+def _ranked_many(
+    view: _Blocks, mass: torch.Tensor, total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns [R, C] and tempered scores [R, C] of every token that can be kept, best first."""
+    least = _least_kept(view, mass, total)
     row, block = (view.maxima >= least[:, None]).nonzero().unbind(-1)
     tempered = view.scores(row, block)
     pair, inside = (tempered >= least[row, None]).nonzero().unbind(-1)
@@ -169,46 +230,31 @@ def _top_ranked(view: _Blocks, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         view.num_rows,
     )
     tempered, order = tempered.sort(dim=-1, descending=True, stable=True)
-    columns = columns.gather(-1, order)
-    keep = ranked_keep(tempered, total, rows) & (tempered >= view.floor[:, None])
-    width = int(keep.sum(-1).max()) if len(rows) else 0
-    columns, tempered, keep = columns[:, :width], tempered[:, :width], keep[:, :width]
-    all_rows = torch.arange(view.num_rows)
-    scores = tempered + gumbel_of_hash(view.hashes(all_rows, columns))
-    return _best(columns, scores.masked_fill_(~keep, -math.inf), k)
+    return columns.gather(-1, order), tempered
 
 
-def _least_kept(view: _Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tempered score that no kept token lies below, float32 [R]; the sum of exp(scores), float64 [R]."""
+def _least_kept(view: _Blocks, mass: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """A tempered score that no kept token lies below, float32 [R]."""
     rows = view.rows
     limited = rows.top_k > 0
-    least = torch.full((view.num_rows,), torch.finfo(torch.float32).min)
-    total = torch.ones(view.num_rows, dtype=torch.float64)
+    lowest = torch.finfo(torch.float32).min
+    least = torch.full((view.num_rows,), lowest)
     if bool(limited.any()):
         top_k = rows.top_k[limited].clamp_max(view.vocab)
-        flat = view.blocks[limited].reshape(len(top_k), -1)
-        values = flat.topk(int(top_k.max()), dim=-1).values.gather(-1, top_k[:, None] - 1)
-        least[limited] = relative(
-            values[:, 0], view.best[limited], rows.temperature[limited]
-        ).clamp_min_(torch.finfo(torch.float32).min)
-    pending = (~limited).nonzero()[:, 0]
-    if not len(pending):
-        return least, total
-    flat = view.blocks[pending].reshape(len(pending), -1)
-    mass = relative(flat, view.best[pending, None], rows.temperature[pending, None]).exp_()
-    total[pending] = mass[:, : view.vocab].sum(-1, dtype=torch.float64)
-    need = rows.top_p[pending].to(torch.float64) * total[pending] * (1 + 1e-6)
-    mass = mass.view(len(pending), -1, BLOCK)
+        top = view.flat[limited].topk(int(top_k.max()), dim=-1).values
+        values = top.gather(-1, top_k[:, None] - 1)[:, 0]
+        temperature = rows.temperature[limited]
+        least[limited] = relative(values, view.best[limited], temperature).clamp_min_(lowest)
+    need = rows.top_p.to(torch.float64) * total * (1 + 1e-6)
+    pending = ~limited
     # Deeper and deeper below the best token, until what lies above holds the nucleus.
     for depth in _TOP_P_DEPTHS:
-        share = math.exp(-depth)
-        row, block = (view.maxima[pending] >= -depth).nonzero().unbind(-1)
-        above = mass[row, block]
-        above = above.masked_fill_(above < share * (1 + 1e-5), 0).sum(-1, dtype=torch.float64)
-        above = torch.zeros_like(need).index_add_(0, row, above)
-        done = above >= need
-        least[pending[done]] = -depth
-        pending, need, mass = pending[~done], need[~done], mass[~done]
-        if not len(pending):
+        if not bool(pending.any()):
             break
-    return least, total
+        share = math.exp(-depth) * (1 + 1e-5)
+        above = total_mass(mass[pending].mul_(mass[pending] >= share))
+        enough = pending.clone()
+        enough[pending] = above >= need[pending]
+        least[enough] = -depth
+        pending &= ~enough
+    return least
