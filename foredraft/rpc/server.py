@@ -17,6 +17,7 @@ import os
 import socket
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,9 @@ def _wrap(behaviour: Any, method: str, request_id: str) -> Any:
         async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             with bind_request_id(request_id):
                 try:
-                    async for response in behaviour(request, context):
-                        yield response
+                    async with aclosing(behaviour(request, context)) as responses:
+                        async for response in responses:
+                            yield response
                 except Exception as error:
                     await _fail(context, error, method, request_id)
 
