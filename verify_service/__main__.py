@@ -1,0 +1,96 @@
+"""`python -m verify_service`: loads the target model and serves it."""
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from foredraft.api.verify.v1.verify_pb2_grpc import add_VerifyServiceServicer_to_server
+from foredraft.config.options import parse
+from foredraft.config.services import VerifyConfig
+from foredraft.errors import ForedraftError
+from foredraft.rpc import lifetime
+from foredraft.rpc.server import RpcServer, serve
+from foredraft.telemetry import logging as telemetry_logging
+from foredraft.telemetry.metrics import start_metrics_server
+from verify_service.engine import Engine
+from verify_service.metrics import SpeculationMetrics
+from verify_service.service import ServedModel, VerifyService
+from verify_service.startup import Target, build_engine, connect_draft, load_target
+
+SERVICE_NAME = "foredraft.api.verify.v1.VerifyService"
+DESCRIPTION = """The verifier: owns the target model and decides every output token. Takes token ids over gRPC
+from a gateway and asks a draft service for guesses."""
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Runs the verifier until SIGTERM; the exit status is 1 when it could not start or its engine failed."""
+    config = parse(VerifyConfig, None, "python -m verify_service", DESCRIPTION)
+    telemetry_logging.setup("verify", config.log_level, config.log_format)
+    try:
+        return lifetime.run(lambda: _serve(config))
+    except ForedraftError as error:
+        logger.error("cannot start: %s", error)
+        return 1
+
+
+async def _serve(config: VerifyConfig) -> int:
+    server = RpcServer(config.listen)
+    speculation = SpeculationMetrics(config.speculative_algorithm)
+    # Loading takes a while; health answers NOT_SERVING meanwhile.
+    starting = asyncio.get_running_loop().run_in_executor(None, _build, config, speculation)
+    service = VerifyService()
+    server.add(add_VerifyServiceServicer_to_server, service, SERVICE_NAME)
+    await server.start()
+    target, engine = await starting
+    service.open(engine, _served(config, target))
+    metrics = None if config.metrics_port is None else start_metrics_server(config.metrics_port)
+    engine.start()
+    await server.set_serving()
+    stop = lifetime.stop_event()
+    watch = asyncio.create_task(_watch(engine, stop))
+
+    async def drain() -> None:
+        service.drain()
+        while not engine.is_idle and engine.failure is None:
+            await asyncio.sleep(0.02)
+
+    await serve(server, drain_timeout=config.drain_timeout, drain=drain, stop=stop)
+    watch.cancel()
+    await asyncio.to_thread(engine.stop)
+    if metrics is not None:
+        metrics.stop()
+    return 1 if engine.failure is not None else 0
+
+
+def _build(config: VerifyConfig, speculation: SpeculationMetrics) -> tuple[Target, Engine]:
+    target = load_target(config)
+    link = connect_draft(config, target, speculation)
+    return target, build_engine(config, target, speculation, link)
+
+
+async def _watch(engine: Engine, stop: asyncio.Event) -> None:
+    """An engine that failed cannot serve: the process ends, for whoever supervises it to start anew."""
+    while engine.failure is None:
+        await asyncio.sleep(0.2)
+    stop.set()
+
+
+def _served(config: VerifyConfig, target: Target) -> ServedModel:
+    return ServedModel(
+        name=target.name,
+        path=str(target.path),
+        architecture=target.model.config.architecture,
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=target.device.type,
+        weight_bytes=target.weight_bytes,
+        algorithm=config.speculative_algorithm,
+        draft_model=Path(config.speculative_draft_model_path).name,
+        tree_limits=config.tree_limits,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

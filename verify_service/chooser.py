@@ -1,0 +1,174 @@
+"""Applies the sampling rule (design section 2) to the logits of a step and walks the trees."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from foredraft.speculation import penalties
+from foredraft.speculation.draft_tree import DraftTree, depths, paths
+from foredraft.speculation.noise import coins
+from foredraft.speculation.sampling import SamplingRows, choose, log_probs, probabilities
+from foredraft.speculation.verification import Verified, walk, walk_lossy
+from verify_service.outputs import TokenLogprob
+from verify_service.request import Sequence as RequestSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Lossy acceptance (design section 2); 1.0 does nothing."""
+
+    single: float = 1.0
+    acc: float = 1.0
+
+    @property
+    def lossy(self) -> bool:
+        """Whether a token may be accepted that the rule did not choose."""
+        return self.single < 1.0 or self.acc < 1.0
+
+
+@dataclass(slots=True)
+class VerifyRows:
+    """The rows of one sequence in a step: its newest token, then the nodes of its tree."""
+
+    sequence: RequestSequence
+    tree: DraftTree
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the rule gave for one sequence.
+
+    Attributes:
+        verified: Accepted rows and emitted tokens.
+        is_lossy: Whether a threshold accepted a token that the rule did not choose.
+        logprobs: Of the emitted tokens; empty unless asked for.
+    """
+
+    verified: Verified
+    is_lossy: bool = False
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class Chooser:
+    """Chooses tokens for a batch; keeps the penalty state of the sequences that have one.
+
+    Args:
+        vocab_size: Of the target.
+        eos_token_ids: The model's end tokens, masked before min_new_tokens.
+        thresholds: Lossy acceptance; does nothing at 1.0.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        eos_token_ids: frozenset[int],
+        thresholds: Thresholds,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._eos_token_ids = eos_token_ids
+        self._thresholds = thresholds
+        self._penalties: dict[int, penalties.PenaltyState] = {}
+
+    def forget(self, sequence: RequestSequence) -> None:
+        """Drops the state of a sequence that ended."""
+        self._penalties.pop(sequence.request_id, None)
+
+    def committed(self, sequence: RequestSequence, tokens: Sequence[int]) -> None:
+        """Tells the penalties of a sequence which tokens were kept."""
+        state = self._penalties.get(sequence.request_id)
+        if state is not None:
+            state.commit(tokens)
+
+    def choose(self, batch: Sequence[VerifyRows], logits: torch.Tensor) -> list[Outcome]:
+        """Applies the rule at every row and walks each tree from its root.
+
+        Args:
+            logits: float32 [rows, vocab] in the order of `batch`, root first, then nodes. Changed in place.
+        """
+        params, positions, spans = [], [], []
+        start = 0
+        for rows in batch:
+            root = len(rows.sequence.tokens)  # index of the token that the root's row chooses
+            row_positions = [root, *(root + depth for depth in depths(rows.tree.parents))]
+            positions.extend(row_positions)
+            params.extend([rows.sequence.sampling] * len(row_positions))
+            spans.append((start, start + len(row_positions)))
+            start += len(row_positions)
+        raw = self._keep_raw(batch, spans, logits)
+        for rows, (first, last) in zip(batch, spans, strict=True):
+            self._penalise(rows, logits[first:last])
+        sampling = SamplingRows.from_params(params, positions, self._device)
+        chosen = choose(logits, sampling).tolist()
+        outcomes = []
+        for i, (rows, (first, last)) in enumerate(zip(batch, spans, strict=True)):
+            by_rule = chosen[first:last]
+            verified = walk(rows.tree, by_rule)
+            if self._thresholds.lossy and rows.tree.tokens:
+                index = torch.arange(first, last, device=self._device)
+                verified = self._walk_lossy(rows.tree, by_rule, logits[index], sampling.take(index))
+            is_lossy = any(
+                by_rule[row] != token
+                for row, token in zip(verified.path, verified.tokens, strict=True)
+            )
+            logprobs = self._logprobs(rows, raw.get(i), verified)
+            outcomes.append(Outcome(verified, is_lossy, logprobs))
+        return outcomes
+
+    def _walk_lossy(
+        self, tree: DraftTree, chosen: list[int], logits: torch.Tensor, sampling: SamplingRows
+    ) -> Verified:
+        probs = probabilities(logits, sampling)
+        parent_rows = [parent + 1 for parent in tree.parents]
+        node_probs = probs[parent_rows, list(tree.tokens)].tolist()
+        row_coins = coins(sampling.seed, sampling.position).tolist()
+        limits = self._thresholds
+        return walk_lossy(tree, chosen, node_probs, row_coins, limits.single, limits.acc)
+
+    def _keep_raw(
+        self, batch: Sequence[VerifyRows], spans: list[tuple[int, int]], logits: torch.Tensor
+    ) -> dict[int, torch.Tensor]:
+        """Logits before penalties for the sequences that report log-probabilities."""
+        kept = {}
+        for i, rows in enumerate(batch):
+            if rows.sequence.sampling.logprobs is not None:
+                first, last = spans[i]
+                penalised = penalties.needed(rows.sequence.sampling)
+                kept[i] = logits[first:last].clone() if penalised else logits[first:last]
+        return kept
+
+    def _penalise(self, rows: VerifyRows, logits: torch.Tensor) -> None:
+        sequence = rows.sequence
+        if not penalties.needed(sequence.sampling):
+            return
+        state = self._penalties.get(sequence.request_id)
+        if state is None:
+            state = penalties.PenaltyState(
+                sequence.sampling,
+                sequence.prompt,
+                self._vocab_size,
+                self._device,
+                self._eos_token_ids,
+            )
+            state.commit(sequence.output)
+            self._penalties[sequence.request_id] = state
+        output = sequence.num_output
+        index = [output, *(output + depth for depth in depths(rows.tree.parents))]
+        state.apply_(logits, paths(rows.tree), index)
+
+    def _logprobs(
+        self, rows: VerifyRows, raw: torch.Tensor | None, verified: Verified
+    ) -> list[TokenLogprob]:
+        if raw is None:
+            return []
+        top_n = rows.sequence.sampling.logprobs or 0
+        tokens = torch.tensor(verified.tokens, device=self._device)
+        values, top_tokens, top_values = log_probs(raw[verified.path], tokens, top_n)
+        return [
+            TokenLogprob(value, ids, tops)
+            for value, ids, tops in zip(
+                values.tolist(), top_tokens.tolist(), top_values.tolist(), strict=True
+            )
+        ]

@@ -1,0 +1,122 @@
+"""How much to draft for a sequence, from what its drafts brought and from what a wider forward costs."""
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+DECAY = 0.9  # weight of the past in a node's acceptance estimate
+FIRST_PAUSE = 4  # decode steps without drafting after drafting stopped paying
+LONGEST_PAUSE = 32
+
+
+class StepCost:
+    """Seconds of one target forward by number of rows, measured at start and refined by real steps.
+
+    Between measured widths the cost is interpolated; beyond the last it grows linearly.
+    """
+
+    def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
+        self._widths = list(widths)
+        # Noise must not make a wider forward look cheaper than a narrow one.
+        self._seconds = [max(seconds[: i + 1]) for i in range(len(seconds))]
+
+    @classmethod
+    def measure(
+        cls, widths: Sequence[int], run: Callable[[int], float], repeats: int = 3
+    ) -> "StepCost":
+        """Calls `run(width)` -> seconds and keeps the best of `repeats` for each width."""
+        return cls(widths, [min(run(width) for _ in range(repeats)) for width in widths])
+
+    def seconds(self, rows: int) -> float:
+        """Expected seconds of a forward with `rows` rows."""
+        widths, seconds = self._widths, self._seconds
+        if rows <= widths[0]:
+            return seconds[0]
+        i = min(bisect.bisect_left(widths, rows), len(widths) - 1)
+        slope = (seconds[i] - seconds[i - 1]) / (widths[i] - widths[i - 1])
+        return seconds[i - 1] + slope * (rows - widths[i - 1])
+
+    def table(self) -> dict[int, float]:
+        """Measured widths and seconds, for logs and benchmarks."""
+        return dict(zip(self._widths, self._seconds, strict=True))
+
+
+@dataclass(slots=True)
+class DraftHistory:
+    """What drafting brought to one sequence.
+
+    Attributes:
+        hits: Estimated probability that the i-th proposed node is accepted.
+        pause: Decode steps still to pass without drafting.
+        next_pause: Length of the next pause if drafting still does not pay.
+    """
+
+    hits: list[float] = field(default_factory=list)
+    pause: int = 0
+    next_pause: int = FIRST_PAUSE
+
+
+class DraftPolicy:
+    """Chooses the number of tree nodes that maximises accepted tokens minus the worth of the time they cost.
+
+    A node is worth verifying when its acceptance probability exceeds the tokens that the batch would make
+    plainly in the extra time. Nodes are proposed best first, so the choice is a prefix of the tree. Token
+    choice never depends on it (design section 2), so it may use any measurement.
+
+    Args:
+        cost: Forward seconds by rows; None always drafts the maximum.
+        prior: Acceptance assumed for nodes never yet proposed to a sequence, by index.
+    """
+
+    def __init__(self, cost: StepCost | None, prior: float = 0.6, prior_decay: float = 0.9) -> None:
+        self._cost = cost
+        self._prior = prior
+        self._prior_decay = prior_decay
+
+    def num_nodes(self, history: DraftHistory, max_nodes: int, num_running: int) -> int:
+        """Nodes to ask for in the coming step, at most `max_nodes`."""
+        if self._cost is None or max_nodes == 0:
+            return max_nodes
+        if history.pause > 0:
+            history.pause -= 1
+            return 0
+        base = self._cost.seconds(num_running)
+        plain_rate = num_running / base
+        gain, best, best_value = 0.0, 0, 0.0
+        for nodes in range(1, max_nodes + 1):
+            gain += self._hit(history, nodes - 1)
+            value = gain - plain_rate * (self._cost.seconds(num_running + nodes) - base)
+            if value > best_value:
+                best, best_value = nodes, value
+        if best == 0:
+            # A pause, then one more try: text may begin to repeat at any time.
+            history.pause, history.next_pause = (
+                history.next_pause,
+                min(2 * history.next_pause, LONGEST_PAUSE),
+            )
+            history.hits = [max(hit, 0.5 * self._prior) for hit in history.hits[:1]]
+        return best
+
+    def record(self, history: DraftHistory, num_nodes: int, accepted: Sequence[int]) -> None:
+        """Takes the outcome of one verified tree.
+
+        Args:
+            num_nodes: Nodes that were verified.
+            accepted: Indices of those that were accepted.
+        """
+        if num_nodes == 0:
+            return
+        taken = set(accepted)
+        for i in range(num_nodes):
+            outcome = 1.0 if i in taken else 0.0
+            if i < len(history.hits):
+                history.hits[i] = DECAY * history.hits[i] + (1 - DECAY) * outcome
+            else:
+                history.hits.append(DECAY * self._hit(history, i) + (1 - DECAY) * outcome)
+        if taken:
+            history.next_pause = FIRST_PAUSE
+
+    def _hit(self, history: DraftHistory, index: int) -> float:
+        if index < len(history.hits):
+            return history.hits[index]
+        return self._prior * self._prior_decay**index

@@ -1,0 +1,281 @@
+"""Between the engine and its draft: tells the draft what was committed, brings back trees, survives its death.
+
+Holds per sequence what the current draft has been told. Nothing here can change a token: a lost draft means
+empty trees.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.errors import DraftError
+from foredraft.kvcache.draft_marks import DraftMarks
+from foredraft.speculation.draft_tree import DraftTree, sanitize
+from verify_service.draft_client import DraftClient
+from verify_service.draft_policy import DraftHistory
+from verify_service.metrics import DRAFT_SECONDS, SpeculationMetrics
+from verify_service.request import Sequence as RequestSequence
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Told:
+    """What the draft of attach `epoch` knows of a sequence in `slot`.
+
+    Attributes:
+        num_tokens: Leading tokens that it has.
+        num_pages: Leading entries of the page table that it has.
+        history: What drafting brought so far.
+    """
+
+    epoch: int = 0
+    slot: int | None = None
+    num_tokens: int = 0
+    num_pages: int = 0
+    history: DraftHistory = field(default_factory=DraftHistory)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A sequence that decodes in the coming step, and the nodes that its pages have room for."""
+
+    sequence: RequestSequence
+    max_nodes: int
+
+
+class Drafting:
+    """The engine's side of one draft.
+
+    Args:
+        client: The connection; it reconnects by itself.
+        marks: Which pages hold complete draft KV, by epoch.
+        page_size: Tokens per page.
+        vocab_size: Of the target.
+        tree_shape: (steps, topk) of the server.
+        scope: "request", "key" or "server": whose text feeds whose drafts.
+        refill_tokens: Tokens per step that a draft with KV may catch up on.
+    """
+
+    def __init__(
+        self,
+        client: DraftClient,
+        marks: DraftMarks,
+        page_size: int,
+        vocab_size: int,
+        tree_shape: tuple[int, int],
+        scope: str,
+        refill_tokens: int,
+        metrics: SpeculationMetrics,
+    ) -> None:
+        self._client = client
+        self._marks = marks
+        self._page_size = page_size
+        self._vocab_size = vocab_size
+        self._tree_shape = tree_shape
+        self._scope = scope
+        self._refill_tokens = refill_tokens
+        self._metrics = metrics
+        self._told: dict[int, Told] = {}
+        self._released: list[int] = []
+        self._epoch = 0
+        self._step = 0
+        self._num_unread = 0
+        self._warned = False
+
+    @property
+    def available(self) -> bool:
+        """Whether a draft is attached now."""
+        return self._client.epoch > 0
+
+    def history(self, sequence: RequestSequence) -> DraftHistory:
+        """The record of what drafting brought to a sequence."""
+        return self._of(sequence).history
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Slots that sequences gave back; told with the next step."""
+        self._released.extend(slots)
+
+    def forget(self, sequence: RequestSequence) -> None:
+        """The sequence has ended."""
+        self._told.pop(sequence.request_id, None)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._client.close()
+
+    def propose(
+        self, wanted: Sequence[Wanted], extending: Iterable[RequestSequence]
+    ) -> dict[int, DraftTree]:
+        """Runs one draft step.
+
+        Args:
+            wanted: Sequences that decode now. Those whose draft has not caught up are not asked for.
+            extending: Other running sequences, with tokens that the draft may not have seen.
+
+        Returns:
+            Trees by request id; a sequence without one has no entry.
+        """
+        epoch = self._client.epoch
+        if epoch == 0:
+            self._released.clear()
+            return {}
+        if epoch != self._epoch:
+            self._epoch, self._step, self._num_unread = epoch, 0, 0
+            self._released.clear()
+        request = draft_pb2.StepRequest(released_slots=self._released)
+        self._released.clear()
+        asked: dict[int, Wanted] = {}
+        budget = self._refill_tokens
+        for want in wanted:
+            news, num_tokens = self._news(want.sequence, budget)
+            budget -= num_tokens
+            if want.max_nodes > 0 and self._has_caught_up(want.sequence):
+                steps, topk = self._shape(want.sequence)
+                news.propose.num_steps = min(steps, want.max_nodes)
+                news.propose.topk = topk
+                news.propose.num_draft_tokens = want.max_nodes + 1
+                asked[news.slot] = want
+            if num_tokens or news.HasField("propose"):
+                request.sequences.append(news)
+        for sequence in extending:
+            news, num_tokens = self._news(sequence, budget)
+            budget -= num_tokens
+            if num_tokens:
+                request.sequences.append(news)
+        if not request.sequences and not request.released_slots:
+            return {}
+        return self._exchange(request, asked)
+
+    def _exchange(
+        self, request: draft_pb2.StepRequest, asked: dict[int, Wanted]
+    ) -> dict[int, DraftTree]:
+        self._step += 1
+        request.step = self._step
+        try:
+            self._client.send(request)
+            self._num_unread += 1
+            if not asked:
+                return {}  # nothing is in the answer; it is read before the next one that matters
+            while self._num_unread:
+                response = self._client.receive()
+                self._num_unread -= 1
+        except DraftError as error:
+            logger.warning("drafting stopped: %s; decoding goes on without a draft", error)
+            self._metrics.failures.inc()
+            return {}
+        seconds = (response.extend_microseconds + response.draft_microseconds) * 1e-6
+        DRAFT_SECONDS.observe(seconds)
+        return self._read(response, asked)
+
+    def _read(
+        self, response: draft_pb2.StepResponse, asked: dict[int, Wanted]
+    ) -> dict[int, DraftTree]:
+        trees: dict[int, DraftTree] = {}
+        for proposal in response.proposals:
+            want = asked.pop(proposal.slot, None)
+            if want is None:
+                self._complain(1, f"a proposal for slot {proposal.slot}, which asked for none")
+                continue
+            tree, num_bad = sanitize(
+                proposal.tokens, proposal.parents, self._vocab_size, want.max_nodes
+            )
+            if num_bad:
+                self._complain(num_bad, f"{num_bad} unusable nodes for slot {proposal.slot}")
+            if tree.tokens:
+                trees[want.sequence.request_id] = tree
+        return trees
+
+    def _complain(self, count: int, what: str) -> None:
+        self._metrics.invalid_nodes.inc(count)
+        if not self._warned:
+            self._warned = True
+            logger.warning("the draft sent %s; more are counted, not logged", what)
+
+    def _shape(self, sequence: RequestSequence) -> tuple[int, int]:
+        steps, topk = self._tree_shape
+        asked = sequence.speculation
+        return min(asked.num_steps or steps, steps), min(asked.topk or topk, topk)
+
+    def _of(self, sequence: RequestSequence) -> Told:
+        return self._told.setdefault(sequence.request_id, Told())
+
+    def _has_caught_up(self, sequence: RequestSequence) -> bool:
+        return self._of(sequence).num_tokens == len(sequence.tokens)
+
+    @property
+    def _uses_pages(self) -> bool:
+        info = self._client.info
+        return info is not None and info.uses_pages
+
+    def _news(self, sequence: RequestSequence, budget: int) -> tuple[draft_pb2.SequenceStep, int]:
+        """What the draft does not know yet of a running sequence, and how many tokens that is."""
+        told = self._of(sequence)
+        assert sequence.slot is not None
+        news = draft_pb2.SequenceStep(slot=sequence.slot)
+        if told.epoch != self._epoch or told.slot != sequence.slot:
+            self._begin(sequence, told, news)
+        if not self._uses_pages:
+            end = len(sequence.tokens)
+        else:
+            self._replace_pages(sequence, told)
+            # A prompt's tokens are told once the target has them; the newest token has a page already.
+            end = len(sequence.tokens) if sequence.is_decoding else sequence.num_computed
+            end = min(end, told.num_tokens + max(budget, 0))
+        news.position = told.num_tokens
+        if end <= told.num_tokens:
+            return news, 0
+        start, told.num_tokens = told.num_tokens, end
+        news.tokens.extend(sequence.tokens[start:end])
+        if self._uses_pages:
+            news.first_page = told.num_pages
+            news.new_pages.extend(sequence.pages[told.num_pages :])
+            told.num_pages = len(sequence.pages)
+            self._mark(sequence, start, end)
+        return news, end - start
+
+    def _begin(self, sequence: RequestSequence, told: Told, news: draft_pb2.SequenceStep) -> None:
+        told.epoch, told.slot, told.num_tokens, told.num_pages = self._epoch, sequence.slot, 0, 0
+        if self._uses_pages:
+            limit = sequence.num_computed // self._page_size
+            told.num_tokens = self._marks.valid_prefix(
+                sequence.pages[:limit], sequence.tokens, self._epoch
+            )
+        sampling = sequence.sampling
+        news.begin.valid_from = 0
+        news.begin.scope = self._scope_of(sequence)
+        news.begin.sampling.temperature = sampling.temperature
+        news.begin.sampling.top_k = sampling.top_k
+        news.begin.sampling.top_p = sampling.top_p
+        news.begin.sampling.min_p = sampling.min_p
+        news.begin.sampling.seed = sampling.seed
+
+    def _scope_of(self, sequence: RequestSequence) -> str:
+        if self._scope == "request":
+            return ""
+        return "server" if self._scope == "server" else f"key:{sequence.key_label}"
+
+    def _replace_pages(self, sequence: RequestSequence, told: Told) -> None:
+        """Notices entries of the page table that changed since the draft was told."""
+        changed = sequence.pages_changed_from
+        sequence.pages_changed_from = len(sequence.pages)
+        if changed >= told.num_pages:
+            return
+        told.num_pages = changed
+        # A page that another sequence filled the same way holds draft KV only where its mark says so.
+        end = min(told.num_tokens // self._page_size, len(sequence.pages))
+        for i in range(changed, end):
+            after = (i + 1) * self._page_size
+            next_token = sequence.tokens[after] if after < len(sequence.tokens) else None
+            if not self._marks.is_valid(sequence.pages[i], self._epoch, next_token):
+                told.num_tokens = i * self._page_size
+                return
+
+    def _mark(self, sequence: RequestSequence, start: int, end: int) -> None:
+        """Marks the pages that tokens [start, end) fill; the stream's order makes it true in time."""
+        tokens = sequence.tokens
+        for i in range(start // self._page_size, end // self._page_size):
+            after = (i + 1) * self._page_size
+            next_token = tokens[after] if after < len(tokens) else -1
+            self._marks.mark(sequence.pages[i], self._epoch, next_token)

@@ -1,0 +1,421 @@
+"""The engine: one thread that schedules, drafts, runs the target, verifies, commits and emits, step after step."""
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
+from foredraft.runner.batch import SequenceRows
+from foredraft.runner.model_runner import ModelRunner
+from foredraft.speculation.draft_tree import EMPTY, DraftTree
+from foredraft.types import FinishReason, SamplingParams, SpeculationParams
+from verify_service import metrics
+from verify_service.chooser import Chooser, Outcome, VerifyRows
+from verify_service.draft_policy import DraftPolicy
+from verify_service.drafting import Drafting, Wanted
+from verify_service.outputs import Finish, Load, Sink, StepOutput, VerifiedTree
+from verify_service.request import Sequence
+from verify_service.scheduler import Scheduler
+from verify_service.step_plan import StepPlan
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.5  # how often an idle engine looks at its own integrity and at the draft
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What a request is checked against."""
+
+    vocab_size: int
+    context_length: int
+    num_pages: int
+    page_size: int
+    max_running_requests: int
+    eos_token_ids: frozenset[int]
+    max_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A checked request. `tag` is the submitter's name for it; outputs go to `sink` in the engine's thread."""
+
+    tag: int
+    prompt: list[int]
+    sampling: SamplingParams
+    sink: Sink
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    priority: int = 0
+    timeout_seconds: float | None = None
+    key_label: str = ""
+    return_provenance: bool = False
+
+
+@dataclass(slots=True)
+class _Live:
+    """What the engine keeps beside a sequence while it lives."""
+
+    request: EngineRequest
+    submitted: float
+    queue_seconds: float = 0.0
+    histogram: list[int] = field(default_factory=list)
+    is_lossy: bool = False
+
+
+class Engine:
+    """Runs every step. `start`, `submit`, `cancel`, `load`, `flush_cache` and `stop` are for other threads.
+
+    Args:
+        drafting: The draft's side, or None for plain decoding.
+        policy: How much to draft.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        chooser: Chooser,
+        drafting: Drafting | None,
+        policy: DraftPolicy,
+        limits: EngineLimits,
+        speculation: metrics.SpeculationMetrics,
+    ) -> None:
+        self.limits = limits
+        self._runner = runner
+        self._scheduler = scheduler
+        self._chooser = chooser
+        self._drafting = drafting
+        self._policy = policy
+        self._speculation = speculation
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._live: dict[int, _Live] = {}
+        self._outputs: dict[Sink, list[StepOutput]] = {}
+        self._num_submitted = 0
+        self._submit_lock = threading.Lock()
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        metrics.PAGES.set(limits.num_pages)
+
+    def start(self) -> None:
+        """Starts the engine's thread."""
+        self._thread.start()
+
+    def submit(self, request: EngineRequest) -> int:
+        """Takes a request and returns the number to cancel it by.
+
+        Raises:
+            InvalidRequest: A field is wrong, or the prompt can never fit.
+            Overloaded: The queue is full. Found out later, it is answered through the sink.
+            Unavailable: The engine has stopped.
+        """
+        request.sampling.validate(self.limits.vocab_size)
+        self._scheduler.check(len(request.prompt), 1)
+        if max(request.prompt) >= self.limits.vocab_size or min(request.prompt) < 0:
+            raise InvalidRequest("prompt", f"token ids must be in [0, {self.limits.vocab_size})")
+        with self._submit_lock:
+            if self._stopping or self._failure is not None:
+                raise Unavailable("the verifier is stopping; retry")
+            self._num_submitted += 1
+            number = self._num_submitted
+            self._inbox.put(lambda: self._add(number, request))
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Ends a request at the next step; one that has ended is left as it is."""
+        self._inbox.put(lambda: self._cancel(number))
+
+    def flush_cache(self) -> "Future[int]":
+        """Drops cached prefixes that nothing uses; the future gives the number of pages."""
+        future: Future[int] = Future()
+        self._inbox.put(lambda: future.set_result(self._scheduler.prefix_tree.clear()))
+        return future
+
+    def load(self) -> Load:
+        """State for routing; a snapshot that may be a step old."""
+        scheduler = self._scheduler
+        return Load(
+            waiting=scheduler.num_waiting,
+            running=scheduler.num_running,
+            free_pages=scheduler.pool.num_free + scheduler.pool.num_idle,
+            total_pages=self.limits.num_pages,
+            draft_available=self._drafting is not None and self._drafting.available,
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits or runs."""
+        return not self._live and self._inbox.empty()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The defect that ended the engine's thread, if one did."""
+        return self._failure
+
+    def stop(self, timeout: float = 30.0) -> None:
+        """Ends the thread after the step in flight; what still runs ends with UNAVAILABLE."""
+        with self._submit_lock:
+            self._stopping = True
+        self._inbox.put(lambda: None)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        if self._drafting is not None:
+            self._drafting.close()
+
+    # From here on: the engine's own thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                if not self._scheduler.has_work:
+                    self._wait_for_work()
+                self._take_inbox()
+                if self._scheduler.has_work:
+                    self.step()
+                self._emit()
+        except BaseException as error:
+            logger.exception("the engine failed; the verifier has to be restarted")
+            self._failure = error
+        self._take_inbox()
+        for live in self._live.values():
+            stopped = Unavailable("the verifier stopped; retry")
+            self._queue(
+                live, StepOutput(live.request.tag, finish=Finish(FinishReason.ERROR, error=stopped))
+            )
+        self._live.clear()
+        self._emit()
+
+    def _wait_for_work(self) -> None:
+        self._observe()
+        try:
+            self._inbox.get(timeout=IDLE_SECONDS)()
+        except queue.Empty:
+            self._scheduler.check_integrity()
+
+    def _take_inbox(self) -> None:
+        while not self._inbox.empty():
+            self._inbox.get_nowait()()
+
+    def _add(self, number: int, request: EngineRequest) -> None:
+        now = time.monotonic()
+        live = self._live[number] = _Live(request, now)
+        room = self._scheduler.max_sequence_tokens - len(request.prompt)
+        sampling = request.sampling
+        if sampling.max_new_tokens > room:
+            sampling = dataclasses.replace(
+                sampling, max_new_tokens=room, min_new_tokens=min(sampling.min_new_tokens, room)
+            )
+        sequence = Sequence(
+            request_id=number,
+            prompt=request.prompt,
+            sampling=sampling,
+            speculation=request.speculation,
+            eos_token_ids=self.limits.eos_token_ids,
+            priority=request.priority,
+            deadline=None if request.timeout_seconds is None else now + request.timeout_seconds,
+            key_label=request.key_label,
+        )
+        try:
+            self._scheduler.add(sequence)
+        except ForedraftError as error:
+            self._finish(sequence, live, FinishReason.ERROR, error)
+
+    def _cancel(self, number: int) -> None:
+        self._scheduler.cancel(number)
+
+    def step(self) -> None:
+        """Runs one step: schedule, draft, forward, verify, commit."""
+        started = time.perf_counter()
+        plan = self._scheduler.schedule(self._wanted_nodes)
+        self._settle(plan)
+        trees = self._draft(plan)
+        drafted = time.perf_counter()
+        metrics.DRAFT_WAIT_SECONDS.observe(drafted - started)
+        if plan.is_empty:
+            return
+        batch, rows = self._rows(plan, trees)
+        output = self._runner.forward(rows)
+        forwarded = time.perf_counter()
+        outcomes = self._chooser.choose(batch, output.logits) if batch else []
+        for chunk in plan.prefill:
+            if not chunk.is_last:
+                self._scheduler.on_committed(chunk.seq, chunk.num_tokens)
+        num_chunk_tokens = {chunk.seq.request_id: chunk.num_tokens for chunk in plan.prefill}
+        for verify_rows, outcome in zip(batch, outcomes, strict=True):
+            self._commit(
+                verify_rows, outcome, num_chunk_tokens.get(verify_rows.sequence.request_id)
+            )
+        ended = time.perf_counter()
+        metrics.FORWARD_SECONDS.observe(forwarded - drafted)
+        metrics.VERIFY_SECONDS.observe(ended - forwarded)
+        metrics.STEP_SECONDS.observe(ended - started)
+        self._observe()
+
+    def _wanted_nodes(self, sequence: Sequence) -> int:
+        """Tree nodes that a decoding sequence should verify in the coming step."""
+        drafting, asked = self._drafting, sequence.speculation
+        if drafting is None or not drafting.available or asked.enabled is False:
+            return 0
+        limit = self.limits.max_nodes
+        if asked.num_draft_tokens is not None:
+            limit = min(limit, asked.num_draft_tokens - 1)
+        if sequence.num_output_left <= 1:
+            return 0
+        return self._policy.num_nodes(
+            drafting.history(sequence), limit, max(1, self._scheduler.num_running)
+        )
+
+    def _settle(self, plan: StepPlan) -> None:
+        """Tells draft, submitters and metrics which sequences left or joined."""
+        if self._drafting is not None:
+            self._drafting.release(plan.released_slots)
+        now = time.monotonic()
+        for sequence in plan.admitted:
+            live = self._live[sequence.request_id]
+            if sequence.num_preemptions == 0:
+                live.queue_seconds = now - live.submitted
+                metrics.QUEUE_SECONDS.observe(live.queue_seconds)
+                metrics.PROMPT_TOKENS.inc(sequence.num_prompt)
+                metrics.CACHED_TOKENS.inc(sequence.num_cached)
+        metrics.PREEMPTIONS.inc(len(plan.preempted))
+        for sequence in plan.ended:
+            assert sequence.finish_reason is not None
+            self._finish(sequence, self._live[sequence.request_id], sequence.finish_reason)
+
+    def _draft(self, plan: StepPlan) -> dict[int, DraftTree]:
+        if self._drafting is None:
+            return {}
+        wanted = [Wanted(slot.seq, slot.max_tree_nodes) for slot in plan.decode]
+        return self._drafting.propose(wanted, [chunk.seq for chunk in plan.prefill])
+
+    def _rows(
+        self, plan: StepPlan, trees: dict[int, DraftTree]
+    ) -> tuple[list[VerifyRows], list[SequenceRows]]:
+        """The rows whose logits choose tokens, and all rows of the forward, in the same order."""
+        batch: list[VerifyRows] = []
+        rows: list[SequenceRows] = []
+        for slot in plan.decode:
+            seq = slot.seq
+            tree = trees.get(seq.request_id, EMPTY)
+            batch.append(VerifyRows(seq, tree))
+            rows.append(SequenceRows.tree(seq.pages, seq.num_computed, seq.tokens[-1], tree))
+        for chunk in plan.prefill:
+            seq, end = chunk.seq, chunk.start + chunk.num_tokens
+            if chunk.is_last:
+                batch.append(VerifyRows(seq, EMPTY))
+            logits = "last" if chunk.is_last else "none"
+            rows.append(
+                SequenceRows.chunk(seq.pages, chunk.start, seq.tokens[chunk.start : end], logits)
+            )
+        return batch, rows
+
+    def _commit(self, rows: VerifyRows, outcome: Outcome, num_chunk_tokens: int | None) -> None:
+        """Takes what the rule gave for one sequence.
+
+        Args:
+            num_chunk_tokens: Rows of the prompt chunk that ended with the chosen token, or None after a
+                verification.
+        """
+        sequence, tree, verified = rows.sequence, rows.tree, outcome.verified
+        live = self._live[sequence.request_id]
+        accepted = [row - 1 for row in verified.path[1:]]
+        if tree.tokens:
+            self._runner.commit_path(sequence.pages, sequence.num_computed, verified.path)
+        num_kept, reason = sequence.append_tokens(verified.tokens)
+        tokens = verified.tokens[:num_kept]
+        self._scheduler.on_committed(sequence, num_chunk_tokens or num_kept)
+        self._chooser.committed(sequence, tokens)
+        metrics.GENERATION_TOKENS.inc(num_kept)
+        if num_chunk_tokens is None:
+            self._record(sequence, live, rows, accepted, num_kept, outcome.is_lossy)
+        output = StepOutput(
+            tag=live.request.tag,
+            tokens=tokens,
+            drafted=[i < len(accepted) for i in range(num_kept)],
+            logprobs=outcome.logprobs[:num_kept],
+            tree=VerifiedTree(tree.tokens, tree.parents, accepted)
+            if live.request.return_provenance and tree.tokens
+            else None,
+        )
+        if reason is None:
+            self._queue(live, output)
+            return
+        self._scheduler.finish(sequence)
+        self._finish(sequence, live, reason, output=output)
+
+    def _record(
+        self,
+        sequence: Sequence,
+        live: _Live,
+        rows: VerifyRows,
+        accepted: list[int],
+        num_kept: int,
+        is_lossy: bool,
+    ) -> None:
+        """Counts one verification, for the policy, the metrics and the request's account."""
+        num_nodes, num_accepted = len(rows.tree), min(len(accepted), num_kept)
+        sequence.count_step(num_nodes, num_accepted)
+        self._speculation.verified(num_nodes, len(accepted), is_lossy)
+        live.is_lossy |= is_lossy
+        while len(live.histogram) <= len(accepted):
+            live.histogram.append(0)
+        live.histogram[len(accepted)] += 1
+        if self._drafting is not None:
+            self._policy.record(self._drafting.history(sequence), num_nodes, accepted)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        live: _Live,
+        reason: FinishReason,
+        error: ForedraftError | None = None,
+        output: StepOutput | None = None,
+    ) -> None:
+        """The last output of a sequence that has left the scheduler."""
+        del self._live[sequence.request_id]
+        self._chooser.forget(sequence)
+        if self._drafting is not None:
+            self._drafting.forget(sequence)
+        metrics.REQUESTS.labels(reason.value).inc()
+        finish = Finish(
+            reason=reason,
+            stop_token=sequence.stop_token,
+            error=error,
+            prompt_tokens=sequence.num_prompt,
+            completion_tokens=sequence.num_output,
+            cached_tokens=sequence.num_cached,
+            verify_steps=sequence.num_steps,
+            drafted_tokens=sequence.num_drafted,
+            accepted_tokens=sequence.num_accepted,
+            preemptions=sequence.num_preemptions,
+            queue_seconds=live.queue_seconds,
+            lossy=live.is_lossy,
+            accepted_histogram=tuple(live.histogram),
+        )
+        last = output or StepOutput(live.request.tag)
+        self._queue(live, dataclasses.replace(last, finish=finish))
+
+    def _queue(self, live: _Live, output: StepOutput) -> None:
+        self._outputs.setdefault(live.request.sink, []).append(output)
+
+    def _emit(self) -> None:
+        """Hands each submitter the outputs of this step."""
+        if not self._outputs:
+            return
+        load = self.load()
+        outputs, self._outputs = self._outputs, {}
+        for sink, news in outputs.items():
+            sink(news, load)
+
+    def _observe(self) -> None:
+        pool = self._scheduler.pool
+        metrics.RUNNING.set(self._scheduler.num_running)
+        metrics.WAITING.set(self._scheduler.num_waiting)
+        metrics.PAGES_CACHED.set(pool.num_idle)
+        metrics.PAGES_USED.set(pool.num_pages - pool.num_free - pool.num_idle)
+        self._speculation.available.set(self._drafting is not None and self._drafting.available)

@@ -1,0 +1,123 @@
+"""The verifier's metrics. Drafts, draft tokens and accepted tokens are counted as vLLM counts them."""
+
+from prometheus_client import Counter
+
+from foredraft.telemetry.metrics import (
+    LENGTH_BUCKETS,
+    REQUEST_BUCKETS,
+    STEP_BUCKETS,
+    counter,
+    gauge,
+    histogram,
+)
+
+BY_ALGORITHM = ("algorithm",)
+
+DRAFTS = counter("foredraft_drafts_total", "Draft trees verified.", BY_ALGORITHM)
+DRAFT_TOKENS = counter("foredraft_draft_tokens_total", "Drafted tokens verified.", BY_ALGORITHM)
+ACCEPTED_TOKENS = counter(
+    "foredraft_accepted_tokens_total", "Drafted tokens accepted.", BY_ALGORITHM
+)
+ACCEPTED_BY_POSITION = counter(
+    "foredraft_accepted_tokens_per_position_total",
+    "Drafted tokens accepted, by depth in the tree from 0.",
+    ("algorithm", "position"),
+)
+VERIFIES = counter(
+    "foredraft_verifies_total",
+    "Verifications of one sequence, with or without a tree. Mean accept length is emitted tokens over these.",
+    BY_ALGORITHM,
+)
+EMITTED_TOKENS = counter(
+    "foredraft_emitted_tokens_total", "Tokens that verifications gave.", BY_ALGORITHM
+)
+ACCEPT_LENGTH = histogram(
+    "foredraft_accept_length_tokens",
+    "Tokens that one verification gave, the target's own included.",
+    LENGTH_BUCKETS,
+    BY_ALGORITHM,
+)
+LOSSY = counter(
+    "foredraft_lossy_verifies_total",
+    "Verifications in which a threshold below 1 accepted what the rule did not choose.",
+    BY_ALGORITHM,
+)
+INVALID_NODES = counter(
+    "foredraft_draft_invalid_nodes_total", "Drafted nodes that could not be used.", BY_ALGORITHM
+)
+DRAFT_FAILURES = counter(
+    "foredraft_draft_failures_total",
+    "Draft steps that failed: late, broken off, or nonsense.",
+    BY_ALGORITHM,
+)
+DRAFT_ATTACHES = counter(
+    "foredraft_draft_attaches_total", "Times a draft was attached.", BY_ALGORITHM
+)
+DRAFT_AVAILABLE = gauge("foredraft_draft_available", "1 while a draft is attached.", BY_ALGORITHM)
+DRAFT_SECONDS = histogram("foredraft_draft_seconds", "A draft's own time in a step.", STEP_BUCKETS)
+DRAFT_WAIT_SECONDS = histogram(
+    "foredraft_draft_wait_seconds", "Scheduling and the wait for the draft in a step.", STEP_BUCKETS
+)
+FORWARD_SECONDS = histogram(
+    "foredraft_target_forward_seconds", "The target's forward in a step.", STEP_BUCKETS
+)
+VERIFY_SECONDS = histogram(
+    "foredraft_verify_seconds",
+    "Choosing tokens, walking trees and committing in a step.",
+    STEP_BUCKETS,
+)
+STEP_SECONDS = histogram("foredraft_step_seconds", "A whole engine step.", STEP_BUCKETS)
+QUEUE_SECONDS = histogram(
+    "foredraft_queue_seconds", "From submission to admission.", REQUEST_BUCKETS
+)
+PROMPT_TOKENS = counter("foredraft_prompt_tokens_total", "Prompt tokens of admitted requests.")
+CACHED_TOKENS = counter(
+    "foredraft_prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache."
+)
+GENERATION_TOKENS = counter("foredraft_generation_tokens_total", "Output tokens.")
+REQUESTS = counter("foredraft_verifier_requests_total", "Requests that ended.", ("outcome",))
+PREEMPTIONS = counter(
+    "foredraft_preemptions_total", "Times a sequence gave its pages back to resume later."
+)
+RUNNING = gauge("foredraft_running_sequences", "Sequences in the batch.")
+WAITING = gauge("foredraft_queue_depth", "Requests waiting in the verifier.")
+PAGES_USED = gauge("foredraft_kv_pages_used", "KV pages held by running sequences.")
+PAGES_CACHED = gauge("foredraft_kv_pages_cached", "KV pages that only the prefix cache holds.")
+PAGES = gauge("foredraft_kv_pages", "KV pages in the pool.")
+
+
+class SpeculationMetrics:
+    """The metrics of one algorithm, with their label filled in."""
+
+    def __init__(self, algorithm: str) -> None:
+        self._algorithm = algorithm
+        self.invalid_nodes = INVALID_NODES.labels(algorithm)
+        self.failures = DRAFT_FAILURES.labels(algorithm)
+        self.attaches = DRAFT_ATTACHES.labels(algorithm)
+        self.available = DRAFT_AVAILABLE.labels(algorithm)
+        self._drafts = DRAFTS.labels(algorithm)
+        self._draft_tokens = DRAFT_TOKENS.labels(algorithm)
+        self._accepted_tokens = ACCEPTED_TOKENS.labels(algorithm)
+        self._verifies = VERIFIES.labels(algorithm)
+        self._emitted = EMITTED_TOKENS.labels(algorithm)
+        self._accept_length = ACCEPT_LENGTH.labels(algorithm)
+        self._lossy = LOSSY.labels(algorithm)
+        self._by_position: list[Counter] = []
+
+    def verified(self, num_nodes: int, num_accepted: int, is_lossy: bool) -> None:
+        """Counts one verification of one sequence."""
+        self._verifies.inc()
+        self._emitted.inc(num_accepted + 1)
+        self._accept_length.observe(num_accepted + 1)
+        if is_lossy:
+            self._lossy.inc()
+        if num_nodes == 0:
+            return
+        self._drafts.inc()
+        self._draft_tokens.inc(num_nodes)
+        self._accepted_tokens.inc(num_accepted)
+        while len(self._by_position) < num_accepted:
+            position = str(len(self._by_position))
+            self._by_position.append(ACCEPTED_BY_POSITION.labels(self._algorithm, position))
+        for accepted in self._by_position[:num_accepted]:
+            accepted.inc()

@@ -1,0 +1,297 @@
+"""The verifier's gRPC face: validates requests, hands them to the engine's thread, streams what comes back."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+
+from foredraft import __version__
+from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
+from foredraft.errors import InvalidRequest, Overloaded, Unavailable
+from foredraft.types import FinishReason, SamplingParams, SpeculationParams
+from verify_service.engine import Engine, EngineRequest
+from verify_service.outputs import Finish, Load, StepOutput
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_MESSAGES = 4096  # steps that a gateway may lag behind before its stream is ended
+
+FINISH_REASONS = {
+    FinishReason.STOP: verify_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: verify_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: verify_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.DEADLINE: verify_pb2.FINISH_REASON_DEADLINE,
+    FinishReason.ERROR: verify_pb2.FINISH_REASON_ERROR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What GetModelInfo answers beside the engine's limits."""
+
+    name: str
+    path: str
+    architecture: str
+    dtype: str
+    device: str
+    weight_bytes: int
+    algorithm: str
+    draft_model: str
+    tree_limits: tuple[int, int, int]
+
+
+class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
+    """Implements foredraft.api.verify.v1.VerifyService over one engine."""
+
+    def __init__(self) -> None:
+        self._serving: tuple[Engine, ServedModel] | None = None
+        self._draining = False
+
+    def open(self, engine: Engine, model: ServedModel) -> None:
+        """The model is loaded: calls are answered from now on."""
+        self._serving = (engine, model)
+
+    def _opened(self) -> tuple[Engine, ServedModel]:
+        if self._serving is None:
+            raise Unavailable("the verifier is loading its model; retry")
+        return self._serving
+
+    def drain(self) -> None:
+        """Refuses new requests from now on."""
+        self._draining = True
+
+    async def GetModelInfo(
+        self, request: verify_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> verify_pb2.GetModelInfoResponse:
+        engine, model = self._opened()
+        limits = engine.limits
+        steps, topk, tokens = model.tree_limits
+        return verify_pb2.GetModelInfoResponse(
+            model=model.name,
+            model_path=model.path,
+            architecture=model.architecture,
+            vocab_size=limits.vocab_size,
+            context_length=limits.context_length,
+            kv_tokens=limits.num_pages * limits.page_size,
+            page_size=limits.page_size,
+            eos_token_ids=sorted(limits.eos_token_ids),
+            max_running_requests=limits.max_running_requests,
+            speculative_algorithm=model.algorithm,
+            draft_model=model.draft_model,
+            speculative_num_steps=steps,
+            speculative_eagle_topk=topk,
+            speculative_num_draft_tokens=tokens,
+            dtype=model.dtype,
+            device=model.device,
+            version=__version__,
+            weight_bytes=model.weight_bytes,
+        )
+
+    async def FlushCache(
+        self, request: verify_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext
+    ) -> verify_pb2.FlushCacheResponse:
+        pages = await asyncio.wrap_future(self._opened()[0].flush_cache())
+        return verify_pb2.FlushCacheResponse(pages=pages)
+
+    async def Run(
+        self,
+        requests: AsyncIterator[verify_pb2.RunRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[verify_pb2.RunResponse]:
+        stream = _Stream(self._opened()[0], asyncio.get_running_loop())
+        reader = asyncio.create_task(self._read(requests, stream))
+        try:
+            while (message := await stream.next()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+            stream.close()
+        if stream.overflowed:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"the gateway is {MAX_PENDING_MESSAGES} messages behind",
+            )
+
+    async def _read(
+        self, requests: AsyncIterator[verify_pb2.RunRequest], stream: "_Stream"
+    ) -> None:
+        async for request in requests:
+            kind = request.WhichOneof("message")
+            if kind == "submit":
+                if self._draining:
+                    stream.refuse(request.submit.id, Unavailable("the verifier is stopping"))
+                else:
+                    stream.submit(request.submit)
+            elif kind == "cancel":
+                stream.cancel(request.cancel.id)
+        stream.end_of_requests()
+
+
+class _Stream:
+    """One gateway's stream: its live requests and the messages that wait to be sent."""
+
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._messages: asyncio.Queue[verify_pb2.RunResponse | None] = asyncio.Queue()
+        self._live: dict[int, int] = {}  # the gateway's id -> the engine's
+        self._ended = False
+        self.overflowed = False
+
+    async def next(self) -> verify_pb2.RunResponse | None:
+        """The next message, or None after the last."""
+        return await self._messages.get()
+
+    def submit(self, submit: verify_pb2.SubmitRequest) -> None:
+        """Hands a request to the engine, or answers why not."""
+        try:
+            if submit.id in self._live:
+                raise InvalidRequest("id", f"{submit.id} is in use on this stream")
+            request = self._engine_request(submit)
+            self._live[submit.id] = self._engine.submit(request)
+        except (InvalidRequest, Overloaded, Unavailable) as error:
+            self.refuse(submit.id, error)
+
+    def refuse(self, tag: int, error: InvalidRequest | Overloaded | Unavailable) -> None:
+        """Answers a request that never reached the engine."""
+        output = StepOutput(tag, finish=Finish(FinishReason.ERROR, error=error))
+        self._deliver([output], self._engine.load())
+
+    def cancel(self, tag: int) -> None:
+        """Cancels a live request; unknown ones have already ended."""
+        if (number := self._live.get(tag)) is not None:
+            self._engine.cancel(number)
+
+    def end_of_requests(self) -> None:
+        """The gateway sends no more; the stream ends with its last live request."""
+        self._ended = True
+        self._finish_if_idle()
+
+    def close(self) -> None:
+        """The stream is gone: whatever still runs for it is cancelled."""
+        for number in self._live.values():
+            self._engine.cancel(number)
+        self._live.clear()
+
+    def _engine_request(self, submit: verify_pb2.SubmitRequest) -> EngineRequest:
+        given, asked = submit.sampling, submit.speculation
+        return EngineRequest(
+            tag=submit.id,
+            prompt=list(submit.prompt),
+            sampling=SamplingParams(
+                temperature=given.temperature,
+                top_k=given.top_k or -1,
+                top_p=given.top_p or 1.0,
+                min_p=given.min_p,
+                repetition_penalty=given.repetition_penalty or 1.0,
+                frequency_penalty=given.frequency_penalty,
+                presence_penalty=given.presence_penalty,
+                logit_bias=dict(given.logit_bias),
+                seed=given.seed,
+                max_new_tokens=given.max_new_tokens,
+                min_new_tokens=given.min_new_tokens,
+                stop_token_ids=tuple(given.stop_token_ids),
+                ignore_eos=given.ignore_eos,
+                logprobs=given.logprobs if given.HasField("logprobs") else None,
+            ),
+            speculation=SpeculationParams(
+                enabled=asked.enabled if asked.HasField("enabled") else None,
+                num_steps=asked.num_steps if asked.HasField("num_steps") else None,
+                topk=asked.topk if asked.HasField("topk") else None,
+                num_draft_tokens=asked.num_draft_tokens
+                if asked.HasField("num_draft_tokens")
+                else None,
+            ),
+            priority=submit.priority,
+            timeout_seconds=submit.timeout_seconds or None,
+            key_label=submit.key_label,
+            return_provenance=submit.return_provenance,
+            sink=self._sink,
+        )
+
+    def _sink(self, outputs: list[StepOutput], load: Load) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, outputs, load)
+        except RuntimeError:
+            logger.debug("the event loop is closed; dropping the outputs of a stopped stream")
+
+    def _deliver(self, outputs: list[StepOutput], load: Load) -> None:
+        for output in outputs:
+            if output.finish is not None:
+                self._live.pop(output.tag, None)
+        if self._messages.qsize() >= MAX_PENDING_MESSAGES:
+            if not self.overflowed:
+                self.overflowed = True
+                self._messages.put_nowait(None)
+            return
+        self._messages.put_nowait(_response(outputs, load))
+        self._finish_if_idle()
+
+    def _finish_if_idle(self) -> None:
+        if self._ended and not self._live:
+            self._messages.put_nowait(None)
+
+
+def _response(outputs: list[StepOutput], load: Load) -> verify_pb2.RunResponse:
+    return verify_pb2.RunResponse(
+        outputs=[_output(output) for output in outputs],
+        load=verify_pb2.Load(
+            waiting=load.waiting,
+            running=load.running,
+            free_pages=load.free_pages,
+            total_pages=load.total_pages,
+            draft_available=load.draft_available,
+        ),
+    )
+
+
+def _output(output: StepOutput) -> verify_pb2.SequenceOutput:
+    message = verify_pb2.SequenceOutput(id=output.tag, tokens=output.tokens, drafted=output.drafted)
+    for logprob in output.logprobs:
+        message.logprobs.add(
+            logprob=logprob.logprob,
+            top_tokens=logprob.top_tokens,
+            top_logprobs=logprob.top_logprobs,
+        )
+    if output.tree is not None:
+        tree = output.tree
+        message.tree.CopyFrom(
+            verify_pb2.VerifiedTree(
+                tokens=tree.tokens, parents=tree.parents, accepted=tree.accepted
+            )
+        )
+    if output.finish is not None:
+        _fill_finish(message.finish, output.finish)
+    return message
+
+
+def _fill_finish(message: verify_pb2.Finish, finish: Finish) -> None:
+    message.reason = FINISH_REASONS[finish.reason]
+    if finish.stop_token is not None:
+        message.stop_token = finish.stop_token
+    message.prompt_tokens = finish.prompt_tokens
+    message.completion_tokens = finish.completion_tokens
+    message.cached_tokens = finish.cached_tokens
+    message.verify_steps = finish.verify_steps
+    message.drafted_tokens = finish.drafted_tokens
+    message.accepted_tokens = finish.accepted_tokens
+    message.preemptions = finish.preemptions
+    message.queue_seconds = finish.queue_seconds
+    message.lossy = finish.lossy
+    message.accepted_histogram.extend(finish.accepted_histogram)
+    error = finish.error
+    if error is None:
+        return
+    message.error.message = str(error)
+    if isinstance(error, InvalidRequest):
+        message.error.code = verify_pb2.ERROR_CODE_INVALID_ARGUMENT
+        message.error.field, message.error.message = error.field, error.message
+    elif isinstance(error, Overloaded):
+        message.error.code = verify_pb2.ERROR_CODE_OVERLOADED
+        message.error.retry_after_seconds = error.retry_after_seconds
+    elif isinstance(error, Unavailable):
+        message.error.code = verify_pb2.ERROR_CODE_UNAVAILABLE
+    else:
+        message.error.code = verify_pb2.ERROR_CODE_INTERNAL

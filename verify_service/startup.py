@@ -1,0 +1,262 @@
+"""Builds an engine from a configuration: target model, memory, scheduler, draft."""
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.attention.sdpa import SdpaAttention
+from foredraft.config.services import VerifyConfig
+from foredraft.errors import ConfigError
+from foredraft.kvcache.draft_marks import DraftMarks
+from foredraft.kvcache.page_pool import PagePool
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.kvcache.prefix_tree import PrefixTree
+from foredraft.models.decoder import DecoderModel
+from foredraft.models.loader import load_model
+from foredraft.models.registry import resolve_model_path
+from foredraft.runner.batch import SequenceRows
+from foredraft.runner.model_runner import ModelRunner
+from foredraft.text.tokenizer import tokenizer_fingerprint
+from verify_service.chooser import Chooser, Thresholds
+from verify_service.draft_client import DraftClient
+from verify_service.draft_policy import DraftPolicy, StepCost
+from verify_service.drafting import Drafting
+from verify_service.engine import Engine, EngineLimits
+from verify_service.memory import CPU_FRACTION, GPU_FRACTION, available_host_bytes, num_pages
+from verify_service.metrics import SpeculationMetrics
+from verify_service.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+CPU_PAGE_SIZE, GPU_PAGE_SIZE = 32, 16
+MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A loaded target model and the name it is served under."""
+
+    model: DecoderModel
+    path: Path
+    name: str
+    device: torch.device
+    weight_bytes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return next(self.model.parameters()).dtype
+
+
+def load_target(config: VerifyConfig) -> Target:
+    """Loads the target model as configured.
+
+    Raises:
+        CheckpointError: What is wrong with the path or the files.
+        ConfigError: A flag asks for what this machine does not have.
+    """
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: this process sees no CUDA device")
+    device = torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
+    path = resolve_model_path(config.model_path)
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    if dtype is None and device.type == "cpu":
+        dtype = (
+            torch.float32
+        )  # bf16 is slow on most CPUs and gains nothing from verifying several rows
+    started = time.monotonic()
+    model = load_model(path, dtype=dtype, device=device, load_format=config.load_format)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    name = config.served_model_name or Path(config.model_path).name.removesuffix(".gguf")
+    logger.info(
+        "loaded %s: %.1f M parameters, %.0f MiB in %.1f s",
+        name,
+        num_parameters / 1e6,
+        weight_bytes / 2**20,
+        time.monotonic() - started,
+    )
+    return Target(model, path, name, device, weight_bytes)
+
+
+def connect_draft(
+    config: VerifyConfig, target: Target, metrics: SpeculationMetrics
+) -> "DraftLink | None":
+    """Starts the connection to the configured draft and waits for it to say what it needs.
+
+    A draft that does not answer in time is left to connect later; its KV is then not counted.
+    """
+    if not config.draft or config.speculative_algorithm == "NONE":
+        return None
+    link = DraftLink(config, target, metrics)
+    link.client.start()
+    if link.client.wait(config.draft_wait) is None:
+        logger.warning(
+            "the draft at %s has not answered in %.0f s; serving without it until it does",
+            config.draft,
+            config.draft_wait,
+        )
+    return link
+
+
+class DraftLink:
+    """A draft client and what its attach message needs; the sizes are known only after sizing the pool."""
+
+    def __init__(self, config: VerifyConfig, target: Target, metrics: SpeculationMetrics) -> None:
+        self._config = config
+        self._target = target
+        self._metrics = metrics
+        self._limits: EngineLimits | None = None
+        self._fingerprint = tokenizer_fingerprint(target.path)
+        self.client = DraftClient(
+            config.draft, self._attach, config.draft_step_timeout, self._on_state
+        )
+
+    def sized(self, limits: EngineLimits) -> None:
+        """From now on the client may attach."""
+        self._limits = limits
+        self.client.allow_attach()
+
+    def _on_state(self, state: str) -> None:
+        logger.info("draft: %s", state)
+        if state == "attached":
+            self._metrics.attaches.inc()
+
+    def _attach(self, info: draft_pb2.GetDraftInfoResponse, epoch: int) -> draft_pb2.AttachRequest:
+        limits, model = self._limits, self._target.model.config
+        assert limits is not None
+        steps, topk, tokens = self._config.tree_limits
+        return draft_pb2.AttachRequest(
+            epoch=epoch,
+            target_fingerprint=model.fingerprint,
+            architecture=model.architecture,
+            hidden_size=model.hidden_size,
+            num_layers=model.num_layers,
+            vocab_size=model.vocab_size,
+            tokenizer_fingerprint=self._fingerprint,
+            page_size=limits.page_size,
+            num_pages=limits.num_pages,
+            max_batch=limits.max_running_requests,
+            max_context=limits.context_length,
+            limits=draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens),
+            draft_sampling=self._config.speculative_draft_sampling,
+        )
+
+
+def build_engine(
+    config: VerifyConfig, target: Target, metrics: SpeculationMetrics, link: DraftLink | None
+) -> Engine:
+    """Sizes the memory and puts the engine together; the engine is not started.
+
+    Raises:
+        ConfigError: The flags do not fit the model or the memory.
+    """
+    model_config, device = target.model.config, target.device
+    context_length = config.context_length or model_config.max_position_embeddings
+    if context_length > model_config.max_position_embeddings:
+        raise ConfigError(
+            f"--context-length {context_length} is more than the model's "
+            f"{model_config.max_position_embeddings} positions"
+        )
+    page_size = config.page_size or (CPU_PAGE_SIZE if device.type == "cpu" else GPU_PAGE_SIZE)
+    info = link.client.info if link is not None else None
+    draft_bytes = info.kv_bytes_per_token * page_size if info is not None else 0
+    target_bytes = model_config.kv_bytes_per_token(target.dtype.itemsize) * page_size
+    pages = num_pages(
+        page_size=page_size,
+        bytes_per_page=target_bytes + draft_bytes,
+        budget_bytes=_kv_budget(config, target, info),
+        max_total_tokens=config.max_total_tokens,
+        max_useful_tokens=config.max_running_requests * (context_length + page_size),
+    )
+    limits = EngineLimits(
+        vocab_size=model_config.vocab_size,
+        context_length=context_length,
+        num_pages=pages,
+        page_size=page_size,
+        max_running_requests=config.max_running_requests,
+        eos_token_ids=frozenset(model_config.eos_token_ids),
+        max_nodes=config.tree_limits[2] - 1,
+    )
+    kv = PagedKV.for_model(model_config, pages, page_size, target.dtype, device)
+    runner = ModelRunner(target.model, kv, SdpaAttention())
+    pool = PagePool(pages, page_size)
+    scheduler = Scheduler(
+        pool,
+        None if config.disable_radix_cache else PrefixTree(pool),
+        max_running_requests=config.max_running_requests,
+        chunked_prefill_size=config.chunked_prefill_size,
+        max_queue=config.max_queued_requests,
+        context_length=context_length,
+    )
+    thresholds = Thresholds(
+        config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc
+    )
+    drafting = None
+    if link is not None:
+        drafting = Drafting(
+            link.client,
+            DraftMarks(pool, depends_on_next_token=False),
+            page_size,
+            limits.vocab_size,
+            config.tree_limits[:2],
+            config.speculative_ngram_scope,
+            config.draft_refill_tokens,
+            metrics,
+        )
+        link.sized(limits)
+    logger.info(
+        "KV cache: %d tokens in %d pages of %d, %.0f MiB",
+        pages * page_size,
+        pages,
+        page_size,
+        pages * target_bytes / 2**20,
+    )
+    return Engine(
+        runner,
+        scheduler,
+        Chooser(limits.vocab_size, device, limits.eos_token_ids, thresholds),
+        drafting,
+        DraftPolicy(_measure(runner, pool) if drafting is not None else None),
+        limits,
+        metrics,
+    )
+
+
+def _kv_budget(
+    config: VerifyConfig, target: Target, info: draft_pb2.GetDraftInfoResponse | None
+) -> int:
+    """Bytes for KV pages, of target and draft together."""
+    if target.device.type == "cpu":
+        return int(available_host_bytes() * (config.mem_fraction_static or CPU_FRACTION))
+    free, total = torch.cuda.mem_get_info(target.device)
+    fraction = config.mem_fraction_static or GPU_FRACTION
+    draft_weights = info.weight_bytes if info is not None else 0
+    return int(free - total * (1 - fraction)) - draft_weights
+
+
+def _measure(runner: ModelRunner, pool: PagePool) -> StepCost:
+    """Times target forwards by number of rows, on pages that are given back."""
+    room = pool.num_pages * pool.page_size
+    widths = [rows for rows in MEASURED_ROWS if rows <= room]
+    pages = pool.allocate(pool.pages_for(widths[-1]))
+
+    def run(rows: int) -> float:
+        chain = SequenceRows.chunk(pages, 0, [0] * rows, "all")
+        started = time.perf_counter()
+        runner.forward([chain])
+        return time.perf_counter() - started
+
+    cost = StepCost.measure(widths, run)
+    pool.release(pages)
+    table = ", ".join(f"{rows}: {seconds * 1e3:.1f}" for rows, seconds in cost.table().items())
+    logger.info("target forward in ms by rows: %s", table)
+    return cost
