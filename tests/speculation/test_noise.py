@@ -140,3 +140,19 @@ def test_integers_stay_what_they_are() -> None:
     assert h32(ints(1234), ints(56), ints(0, 1, 78)).tolist() == [
         [2487128142, 3463576549, 3324119334]
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_the_same_noise_on_a_gpu() -> None:
+    seed, position = torch.arange(64) * 0x123456789ABC - 2**40, torch.arange(64) * 1001
+    tokens = torch.arange(0, 262144, 7)
+    host = h32(seed, position, tokens)
+    k0, k1 = noise.row_keys(seed.cuda(), position.cuda())
+    device = noise.hash_tokens(k0[:, None], k1[:, None], tokens.cuda().to(torch.int32)).cpu()
+    assert np.array_equal(host, device.numpy().view(np.uint32))
+    want = noise.gumbel(seed, position, tokens)
+    got = noise.gumbel(seed.cuda(), position.cuda(), tokens.cuda()).cpu()
+    assert (
+        (got - want).abs() <= 2 * torch.finfo(torch.float32).eps * want.abs().clamp_min(1)
+    ).all()

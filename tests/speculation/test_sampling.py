@@ -195,3 +195,14 @@ def test_log_probs() -> None:
     assert torch.equal(ids, want.topk(4).indices)
     torch.testing.assert_close(values.double(), want.topk(4).values, rtol=1e-5, atol=1e-5)
     assert sampling.log_probs(logits, torch.tensor([1, 2, 3]), 0)[1].shape == (3, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_the_same_tokens_on_a_gpu() -> None:
+    params = [SamplingParams(temperature=0.0), *GRID]
+    logits = torch.randn(len(params), 6000, generator=torch.Generator().manual_seed(3)) * 3
+    positions = range(len(params))
+    want = sampling.choose(logits, SamplingRows.from_params(params, positions))
+    got = sampling.choose(logits.cuda(), SamplingRows.from_params(params, positions, "cuda"))
+    assert got.tolist() == want.tolist()
