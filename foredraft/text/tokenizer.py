@@ -131,11 +131,13 @@ def fingerprint_of(vocabulary: Mapping[str, int]) -> str:
 
 
 def tokenizer_fingerprint(path: str | os.PathLike[str]) -> str:
-    """The fingerprint of a directory's tokenizer, without building the rest of it.
+    """The fingerprint of a directory's tokenizer, without building the rest of it; empty where there is none.
 
     Raises:
-        CheckpointError: A file is missing or broken.
+        CheckpointError: A file is broken.
     """
+    if not (Path(path) / "tokenizer.json").is_file():
+        return ""
     return fingerprint_of(_load_backend(Path(path))[0].get_vocab())
 
 

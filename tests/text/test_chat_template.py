@@ -128,3 +128,4 @@ def test_fingerprint_depends_on_the_vocabulary_alone(tmp_path: pathlib.Path) -> 
     assert Tokenizer(backend).fingerprint == one
     tiny_tokenizers.save(backend, tmp_path)
     assert tokenizer_fingerprint(tmp_path) == one
+    assert tokenizer_fingerprint(tmp_path / "no tokenizer here") == ""
