@@ -1,0 +1,134 @@
+"""Attention by torch alone: the CPU's backend, and the reference of the others on any device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
+from foredraft.kvcache.paged_kv import PagedKV
+
+
+@dataclass(slots=True)
+class _Span:
+    """One sequence under one window."""
+
+    first_row: int
+    end_row: int
+    keys: slice | torch.Tensor  # consecutive slots, or any
+    mask: (
+        torch.Tensor | None
+    )  # added to scores: [num_rows * group_size, num_keys]; None: all are seen
+
+
+@dataclass(slots=True)
+class SdpaPlan:
+    """What the layers of one forward share; spans by window."""
+
+    kv: PagedKV
+    group_size: int
+    spans: dict[int | None, list[_Span]]
+
+
+class SdpaAttention(AttentionBackend):
+    """One call of scaled_dot_product_attention per sequence and layer.
+
+    The query heads of a KV head are folded into the rows, so keys and values are never repeated. The
+    keys of consecutive pages are read in place; those of scattered pages are gathered. A layer with a
+    window reads no more keys than the window of its rows.
+    """
+
+    def plan(
+        self, batch: Batch, kv: PagedKV, windows: Sequence[int | None], group_size: int
+    ) -> SdpaPlan:
+        """See AttentionBackend."""
+        spans: dict[int | None, list[_Span]] = {window: [] for window in windows}
+        dtype, device = kv.data.dtype, kv.data.device
+        for span in batch.spans:
+            for window, planned in spans.items():
+                first_key = _first_key(span, window)
+                visible = _visible(span, window, first_key)
+                mask = None
+                if visible is not None:
+                    mask = torch.zeros(visible.shape, dtype=dtype)
+                    mask = mask.masked_fill_(~visible, float("-inf"))
+                    mask = mask.repeat_interleave(group_size, 0).to(device)
+                keys = _slots(span, first_key, kv.page_size, device)
+                end_row = span.first_row + span.num_rows
+                planned.append(_Span(span.first_row, end_row, keys, mask))
+        return SdpaPlan(kv, group_size, spans)
+
+    def attend(
+        self,
+        plan: SdpaPlan,
+        queries: torch.Tensor,
+        layer: int,
+        window: int | None,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """See AttentionBackend."""
+        head_dim = queries.shape[-1]
+        keys, values = plan.kv.keys(layer), plan.kv.values(layer)
+        num_kv_heads, group = keys.shape[0], plan.group_size
+        for span in plan.spans[window]:
+            rows = queries[span.first_row : span.end_row]
+            num_rows = rows.shape[0]
+            # [num_kv_heads, num_rows * group, head_dim]
+            folded = rows.view(num_rows, num_kv_heads, group, head_dim).transpose(0, 1)
+            folded = folded.reshape(1, num_kv_heads, num_rows * group, head_dim)
+            if isinstance(span.keys, slice):
+                k, v = keys[:, span.keys], values[:, span.keys]
+            else:
+                k, v = keys.index_select(1, span.keys), values.index_select(1, span.keys)
+            result = F.scaled_dot_product_attention(
+                folded, k.unsqueeze(0), v.unsqueeze(0), attn_mask=span.mask, scale=scale
+            )
+            result = result.view(num_kv_heads, num_rows, group, head_dim).transpose(0, 1)
+            out[span.first_row : span.end_row].view(num_rows, num_kv_heads, group, head_dim).copy_(
+                result
+            )
+
+
+def _first_key(span: SequenceSpan, window: int | None) -> int:
+    """Index of the first key that some row sees; the tail is always read whole."""
+    first = span.prefix_start
+    if window is not None:
+        first = max(first, int(span.positions.min()) - window + 1)
+    return min(first, span.prefix_len)
+
+
+def _visible(span: SequenceSpan, window: int | None, first_key: int) -> torch.Tensor | None:
+    """Bool [num_rows, num_keys - first_key], or None when every row sees all of them."""
+    num_rows, num_keys = span.num_rows, span.num_keys
+    if num_rows == 1 and span.tail_mask is None:
+        return None
+    visible = torch.ones(num_rows, num_keys - first_key, dtype=torch.bool)
+    tail = visible[:, span.prefix_len - first_key :]
+    if span.tail_mask is None:
+        tail.tril_()
+    else:
+        tail.copy_(span.tail_mask)
+    if window is not None:
+        key_positions = np.arange(first_key, num_keys)
+        if span.tail_positions is not None:
+            key_positions[span.prefix_len - first_key :] = span.tail_positions
+        oldest = torch.from_numpy(span.positions - window).unsqueeze(1)
+        visible &= torch.from_numpy(key_positions) > oldest
+    return None if bool(visible.all()) else visible
+
+
+def _slots(
+    span: SequenceSpan, first_key: int, page_size: int, device: torch.device
+) -> slice | torch.Tensor:
+    """Slots of the keys from first_key on."""
+    first_page = first_key // page_size
+    pages = span.pages[first_page : -(-span.num_keys // page_size)]
+    offset, num_keys = first_key - first_page * page_size, span.num_keys - first_key
+    if pages[-1] - pages[0] == len(pages) - 1 and bool((np.diff(pages) == 1).all()):
+        start = int(pages[0]) * page_size + offset
+        return slice(start, start + num_keys)
+    slots = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
+    return torch.from_numpy(slots[offset : offset + num_keys]).to(device)

@@ -1,0 +1,113 @@
+"""The tensors behind the KV pages of one model. Which page belongs to whom is `page_pool`'s affair."""
+
+from typing import Protocol
+
+import torch
+
+
+class KVShape(Protocol):
+    """What of a model's configuration sizes its cache."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class PagedKV:
+    """Keys and values of all layers, addressed by slot = page * page_size + offset.
+
+    A head's slots lie one after another, so that the keys of consecutive pages are a view. Pages
+    `num_pages` .. `num_pages + num_scratch_pages - 1` are scratch: no page table of the pool names them.
+
+    Args:
+        num_pages: Pages that the pool hands out.
+        page_size: Tokens in a page.
+        num_scratch_pages: Pages after the pool's, for rows that are never committed.
+
+    Attributes:
+        data: [num_layers, 2 * num_kv_heads, num_slots, head_dim]; a layer's keys, then its values.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        num_scratch_pages: int = 0,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_scratch_pages = num_scratch_pages
+        self.num_kv_heads = num_kv_heads
+        num_slots = (num_pages + num_scratch_pages) * page_size
+        # Zeros, not empty: a masked key has weight 0, and 0 times what memory happens to hold may be NaN.
+        self.data = torch.zeros(
+            num_layers, 2 * num_kv_heads, num_slots, head_dim, dtype=dtype, device=device
+        )
+        self._layers = tuple(self.data)
+        self._keys = tuple(layer[:num_kv_heads] for layer in self._layers)
+        self._values = tuple(layer[num_kv_heads:] for layer in self._layers)
+
+    @classmethod
+    def for_model(
+        cls,
+        config: KVShape,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        num_scratch_pages: int = 0,
+    ) -> "PagedKV":
+        """The cache of a model of this configuration."""
+        return cls(
+            config.num_layers,
+            num_pages,
+            page_size,
+            config.num_kv_heads,
+            config.head_dim,
+            dtype,
+            device,
+            num_scratch_pages,
+        )
+
+    @property
+    def scratch_pages(self) -> range:
+        """Numbers of the scratch pages."""
+        return range(self.num_pages, self.num_pages + self.num_scratch_pages)
+
+    def bytes_per_page(self) -> int:
+        """Keys and values of one page, all layers."""
+        num_layers, heads, _, head_dim = self.data.shape
+        return num_layers * heads * self.page_size * head_dim * self.data.element_size()
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """A view of [num_kv_heads, num_slots, head_dim]."""
+        return self._keys[layer]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """A view of [num_kv_heads, num_slots, head_dim]."""
+        return self._values[layer]
+
+    def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Stores the keys and values of some rows.
+
+        Args:
+            slots: int64 [num_rows].
+            rows: [num_rows, 2 * num_kv_heads, head_dim]; a row's keys, then its values.
+        """
+        self._layers[layer].index_copy_(1, slots, rows.transpose(0, 1))
+
+    def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies slots of all layers, as if all were read before any is written.
+
+        Args:
+            source, target: int64 [n].
+        """
+        self.data.index_copy_(2, target, self.data.index_select(2, source))

@@ -1,0 +1,1 @@
+"""Building blocks of models: projections, norms, rotary embeddings, the MLP. Knows no architecture by name."""

@@ -1,0 +1,68 @@
+"""Token embedding and LM head, which may be one matrix."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from foredraft.layers.linear import Linear, efficient_rows, new_parameter
+
+
+class Embedding(nn.Module):
+    """Rows of a table, scaled.
+
+    Attributes:
+        weight: [vocab_size, hidden].
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        scale: float,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.weight = new_parameter((vocab_size, hidden_size), dtype, device)
+        # Rounded to the weights' type first, as Gemma was trained.
+        self._scale = torch.tensor(scale, dtype=dtype).item() if scale != 1.0 else None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 [n] -> [n, hidden]."""
+        rows = F.embedding(tokens, self.weight)
+        return rows if self._scale is None else rows.mul_(self._scale)
+
+
+class LMHead(Linear):
+    """Hidden states after the final norm to logits.
+
+    Args:
+        tied: The embedding whose weight this is too, or None.
+        softcap: Logits are capped by tanh to it; None for no cap.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        tied: Embedding | None,
+        softcap: float | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        size = (0, 0) if tied is not None else (hidden_size, vocab_size)
+        super().__init__(*size, False, dtype, device)
+        if tied is not None:
+            self.weight = tied.weight
+        self._softcap = softcap
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden] -> float32 [num_rows, vocab_size]."""
+        num_rows = x.shape[0]
+        padding = efficient_rows(num_rows, x.device, x.dtype) - num_rows
+        if padding:
+            x = F.pad(x, (0, 0, 0, padding))
+        logits = super().forward(x)[:num_rows].float()
+        if self._softcap is not None:
+            logits = (logits / self._softcap).tanh_().mul_(self._softcap)
+        return logits

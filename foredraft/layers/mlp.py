@@ -1,0 +1,46 @@
+"""The gated feed-forward block."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from foredraft.layers.linear import Linear
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202).
+
+    Attributes:
+        gate_up: The gate's outputs, then the up projection's.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._activation = ACTIVATIONS[activation]
+        self._size = intermediate_size
+        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias, dtype, device)
+        self.down = Linear(intermediate_size, hidden_size, bias, dtype, device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden] -> [num_rows, hidden]."""
+        # As columns, gate and up are contiguous halves, and only their product is turned around.
+        both = self.gate_up.columns(x)
+        product = self._activation(both[: self._size]).mul_(both[self._size :])
+        return self.down(product.t().contiguous())

@@ -1,0 +1,36 @@
+"""Root-mean-square normalisation."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from foredraft.layers.linear import new_parameter
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467), computed in float32.
+
+    Args:
+        size: Of the last dimension.
+        eps: Added to the mean square.
+        full_precision: The weight stays in float32 and is applied before rounding to x's type (Gemma), not after.
+
+    Attributes:
+        weight: [size]. An offset that a checkpoint leaves out (Gemma's 1) is added by the loader.
+    """
+
+    def __init__(
+        self, size: int, eps: float, full_precision: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.full_precision = full_precision and dtype in (torch.bfloat16, torch.float16)
+        self.weight = new_parameter(
+            (size,), torch.float32 if self.full_precision else dtype, device
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> the same shape and type."""
+        if self.full_precision:
+            return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

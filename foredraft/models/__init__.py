@@ -1,0 +1,1 @@
+"""Target and draft models: configuration, weights, the decoder. Knows nothing about batches' origin or services."""

@@ -1,0 +1,449 @@
+"""What a model is, read from its Hugging Face directory. Torch-free, so that every service can read it."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foredraft.errors import CheckpointError
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+}
+# Kinds of models that are refused by name: a configuration key that gives them away, and the kind.
+REFUSED_KEYS = {
+    "num_experts": "mixture-of-experts",
+    "num_local_experts": "mixture-of-experts",
+    "n_routed_experts": "mixture-of-experts",
+    "kv_lora_rank": "multi-head latent attention (MLA)",
+    "vision_config": "vision",
+    "audio_config": "audio",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding of some layers.
+
+    Attributes:
+        theta: Base of the frequencies.
+        kind: One of ROPE_TYPES.
+        factor: By how much the context is stretched.
+        original_max_positions: Context length of pretraining (dynamic, llama3, yarn).
+        low_freq_factor, high_freq_factor: Limits of llama3's ramp.
+        beta_fast, beta_slow, truncate: Limits of yarn's ramp.
+        attention_factor: What cosine and sine are multiplied by.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only model that `decoder.DecoderModel` can be.
+
+    Attributes:
+        architecture: The name in config.json.
+        windows: For each layer the number of newest positions it sees (its own included), None for all.
+        ropes: For each layer its rotary embedding.
+        qk_norm: Queries and keys are normalised per head.
+        attention_bias, attention_output_bias, mlp_bias: Which projections have a bias.
+        norm_offset: Added to the weights of all norms (Gemma stores them minus one).
+        sandwich_norms: Norms after attention and MLP too (Gemma 3).
+        embedding_scale: What token embeddings are multiplied by.
+        attention_scale: What attention scores are multiplied by.
+        logit_softcap: Logits are capped to it by tanh; None for no cap.
+        tie_word_embeddings: The LM head is the embedding.
+        num_mtp_layers: Multi-token-prediction layers that the checkpoint has beside the decoder's.
+        dtype: Type of the checkpoint's weights, as torch spells it.
+        eos_token_ids: Tokens that end a sequence.
+        fingerprint: Hash of all that shapes the computation; equal for equal models, whatever their weights.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    activation: str
+    windows: tuple[int | None, ...]
+    ropes: tuple[RopeConfig, ...]
+    attention_scale: float
+    tie_word_embeddings: bool
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norm_offset: float = 0.0
+    sandwich_norms: bool = False
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+    num_mtp_layers: int = 0
+    dtype: str = "float32"
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    @classmethod
+    def from_dir(cls, path: str | os.PathLike[str]) -> "ModelConfig":
+        """Reads config.json and, for the end-of-sequence tokens, generation_config.json.
+
+        Raises:
+            CheckpointError: A file is missing or broken, or the model is of a kind that is not supported.
+        """
+        file = Path(path) / "config.json"
+        raw = _read_json(file)
+        generation_file = Path(path) / "generation_config.json"
+        generation = _read_json(generation_file) if generation_file.is_file() else {}
+        return cls.from_dict(raw, generation, where=str(file))
+
+    @classmethod
+    def from_dict(
+        cls,
+        raw: Mapping[str, Any],
+        generation: Mapping[str, Any] | None = None,
+        where: str = "config.json",
+    ) -> "ModelConfig":
+        """Reads the content of config.json; `where` names it in errors.
+
+        Raises:
+            CheckpointError: See `from_dir`.
+        """
+        try:
+            return _parse(_Reader(raw, where), generation or {})
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise CheckpointError(f"{where}: {error}") from error
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 in hexadecimal."""
+        fields = dataclasses.asdict(self)
+        for name in ("dtype", "eos_token_ids", "bos_token_id", "pad_token_id"):
+            del fields[name]
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of keys and values of one token, all layers, in a type of `itemsize` bytes."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the decoder, a tied head counted once."""
+        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (2 * heads + 2 * kv)
+        attention += (heads + 2 * kv) * self.attention_bias
+        attention += (
+            self.hidden_size * self.attention_output_bias + 2 * self.head_dim * self.qk_norm
+        )
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        norms = (4 if self.sandwich_norms else 2) * self.hidden_size
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * (attention + mlp + norms) + tables + self.hidden_size
+
+
+class _Reader:
+    """A JSON object whose missing keys and wrong types are errors that name the file and the key."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw = raw
+        self.where = where
+
+    def fail(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {message}")
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.raw.get(key)
+        if value is None:
+            if default is None:
+                raise self.fail(f"{key} is missing")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.fail(f"{key} must be a positive integer, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.fail(f"{key} must be a number, not {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key)
+        return default if value is None else bool(value)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: not a JSON object")
+    return content
+
+
+def _parse(reader: _Reader, generation: Mapping[str, Any]) -> ModelConfig:
+    raw = reader.raw
+    architecture = _architecture(reader)
+    family = _FAMILIES[architecture]
+    num_layers = reader.size("num_hidden_layers")
+    num_heads = reader.size("num_attention_heads")
+    hidden_size = reader.size("hidden_size")
+    num_kv_heads = reader.size("num_key_value_heads", num_heads)
+    # Qwen3 and Gemma3 have a head size of their own even where config.json leaves it out.
+    head_dim = reader.size("head_dim", family.head_dim or hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise reader.fail(
+            f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+        )
+    if head_dim % 2:
+        raise reader.fail(f"head_dim {head_dim} is odd; rotary embeddings need pairs")
+    max_positions = reader.size("max_position_embeddings", family.max_positions)
+    layer_types = _layer_types(reader, family, num_layers)
+    window = _window(reader, family)
+    if window is None and "sliding_attention" in layer_types:
+        raise reader.fail("layer_types names sliding_attention but sliding_window is not set")
+    activation = raw.get("hidden_activation") or raw.get("hidden_act") or family.activation
+    if activation not in ACTIVATIONS:
+        raise reader.fail(f"activation {activation!r} is not supported")
+    scale = reader.number("query_pre_attn_scalar", 256) if family.gemma else head_dim
+    bias = reader.flag("attention_bias", family.attention_bias)
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=reader.size("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=reader.size("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
+        activation=ACTIVATIONS[activation],
+        windows=tuple(window if kind == "sliding_attention" else None for kind in layer_types),
+        ropes=_ropes(reader, family, layer_types, max_positions),
+        attention_scale=scale**-0.5,
+        tie_word_embeddings=reader.flag("tie_word_embeddings", family.gemma),
+        attention_bias=True if family.always_bias else bias,
+        attention_output_bias=bias and not family.qkv_bias_only,
+        mlp_bias=reader.flag("mlp_bias", False),
+        qk_norm=family.qk_norm,
+        norm_offset=1.0 if family.gemma else 0.0,
+        sandwich_norms=family.gemma,
+        embedding_scale=math.sqrt(hidden_size) if family.gemma else 1.0,
+        logit_softcap=_softcap(reader, family),
+        num_mtp_layers=int(reader.number("num_nextn_predict_layers", 0)),
+        dtype=str(dtype).removeprefix("torch."),
+        eos_token_ids=_token_ids(generation.get("eos_token_id"))
+        or _token_ids(raw.get("eos_token_id")),
+        bos_token_id=next(iter(_token_ids(raw.get("bos_token_id"))), None),
+        pad_token_id=next(iter(_token_ids(raw.get("pad_token_id"))), None),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How one architecture's config.json is read."""
+
+    qk_norm: bool = False
+    always_bias: bool = False  # queries, keys and values have a bias whatever config.json says
+    attention_bias: bool = False  # default of the key
+    qkv_bias_only: bool = False  # the output projection never has a bias
+    gemma: bool = False
+    head_dim: int | None = None
+    activation: str = "silu"
+    max_positions: int = 32768
+    # Which layers slide when layer_types is absent: none, all, from max_window_layers on, or by a pattern.
+    sliding: str = "none"
+
+
+_QWEN2 = _Family(always_bias=True, attention_bias=True, qkv_bias_only=True, sliding="upper")
+_FAMILIES = {
+    "LlamaForCausalLM": _Family(max_positions=2048),
+    "MistralForCausalLM": _Family(max_positions=131072, sliding="all"),
+    "Qwen2ForCausalLM": _QWEN2,
+    "MiMoForCausalLM": _QWEN2,
+    "Qwen3ForCausalLM": _Family(qk_norm=True, head_dim=128, sliding="upper"),
+    "Gemma3ForCausalLM": _Family(
+        qk_norm=True,
+        gemma=True,
+        head_dim=256,
+        activation="gelu_pytorch_tanh",
+        max_positions=131072,
+        sliding="pattern",
+    ),
+}
+ARCHITECTURES = tuple(_FAMILIES)
+
+
+def _architecture(reader: _Reader) -> str:
+    raw = reader.raw
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else names
+    quantization = raw.get("quantization_config") or raw.get("compression_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise reader.fail(f"quantized checkpoints ({method or 'unknown method'}) are not supported")
+    for key, kind in REFUSED_KEYS.items():
+        if raw.get(key):
+            raise reader.fail(f"{kind} models are not supported ({name}, {key})")
+    if name not in _FAMILIES:
+        raise reader.fail(
+            f"architecture {name!r} is not supported; supported: {', '.join(_FAMILIES)}"
+        )
+    if raw.get("use_bidirectional_attention"):
+        raise reader.fail("use_bidirectional_attention is not supported")
+    return str(name)
+
+
+def _layer_types(reader: _Reader, family: _Family, num_layers: int) -> list[str]:
+    raw = reader.raw
+    types = raw.get("layer_types")
+    if types is not None and family.sliding != "all":
+        if len(types) != num_layers:
+            raise reader.fail(f"layer_types has {len(types)} entries for {num_layers} layers")
+        unknown = set(types) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise reader.fail(f"layer type {min(unknown)!r} is not supported")
+        return list(types)
+    if family.sliding == "pattern":
+        pattern = reader.size("sliding_window_pattern", 6)
+        return [
+            "full_attention" if (layer + 1) % pattern == 0 else "sliding_attention"
+            for layer in range(num_layers)
+        ]
+    first = num_layers
+    if _window(reader, family) is not None:
+        first = int(reader.number("max_window_layers", 28)) if family.sliding == "upper" else 0
+    return [
+        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
+    ]
+
+
+def _window(reader: _Reader, family: _Family) -> int | None:
+    if family.sliding == "none":
+        return None
+    if family.sliding == "upper" and not reader.flag("use_sliding_window", False):
+        return None
+    if reader.raw.get("sliding_window", 0) is None:
+        return None
+    return reader.size("sliding_window", 4096)
+
+
+def _ropes(
+    reader: _Reader, family: _Family, layer_types: list[str], max_positions: int
+) -> tuple[RopeConfig, ...]:
+    """One per layer; reads the old keys (rope_theta, rope_scaling) and transformers 5's rope_parameters."""
+    raw = reader.raw
+    given = raw.get("rope_parameters") or {}
+    nested = {kind: given.get(kind) or {} for kind in set(layer_types) if kind in given}
+    by_type: dict[str, RopeConfig] = {}
+    for kind in set(layer_types):
+        local = family.gemma and kind == "sliding_attention"
+        if nested:
+            parameters = dict(nested.get(kind, {}))
+        else:
+            # Scaling is for Gemma's full layers alone; its sliding layers have a theta of their own.
+            parameters = {} if local else dict(raw.get("rope_scaling") or given)
+        if local:
+            theta = reader.number("rope_local_base_freq", 10_000.0)
+        else:
+            theta = reader.number("rope_theta", 1_000_000.0 if family.gemma else 10_000.0)
+        by_type[kind] = _rope(_Reader(parameters, reader.where), theta, max_positions, raw)
+    return tuple(by_type[kind] for kind in layer_types)
+
+
+def _rope(
+    parameters: _Reader, theta: float, max_positions: int, raw: Mapping[str, Any]
+) -> RopeConfig:
+    kind = parameters.raw.get("rope_type") or parameters.raw.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise parameters.fail(
+            f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
+    if parameters.number("partial_rotary_factor", 1.0) != 1.0 or raw.get(
+        "partial_rotary_factor", 1.0
+    ) not in (None, 1, 1.0):
+        raise parameters.fail("partial_rotary_factor other than 1 is not supported")
+    theta = parameters.number("rope_theta", theta)
+    if kind == "default":
+        return RopeConfig(theta)
+    original = parameters.size(
+        "original_max_position_embeddings",
+        raw.get("original_max_position_embeddings") or max_positions,
+    )
+    if kind == "dynamic":
+        original = max_positions
+    if kind != "yarn" and "factor" not in parameters.raw:
+        raise parameters.fail(f"rope type {kind} has no factor")
+    factor = parameters.number("factor", max_positions / original)
+    attention_factor = 1.0
+    if kind == "yarn":
+        attention_factor = _yarn_attention_factor(parameters, factor)
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        original_max_positions=original,
+        low_freq_factor=parameters.number("low_freq_factor", 1.0),
+        high_freq_factor=parameters.number("high_freq_factor", 4.0),
+        beta_fast=parameters.number("beta_fast", 32.0) or 32.0,
+        beta_slow=parameters.number("beta_slow", 1.0) or 1.0,
+        truncate=parameters.flag("truncate", True),
+        attention_factor=attention_factor,
+    )
+
+
+def _yarn_attention_factor(parameters: _Reader, factor: float) -> float:
+    """YaRN, section 3.4, equation 22, and DeepSeek's mscale keys."""
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if parameters.raw.get("attention_factor") is not None:
+        return parameters.number("attention_factor", 1.0)
+    weight, weight_all = parameters.number("mscale", 0.0), parameters.number("mscale_all_dim", 0.0)
+    return mscale(weight) / mscale(weight_all) if weight and weight_all else mscale(1.0)
+
+
+def _softcap(reader: _Reader, family: _Family) -> float | None:
+    if not family.gemma:
+        return None
+    if reader.raw.get("attn_logit_softcapping") is not None:
+        raise reader.fail("attn_logit_softcapping is not supported")
+    cap = reader.number("final_logit_softcapping", 0.0)
+    return cap or None
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)

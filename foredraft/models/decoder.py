@@ -1,0 +1,174 @@
+"""One decoder for Llama, Mistral, Qwen2, Qwen3, MiMo's base layers and Gemma 3, told apart by configuration alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from foredraft.attention.base import AttentionBackend, Batch
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.layers.attention import SelfAttention
+from foredraft.layers.embedding import Embedding, LMHead
+from foredraft.layers.linear import efficient_rows
+from foredraft.layers.mlp import GatedMLP
+from foredraft.layers.norm import RMSNorm
+from foredraft.layers.rotary import Rotary
+from foredraft.models.config import ModelConfig, RopeConfig
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True)
+class ModelOutput:
+    """What a forward gives.
+
+    Attributes:
+        logits: float32 [the rows asked for, vocab_size].
+        hidden: [num_rows, hidden_size], after the final norm.
+        captured: For each layer asked for, in the order asked, the residual stream that enters it [num_rows, hidden_size].
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+    captured: list[torch.Tensor] = field(default_factory=list)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP around the residual stream; norms before each, and with `sandwich_norms` after each too."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        offset = config.norm_offset != 0.0
+
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, offset, dtype, device)
+
+        self.attention = SelfAttention(
+            input_size=config.hidden_size,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            window=config.windows[layer],
+            scale=config.attention_scale,
+            bias=config.attention_bias,
+            output_bias=config.attention_output_bias,
+            qk_norm=(config.rms_norm_eps, offset) if config.qk_norm else None,
+            dtype=dtype,
+            device=device,
+        )
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            config.activation,
+            config.mlp_bias,
+            dtype,
+            device,
+        )
+        self.attention_norm = norm()
+        self.mlp_norm = norm()
+        self.attention_post_norm = norm() if config.sandwich_norms else None
+        self.mlp_post_norm = norm() if config.sandwich_norms else None
+
+    def forward(
+        self,
+        stream: torch.Tensor,
+        angles: Angles,
+        layer: int,
+        batch: Batch,
+        kv: PagedKV,
+        attention: AttentionBackend,
+        plan: object,
+    ) -> None:
+        """Adds to `stream` [num_rows or more, hidden_size] in place."""
+        x = self.attention(self.attention_norm(stream), angles, layer, batch, kv, attention, plan)
+        stream.add_(x if self.attention_post_norm is None else self.attention_post_norm(x))
+        x = self.mlp(self.mlp_norm(stream))
+        stream.add_(x if self.mlp_post_norm is None else self.mlp_post_norm(x))
+
+
+class DecoderModel(nn.Module):
+    """A decoder-only language model whose weights a loader fills.
+
+    Args:
+        config: What it is.
+        dtype: Of weights and activations.
+        device: Where the weights lie.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(
+            config.vocab_size, config.hidden_size, config.embedding_scale, dtype, device
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, dtype, device) for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, config.norm_offset != 0.0, dtype, device
+        )
+        self.lm_head = LMHead(
+            config.hidden_size,
+            config.vocab_size,
+            self.embedding if config.tie_word_embeddings else None,
+            config.logit_softcap,
+            dtype,
+            device,
+        )
+        self._rotary: dict[RopeConfig, Rotary] = {
+            rope: Rotary(rope, config.head_dim, device) for rope in config.ropes
+        }
+        self._windows = tuple(dict.fromkeys(config.windows))
+        self._group_size = config.num_heads // config.num_kv_heads
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.embedding.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return self.embedding.weight.device
+
+    def forward(
+        self,
+        batch: Batch,
+        kv: PagedKV,
+        attention: AttentionBackend,
+        capture: Sequence[int] = (),
+    ) -> ModelOutput:
+        """Computes the batch's rows and writes their keys and values to `kv`.
+
+        Args:
+            capture: Layers whose entering residual stream is wanted; num_layers for what leaves the last one.
+        """
+        num_rows = batch.num_rows
+        stream = self.embedding(batch.tokens) if batch.embeddings is None else batch.embeddings
+        padding = efficient_rows(num_rows, stream.device, stream.dtype) - num_rows
+        positions = batch.positions
+        if padding:
+            stream = F.pad(stream, (0, 0, 0, padding))
+            positions = F.pad(positions, (0, padding))
+        elif batch.embeddings is not None:
+            stream = stream.clone()  # layers add to it in place
+        angles = {
+            rope: rotary.angles(positions, stream.dtype) for rope, rotary in self._rotary.items()
+        }
+        plan = attention.plan(batch, kv, self._windows, self._group_size)
+        captured: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            if index in capture:
+                captured[index] = stream[:num_rows].clone()
+            rope = angles[self.config.ropes[index]]
+            layer(stream, rope, index, batch, kv, attention, plan)
+        if self.config.num_layers in capture:
+            captured[self.config.num_layers] = stream[:num_rows].clone()
+        hidden = self.norm(stream[:num_rows])
+        wanted = hidden if batch.logit_rows is None else hidden[batch.logit_rows]
+        return ModelOutput(self.lm_head(wanted), hidden, [captured[layer] for layer in capture])

@@ -1,0 +1,192 @@
+"""Makes a model from a Hugging Face directory: allocates it, fills it, and refuses what does not fit exactly."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from foredraft.errors import CheckpointError
+from foredraft.models.config import ModelConfig
+from foredraft.models.decoder import DecoderModel
+from foredraft.models.weights import checkpoint_files, open_checkpoint
+
+DUMMY_SEED = 0
+DUMMY_STD = 0.02
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    load_format: str = "auto",
+    progress: bool | None = None,
+) -> DecoderModel:
+    """Loads a decoder.
+
+    Args:
+        path: A directory with config.json and safetensors, see `registry.resolve_model_path`.
+        dtype: Type of the weights in memory; the checkpoint's when None.
+        device: Where they go.
+        load_format: `auto` reads weights; `dummy` makes random ones from config.json alone.
+        progress: A bar on standard error; when it is a terminal if None.
+
+    Raises:
+        CheckpointError: Something is missing, broken, unknown, or too large for the memory.
+    """
+    directory, device = Path(path), torch.device(device)
+    config = ModelConfig.from_dir(directory)
+    if dtype is None:
+        dtype = getattr(torch, config.dtype, None)
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise CheckpointError(f"{directory}: dtype {config.dtype} is not supported")
+    if load_format != "dummy":
+        checkpoint_files(directory)  # what is missing is said before memory is taken
+    _check_memory(config, dtype, device, directory)
+    model = DecoderModel(config, dtype, device)
+    if load_format == "dummy":
+        fill_randomly(model)
+        return model
+    ignored = ["model.mtp_layers."] if config.num_mtp_layers else []
+    if config.tie_word_embeddings:
+        ignored.append("lm_head.weight")
+    copy_checkpoint(directory, checkpoint_targets(model), ignored, progress)
+    if config.norm_offset:
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.add_(config.norm_offset)
+    return model
+
+
+def checkpoint_targets(model: DecoderModel) -> dict[str, torch.Tensor]:
+    """The memory that each tensor of a Hugging Face checkpoint fills; fused weights are several."""
+    config = model.config
+    heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    targets: dict[str, torch.Tensor] = {
+        "model.embed_tokens.weight": model.embedding.weight,
+        "model.norm.weight": model.norm.weight,
+    }
+    if not config.tie_word_embeddings:
+        targets["lm_head.weight"] = model.lm_head.weight
+    mlp_norm = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
+    for index, layer in enumerate(model.layers):
+        attention, mlp = layer.attention, layer.mlp
+        parts = {
+            "self_attn.q_proj": (attention.qkv, 0, heads),
+            "self_attn.k_proj": (attention.qkv, heads, kv),
+            "self_attn.v_proj": (attention.qkv, heads + kv, kv),
+            "self_attn.o_proj": (attention.output, 0, config.hidden_size),
+            "mlp.gate_proj": (mlp.gate_up, 0, config.intermediate_size),
+            "mlp.up_proj": (mlp.gate_up, config.intermediate_size, config.intermediate_size),
+            "mlp.down_proj": (mlp.down, 0, config.hidden_size),
+            "self_attn.q_norm": (attention.q_norm, 0, config.head_dim),
+            "self_attn.k_norm": (attention.k_norm, 0, config.head_dim),
+            "input_layernorm": (layer.attention_norm, 0, config.hidden_size),
+            mlp_norm: (layer.mlp_norm, 0, config.hidden_size),
+        }
+        if config.sandwich_norms:
+            parts["post_attention_layernorm"] = (layer.attention_post_norm, 0, config.hidden_size)
+            parts["post_feedforward_layernorm"] = (layer.mlp_post_norm, 0, config.hidden_size)
+        for part, (module, start, size) in parts.items():
+            for name in ("weight", "bias"):
+                parameter = getattr(module, name, None)
+                if parameter is not None:
+                    key = f"model.layers.{index}.{part}.{name}"
+                    targets[key] = parameter[start : start + size]
+    return targets
+
+
+@torch.no_grad()
+def copy_checkpoint(
+    directory: Path,
+    targets: Mapping[str, torch.Tensor],
+    ignored: Sequence[str] = (),
+    progress: bool | None = None,
+) -> None:
+    """Fills memory from a checkpoint; every target by exactly one tensor of its shape, and no tensor left over.
+
+    Args:
+        targets: By tensor name.
+        ignored: Prefixes of names that are known and not wanted.
+
+    Raises:
+        CheckpointError: Tensors are missing, unexpected or misshaped; they are named.
+    """
+    show = sys.stderr.isatty() if progress is None else progress
+    total = sum(tensor.numel() for tensor in targets.values())
+    filled: set[str] = set()
+    with tqdm(
+        total=total, unit=" weights", unit_scale=True, desc="loading", disable=not show, leave=False
+    ) as bar:
+        for file in open_checkpoint(directory):
+            for name, entry in file.entries.items():
+                target = targets.get(name)
+                if target is None:
+                    # Old checkpoints carry the rotary frequencies, which follow from the configuration.
+                    if name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(ignored)):
+                        continue
+                    raise CheckpointError(
+                        f"{file.path}: unexpected tensor {name} {list(entry.shape)}"
+                    )
+                if entry.shape != tuple(target.shape):
+                    raise CheckpointError(
+                        f"{file.path}: tensor {name} has shape {list(entry.shape)}, "
+                        f"config.json asks for {list(target.shape)}"
+                    )
+                if not entry.dtype.is_floating_point:
+                    raise CheckpointError(f"{file.path}: tensor {name} has type {entry.dtype}")
+                if name in filled:
+                    raise CheckpointError(f"{file.path}: tensor {name} is there twice")
+                file.copy_to(entry, target)
+                filled.add(name)
+                bar.update(target.numel())
+    missing = [name for name in targets if name not in filled]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(f"{directory}: missing tensor {', '.join(missing[:3])}{more}")
+
+
+@torch.no_grad()
+def fill_randomly(model: torch.nn.Module) -> None:
+    """Normal weights for matrices, ones for norms, zeros for biases; the same on every run on one device."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(DUMMY_SEED)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, DUMMY_STD, generator=generator)
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def _check_memory(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, directory: Path
+) -> None:
+    """Raises CheckpointError when the weights do not fit: better a sentence than the kernel's killer."""
+    needed = config.num_parameters * dtype.itemsize
+    if device.type == "cuda":
+        available = torch.cuda.mem_get_info(device)[0]
+    else:
+        available = available_host_bytes()
+    if needed > available:
+        raise CheckpointError(
+            f"{directory}: too little memory: weights in {str(dtype).removeprefix('torch.')} take "
+            f"{needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free on {device.type}"
+        )
+
+
+def available_host_bytes() -> int:
+    """Memory that can be had without swapping: the least of the machine's and the control group's."""
+    candidates = []
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            candidates.append(int(line.split()[1]) * 1024)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit != "max":
+            candidates.append(int(limit) - used)
+    except (OSError, ValueError):
+        pass  # no control group of version 2
+    return min(candidates)

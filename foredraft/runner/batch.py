@@ -1,0 +1,149 @@
+"""Builds the batch of one forward from the rows of its sequences."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from foredraft.attention.base import Batch, SequenceSpan
+from foredraft.speculation.draft_tree import DraftTree, depths
+from foredraft.speculation.tree import ancestor_mask
+
+
+@dataclass(slots=True)
+class SequenceRows:
+    """The rows of one sequence in one forward.
+
+    A key's index is its place in the order of the page table.
+
+    Attributes:
+        tokens: [n].
+        positions: [n], absolute; rotary embeddings and windows go by them.
+        pages: The page table; covers write_index + n keys. Entries after that are not read.
+        prefix_len: Keys [prefix_start, prefix_len) are visible to every row, subject to a layer's window; their
+            position is their index.
+        write_index: The rows write their KV at key indexes write_index .. write_index + n - 1.
+        prefix_start: First key that exists (a draft's valid-from position).
+        tail_mask: bool [n, write_index + n - prefix_len]: which keys from prefix_len on each row sees, its own
+            included. None for causal; then write_index == prefix_len.
+        tail_positions: Positions of those keys where they are not their indexes.
+        logits: Which rows' logits are wanted.
+    """
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    pages: Sequence[int]
+    prefix_len: int
+    write_index: int
+    prefix_start: int = 0
+    tail_mask: torch.Tensor | None = None
+    tail_positions: Sequence[int] | None = None
+    logits: Literal["all", "last", "none"] = "all"
+
+    @classmethod
+    def chunk(
+        cls,
+        pages: Sequence[int],
+        start: int,
+        tokens: Sequence[int],
+        logits: Literal["all", "last", "none"] = "last",
+    ) -> "SequenceRows":
+        """Consecutive tokens from position `start` on, after a prefix whose KV exists."""
+        positions = range(start, start + len(tokens))
+        return cls(tokens, positions, pages, start, start, logits=logits)
+
+    @classmethod
+    def tree(
+        cls, pages: Sequence[int], committed_len: int, root: int, tree: DraftTree
+    ) -> "SequenceRows":
+        """The newest token at position `committed_len`, and the draft tree after it; row 0 is the root."""
+        levels = depths(tree.parents)
+        positions = [committed_len, *(committed_len + depth for depth in levels)]
+        is_chain = tree.parents == tuple(range(-1, len(tree.parents) - 1))
+        return cls(
+            tokens=[root, *tree.tokens],
+            positions=positions,
+            pages=pages,
+            prefix_len=committed_len,
+            write_index=committed_len,
+            tail_mask=None if is_chain else ancestor_mask(tree.parents),
+            tail_positions=None if is_chain else positions,
+        )
+
+
+def build_batch(
+    rows: Sequence[SequenceRows], page_size: int, num_slots: int, device: torch.device
+) -> Batch:
+    """Puts the sequences' rows one after another.
+
+    Args:
+        num_slots: Of the cache.
+
+    Raises:
+        ValueError: A page table, mask or position list does not fit its rows.
+    """
+    spans: list[SequenceSpan] = []
+    tokens: list[int] = []
+    positions, slots, wanted = [], [], []
+    for sequence in rows:
+        span = _span(sequence, len(tokens), page_size)
+        spans.append(span)
+        tokens.extend(sequence.tokens)
+        positions.append(span.positions)
+        indexes = np.arange(span.write_index, span.num_keys)
+        slots.append(span.pages[indexes // page_size] * page_size + indexes % page_size)
+        first_wanted = {"all": 0, "last": span.num_rows - 1, "none": span.num_rows}
+        wanted.append(
+            np.arange(
+                span.first_row + first_wanted[sequence.logits], span.first_row + span.num_rows
+            )
+        )
+    all_slots = np.concatenate(slots)
+    if all_slots.min() < 0 or all_slots.max() >= num_slots:
+        raise ValueError(f"a page table names a page outside the cache of {num_slots} slots")
+    logit_rows = np.concatenate(wanted)
+    return Batch(
+        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+        positions=torch.from_numpy(np.concatenate(positions)).to(device),
+        slots=torch.from_numpy(all_slots).to(device),
+        spans=spans,
+        logit_rows=None
+        if len(logit_rows) == len(tokens)
+        else torch.from_numpy(logit_rows).to(device),
+    )
+
+
+def _span(rows: SequenceRows, first_row: int, page_size: int) -> SequenceSpan:
+    num_rows = len(rows.tokens)
+    num_keys = rows.write_index + num_rows
+    num_tail = num_keys - rows.prefix_len
+    if num_rows == 0 or len(rows.positions) != num_rows:
+        raise ValueError(f"{num_rows} tokens with {len(rows.positions)} positions")
+    if not 0 <= rows.prefix_start <= rows.prefix_len <= rows.write_index:
+        raise ValueError(
+            f"prefix_start {rows.prefix_start}, prefix_len {rows.prefix_len} and write_index "
+            f"{rows.write_index} are not in order"
+        )
+    num_pages = -(-num_keys // page_size)
+    if len(rows.pages) < num_pages:
+        raise ValueError(f"{len(rows.pages)} pages of {page_size} do not hold {num_keys} keys")
+    if rows.tail_mask is None and rows.write_index != rows.prefix_len:
+        raise ValueError("keys between prefix_len and write_index need a tail_mask")
+    if rows.tail_mask is not None and tuple(rows.tail_mask.shape) != (num_rows, num_tail):
+        raise ValueError(f"tail_mask is {tuple(rows.tail_mask.shape)}, not {(num_rows, num_tail)}")
+    if rows.tail_positions is not None and len(rows.tail_positions) != num_tail:
+        raise ValueError(f"{len(rows.tail_positions)} tail_positions for {num_tail} keys")
+    return SequenceSpan(
+        first_row=first_row,
+        positions=np.asarray(rows.positions, dtype=np.int64),
+        pages=np.asarray(rows.pages[:num_pages], dtype=np.int64),
+        prefix_start=rows.prefix_start,
+        prefix_len=rows.prefix_len,
+        write_index=rows.write_index,
+        tail_mask=rows.tail_mask,
+        tail_positions=None
+        if rows.tail_positions is None
+        else np.asarray(rows.tail_positions, dtype=np.int64),
+    )
