@@ -13,8 +13,15 @@ def _ngram(config: DraftConfig) -> Drafter:
     return NgramDrafter(config)
 
 
+def _standalone(config: DraftConfig) -> Drafter:
+    from draft_service.drafters.standalone import StandaloneDrafter
+
+    return StandaloneDrafter.load(config)
+
+
 _DRAFTERS: dict[str, Callable[[DraftConfig], Drafter]] = {
     "NGRAM": _ngram,
+    "STANDALONE": _standalone,
 }
 
 

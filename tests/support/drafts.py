@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import grpc
 
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.rpc.channel import channel, wait_ready
@@ -76,6 +79,11 @@ class DraftProcess:
     def num_threads(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/task"))
 
+    def resident(self) -> int:
+        """Bytes of memory in use."""
+        pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
     def _signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
@@ -121,6 +129,18 @@ class DraftStream:
         self._requests.put(None)
         self._call.cancel()
         self._channel.close()
+
+
+def open_stream(target: str, attach: draft_pb2.AttachRequest) -> DraftStream:
+    """Attaches to a draft that serves one verifier at a time: the one before may still be leaving."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return DraftStream(target, attach)
+        except grpc.RpcError as error:
+            if error.code() != grpc.StatusCode.RESOURCE_EXHAUSTED or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def attach_request(**changes: Any) -> draft_pb2.AttachRequest:

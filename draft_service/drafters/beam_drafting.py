@@ -1,0 +1,150 @@
+"""Draft trees from a decoder with KV of its own: beams level by level on scratch pages, many sequences per forward."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from draft_service.drafters.paged_sequences import PagedSequence
+from foredraft.runner.batch import SequenceRows
+from foredraft.runner.model_runner import ModelRunner
+from foredraft.speculation.draft_tree import DraftTree
+from foredraft.speculation.sampling import SamplingRows
+from foredraft.speculation.tree_building import BeamTree, Ordering
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A tree that is wanted: of (steps, topk, nodes) at most, after a sequence whose newest token gave `logits` [V]."""
+
+    sequence: PagedSequence
+    limits: tuple[int, int, int]
+    logits: torch.Tensor
+
+
+class Scratch:
+    """Pages for the KV of drafted tokens, behind the verifier's in the draft's own pool; some for each slot.
+
+    Args:
+        num_pages: Of the verifier.
+        page_size: Tokens per page.
+        num_rows: Drafted tokens per slot that need KV.
+        num_slots: Sequences at most.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, num_rows: int, num_slots: int) -> None:
+        self._first_page = num_pages
+        self._pages_per_slot = -(-num_rows // page_size)
+        self.num_pages = self._pages_per_slot * num_slots
+
+    def pages(self, slot: int) -> list[int]:
+        """A slot's scratch pages, in order."""
+        first = self._first_page + slot * self._pages_per_slot
+        return list(range(first, first + self._pages_per_slot))
+
+
+class BeamDrafter:
+    """Builds trees.
+
+    A drafted token attends to the committed tokens and to its own ancestors, each with the position it would have.
+    The last level is scored only, so its tokens need no forward.
+
+    Args:
+        runner: The draft model and its KV, scratch pages included.
+        scratch: Where drafted tokens put their KV.
+        page_size: Tokens per page.
+        ordering: Of children.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, scratch: Scratch, page_size: int, ordering: Ordering
+    ) -> None:
+        self._runner = runner
+        self._scratch = scratch
+        self._page_size = page_size
+        self._ordering = ordering
+
+    def draft(self, wishes: Sequence[Wish]) -> list[DraftTree]:
+        """The trees, in the order of the wishes."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, wish in enumerate(wishes):
+            groups.setdefault(wish.limits[:2], []).append(index)
+        beams = [
+            _Beams([wishes[i] for i in indices], self._ordering) for indices in groups.values()
+        ]
+        active = beams
+        while active := [group for group in active if group.expand()]:
+            rows = [row for group in active for row in self._rows(group)]
+            logits = self._runner.forward(rows).logits
+            parts = logits.split([len(group.wishes) * group.topk for group in active])
+            for group, part in zip(active, parts, strict=True):
+                group.logits = part.view(len(group.wishes), group.topk, -1)
+        trees: list[DraftTree] = [DraftTree()] * len(wishes)
+        for indices, group in zip(groups.values(), beams, strict=True):
+            for index, tree in zip(indices, group.finish(), strict=True):
+                trees[index] = tree
+        return trees
+
+    def _rows(self, group: "_Beams") -> list[SequenceRows]:
+        """The rows of the level selected last."""
+        level, topk = group.level, group.topk
+        ancestors = group.tree.ancestor_rows().cpu()
+        rows = []
+        for i, wish in enumerate(group.wishes):
+            sequence = wish.sequence
+            num_tokens = sequence.num_tokens
+            num_pages = -(-num_tokens // self._page_size)
+            scratch_start = num_pages * self._page_size
+            gap = scratch_start - num_tokens
+            mask = torch.zeros(topk, gap + (level + 1) * topk, dtype=torch.bool)
+            mask[:, gap:] = ancestors[i]
+            positions = [num_tokens + depth for depth in range(level + 1) for _ in range(topk)]
+            rows.append(
+                SequenceRows(
+                    tokens=group.tokens[i],
+                    positions=positions[-topk:],
+                    pages=sequence.pages[:num_pages] + self._scratch.pages(sequence.slot),
+                    prefix_len=num_tokens,
+                    write_index=scratch_start + level * topk,
+                    prefix_start=sequence.valid_from,
+                    tail_mask=mask,
+                    # Of the keys in between, masked off, any position will do.
+                    tail_positions=[num_tokens] * gap + positions,
+                    logits="all",
+                )
+            )
+        return rows
+
+
+class _Beams:
+    """The trees of sequences that want the same number of levels and beams."""
+
+    def __init__(self, wishes: list[Wish], ordering: Ordering) -> None:
+        self.wishes = wishes
+        self.num_steps, self.topk, _ = wishes[0].limits
+        self.logits = torch.stack([wish.logits for wish in wishes])[:, None]  # [B, K, V]
+        self.tokens: list[list[int]] = []
+        self.level = -1
+        rows = None
+        if ordering == "coupled":
+            rows = SamplingRows.from_params(
+                [wish.sequence.sampling for wish in wishes],
+                [wish.sequence.num_tokens for wish in wishes],
+                self.logits.device,
+            )
+        self._max_nodes = [wish.limits[2] for wish in wishes]
+        self.tree = BeamTree(
+            len(wishes), self.num_steps, self.topk, 1 + max(self._max_nodes), ordering, rows
+        )
+
+    def expand(self) -> bool:
+        """Takes the logits of the level before; whether the selected tokens need a forward."""
+        tokens, _ = self.tree.expand(self.logits)
+        self.level += 1
+        if self.level + 1 == self.num_steps:
+            return False
+        self.tokens = tokens.tolist()
+        return True
+
+    def finish(self) -> list[DraftTree]:
+        return self.tree.finish(self._max_nodes)

@@ -1,0 +1,146 @@
+"""What a draft that keeps KV on the verifier's pages knows of each sequence. Torch-free; the KV itself is elsewhere."""
+
+from dataclasses import dataclass, field
+
+from draft_service.drafters.slots import check_position, check_slots, check_tokens
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.errors import InvalidRequest
+from foredraft.types import SamplingParams
+
+
+@dataclass(slots=True)
+class PagedSequence:
+    """One live sequence.
+
+    Attributes:
+        slot: Its number.
+        sampling: How the target will choose its tokens.
+        valid_from: Keys before this position are not attended.
+        num_tokens: Leading tokens whose KV is on the pages, or void before `valid_from`.
+        last_token: The newest of them; None before the first step's tokens.
+        pages: The page table.
+    """
+
+    slot: int
+    sampling: SamplingParams
+    valid_from: int
+    num_tokens: int
+    last_token: int | None = None
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Committed tokens of one sequence whose KV is to be computed, and the tree wanted after them.
+
+    Attributes:
+        start: Position of the first token.
+        limits: (steps, topk, nodes) of the tree, each at least 1; None when none is wanted.
+    """
+
+    sequence: PagedSequence
+    start: int
+    tokens: list[int]
+    limits: tuple[int, int, int] | None
+
+
+class PagedSequences:
+    """All live sequences of one verifier.
+
+    Args:
+        attach: The verifier's sizes.
+        limits: (steps, topk, nodes) of the largest tree.
+    """
+
+    def __init__(self, attach: draft_pb2.AttachRequest, limits: tuple[int, int, int]) -> None:
+        self._attach = attach
+        self._limits = limits
+        self._sequences: dict[int, PagedSequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def apply(self, request: draft_pb2.StepRequest) -> list[Extension]:
+        """Takes the news of a step, in the order of the message: a sequence may use pages that an earlier one fills.
+
+        Raises:
+            InvalidRequest: The step breaks the protocol.
+        """
+        for slot in request.released_slots:
+            self._sequences.pop(slot, None)
+        check_slots(request, self._sequences, self._attach.max_batch)
+        extensions = [self._apply_one(message) for message in request.sequences]
+        return [extension for extension in extensions if extension.tokens]
+
+    def _apply_one(self, message: draft_pb2.SequenceStep) -> Extension:
+        if message.HasField("begin"):
+            self._sequences[message.slot] = PagedSequence(
+                message.slot,
+                _sampling_params(message.begin.sampling),
+                message.begin.valid_from,
+                message.position,
+            )
+        sequence = self._sequences[message.slot]
+        check_position(message, sequence.num_tokens)
+        tokens = check_tokens(message, self._attach.vocab_size, self._attach.max_context)
+        self._replace_pages(sequence, message)
+        start = message.position
+        has_propose = message.HasField("propose")
+        if has_propose and not tokens:
+            # The tree continues after a token that is known; its row is computed again for the logits.
+            if start != sequence.num_tokens or sequence.last_token is None:
+                raise InvalidRequest("tokens", f"slot {message.slot}: none to propose after")
+            start, tokens = start - 1, [sequence.last_token]
+        if tokens or start < sequence.num_tokens:
+            sequence.last_token = tokens[-1] if tokens else None
+        sequence.num_tokens = start + len(tokens)
+        # What is computed anew is valid, wherever it begins.
+        sequence.valid_from = min(sequence.valid_from, start)
+        if sequence.num_tokens > len(sequence.pages) * self._attach.page_size:
+            raise InvalidRequest(
+                "new_pages",
+                f"slot {message.slot}: {len(sequence.pages)} pages do not hold "
+                f"{sequence.num_tokens} tokens",
+            )
+        limits = self._tree_limits(message.propose, sequence) if has_propose else None
+        return Extension(sequence, start, tokens, limits)
+
+    def _replace_pages(self, sequence: PagedSequence, message: draft_pb2.SequenceStep) -> None:
+        new_pages = list(message.new_pages)
+        if not new_pages:
+            return
+        if max(new_pages) >= self._attach.num_pages:
+            raise InvalidRequest(
+                "new_pages",
+                f"slot {sequence.slot}: page {max(new_pages)} is not below {self._attach.num_pages}",
+            )
+        if message.first_page > len(sequence.pages):
+            raise InvalidRequest(
+                "first_page",
+                f"slot {sequence.slot}: {message.first_page} leaves a gap after "
+                f"{len(sequence.pages)} pages",
+            )
+        sequence.pages[message.first_page :] = new_pages
+
+    def _tree_limits(
+        self, wanted: draft_pb2.TreeLimits, sequence: PagedSequence
+    ) -> tuple[int, int, int] | None:
+        steps, topk, nodes = self._limits
+        steps = min(steps, wanted.num_steps or steps)
+        topk = min(topk, wanted.topk or topk)
+        nodes = min(nodes, wanted.num_draft_tokens - 1 if wanted.num_draft_tokens else nodes)
+        # No path is longer than the tree has nodes, nor than the context has room.
+        steps = min(steps, nodes, self._attach.max_context - sequence.num_tokens)
+        return (steps, topk, nodes) if steps > 0 else None
+
+
+def _sampling_params(message: draft_pb2.Sampling) -> SamplingParams:
+    params = SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k or -1,
+        top_p=message.top_p or 1.0,
+        min_p=message.min_p,
+        seed=message.seed,
+    )
+    params.validate(vocab_size=0)
+    return params
