@@ -1,0 +1,175 @@
+"""`train lm` end to end on the CPU: the loss falls, a resumed run is the same run, the export is a transformers model."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from foredraft.errors import CheckpointError, ConfigError
+from training.lm.model import Llama, LlamaShape
+from training.lm.optimizer import cosine_schedule, orthogonalize
+from training.lm.trainer import LMTrainer, LMTrainingConfig, load_model
+from training.text_data import END_OF_TEXT
+
+SHAPE = LlamaShape(
+    vocab_size=400,
+    hidden_size=48,
+    num_layers=2,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=16,
+    intermediate_size=96,
+    context_length=64,
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "train").mkdir()
+    (folder / "heldout").mkdir()
+    for index in range(40):
+        names = [f"value_{(index * 7 + k) % 23}" for k in range(12)]
+        code = "".join(f"def get_{n}(self):\n    return self.{n}\n\n\n" for n in names)
+        split = "heldout" if index % 10 == 0 else "train"
+        (folder / split / f"file_{index}.py").write_text(code)
+    return folder
+
+
+def config_for(corpus: Path, out: Path, **changes: object) -> LMTrainingConfig:
+    config = LMTrainingConfig(
+        data=(corpus / "train",),
+        validation=(corpus / "heldout",),
+        out=out,
+        shape=SHAPE,
+        steps=60,
+        warmup=6,
+        batch=4,
+        micro_batch=2,
+        lr=1e-2,
+        compile=False,
+        seed=3,
+    )
+    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("trained")
+    result = LMTrainer(config_for(corpus, out)).run()
+    assert result.finished
+    return out
+
+
+def test_the_loss_falls_far_below_that_of_a_uniform_guess(trained: Path) -> None:
+    log = [json.loads(line) for line in (trained / "log.jsonl").read_text().splitlines()]
+    losses = [entry["loss"] for entry in log if "loss" in entry]
+    assert losses[-1] < losses[0] - 1
+    assert losses[-1] < 2.5
+    report = json.loads((trained / "training.json").read_text())
+    assert report["heldout"]["py"]["bits_per_byte"] < 2
+    assert (trained / "curves.png").stat().st_size < 200_000
+
+
+def test_the_export_is_a_transformers_model_with_the_same_logits(trained: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trained)
+    tokens = torch.tensor([tokenizer.encode("def get_value_3(self):\n    return")])
+    assert tokens[0, 0] == tokenizer.bos_token_id == 0
+    ours = load_model(trained, "cpu")
+    hidden, _ = ours(tokens)
+    expected = theirs(tokens).logits
+    torch.testing.assert_close(ours.logits(hidden), expected, atol=1e-5, rtol=1e-5)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert text == f"{END_OF_TEXT}User: hi\nAssistant:"
+
+
+def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
+    whole = LMTrainer(config_for(corpus, tmp_path / "whole", steps=12))
+    whole.run()
+    first = LMTrainer(config_for(corpus, tmp_path / "parts", steps=12))
+    for _ in range(5):
+        first._train_step()
+    first._save_checkpoint()
+    second = LMTrainer(config_for(corpus, tmp_path / "parts", steps=12, resume=True))
+    assert second.step == 5
+    second.run()
+    for (name, ours), theirs in zip(
+        second.model.state_dict().items(), whole.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+
+
+def test_a_time_limit_leaves_a_checkpoint_to_resume_from(corpus: Path, tmp_path: Path) -> None:
+    result = LMTrainer(config_for(corpus, tmp_path, max_minutes=0.0)).run()
+    assert not result.finished
+    resumed = LMTrainer(config_for(corpus, tmp_path, steps=1, resume=True)).run()
+    assert resumed.finished
+
+
+def test_a_checkpoint_of_another_shape_is_refused(corpus: Path, tmp_path: Path) -> None:
+    LMTrainer(config_for(corpus, tmp_path, max_minutes=0.0)).run()
+    other = dataclasses.replace(SHAPE, num_layers=1)
+    with pytest.raises(CheckpointError, match="other sizes"):
+        LMTrainer(config_for(corpus, tmp_path, shape=other, resume=True))
+
+
+def test_a_student_learns_from_a_teacher(corpus: Path, trained: Path, tmp_path: Path) -> None:
+    small = dataclasses.replace(SHAPE, num_layers=1, hidden_size=32)
+    config = config_for(corpus, tmp_path, shape=small, steps=40, tokenizer=trained, teacher=trained)
+    trainer = LMTrainer(config)
+    windows = trainer.sampler.batch_at(0)
+    before = float(trainer._micro_loss(windows)[0].detach())
+    trainer.run()
+    assert float(trainer._micro_loss(windows)[0].detach()) < before - 1
+
+
+def test_sampled_windows_cover_an_epoch_and_do_not_depend_on_history(
+    corpus: Path, tmp_path: Path
+) -> None:
+    sampler = LMTrainer(config_for(corpus, tmp_path)).sampler
+    late = sampler.batch_at(9)
+    assert torch.equal(sampler.batch_at(9), late)
+    sampler.batch_at(100)
+    assert torch.equal(sampler.batch_at(9), late)
+    starts = {int(sampler._start(window)) for window in range(sampler.windows)}
+    assert len(starts) == sampler.windows
+    assert all(
+        b - a == SHAPE.context_length
+        for a, b in zip(sorted(starts), sorted(starts)[1:], strict=False)
+    )
+
+
+def test_missing_text_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        LMTrainer(config_for(tmp_path / "nowhere", tmp_path / "out"))
+
+
+def test_newton_schulz_brings_singular_values_near_one() -> None:
+    torch.manual_seed(0)
+    for rows, cols in ((24, 60), (60, 24)):
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(3, rows, cols)).float())
+        assert values.min() > 0.4
+        assert values.max() < 1.4
+
+
+def test_the_schedule_warms_up_and_ends_near_nothing() -> None:
+    rates = [cosine_schedule(step, 100, 10, 1.0) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == pytest.approx(1.0)
+    assert rates[-1] < 0.03
+
+
+def test_captured_streams_are_those_that_enter_the_layers() -> None:
+    model = Llama(SHAPE)
+    model.initialize(0)
+    tokens = torch.randint(0, 400, (2, 9))
+    hidden, (first, last) = model(tokens, capture=(0, 2))
+    torch.testing.assert_close(first, model.model.embed_tokens(tokens))
+    torch.testing.assert_close(model.model.norm(last), hidden)

@@ -1,0 +1,42 @@
+"""Token maps: ranking, coverage, and the two file formats."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from foredraft.errors import CheckpointError, ConfigError
+from training.token_map import count_tokens, read_token_map, select_tokens, write_token_map
+
+
+def test_ids_are_ranked_by_count_and_the_named_ones_are_in() -> None:
+    counts = np.array([0, 5, 9, 5, 1, 0])
+    ids, coverage = select_tokens(counts, 3, always=[0])
+    assert ids == [2, 1, 0]
+    assert coverage == pytest.approx(14 / 20)
+    assert select_tokens(counts, 3)[0] == [2, 1, 3]
+    with pytest.raises(ConfigError, match="--size"):
+        select_tokens(counts, 7)
+
+
+def test_both_files_hold_the_same_ids(tmp_path: Path) -> None:
+    write_token_map([5, 0, 3], tmp_path / "map.pt")
+    # What SGLang does with the file: torch.load gives ids that make a tensor.
+    assert torch.tensor(torch.load(tmp_path / "map.pt", weights_only=True)).tolist() == [5, 0, 3]
+    assert read_token_map(tmp_path / "map.pt") == [5, 0, 3]
+    assert read_token_map(tmp_path / "map.safetensors") == [5, 0, 3]
+    torch.save({"a": 1}, tmp_path / "bad.pt")
+    with pytest.raises(CheckpointError, match="list of token ids"):
+        read_token_map(tmp_path / "bad.pt")
+
+
+def test_counting_matches_the_tokenizer() -> None:
+    from training.text_data import Document, train_tokenizer
+
+    documents = [Document("to be or not to be, that is the question. " * 5, "txt")]
+    tokenizer = train_tokenizer(documents, 270, 10_000, {}, 1)
+    counts = count_tokens(["to be"], tokenizer)
+    ids = tokenizer.encode("to be", add_special_tokens=False).ids
+    assert counts.sum() == len(ids)
+    assert all(counts[token] >= 1 for token in ids)

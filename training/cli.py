@@ -1,0 +1,249 @@
+"""The commands below `foredraft train`: corpus, lm, baselines, token-map. Torch is imported when a command runs."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+from foredraft.errors import ForedraftError
+
+Subparsers = argparse._SubParsersAction
+
+
+def add_parsers(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
+    """Adds the training commands; each sets `run`, a function of the parsed arguments that returns an exit status."""
+    _add_corpus(subparsers)
+    _add_lm(subparsers)
+    _add_baselines(subparsers)
+    _add_token_map(subparsers)
+
+
+def main(argv: list[str]) -> int:
+    """Runs one training command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="foredraft train")
+    add_parsers(parser.add_subparsers(title="commands", metavar="COMMAND", required=True))
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except ForedraftError as error:
+        print(f"foredraft train: {error}", file=sys.stderr)
+        return 2
+
+
+def _add_corpus(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "corpus", help="gather permissively licensed text out of packages"
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--packages", type=Path, help="folder with downloaded .deb files: build the documents"
+    )
+    parser.add_argument(
+        "--wheels", type=Path, help="folder with the unpacked chitchat-dataset wheel"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.set_defaults(run=_run_corpus)
+
+
+def _run_corpus(arguments: argparse.Namespace) -> int:
+    from training.corpus.build import build_code, build_documents
+
+    if arguments.packages:
+        wheels = arguments.wheels or arguments.packages
+        build_documents(arguments.packages, wheels, arguments.out, arguments.seed)
+    else:
+        build_code(arguments.out)
+    return 0
+
+
+def _repeat(text: str) -> tuple[str, int]:
+    domain, _, count = text.partition("=")
+    return domain, int(count)
+
+
+def _add_lm(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser("lm", help="train a small language model from text files")
+    add = parser.add_argument
+    add(
+        "--data",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="files or folders of text or .jsonl[.xz]",
+    )
+    add("--validation", type=Path, nargs="*", default=[], help="held-out files or folders")
+    add("--out", type=Path, required=True)
+    add("--tokenizer", type=Path, help="use this tokenizer.json or folder instead of training one")
+    add("--tokenizer-bytes", type=int, default=60_000_000, help="text to train the tokenizer on")
+    add(
+        "--repeat",
+        type=_repeat,
+        nargs="*",
+        default=[],
+        metavar="DOMAIN=N",
+        help="see a domain N times an epoch",
+    )
+    add("--vocab-size", type=int, default=8192)
+    add("--layers", type=int, default=16)
+    add("--hidden", type=int, default=320)
+    add("--heads", type=int, default=4)
+    add("--kv-heads", type=int, default=2)
+    add("--head-dim", type=int, default=64)
+    add("--intermediate", type=int, default=832)
+    add("--context", type=int, default=2048)
+    add("--untied", action="store_true", help="give the output its own matrix")
+    add("--steps", type=int, default=1000)
+    add("--warmup", type=int, default=100)
+    add("--batch", type=int, default=64, help="windows in an optimizer step")
+    add("--micro-batch", type=int, help="windows in one forward; default: all")
+    add("--lr", type=float, default=3e-3)
+    add("--weight-decay", type=float, default=0.1)
+    add("--optimizer", choices=("muon", "adamw"), default="muon")
+    add("--teacher", type=Path, help="distil from this model folder")
+    add("--teacher-weight", type=float, default=0.7)
+    add("--seed", type=int, default=1)
+    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--no-compile", action="store_true", help="do not use torch.compile")
+    add("--eval-every", type=int, default=0, help="steps between evaluations; 0 = only at the end")
+    add("--eval-bytes", type=int, default=1_500_000, help="held-out text scored in each domain")
+    add(
+        "--checkpoint-every",
+        type=int,
+        default=0,
+        help="steps between checkpoints; 0 = only at the end",
+    )
+    add("--max-minutes", type=float, default=math.inf, help="stop with a checkpoint after so long")
+    add("--resume", action="store_true", help="go on from OUT/checkpoint.pt if there is one")
+    parser.set_defaults(run=_run_lm)
+
+
+def _run_lm(arguments: argparse.Namespace) -> int:
+    from training.lm.model import LlamaShape
+    from training.lm.trainer import LMTrainer, LMTrainingConfig
+
+    device = resolve_device(arguments.device)
+    shape = LlamaShape(
+        vocab_size=arguments.vocab_size,
+        hidden_size=arguments.hidden,
+        num_layers=arguments.layers,
+        num_heads=arguments.heads,
+        num_kv_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        intermediate_size=arguments.intermediate,
+        context_length=arguments.context,
+        tie_embeddings=not arguments.untied,
+    )
+    config = LMTrainingConfig(
+        data=tuple(arguments.data),
+        validation=tuple(arguments.validation),
+        out=arguments.out,
+        shape=shape,
+        tokenizer=arguments.tokenizer,
+        tokenizer_bytes=arguments.tokenizer_bytes,
+        repeats=dict(arguments.repeat),
+        steps=arguments.steps,
+        warmup=arguments.warmup,
+        batch=arguments.batch,
+        micro_batch=arguments.micro_batch or arguments.batch,
+        lr=arguments.lr,
+        weight_decay=arguments.weight_decay,
+        optimizer=arguments.optimizer,
+        teacher=arguments.teacher,
+        teacher_weight=arguments.teacher_weight,
+        seed=arguments.seed,
+        device=device,
+        compile=device == "cuda" and not arguments.no_compile,
+        eval_every=arguments.eval_every,
+        eval_bytes=arguments.eval_bytes,
+        checkpoint_every=arguments.checkpoint_every,
+        max_minutes=arguments.max_minutes,
+        resume=arguments.resume,
+    )
+    result = LMTrainer(config).run()
+    print(json.dumps({"finished": result.finished, "step": result.step, "loss": result.loss}))
+    return 0
+
+
+def resolve_device(name: str) -> str:
+    """`auto` is CUDA where there is a device, else the CPU."""
+    import torch
+
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _add_baselines(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "baselines", help="bits per byte of xz and a byte n-gram model on held-out text"
+    )
+    parser.add_argument(
+        "--data", type=Path, nargs="+", required=True, help="training text of the n-gram model"
+    )
+    parser.add_argument("--validation", type=Path, nargs="+", required=True)
+    parser.add_argument("--max-bytes", type=int, default=100_000_000, help="training text to use")
+    parser.add_argument(
+        "--eval-bytes", type=int, default=1_500_000, help="as in `train lm`: 1.5 MB a domain"
+    )
+    parser.add_argument("--order", type=int, default=6)
+    parser.add_argument("--out", type=Path, help="write the numbers to this JSON file")
+    parser.set_defaults(run=_run_baselines)
+
+
+def _run_baselines(arguments: argparse.Namespace) -> int:
+    import random
+
+    from training.baselines import ByteNgram, xz_bits_per_byte
+    from training.lm.evaluate import heldout_texts
+    from training.text_data import read_documents
+
+    documents = list(read_documents(arguments.data))
+    random.Random(1).shuffle(documents)
+    text = "\n".join(document.text for document in documents).encode()[: arguments.max_bytes]
+    ngram = ByteNgram(text, arguments.order)
+    rows = {}
+    heldout = heldout_texts(list(read_documents(arguments.validation)), arguments.eval_bytes)
+    for domain, texts in heldout.items():
+        held = "\n".join(texts).encode()
+        rows[domain] = {
+            "bytes": len(held),
+            "xz": xz_bits_per_byte(held),
+            f"ngram{arguments.order}": ngram.bits_per_byte(held),
+        }
+    print(json.dumps(rows, indent=1))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+def _add_token_map(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser("token-map", help="rank tokens by frequency for FR-Spec")
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, help="model folder with a tokenizer.json"
+    )
+    parser.add_argument(
+        "--data", type=Path, nargs="+", required=True, help="text, or generated output as .jsonl"
+    )
+    parser.add_argument("--size", type=int, required=True, help="tokens in the map")
+    parser.add_argument(
+        "--always", type=int, nargs="*", default=[0], help="ids that are always in the map"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="file to write, .pt; a .safetensors lies beside it"
+    )
+    parser.set_defaults(run=_run_token_map)
+
+
+def _run_token_map(arguments: argparse.Namespace) -> int:
+    from tokenizers import Tokenizer
+
+    from training.text_data import read_documents
+    from training.token_map import count_tokens, select_tokens, write_token_map
+
+    tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
+    counts = count_tokens((document.text for document in read_documents(arguments.data)), tokenizer)
+    ids, coverage = select_tokens(counts, arguments.size, arguments.always)
+    write_token_map(ids, arguments.out)
+    print(f"{len(ids)} of {len(counts)} tokens cover {coverage:.2%} of {int(counts.sum())} tokens")
+    return 0

@@ -1,0 +1,1 @@
+"""Permissively licensed training text out of software packages: sources, extraction, filters, deduplication."""

@@ -1,0 +1,82 @@
+"""Writes weights as Hugging Face checkpoints: bf16 safetensors shards under 16 MiB, an index, checksums."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+SHARD_BYTES = 15 * 2**20
+
+
+def save_sharded(
+    tensors: Mapping[str, Tensor], out: Path, shard_bytes: int = SHARD_BYTES, stem: str = "model"
+) -> list[Path]:
+    """Writes tensors, in their order, to `<stem>-0000i-of-0000n.safetensors` and an index; one plain file when they fit.
+
+    Returns:
+        The files written, without the index.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for old in (*out.glob(f"{stem}*.safetensors"), *out.glob(f"{stem}.safetensors.index.json")):
+        old.unlink()
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        if shards[-1] and size + nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.detach().cpu().contiguous().clone()
+        size += nbytes
+    if len(shards) == 1:
+        names = [f"{stem}.safetensors"]
+    else:
+        names = [f"{stem}-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        index: dict[str, Any] = {
+            "metadata": {"total_size": sum(t.numel() * t.element_size() for t in tensors.values())},
+            "weight_map": {
+                key: name for name, shard in zip(names, shards, strict=True) for key in shard
+            },
+        }
+        (out / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, str(out / name), metadata={"format": "pt"})
+    return [out / name for name in names]
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint folder's safetensors files."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors.update(load_file(str(file)))
+    return tensors
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON for people: indented, with a final newline."""
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def write_checksums(folder: Path) -> None:
+    """Writes `SHA256SUMS` over all other files of a folder, in the form that `sha256sum --check` reads."""
+    lines = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != "SHA256SUMS":
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            lines.append(f"{digest}  {path.relative_to(folder)}\n")
+    (folder / "SHA256SUMS").write_text("".join(lines))
+
+
+def to_bf16(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Floating-point tensors in bf16, others as they are."""
+    return {
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }

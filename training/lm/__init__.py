@@ -1,0 +1,1 @@
+"""`foredraft train lm`: a small Llama-architecture language model from text files."""

@@ -1,0 +1,110 @@
+"""Muon for the hidden matrices, AdamW for embeddings and norms, with one state dict."""
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def orthogonalize(gradients: Tensor, steps: int = 5) -> Tensor:
+    """Nearest semi-orthogonal matrices to a stack [N, rows, cols], by Newton-Schulz iterations in bf16.
+
+    The quintic coefficients are those of Jordan et al., "Muon" (2024): singular values end near one, not at it.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = gradients.bfloat16()
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    x = x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-7).bfloat16()
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+class MuonAdamW:
+    """Two optimizers behind one learning rate.
+
+    A Muon update is scaled to a root mean square of 0.2, AdamW's usual one (Liu et al. 2025, "Muon is scalable"), so both
+    take the same learning rate and decoupled weight decay.
+
+    Args:
+        model: Its 2-D weights outside embeddings and output head go to Muon, the rest to AdamW; `muon=False` gives all to AdamW.
+        weight_decay: Decoupled decay of the 2-D weights.
+        momentum: Nesterov momentum of Muon.
+    """
+
+    def __init__(
+        self, model: nn.Module, weight_decay: float, muon: bool = True, momentum: float = 0.95
+    ) -> None:
+        self.weight_decay, self.momentum = weight_decay, momentum
+        groups: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+        decayed: list[Tensor] = []
+        plain: list[Tensor] = []
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            embedding = "embed_tokens" in name or "lm_head" in name
+            if muon and parameter.dim() == 2 and not embedding:
+                groups[tuple(parameter.shape)].append(parameter)
+            elif parameter.dim() == 2:
+                decayed.append(parameter)
+            else:
+                plain.append(parameter)
+        self._groups = list(groups.values())
+        self._momenta = [
+            torch.zeros(len(group), *group[0].shape, device=group[0].device)
+            for group in self._groups
+        ]
+        device = next(model.parameters()).device
+        self._adam = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
+            betas=(0.9, 0.95),
+            eps=1e-10,
+            fused=device.type == "cuda",
+        )
+        self._orthogonalize = (
+            torch.compile(orthogonalize, dynamic=False) if device.type == "cuda" else orthogonalize
+        )
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Updates the weights from their gradients and clears these."""
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+        for parameters, momentum in zip(self._groups, self._momenta, strict=True):
+            gradients = torch.stack([parameter.grad for parameter in parameters])  # type: ignore[misc]
+            momentum.lerp_(gradients, 1 - self.momentum)
+            nesterov = gradients.lerp(momentum, self.momentum)
+            rows, cols = nesterov.shape[-2:]
+            update = self._orthogonalize(nesterov).float() * (0.2 * math.sqrt(max(rows, cols)))
+            torch._foreach_mul_(parameters, 1 - lr * self.weight_decay)
+            torch._foreach_add_(parameters, list(update.unbind()), alpha=-lr)
+            for parameter in parameters:
+                parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a later run needs to go on exactly."""
+        return {"adam": self._adam.state_dict(), "muon": self._momenta}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over a state from `state_dict`."""
+        self._adam.load_state_dict(state["adam"])
+        for momentum, saved in zip(self._momenta, state["muon"], strict=True):
+            momentum.copy_(saved)
+
+
+def cosine_schedule(step: int, steps: int, warmup: int, peak: float, floor: float = 0.02) -> float:
+    """Learning rate of 0-based `step`: linear warm-up, then a cosine down to `floor` times the peak."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))

@@ -1,0 +1,352 @@
+"""The training loop of `foredraft train lm`: data, steps, checkpoints, logs, evaluation, export."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from foredraft.errors import CheckpointError, ConfigError
+from training.export import load_tensors, save_sharded, to_bf16, write_json
+from training.lm.evaluate import DomainScore, heldout_texts, score_domains, token_losses
+from training.lm.model import Llama, LlamaShape
+from training.lm.optimizer import MuonAdamW, cosine_schedule
+from training.lm.speed import matmul_tflops, shape_tflops
+from training.plots import plot_curves
+from training.progress import Progress, say
+from training.text_data import (
+    Document,
+    WindowSampler,
+    load_or_pack,
+    read_documents,
+    save_tokenizer,
+    train_tokenizer,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LMTrainingConfig:
+    """Everything that decides a run.
+
+    Attributes:
+        data: Files or folders of training text.
+        validation: Files or folders of held-out text; its domains are scored apart.
+        out: Where the model, logs and checkpoint go.
+        shape: Sizes; `vocab_size` is also the size of a tokenizer that has to be trained.
+        tokenizer: Folder or file with a `tokenizer.json` to use; None trains one.
+        repeats: How often the documents of a domain are seen in an epoch.
+        steps, warmup, batch, micro_batch: Optimizer steps, those of warm-up, windows a step, windows a forward.
+        lr, weight_decay, optimizer: Peak learning rate, decoupled decay, `muon` or `adamw`.
+        teacher: A model folder with the same tokenizer; its distribution is the target with weight `teacher_weight`.
+        max_minutes: Stop with a checkpoint after so long; the schedule does not change.
+    """
+
+    data: tuple[Path, ...]
+    out: Path
+    shape: LlamaShape
+    validation: tuple[Path, ...] = ()
+    tokenizer: Path | None = None
+    tokenizer_bytes: int = 60_000_000
+    repeats: Mapping[str, int] = field(default_factory=dict)
+    steps: int = 1000
+    warmup: int = 100
+    batch: int = 64
+    micro_batch: int = 64
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    optimizer: str = "muon"
+    teacher: Path | None = None
+    teacher_weight: float = 0.7
+    seed: int = 1
+    device: str = "cpu"
+    compile: bool = True
+    eval_every: int = 0
+    eval_bytes: int = 1_500_000
+    checkpoint_every: int = 0
+    max_minutes: float = math.inf
+    resume: bool = False
+    keep_checkpoint: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LMTrainingResult:
+    """How a run ended: whether all steps are done, the last loss, the final scores by domain, tokens per second."""
+
+    finished: bool
+    step: int
+    loss: float
+    scores: dict[str, DomainScore]
+    tokens_per_second: float
+
+
+class LMTrainer:
+    """One run of `foredraft train lm`."""
+
+    def __init__(self, config: LMTrainingConfig) -> None:
+        if config.batch % config.micro_batch:
+            raise ConfigError("--batch must be a multiple of --micro-batch")
+        self.config = config
+        self.device = torch.device(config.device)
+        self.on_cuda = self.device.type == "cuda"
+        config.out.mkdir(parents=True, exist_ok=True)
+        self.step = 0
+        self.history: list[dict[str, Any]] = []
+        self.tokenizer, stream = self._prepare_text()
+        self.shape = replace(config.shape, vocab_size=self.tokenizer.get_vocab_size())
+        dtype = torch.bfloat16 if self.on_cuda else torch.float32
+        self.model = Llama(self.shape, dtype)
+        self.model.initialize(config.seed)
+        self.model.to(self.device)
+        self.optimizer = MuonAdamW(self.model, config.weight_decay, config.optimizer == "muon")
+        self.teacher = load_model(config.teacher, self.device, dtype) if config.teacher else None
+        if self.teacher is not None and self.teacher.shape.vocab_size != self.shape.vocab_size:
+            raise ConfigError("--teacher has another vocabulary; give its folder as --tokenizer")
+        tokens = torch.from_numpy(np.asarray(stream).astype(np.int32)).to(self.device)
+        self.num_tokens = len(tokens)
+        self.sampler = WindowSampler(tokens, self.shape.context_length, config.batch, config.seed)
+        self.heldout = heldout_texts(list(read_documents(config.validation)), config.eval_bytes)
+        self._loss = torch.compile(self._micro_loss) if config.compile else self._micro_loss
+        if config.resume:
+            self._load_checkpoint()
+
+    def _prepare_text(self) -> tuple[Tokenizer, np.ndarray]:
+        config = self.config
+        documents: list[Document] = []
+        source = config.tokenizer or config.out
+        file = source / "tokenizer.json" if source.is_dir() else source
+        cache = config.out / "tokens.npy"
+        if not (cache.is_file() and file.is_file()):
+            documents = list(read_documents(config.data))
+            size = sum(len(document.text) for document in documents)
+            say(f"read {len(documents)} documents, {size / 1e6:.1f} M characters")
+        if file.is_file():
+            tokenizer = Tokenizer.from_file(str(file))
+        elif config.tokenizer is not None:
+            raise CheckpointError(f"no tokenizer.json in {config.tokenizer}")
+        else:
+            tokenizer = train_tokenizer(
+                documents,
+                config.shape.vocab_size,
+                config.tokenizer_bytes,
+                config.repeats,
+                config.seed,
+            )
+            say(f"trained a tokenizer of {tokenizer.get_vocab_size()} tokens")
+        save_tokenizer(tokenizer, config.out, config.shape.context_length)
+        return tokenizer, load_or_pack(cache, documents, tokenizer, config.repeats, config.seed)
+
+    def _micro_loss(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """(the loss to minimise, the plain cross-entropy) of windows [rows, T + 1]."""
+        hidden, _ = self.model(windows[:, :-1])
+        targets = windows[:, 1:]
+        if self.teacher is None:
+            loss = token_losses(self.model, hidden, targets).mean()
+            return loss, loss.detach()
+        logits = self.model.logits(hidden).float()
+        log_q = F.log_softmax(logits, dim=-1)
+        plain = -log_q.gather(-1, targets[..., None]).mean()
+        with torch.no_grad():
+            p = F.softmax(self.teacher.logits(self.teacher(windows[:, :-1])[0]).float(), dim=-1)
+        distilled = -(p * log_q).sum(-1).mean()
+        weight = self.config.teacher_weight
+        return weight * distilled + (1 - weight) * plain, plain.detach()
+
+    def run(self) -> LMTrainingResult:
+        """Trains to the last step or the time limit, evaluates, exports."""
+        config = self.config
+        began = time.monotonic()
+        say(self._describe())
+        tokens_per_step = config.batch * self.shape.context_length
+        flops = self.model.flops_per_token(self.shape.context_length)
+        ceiling = self._measure_ceilings()
+        recent: list[Tensor] = []
+        mark, mark_step, rate, loss = time.monotonic(), self.step, 0.0, math.nan
+        with Progress(config.steps, self.step, "train") as progress:
+            while self.step < config.steps and time.monotonic() - began < 60 * config.max_minutes:
+                recent.append(self._train_step())
+                if self.step % 20 == 0 or self.step == config.steps:
+                    loss = float(torch.stack(recent).mean())
+                    recent.clear()
+                    seconds = time.monotonic() - mark
+                    rate = (self.step - mark_step) * tokens_per_step / seconds
+                    self._log({"step": self.step, "loss": loss, "tokens_per_second": round(rate)})
+                    text = f"loss {loss:.4f}, {rate / 1e6:.3f} M tokens/s"
+                    if ceiling:
+                        text += f", {rate * flops / 1e12:.0f} TFLOP/s = {rate * flops / 1e12 / ceiling:.1%}"
+                    progress.advance(self.step - mark_step, text)
+                    if not math.isfinite(loss):
+                        raise ConfigError(f"the loss is {loss} at step {self.step}; lower --lr")
+                    mark, mark_step = time.monotonic(), self.step
+                paused = time.monotonic()
+                if config.eval_every and self.step % config.eval_every == 0:
+                    self._evaluate()
+                if config.checkpoint_every and self.step % config.checkpoint_every == 0:
+                    self._save_checkpoint()
+                mark += time.monotonic() - paused
+        return self._finish(loss, began)
+
+    def _train_step(self) -> Tensor:
+        config = self.config
+        windows = self.sampler.batch_at(self.step)
+        parts = []
+        for rows in windows.split(config.micro_batch):
+            loss, plain = self._loss(rows)
+            (loss * (len(rows) / len(windows))).backward()
+            parts.append(plain)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step(cosine_schedule(self.step, config.steps, config.warmup, config.lr))
+        self.step += 1
+        return torch.stack(parts).mean()
+
+    def _finish(self, loss: float, began: float) -> LMTrainingResult:
+        config = self.config
+        finished = self.step >= config.steps
+        seconds = time.monotonic() - began
+        rates = [entry["tokens_per_second"] for entry in self.history if "loss" in entry][1:]
+        rate = float(np.median(rates)) if rates else 0.0
+        if not finished or config.keep_checkpoint:
+            self._save_checkpoint()
+        # The weights that are scored are those that are shipped: rounded to bf16.
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(parameter.bfloat16())
+        scores = self._evaluate()
+        self.export(scores)
+        say(
+            f"{self.step}/{config.steps} steps in {seconds:.0f} s, median {rate / 1e6:.3f} M tokens/s"
+        )
+        return LMTrainingResult(finished, self.step, loss, scores, rate)
+
+    def export(self, scores: Mapping[str, DomainScore]) -> None:
+        """Writes the Hugging Face directory, the log, the curves and the checksums."""
+        config, out = self.config, self.config.out
+        save_sharded(to_bf16(self.model.state_dict()), out)
+        write_json(out / "config.json", self.shape.to_config("bfloat16", 0, 0))
+        write_json(
+            out / "generation_config.json",
+            {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "do_sample": False},
+        )
+        report = {
+            "parameters": self.model.num_parameters(),
+            "tokens_in_corpus": self.num_tokens,
+            "tokens_seen": self.step * config.batch * self.shape.context_length,
+            "heldout": {domain: score.as_dict() for domain, score in scores.items()},
+            "config": json.loads(json.dumps(asdict(config), default=str)),
+        }
+        write_json(out / "training.json", report)
+        losses = [entry for entry in self.history if "loss" in entry]
+        curves = {"": ([e["step"] for e in losses], [e["loss"] for e in losses])}
+        evaluated = [entry for entry in self.history if "heldout" in entry]
+        heldout = {
+            domain: (
+                [entry["step"] for entry in evaluated],
+                [entry["heldout"][domain]["bits_per_byte"] for entry in evaluated],
+            )
+            for domain in self.heldout
+        }
+        panels = {"training loss (nats per token)": curves}
+        if heldout:
+            panels["held-out bits per byte"] = heldout
+        plot_curves(
+            out / "curves.png",
+            f"{out.name}: {self.model.num_parameters():,} parameters",
+            "step",
+            panels,
+        )
+
+    def _evaluate(self) -> dict[str, DomainScore]:
+        rows = max(1, min(self.config.micro_batch, 64))
+        scores = score_domains(self.model, self.tokenizer, self.heldout, rows)
+        if scores:
+            self._log(
+                {
+                    "step": self.step,
+                    "heldout": {domain: score.as_dict() for domain, score in scores.items()},
+                }
+            )
+            text = ", ".join(
+                f"{d} {s.loss:.3f} ({s.bits_per_byte:.3f} b/B)" for d, s in scores.items()
+            )
+            say(f"step {self.step} held out: {text}")
+        return scores
+
+    def _measure_ceilings(self) -> float:
+        if not self.on_cuda:
+            return 0.0
+        whole = matmul_tflops(self.device)
+        own = shape_tflops(
+            self.shape, self.config.micro_batch * self.shape.context_length, self.device
+        )
+        self._log({"step": self.step, "matmul_tflops": whole, "shape_tflops": own})
+        say(
+            f"bf16 rate: {whole:.0f} TFLOP/s in a large product, {own:.0f} in this model's own products;"
+            " percentages below are of the first"
+        )
+        return whole
+
+    def _describe(self) -> str:
+        shape = self.shape
+        tokens = self.config.steps * self.config.batch * shape.context_length
+        return (
+            f"{self.model.num_parameters() / 1e6:.2f} M parameters, {shape.num_layers} layers of {shape.hidden_size};"
+            f" {self.num_tokens / 1e6:.1f} M tokens in the corpus, {tokens / 1e6:.0f} M to see"
+        )
+
+    def _log(self, entry: dict[str, Any]) -> None:
+        self.history.append(entry)
+        with (self.config.out / "log.jsonl").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def _save_checkpoint(self) -> None:
+        path = self.config.out / "checkpoint.pt"
+        state = {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "history": self.history,
+            "shape": self.shape.as_dict(),
+        }
+        torch.save(state, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").replace(path)
+
+    def _load_checkpoint(self) -> None:
+        path = self.config.out / "checkpoint.pt"
+        if not path.is_file():
+            say("nothing to resume: starting at step 0")
+            return
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["shape"] != self.shape.as_dict():
+            raise CheckpointError(f"{path} holds a model of other sizes: {state['shape']}")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.history = state["step"], state["history"]
+        lines = "".join(json.dumps(entry) + "\n" for entry in self.history)
+        (self.config.out / "log.jsonl").write_text(lines)
+        say(f"resumed at step {self.step}")
+
+
+def load_model(
+    path: Path | None, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> Llama:
+    """Loads a Llama directory that `train lm` wrote, frozen, computing in `dtype`.
+
+    Raises:
+        CheckpointError: The directory lacks weights or has others.
+    """
+    if path is None or not (path / "config.json").is_file():
+        raise CheckpointError(f"no config.json in {path}")
+    model = Llama(LlamaShape.from_dir(path), dtype)
+    tensors = load_tensors(path)
+    try:
+        model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return model.to(device).eval().requires_grad_(False)

@@ -1,0 +1,217 @@
+"""Documents from files, a byte-level BPE tokenizer, and packed windows of tokens."""
+
+import json
+import lzma
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from torch import Tensor
+
+from foredraft.errors import ConfigError
+from training.progress import say
+
+END_OF_TEXT = "<|endoftext|>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] | trim + eos_token + '\\n' }}"
+    "{% else %}{{ message['content'] + '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+_SPLIT = r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".jsonl", ".xz"})
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text and the domain it belongs to (the name of its JSON lines file, else its file suffix)."""
+
+    text: str
+    domain: str
+
+
+def read_documents(paths: Iterable[Path]) -> Iterator[Document]:
+    """Documents of files and, recursively, folders: `.jsonl[.xz]` with a `text` field, else one document per text file.
+
+    Raises:
+        ConfigError: A path does not exist or is not text.
+    """
+    for path in paths:
+        if path.is_dir():
+            inside = (p for p in path.rglob("*") if p.is_file() and p.suffix in TEXT_SUFFIXES)
+            yield from read_documents(sorted(inside))
+        elif not path.is_file():
+            raise ConfigError(f"no such file or folder: {path}")
+        else:
+            yield from _read_file(path)
+
+
+def _read_file(path: Path) -> Iterator[Document]:
+    data = path.read_bytes()
+    name = path.name
+    if name.endswith(".xz"):
+        data, name = lzma.decompress(data), name.removesuffix(".xz")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
+    if name.endswith(".jsonl"):
+        for line in text.splitlines():
+            yield Document(json.loads(line)["text"], name.removesuffix(".jsonl"))
+    elif text.strip():
+        yield Document(text, name.rpartition(".")[2])
+
+
+def train_tokenizer(
+    documents: Sequence[Document],
+    vocab_size: int,
+    max_bytes: int,
+    repeats: Mapping[str, int],
+    seed: int,
+) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer whose id 0 is END_OF_TEXT.
+
+    It reads a random sample of about `max_bytes` characters, drawn from the documents as often as `repeats` says (see `pack`).
+    """
+    tokenizer = Tokenizer(models.BPE(byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = AddedToken(END_OF_TEXT, special=True, normalized=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[special],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=24,
+        show_progress=False,
+    )
+    sample, size = [], 0
+    for index in _shuffled(documents, repeats, seed):
+        sample.append(documents[index].text.replace(END_OF_TEXT, ""))
+        size += len(sample[-1])
+        if size >= max_bytes:
+            break
+    tokenizer.train_from_iterator(sample, trainer=trainer, length=len(sample))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A",
+        pair=f"{END_OF_TEXT} $A $B",
+        special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))],
+    )
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, out: Path, context_length: int) -> None:
+    """Writes `tokenizer.json` and a `tokenizer_config.json` that transformers reads, with a plain chat template."""
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(out / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context_length,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def pack(
+    documents: Sequence[Document], tokenizer: Tokenizer, repeats: Mapping[str, int], seed: int
+) -> np.ndarray:
+    """One stream of token ids, uint16 or uint32: END_OF_TEXT before every document, documents in random order.
+
+    Args:
+        documents: The training text.
+        tokenizer: Its tokenizer.
+        repeats: How often a domain's documents occur; 1 where a domain is not named.
+        seed: Seed of the order.
+    """
+    order = _shuffled(documents, repeats, seed)
+    dtype = np.uint16 if tokenizer.get_vocab_size() <= 65536 else np.uint32
+    encoded: list[np.ndarray] = []
+    for start in range(0, len(documents), 4096):
+        texts = [document.text for document in documents[start : start + 4096]]
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        encoded.extend(np.array([0, *encoding.ids], dtype=dtype) for encoding in encodings)
+    return np.concatenate([encoded[index] for index in order])
+
+
+def _shuffled(documents: Sequence[Document], repeats: Mapping[str, int], seed: int) -> list[int]:
+    order = [
+        index
+        for index, document in enumerate(documents)
+        for _ in range(repeats.get(document.domain, 1))
+    ]
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def load_or_pack(
+    cache: Path,
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    repeats: Mapping[str, int],
+    seed: int,
+) -> np.ndarray:
+    """`pack`, kept in a file next to the checkpoint so that a resumed run starts at once."""
+    if not cache.is_file():
+        tokens = pack(documents, tokenizer, repeats, seed)
+        np.save(cache, tokens)
+        say(f"packed {len(tokens) / 1e6:.1f} M tokens into {cache}")
+    return np.load(cache, mmap_mode="r")
+
+
+class WindowSampler:
+    """Training windows of a token stream: every epoch visits all windows once, in a new order and from a new offset.
+
+    A batch is a function of (seed, step) alone, so a resumed run sees what an unbroken one would have seen.
+
+    Args:
+        tokens: The stream, on the device where batches are wanted.
+        length: Tokens in a window; one more is read for the targets.
+        batch: Windows in a batch.
+        seed: Seed of order and offsets.
+    """
+
+    def __init__(self, tokens: Tensor, length: int, batch: int, seed: int) -> None:
+        self.tokens, self.length, self.batch, self.seed = tokens, length, batch, seed
+        self.windows = (len(tokens) - 1) // length - 1
+        if self.windows < 1:
+            raise ConfigError(f"{len(tokens)} tokens are too few for windows of {length}")
+        self._epoch, self._starts = -1, torch.empty(0, dtype=torch.int64)
+
+    def batch_at(self, step: int) -> Tensor:
+        """The windows of one step, int64 [batch, length + 1]."""
+        first = step * self.batch
+        starts = torch.stack([self._start(first + row) for row in range(self.batch)])
+        device = self.tokens.device
+        offsets = torch.arange(self.length + 1, device=device)
+        return self.tokens[starts.to(device)[:, None] + offsets].long()
+
+    def _start(self, window: int) -> Tensor:
+        epoch, position = divmod(window, self.windows)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            offset = torch.randint(0, self.length, (1,), generator=generator)
+            order = torch.randperm(self.windows, generator=generator)
+            self._epoch, self._starts = epoch, order * self.length + offset
+        return self._starts[position]

@@ -1,0 +1,78 @@
+"""`foredraft train token-map`: the most frequent tokens of a text, the reduced draft vocabulary of FR-Spec."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from foredraft.errors import CheckpointError, ConfigError
+
+
+def count_tokens(texts: Iterable[str], tokenizer: Tokenizer) -> np.ndarray:
+    """How often each token id occurs, int64 [vocab]."""
+    counts = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == 1024:
+            _count(batch, tokenizer, counts)
+            batch.clear()
+    _count(batch, tokenizer, counts)
+    return counts
+
+
+def _count(batch: list[str], tokenizer: Tokenizer, counts: np.ndarray) -> None:
+    for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+        np.add.at(counts, encoding.ids, 1)
+
+
+def select_tokens(
+    counts: np.ndarray, size: int, always: Sequence[int] = ()
+) -> tuple[list[int], float]:
+    """The `size` most frequent ids, most frequent first, lower ids first among equals.
+
+    Args:
+        counts: Occurrences by token id.
+        size: Ids wanted.
+        always: Ids that are in the map whatever their count (end of text); they displace the rarest.
+
+    Returns:
+        (ids, share of all occurrences they cover).
+
+    Raises:
+        ConfigError: More ids are wanted than there are.
+    """
+    if not len(always) <= size <= len(counts):
+        raise ConfigError(f"--size must be between {len(always)} and {len(counts)}, not {size}")
+    ranked = np.lexsort((np.arange(len(counts)), -counts)).tolist()
+    kept = set(ranked[:size])
+    missing = [token for token in always if token not in kept]
+    ids = ranked[: size - len(missing)] + missing
+    return ids, float(counts[ids].sum() / max(1, counts.sum()))
+
+
+def write_token_map(ids: Sequence[int], path: Path) -> None:
+    """Writes `path` (`.pt`, a list of ids that `torch.load` reads, as SGLang wants it) and the same as `.safetensors`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(list(ids), path.with_suffix(".pt"))
+    tensor = torch.tensor(ids, dtype=torch.int64)
+    save_file({"token_map": tensor}, str(path.with_suffix(".safetensors")))
+
+
+def read_token_map(path: Path) -> list[int]:
+    """Reads either form; a `.pt` file is loaded without running any code in it.
+
+    Raises:
+        CheckpointError: The file holds something else.
+    """
+    if path.suffix == ".safetensors":
+        loaded: object = load_file(str(path)).get("token_map")
+    else:
+        loaded = torch.load(path, weights_only=True)
+    ids = loaded.tolist() if isinstance(loaded, torch.Tensor) else loaded
+    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        raise CheckpointError(f"{path} does not hold a list of token ids")
+    return ids
