@@ -202,7 +202,7 @@ class _Reader:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: not a JSON object")

@@ -106,9 +106,10 @@ class DecoderModel(nn.Module):
         self.embedding = Embedding(
             config.vocab_size, config.hidden_size, config.embedding_scale, dtype, device
         )
-        self.layers = nn.ModuleList(
+        self.decoder_layers = [
             DecoderLayer(config, layer, dtype, device) for layer in range(config.num_layers)
-        )
+        ]
+        self.layers = nn.ModuleList(self.decoder_layers)
         self.norm = RMSNorm(
             config.hidden_size, config.rms_norm_eps, config.norm_offset != 0.0, dtype, device
         )
@@ -162,7 +163,7 @@ class DecoderModel(nn.Module):
         }
         plan = attention.plan(batch, kv, self._windows, self._group_size)
         captured: dict[int, torch.Tensor] = {}
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.decoder_layers):
             if index in capture:
                 captured[index] = stream[:num_rows].clone()
             rope = angles[self.config.ropes[index]]

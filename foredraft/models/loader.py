@@ -49,7 +49,7 @@ def load_model(
     if load_format == "dummy":
         fill_randomly(model)
         return model
-    ignored = ["model.mtp_layers."] if config.num_mtp_layers else []
+    ignored = ["model.mtp_layers."] if config.architecture == "MiMoForCausalLM" else []
     if config.tie_word_embeddings:
         ignored.append("lm_head.weight")
     copy_checkpoint(directory, checkpoint_targets(model), ignored, progress)
@@ -71,9 +71,9 @@ def checkpoint_targets(model: DecoderModel) -> dict[str, torch.Tensor]:
     if not config.tie_word_embeddings:
         targets["lm_head.weight"] = model.lm_head.weight
     mlp_norm = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
-    for index, layer in enumerate(model.layers):
+    for index, layer in enumerate(model.decoder_layers):
         attention, mlp = layer.attention, layer.mlp
-        parts = {
+        parts: dict[str, tuple[torch.nn.Module | None, int, int]] = {
             "self_attn.q_proj": (attention.qkv, 0, heads),
             "self_attn.k_proj": (attention.qkv, heads, kv),
             "self_attn.v_proj": (attention.qkv, heads + kv, kv),
@@ -178,15 +178,13 @@ def _check_memory(
 
 def available_host_bytes() -> int:
     """Memory that can be had without swapping: the least of the machine's and the control group's."""
-    candidates = []
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            candidates.append(int(line.split()[1]) * 1024)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    amounts = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    group = Path("/sys/fs/cgroup")
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = (group / "memory.max").read_text().strip()
         if limit != "max":
-            candidates.append(int(limit) - used)
-    except (OSError, ValueError):
+            amounts.append(int(limit) - int((group / "memory.current").read_text()))
+    except OSError:
         pass  # no control group of version 2
-    return min(candidates)
+    return min(amounts)

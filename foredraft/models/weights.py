@@ -152,7 +152,7 @@ def _read_header(start: bytes, file: object, size: int, path: Path) -> dict[str,
         header = json.loads(file.read(length))  # type: ignore[attr-defined]
         header.pop("__metadata__", None)
         entries = [_entry(name, value, 8 + length, path) for name, value in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: broken safetensors header: {error!r}") from error
     entries.sort(key=lambda entry: entry.begin)
     for entry in entries:

@@ -1,0 +1,166 @@
+"""Reading config.json: what transformers reads, and what is refused."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from foredraft.errors import CheckpointError
+from foredraft.models.config import ModelConfig
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+
+
+def parse(**changes):
+    return ModelConfig.from_dict(LLAMA | changes)
+
+
+def test_llama():
+    config = parse(rope_theta=500000.0, torch_dtype="bfloat16")
+    assert config.head_dim == 8
+    assert config.attention_scale == 8**-0.5
+    assert config.windows == (None,) * 4
+    assert {rope.theta for rope in config.ropes} == {500000.0}
+    assert config.dtype == "bfloat16"
+    assert config.eos_token_ids == (2,)
+    assert not config.tie_word_embeddings
+
+
+def test_old_and_new_rope_keys_agree():
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 2048,
+    }
+    old = parse(rope_theta=5e5, rope_scaling=scaling | {"type": "llama3"})
+    new = parse(rope_parameters=scaling | {"rope_type": "llama3", "rope_theta": 5e5})
+    assert old == new
+    assert old.ropes[0].kind == "llama3"
+    assert old.ropes[0].original_max_positions == 2048
+    assert old.fingerprint == new.fingerprint
+
+
+def test_fingerprint_tells_models_apart():
+    assert parse().fingerprint == parse(eos_token_id=[3, 4], dtype="float16").fingerprint
+    for change in ({"rope_theta": 1.0}, {"vocab_size": 101}, {"tie_word_embeddings": True}):
+        assert parse(**change).fingerprint != parse().fingerprint
+
+
+def test_generation_config_names_the_eos_tokens(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (7, 9)
+
+
+def test_windows_of_mistral_and_qwen():
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert parse(**mistral, sliding_window=None).windows == (None,) * 4
+    assert parse(**mistral, sliding_window=32).windows == (32,) * 4
+    for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        qwen = {"architectures": [name], "sliding_window": 32, "max_window_layers": 3}
+        assert parse(**qwen).windows == (None,) * 4
+        assert parse(**qwen, use_sliding_window=True).windows == (None, None, None, 32)
+        types = ["sliding_attention", "full_attention"] * 2
+        explicit = parse(**qwen, use_sliding_window=True, layer_types=types)
+        assert explicit.windows == (32, None, 32, None)
+
+
+def test_gemma3_with_old_and_new_keys():
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 512, "head_dim": 16}
+    gemma |= {"num_hidden_layers": 7, "query_pre_attn_scalar": 25}
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = parse(**gemma, rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling=linear)
+    new = parse(
+        **gemma,
+        layer_types=["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": linear | {"rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    )
+    assert old == new
+    assert old.windows == (512,) * 5 + (None, 512)
+    assert [rope.theta for rope in old.ropes] == [1e4] * 5 + [1e6, 1e4]
+    assert [rope.kind for rope in old.ropes] == ["default"] * 5 + ["linear", "default"]
+    assert old.attention_scale == pytest.approx(0.2)
+    assert old.tie_word_embeddings
+    assert old.embedding_scale == 8.0
+    assert old.activation == "gelu_tanh"
+
+
+def test_num_parameters_counts_every_weight(variant):
+    _, directory, model = variant
+    config = ModelConfig.from_dir(directory)
+    assert config.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["FalconForCausalLM"]},
+            "FalconForCausalLM.*supported: LlamaForCausalLM",
+        ),
+        ({"architectures": None}, "architecture None"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}, "mixture-of-experts"),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, "MLA"),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"a": 1}},
+            "vision",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantized checkpoints \(awq\)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"\(fp8\)"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "no factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_act": "relu2"}, "relu2"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size must be a positive integer"),
+        ({"num_key_value_heads": 3}, "no multiple"),
+        ({"head_dim": 7}, "odd"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["linear_attention"] * 4},
+            "linear_attention",
+        ),
+    ],
+)
+def test_refusals_name_the_reason(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        parse(**changes)
+
+
+def test_broken_files(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        ModelConfig.from_dir(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        ModelConfig.from_dir(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="not a JSON object"):
+        ModelConfig.from_dir(tmp_path)
+
+
+def test_torch_free():
+    code = "import sys, foredraft.models.config, foredraft.models.registry; print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "False"

