@@ -48,6 +48,8 @@ async def _serve(config: DraftConfig) -> int:
             await server.stop(0)
             raise
         metrics = None if config.metrics_port is None else start_metrics_server(config.metrics_port)
+        if metrics is not None:
+            logger.info("metrics at %s", metrics.url)
         await server.set_serving()
         await serve(server, stop=stop)
         if metrics is not None:

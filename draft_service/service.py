@@ -58,7 +58,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             raise InvalidRequest("attach", "must be the stream's first message")
         limit = drafter.max_sessions
         if limit is not None and self._num_sessions >= limit:
-            raise Overloaded(f"this draft serves {limit} verifier at a time, and has it")
+            raise Overloaded(f"this draft is attached to {limit} verifier and serves no more")
         self._num_sessions += 1
         try:
             await self._speculate(drafter, first.attach, context)

@@ -326,9 +326,11 @@ def test_pages_may_be_replaced_and_state_voided(draft: DraftProcess, reference: 
 def test_keys_before_valid_from_are_not_attended(
     draft: DraftProcess, reference: Reference, valid_from: int
 ) -> None:
-    sequences = Sequences()
     text = prompt(4, 26)
     with open_stream(draft.target, attach(3, 3, 9)) as stream:
+        # Whatever another sequence left on the same pages.
+        stream.step(Sequences(1).begin(0, prompt(5, 26)))
+        sequences = Sequences(1)
         message = sequences.begin(0, text[:20])
         del message.tokens[:valid_from]
         message.position = message.begin.valid_from = valid_from

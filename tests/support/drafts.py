@@ -109,8 +109,11 @@ class DraftStream:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def exchange(self, message: draft_pb2.SpeculateRequest) -> draft_pb2.SpeculateResponse:
+    def send(self, message: draft_pb2.SpeculateRequest) -> None:
         self._requests.put(message)
+
+    def exchange(self, message: draft_pb2.SpeculateRequest) -> draft_pb2.SpeculateResponse:
+        self.send(message)
         return next(self._call)
 
     def step(
