@@ -21,6 +21,9 @@ INFO_TIMEOUT = 2.0
 ATTACH_TIMEOUT = 30.0  # the draft allocates its KV meanwhile
 FIRST_BACKOFF = 0.05
 LONGEST_BACKOFF = 1.0
+# A draft with KV may take the step timeout once more for every so many committed tokens: a slow CPU computes
+# some hundreds a second.
+TOKENS_PER_TIMEOUT = 256
 _POLL_SECONDS = 0.25
 
 logger = logging.getLogger(__name__)
@@ -32,7 +35,7 @@ class _Stream:
     def __init__(self, stub: draft_pb2_grpc.DraftServiceStub) -> None:
         self._requests: queue.SimpleQueue[draft_pb2.SpeculateRequest | None] = queue.SimpleQueue()
         self.call = stub.Speculate(iter(self._requests.get, None))
-        self.unanswered: deque[int] = deque()  # step numbers
+        self.unanswered: deque[tuple[int, int]] = deque()  # step numbers, and committed tokens sent
         self.num_steps = 0
 
     def write(self, request: draft_pb2.SpeculateRequest) -> None:
@@ -59,7 +62,7 @@ class DraftClient:
     Args:
         target: `host:port` or `unix:/path`.
         make_attach: Makes the attach message from what the draft is and the number of the attach.
-        step_timeout: Seconds that the answer to a step may take.
+        step_timeout: Seconds that the answer to a step may take; longer when it carries many tokens.
         on_state: Called from the background thread with a line for the log whenever the state changes: "attached",
             or why there is no draft.
     """
@@ -129,7 +132,8 @@ class DraftClient:
                 f"step {request.step} does not follow step {stream.num_steps} of this attach"
             )
         stream.num_steps += 1
-        stream.unanswered.append(request.step)
+        num_tokens = sum(len(sequence.tokens) for sequence in request.sequences)
+        stream.unanswered.append((request.step, num_tokens))
         stream.write(draft_pb2.SpeculateRequest(step=request))
 
     def receive(self) -> draft_pb2.StepResponse:
@@ -143,16 +147,18 @@ class DraftClient:
             raise DraftError("no draft is attached")
         if not stream.unanswered:
             raise DraftError("no step waits for an answer")
-        self._deadline = time.monotonic() + self._step_timeout
+        expected, num_tokens = stream.unanswered[0]
+        timeout = self._step_timeout * (1 + num_tokens // TOKENS_PER_TIMEOUT)
+        self._deadline = time.monotonic() + timeout
         try:
             response = stream.read()
         except grpc.RpcError as error:
-            raise self._drop(stream, self._cause(error)) from None
+            raise self._drop(stream, self._cause(error, timeout)) from None
         except DraftError as error:
             raise self._drop(stream, str(error)) from None
         finally:
             self._deadline = None
-        expected = stream.unanswered.popleft()
+        stream.unanswered.popleft()
         if not response.HasField("step"):
             raise self._drop(stream, f"the answer to step {expected} is no step")
         if response.step.step != expected:
@@ -169,10 +175,10 @@ class DraftClient:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def _cause(self, error: grpc.RpcError) -> str:
+    def _cause(self, error: grpc.RpcError, timeout: float) -> str:
         deadline = self._deadline
         if error.code() == grpc.StatusCode.CANCELLED and deadline and time.monotonic() >= deadline:
-            return f"no answer within {self._step_timeout:g} s"
+            return f"no answer within {timeout:g} s"
         return str(from_rpc_error(error))
 
     def _drop(self, stream: _Stream, reason: str) -> DraftError:

@@ -173,6 +173,20 @@ def test_a_stopped_draft_times_out_and_goes_on_later() -> None:
         assert verifier.step() == [8, 9, 10]
 
 
+def test_many_tokens_are_given_more_time() -> None:
+    with (
+        DraftProcess() as process,
+        Client(process.target, step_timeout=0.1, max_context=5000) as verifier,
+    ):
+        verifier.attached()
+        process.pause()
+        request = verifier.request()
+        request.sequences[0].tokens.extend(COPY * 60)
+        verifier.client.send(request)
+        with pytest.raises(DraftError, match=r"no answer within 0\.3 s"):
+            verifier.client.receive()
+
+
 def test_a_refused_step_costs_the_attach_only(draft: DraftProcess) -> None:
     with Client(draft.target) as verifier:
         verifier.attached()
