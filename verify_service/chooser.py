@@ -9,7 +9,7 @@ from foredraft.speculation import penalties
 from foredraft.speculation.draft_tree import DraftTree, depths, paths
 from foredraft.speculation.noise import coins
 from foredraft.speculation.sampling import SamplingRows, choose, log_probs, probabilities
-from foredraft.speculation.verification import Verified, walk, walk_lossy
+from foredraft.speculation.verification import Verified, walk, walk_batch, walk_lossy
 from verify_service.outputs import TokenLogprob
 from verify_service.request import Sequence as RequestSequence
 
@@ -101,31 +101,64 @@ class Chooser:
         for rows, (first, last) in zip(batch, spans, strict=True):
             self._penalise(rows, logits[first:last])
         sampling = SamplingRows.from_params(params, positions, self._device)
+        if self._thresholds.lossy:
+            walked = self._walk_lossy(batch, spans, logits, sampling)
+        elif sampling.any_sampled and self._device.type == "cpu":
+            walked = [(v, False) for v in self._walk_lazily(batch, spans, logits, sampling)]
+        else:
+            chosen = choose(logits, sampling).tolist()
+            walked = [
+                (walk(rows.tree, chosen[first:last]), False)
+                for rows, (first, last) in zip(batch, spans, strict=True)
+            ]
+        return [
+            Outcome(verified, is_lossy, self._logprobs(rows, raw.get(i), verified))
+            for i, (rows, (verified, is_lossy)) in enumerate(zip(batch, walked, strict=True))
+        ]
+
+    def _walk_lazily(
+        self,
+        batch: Sequence[VerifyRows],
+        spans: list[tuple[int, int]],
+        logits: torch.Tensor,
+        sampling: SamplingRows,
+    ) -> list[Verified]:
+        """Chooses at the rows on the accepted paths alone: sampling a row is dear on a CPU."""
+
+        def choose_at(places: list[tuple[int, int]]) -> list[int]:
+            index = torch.tensor([spans[i][0] + row for i, row in places])
+            return choose(logits[index], sampling.take(index)).tolist()
+
+        return walk_batch([rows.tree for rows in batch], choose_at)
+
+    def _walk_lossy(
+        self,
+        batch: Sequence[VerifyRows],
+        spans: list[tuple[int, int]],
+        logits: torch.Tensor,
+        sampling: SamplingRows,
+    ) -> list[tuple[Verified, bool]]:
+        """Walks with the thresholds' second chance; says which walks took it."""
         chosen = choose(logits, sampling).tolist()
-        outcomes = []
-        for i, (rows, (first, last)) in enumerate(zip(batch, spans, strict=True)):
-            by_rule = chosen[first:last]
-            verified = walk(rows.tree, by_rule)
-            if self._thresholds.lossy and rows.tree.tokens:
-                index = torch.arange(first, last, device=self._device)
-                verified = self._walk_lossy(rows.tree, by_rule, logits[index], sampling.take(index))
+        probs = probabilities(logits, sampling)
+        all_coins = coins(sampling.seed, sampling.position).tolist()
+        limits = self._thresholds
+        walked = []
+        for rows, (first, last) in zip(batch, spans, strict=True):
+            tree, by_rule = rows.tree, chosen[first:last]
+            parent_rows = torch.tensor(
+                [first + parent + 1 for parent in tree.parents], dtype=torch.int64
+            )
+            node_probs = probs[parent_rows, torch.tensor(tree.tokens, dtype=torch.int64)].tolist()
+            verified = walk_lossy(
+                tree, by_rule, node_probs, all_coins[first:last], limits.single, limits.acc
+            )
             is_lossy = any(
                 by_rule[row] != token
                 for row, token in zip(verified.path, verified.tokens, strict=True)
             )
-            logprobs = self._logprobs(rows, raw.get(i), verified)
-            outcomes.append(Outcome(verified, is_lossy, logprobs))
-        return outcomes
-
-    def _walk_lossy(
-        self, tree: DraftTree, chosen: list[int], logits: torch.Tensor, sampling: SamplingRows
-    ) -> Verified:
-        probs = probabilities(logits, sampling)
-        parent_rows = [parent + 1 for parent in tree.parents]
-        node_probs = probs[parent_rows, list(tree.tokens)].tolist()
-        row_coins = coins(sampling.seed, sampling.position).tolist()
-        limits = self._thresholds
-        return walk_lossy(tree, chosen, node_probs, row_coins, limits.single, limits.acc)
+            walked.append((verified, is_lossy))
+        return walked
 
     def _keep_raw(
         self, batch: Sequence[VerifyRows], spans: list[tuple[int, int]], logits: torch.Tensor

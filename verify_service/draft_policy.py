@@ -4,41 +4,67 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+OBSERVED_WEIGHT = 0.1  # of one real step in the cost of its width
 DECAY = 0.9  # weight of the past in a node's acceptance estimate
 FIRST_PAUSE = 4  # decode steps without drafting after drafting stopped paying
 LONGEST_PAUSE = 32
 
 
 class StepCost:
-    """Seconds of one target forward by number of rows, measured at start and refined by real steps.
+    """Seconds of one target forward by number of rows, measured at start and corrected by real steps.
 
-    Between measured widths the cost is interpolated; beyond the last it grows linearly.
+    Between measured widths the cost is interpolated; beyond the last it grows linearly. A wider forward never
+    counts as cheaper than a narrower one: where the measurements say so, both take their mean.
     """
 
     def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
         self._widths = list(widths)
-        # Noise must not make a wider forward look cheaper than a narrow one.
-        self._seconds = [max(seconds[: i + 1]) for i in range(len(seconds))]
+        self._measured = list(seconds)
+        self._seconds = rising(self._measured)
 
     @classmethod
     def measure(
-        cls, widths: Sequence[int], run: Callable[[int], float], repeats: int = 3
+        cls, widths: Sequence[int], run: Callable[[int], float], repeats: int = 5
     ) -> "StepCost":
-        """Calls `run(width)` -> seconds and keeps the best of `repeats` for each width."""
-        return cls(widths, [min(run(width) for _ in range(repeats)) for width in widths])
+        """Calls `run(width)` -> seconds in rounds over all widths and keeps the best of each width."""
+        rounds = [[run(width) for width in widths] for _ in range(repeats + 1)]
+        return cls(widths, [min(times) for times in zip(*rounds[1:], strict=True)])
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Takes the time of a real forward of decoding rows into the nearest measured width."""
+        i = min(range(len(self._widths)), key=lambda i: abs(self._widths[i] - rows))
+        width = self._widths[i]
+        if abs(width - rows) * 4 > width:
+            return  # too far from any to say much about it
+        seconds *= self.seconds(width) / self.seconds(rows)
+        self._measured[i] += OBSERVED_WEIGHT * (seconds - self._measured[i])
+        self._seconds = rising(self._measured)
 
     def seconds(self, rows: int) -> float:
         """Expected seconds of a forward with `rows` rows."""
         widths, seconds = self._widths, self._seconds
-        if rows <= widths[0]:
+        if rows <= widths[0] or len(widths) == 1:
             return seconds[0]
         i = min(bisect.bisect_left(widths, rows), len(widths) - 1)
         slope = (seconds[i] - seconds[i - 1]) / (widths[i] - widths[i - 1])
         return seconds[i - 1] + slope * (rows - widths[i - 1])
 
     def table(self) -> dict[int, float]:
-        """Measured widths and seconds, for logs and benchmarks."""
+        """Widths and seconds, for logs and benchmarks."""
         return dict(zip(self._widths, self._seconds, strict=True))
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The non-decreasing sequence nearest to `values` in least squares (pool adjacent violators)."""
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        block = (value, 1)
+        while blocks and blocks[-1][0] > block[0]:
+            mean, count = blocks.pop()
+            total = count + block[1]
+            block = ((mean * count + block[0] * block[1]) / total, total)
+        blocks.append(block)
+    return [mean for mean, count in blocks for _ in range(count)]
 
 
 @dataclass(slots=True)
@@ -72,6 +98,11 @@ class DraftPolicy:
         self._cost = cost
         self._prior = prior
         self._prior_decay = prior_decay
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Takes the time of a forward that only decoded."""
+        if self._cost is not None:
+            self._cost.observe(rows, seconds)
 
     def num_nodes(self, history: DraftHistory, max_nodes: int, num_running: int) -> int:
         """Nodes to ask for in the coming step, at most `max_nodes`."""

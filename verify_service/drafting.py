@@ -125,7 +125,7 @@ class Drafting:
             self._epoch, self._step, self._num_unread = epoch, 0, 0
             self._released.clear()
         request = draft_pb2.StepRequest(released_slots=self._released)
-        self._released.clear()
+        self._forget_slots()
         asked: dict[int, Wanted] = {}
         budget = self._refill_tokens
         for want in wanted:
@@ -137,16 +137,25 @@ class Drafting:
                 news.propose.topk = topk
                 news.propose.num_draft_tokens = want.max_nodes + 1
                 asked[news.slot] = want
-            if num_tokens or news.HasField("propose"):
+            if num_tokens or news.HasField("propose") or news.HasField("begin"):
                 request.sequences.append(news)
         for sequence in extending:
             news, num_tokens = self._news(sequence, budget)
             budget -= num_tokens
-            if num_tokens:
+            if num_tokens or news.HasField("begin"):
                 request.sequences.append(news)
         if not request.sequences and not request.released_slots:
             return {}
         return self._exchange(request, asked)
+
+    def _forget_slots(self) -> None:
+        """A preempted sequence begins anew even where it gets its old slot back: the draft was told of its release."""
+        if self._released:
+            released = set(self._released)
+            for told in self._told.values():
+                if told.slot in released:
+                    told.slot = None
+            self._released.clear()
 
     def _exchange(
         self, request: draft_pb2.StepRequest, asked: dict[int, Wanted]

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import torch
+
 from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
@@ -169,6 +171,7 @@ class Engine:
 
     # From here on: the engine's own thread.
 
+    @torch.inference_mode()
     def _run(self) -> None:
         try:
             while not self._stopping:
@@ -241,6 +244,8 @@ class Engine:
         batch, rows = self._rows(plan, trees)
         output = self._runner.forward(rows)
         forwarded = time.perf_counter()
+        if not plan.prefill:
+            self._policy.observe(len(output.logits), forwarded - drafted)
         outcomes = self._chooser.choose(batch, output.logits) if batch else []
         for chunk in plan.prefill:
             if not chunk.is_last:
@@ -308,9 +313,11 @@ class Engine:
             seq, end = chunk.seq, chunk.start + chunk.num_tokens
             if chunk.is_last:
                 batch.append(VerifyRows(seq, EMPTY))
-            logits = "last" if chunk.is_last else "none"
+            tokens = seq.tokens[chunk.start : end]
             rows.append(
-                SequenceRows.chunk(seq.pages, chunk.start, seq.tokens[chunk.start : end], logits)
+                SequenceRows.chunk(
+                    seq.pages, chunk.start, tokens, "last" if chunk.is_last else "none"
+                )
             )
         return batch, rows
 

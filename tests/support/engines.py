@@ -1,0 +1,153 @@
+"""An engine in this process, with a real draft service beside it where the algorithm has one."""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from foredraft.config.options import to_flags
+from foredraft.config.services import VerifyConfig
+from foredraft.types import SamplingParams, SpeculationParams
+from tests.support.drafts import DraftProcess
+from verify_service.engine import Engine, EngineRequest
+from verify_service.metrics import SpeculationMetrics
+from verify_service.outputs import Finish, Load, StepOutput, TokenLogprob
+from verify_service.startup import build_engine, connect_draft, load_target
+
+DRAFT_FLAGS = {
+    "model_path",
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "speculative_draft_sampling",
+    "speculative_ngram_scope",
+    "num_threads",
+}
+
+
+@dataclass(slots=True)
+class Result:
+    """All that an engine said of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: Finish | None = None
+    num_blocks: int = 0
+
+
+@dataclass(slots=True)
+class Job:
+    """A request for the harness."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    priority: int = 0
+    timeout_seconds: float | None = None
+    key_label: str = ""
+    cancel_after: int | None = None
+
+
+class Collector:
+    """Gathers outputs; `wait` returns when every request has finished."""
+
+    def __init__(self, engine: Engine, num_requests: int) -> None:
+        self.results = [Result() for _ in range(num_requests)]
+        self._engine = engine
+        self._left = num_requests
+        self._done = threading.Event()
+        self._cancel_at: dict[int, tuple[int, int]] = {}
+
+    def run(self, jobs: Sequence[Job], timeout: float) -> list[Result]:
+        """Submits all jobs at once and waits for all."""
+        for i, job in enumerate(jobs):
+            number = self._engine.submit(
+                EngineRequest(
+                    tag=i,
+                    prompt=list(job.prompt),
+                    sampling=job.sampling,
+                    sink=self._take,
+                    speculation=job.speculation,
+                    priority=job.priority,
+                    timeout_seconds=job.timeout_seconds,
+                    key_label=job.key_label,
+                    return_provenance=True,
+                )
+            )
+            if job.cancel_after is not None:
+                self._cancel_at[i] = (number, job.cancel_after)
+        if jobs and not self._done.wait(timeout):
+            raise TimeoutError(f"{self._left} of {len(jobs)} requests have not finished")
+        return self.results
+
+    def _take(self, outputs: list[StepOutput], load: Load) -> None:
+        for output in outputs:
+            result = self.results[output.tag]
+            assert result.finish is None, "output after the end"
+            result.tokens += output.tokens
+            result.drafted += output.drafted
+            result.logprobs += output.logprobs
+            result.num_blocks += bool(output.tokens)
+            number, count = self._cancel_at.get(output.tag, (0, 1 << 60))
+            if len(result.tokens) >= count:
+                self._engine.cancel(number)
+            if output.finish is not None:
+                result.finish = output.finish
+                self._left -= 1
+        if self._left == 0:
+            self._done.set()
+
+
+@dataclass(slots=True)
+class Harness:
+    """A running engine and its draft."""
+
+    engine: Engine
+    draft: DraftProcess | None
+
+    def run(self, jobs: Sequence[Job], timeout: float = 120) -> list[Result]:
+        """Runs jobs together."""
+        return Collector(self.engine, len(jobs)).run(jobs, timeout)
+
+    def check_nothing_left(self) -> None:
+        """Asserts that no page or slot is in use once all requests have ended."""
+        scheduler = self.engine._scheduler
+        scheduler.check_integrity()
+        pool = scheduler.pool
+        assert pool.num_free + pool.num_idle == pool.num_pages
+        assert scheduler.num_running == scheduler.num_waiting == 0
+
+
+@contextlib.contextmanager
+def running_engine(model_path: Path, algorithm: str = "NONE", **flags: Any) -> Iterator[Harness]:
+    """An engine on `model_path` (float32, one thread) with the draft service that `algorithm` needs."""
+    flags = {
+        "model_path": str(model_path),
+        "speculative_algorithm": algorithm,
+        "device": "cpu",
+        "num_threads": 1,
+        "max_total_tokens": 4096,
+        **flags,
+    }
+    with contextlib.ExitStack() as stack:
+        draft = None
+        if algorithm != "NONE":
+            draft_flags = {name: value for name, value in flags.items() if name in DRAFT_FLAGS}
+            draft = DraftProcess(*to_flags({**draft_flags, "device": "cpu"}))
+            stack.enter_context(draft)
+            flags["draft"] = draft.target
+        config = VerifyConfig(**flags)
+        metrics = SpeculationMetrics(algorithm)
+        target = load_target(config)
+        engine = build_engine(config, target, metrics, connect_draft(config, target, metrics))
+        engine.start()
+        try:
+            yield Harness(engine, draft)
+        finally:
+            engine.stop()
+    assert engine.failure is None

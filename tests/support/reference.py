@@ -1,0 +1,77 @@
+"""What transformers computes, and when a difference from it is rounding (design section 2)."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from foredraft.speculation.noise import gumbel
+from foredraft.speculation.seeds import to_int64
+from foredraft.types import SamplingParams
+from tests.speculation.speculation_reference import distribution, penalised
+
+TIE_GAP = 1e-4
+
+
+class Reference:
+    """A checkpoint run by transformers: `generate` in float32, and the rule itself in float64."""
+
+    def __init__(self, path: Path) -> None:
+        self._float32 = self._load(path, torch.float32)
+        self._float64 = self._load(path, torch.float64)
+
+    @staticmethod
+    def _load(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+        return model.eval()
+
+    @torch.no_grad()
+    def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """Greedy continuation by transformers in float32; ends after an end-of-sequence token."""
+        output = self._float32.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+        )
+        return output[0, len(prompt) :].tolist()
+
+    @torch.no_grad()
+    def check(
+        self, prompt: list[int], output: list[int], params: SamplingParams, ends: frozenset[int]
+    ) -> int:
+        """Asserts that every token of `output` is the one that the rule gives after the tokens before it.
+
+        By induction this is equality with generating token by token, at one forward per sequence.
+
+        Returns:
+            How many tokens were not the best in float64 but within TIE_GAP of it, or would have been but for a
+            filter's edge that lies within rounding.
+        """
+        logits = self._float64(torch.tensor([prompt + output])).logits[0].numpy()
+        ties = 0
+        for i, token in enumerate(output):
+            row = logits[len(prompt) + i - 1]
+            row = penalised(row, params, prompt, output[:i], set(ends))
+            scores = self._scores(row, params, len(prompt) + i)
+            gap = scores.max() - scores[token]
+            if gap > 0:
+                assert gap < TIE_GAP, (
+                    f"token {i} is {token}, the rule gives {scores.argmax()}; the gap is {gap}"
+                )
+                ties += 1
+        return ties
+
+    @staticmethod
+    def _scores(row: np.ndarray, params: SamplingParams, position: int) -> np.ndarray:
+        if params.temperature == 0:
+            return row
+        probs = distribution(row, params)
+        noise = gumbel(
+            torch.tensor([to_int64(params.seed)]),
+            torch.tensor([position]),
+            torch.arange(len(row)),
+        )[0].numpy()
+        with np.errstate(divide="ignore"):
+            return np.log(probs) + noise
