@@ -96,7 +96,7 @@ class PagedSequences:
         sequence.num_tokens = start + len(tokens)
         # What is computed anew is valid, wherever it begins.
         sequence.valid_from = min(sequence.valid_from, start)
-        if sequence.num_tokens > len(sequence.pages) * self._attach.page_size:
+        if tokens and sequence.num_tokens > len(sequence.pages) * self._attach.page_size:
             raise InvalidRequest(
                 "new_pages",
                 f"slot {message.slot}: {len(sequence.pages)} pages do not hold "
