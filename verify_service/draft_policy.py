@@ -5,9 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 OBSERVED_WEIGHT = 0.1  # of one real step in the cost of its width
-DECAY = 0.9  # weight of the past in a node's acceptance estimate
+LEAST_WEIGHT = (
+    0.1  # of the newest outcome in a node's acceptance estimate; more while there are few
+)
 FIRST_PAUSE = 4  # decode steps without drafting after drafting stopped paying
 LONGEST_PAUSE = 32
+PROBE_NODES = 2  # drafted after a pause, until one is accepted
 
 
 class StepCost:
@@ -73,25 +76,29 @@ class DraftHistory:
 
     Attributes:
         hits: Estimated probability that the i-th proposed node is accepted.
+        num_outcomes: How often the i-th node was verified.
         pause: Decode steps still to pass without drafting.
-        next_pause: Length of the next pause if drafting still does not pay.
+        next_pause: Length of the next pause.
+        is_probing: After a pause, until a draft was right again.
     """
 
     hits: list[float] = field(default_factory=list)
+    num_outcomes: list[int] = field(default_factory=list)
     pause: int = 0
     next_pause: int = FIRST_PAUSE
+    is_probing: bool = False
 
 
 class DraftPolicy:
     """Chooses the number of tree nodes that maximises accepted tokens minus the worth of the time they cost.
 
     A node is worth verifying when its acceptance probability exceeds the tokens that the batch would make
-    plainly in the extra time. Nodes are proposed best first, so the choice is a prefix of the tree. Token
-    choice never depends on it (design section 2), so it may use any measurement.
+    plainly in the extra time. Drafts propose nodes roughly best first, so the choice is a prefix of the tree.
+    Which token is chosen never depends on it (design section 2), so it may use any measurement.
 
     Args:
         cost: Forward seconds by rows; None always drafts the maximum.
-        prior: Acceptance assumed for nodes never yet proposed to a sequence, by index.
+        prior: Acceptance assumed for the first node of a sequence; the i-th gets `prior * prior_decay ** i`.
     """
 
     def __init__(self, cost: StepCost | None, prior: float = 0.6, prior_decay: float = 0.9) -> None:
@@ -111,6 +118,8 @@ class DraftPolicy:
         if history.pause > 0:
             history.pause -= 1
             return 0
+        if history.is_probing:
+            return min(PROBE_NODES, max_nodes)
         base = self._cost.seconds(num_running)
         plain_rate = num_running / base
         gain, best, best_value = 0.0, 0, 0.0
@@ -120,32 +129,39 @@ class DraftPolicy:
             if value > best_value:
                 best, best_value = nodes, value
         if best == 0:
-            # A pause, then one more try: text may begin to repeat at any time.
-            history.pause, history.next_pause = (
-                history.next_pause,
-                min(2 * history.next_pause, LONGEST_PAUSE),
-            )
-            history.hits = [max(hit, 0.5 * self._prior) for hit in history.hits[:1]]
+            self._pause(history)
         return best
 
     def record(self, history: DraftHistory, num_nodes: int, accepted: Sequence[int]) -> None:
         """Takes the outcome of one verified tree.
 
         Args:
-            num_nodes: Nodes that were verified.
+            num_nodes: Nodes that were verified; nothing is learnt from none.
             accepted: Indices of those that were accepted.
         """
         if num_nodes == 0:
             return
+        if history.is_probing:
+            if accepted:
+                # Text has begun to repeat: what was learnt before it did says nothing any more.
+                history.hits, history.num_outcomes = [], []
+                history.is_probing, history.next_pause = False, FIRST_PAUSE
+            else:
+                self._pause(history)
+            return
         taken = set(accepted)
         for i in range(num_nodes):
-            outcome = 1.0 if i in taken else 0.0
-            if i < len(history.hits):
-                history.hits[i] = DECAY * history.hits[i] + (1 - DECAY) * outcome
-            else:
-                history.hits.append(DECAY * self._hit(history, i) + (1 - DECAY) * outcome)
-        if taken:
-            history.next_pause = FIRST_PAUSE
+            if i == len(history.hits):
+                history.hits.append(self._hit(history, i))
+                history.num_outcomes.append(0)
+            history.num_outcomes[i] += 1
+            weight = max(LEAST_WEIGHT, 1 / (history.num_outcomes[i] + 1))
+            history.hits[i] += weight * ((i in taken) - history.hits[i])
+
+    def _pause(self, history: DraftHistory) -> None:
+        history.pause = history.next_pause
+        history.next_pause = min(2 * history.next_pause, LONGEST_PAUSE)
+        history.is_probing = True
 
     def _hit(self, history: DraftHistory, index: int) -> float:
         if index < len(history.hits):

@@ -1,0 +1,83 @@
+"""How much is drafted, given what drafts brought and what a wider forward costs."""
+
+import random
+
+import pytest
+
+from verify_service.draft_policy import LONGEST_PAUSE, DraftHistory, DraftPolicy, StepCost, rising
+
+FLAT = StepCost([1, 2, 4, 8, 16], [1.0, 1.0, 1.0, 1.0, 1.0])
+LINEAR = StepCost([1, 2, 4, 8, 16], [1.0, 2.0, 4.0, 8.0, 16.0])
+TYPICAL = StepCost([1, 2, 4, 8, 16], [1.0, 1.1, 1.3, 1.7, 2.5])
+
+
+def run(cost: StepCost, acceptance: float, steps: int = 400, seed: int = 1) -> tuple[float, float]:
+    """Simulates chains whose nodes are accepted with `acceptance` each; tokens per second, and per second plainly."""
+    policy, history, rng = DraftPolicy(cost), DraftHistory(), random.Random(seed)
+    tokens, seconds = 0, 0.0
+    for _ in range(steps):
+        nodes = policy.num_nodes(history, 11, 1)
+        accepted = 0
+        while accepted < nodes and rng.random() < acceptance:
+            accepted += 1
+        policy.record(history, nodes, range(accepted))
+        tokens += accepted + 1
+        seconds += cost.seconds(1 + nodes)
+    return tokens / seconds, 1 / cost.seconds(1)
+
+
+def test_free_rows_are_always_used() -> None:
+    assert DraftPolicy(FLAT).num_nodes(DraftHistory(), 11, 1) == 11
+
+
+def test_drafts_that_are_never_right_cost_little() -> None:
+    rate, plain = run(TYPICAL, acceptance=0.0)
+    assert rate > 0.93 * plain
+
+
+def test_rows_that_cost_a_step_each_are_not_worth_it() -> None:
+    rate, plain = run(LINEAR, acceptance=0.5)
+    assert rate > 0.9 * plain
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 0.8, 0.95])
+def test_good_drafts_come_near_the_best_fixed_width(acceptance: float) -> None:
+    def fixed(nodes: int) -> float:
+        expected = sum(acceptance**i for i in range(nodes + 1))
+        return expected / TYPICAL.seconds(1 + nodes)
+
+    best = max(fixed(nodes) for nodes in range(12))
+    rate, _ = run(TYPICAL, acceptance, steps=2000)
+    assert rate > 0.85 * best
+
+
+def test_drafting_is_tried_again() -> None:
+    policy, history = DraftPolicy(TYPICAL), DraftHistory()
+    idle = 0
+    for _ in range(200):
+        nodes = policy.num_nodes(history, 11, 1)
+        policy.record(history, nodes, [])
+        idle = idle + 1 if nodes == 0 else 0
+        assert idle <= LONGEST_PAUSE + 1
+    widest = max(self_nodes(policy, history) for _ in range(LONGEST_PAUSE + 2))
+    assert widest > 0
+
+
+def self_nodes(policy: DraftPolicy, history: DraftHistory) -> int:
+    nodes = policy.num_nodes(history, 11, 1)
+    policy.record(history, nodes, range(nodes))
+    return nodes
+
+
+def test_real_steps_correct_the_table() -> None:
+    cost = StepCost([1, 2, 4], [1.0, 1.0, 1.0])
+    for _ in range(100):
+        cost.observe(2, 3.0)
+    assert cost.seconds(2) == pytest.approx(3.0, rel=0.5)
+    assert cost.seconds(1) <= cost.seconds(2) <= cost.seconds(4)
+
+
+def test_rising_is_the_nearest_non_decreasing_sequence() -> None:
+    assert rising([1, 3, 2, 4]) == [1, 2.5, 2.5, 4]
+    assert rising([3, 2, 1]) == [2, 2, 2]
+    assert rising([]) == []

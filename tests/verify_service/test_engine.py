@@ -1,0 +1,260 @@
+"""The engine with a real model and a real draft process: what requests ask for, how they end, what is left behind."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
+from tests.support.engines import Harness, Job, running_engine
+from tests.support.reference import Reference
+from transformers import AutoModelForCausalLM
+
+from foredraft.errors import InvalidRequest, Overloaded, PromptTooLong
+from foredraft.types import FinishReason, SamplingParams, SpeculationParams
+from verify_service.engine import EngineRequest
+
+ENDS = frozenset({EOS})
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
+REPEATING = [5, 6, 7, 8] * 6
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("engine") / "target")
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> Iterator[Harness]:
+    with running_engine(target, max_queued_requests=4, max_running_requests=2) as harness:
+        yield harness
+
+
+@pytest.fixture(scope="module")
+def ngram(target: Path) -> Iterator[Harness]:
+    with running_engine(target, "NGRAM", draft_step_timeout=0.5) as harness:
+        yield harness
+
+
+def test_logprobs_are_transformers(target: Path, plain: Harness) -> None:
+    prompt = [9, 8, 7, 6]
+    sampling = SamplingParams(
+        temperature=0.7,
+        repetition_penalty=1.3,
+        seed=4,
+        max_new_tokens=8,
+        ignore_eos=True,
+        logprobs=3,
+    )
+    result = plain.run([Job(prompt, sampling)])[0]
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + result.tokens])).logits[0]
+    expected = logits.log_softmax(-1)[len(prompt) - 1 :]
+    assert len(result.logprobs) == len(result.tokens) == 8
+    for i, logprob in enumerate(result.logprobs):
+        assert logprob.logprob == pytest.approx(float(expected[i, result.tokens[i]]), abs=1e-4)
+        best = expected[i].topk(3)
+        assert logprob.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert logprob.top_tokens == best.indices.tolist()
+
+
+def test_a_stop_token_ends_exactly_there(plain: Harness) -> None:
+    free = plain.run([Job([5, 6, 7], GREEDY)])[0]
+    stop = free.tokens[5]
+    first = free.tokens.index(stop)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=16, stop_token_ids=(stop,))
+    stopped = plain.run([Job([5, 6, 7], sampling)])[0]
+    assert stopped.tokens == free.tokens[: first + 1]
+    assert stopped.finish.reason is FinishReason.STOP
+    assert stopped.finish.stop_token == stop
+
+
+def test_no_end_before_min_new_tokens(target: Path, plain: Harness) -> None:
+    bias = {EOS: 100.0}
+    early = plain.run(
+        [Job([5, 6], SamplingParams(temperature=0.0, logit_bias=bias, max_new_tokens=16))]
+    )[0]
+    assert early.tokens == [EOS]
+    sampling = SamplingParams(temperature=0.0, logit_bias=bias, min_new_tokens=5, max_new_tokens=16)
+    late = plain.run([Job([5, 6], sampling)])[0]
+    assert len(late.tokens) == 6
+    assert late.tokens[-1] == EOS
+    assert Reference(target).check([5, 6], late.tokens, sampling, ENDS) == 0
+
+
+def test_a_cancelled_request_ends_and_the_others_do_not(plain: Harness) -> None:
+    long = SamplingParams(temperature=0.0, max_new_tokens=300, ignore_eos=True)
+    cancelled, kept = plain.run([Job([5, 6], long, cancel_after=3), Job([7, 8], long)])
+    assert cancelled.finish.reason is FinishReason.CANCELLED
+    assert 3 <= len(cancelled.tokens) < 300
+    assert kept.finish.reason is FinishReason.LENGTH
+    assert len(kept.tokens) == 300
+    plain.check_nothing_left()
+
+
+def test_a_deadline_ends_a_request(plain: Harness) -> None:
+    long = SamplingParams(temperature=0.0, max_new_tokens=400, ignore_eos=True)
+    result = plain.run([Job([5, 6], long, timeout_seconds=0.05)])[0]
+    assert result.finish.reason is FinishReason.DEADLINE
+    assert len(result.tokens) < 400
+    plain.check_nothing_left()
+
+
+def test_a_full_queue_refuses_at_once(plain: Harness) -> None:
+    long = SamplingParams(temperature=0.0, max_new_tokens=200, ignore_eos=True)
+    refused = 0
+    jobs = []
+    for _ in range(12):
+        try:
+            number = plain.engine.submit(
+                EngineRequest(tag=0, prompt=[5], sampling=long, sink=lambda outputs, load: None)
+            )
+            jobs.append(number)
+        except Overloaded:
+            refused += 1
+        time.sleep(0.02)
+    assert refused >= 4
+    for number in jobs:
+        plain.engine.cancel(number)
+    deadline = time.monotonic() + 10
+    while not plain.engine.is_idle:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    plain.check_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error", "field"),
+    [
+        ([], {}, InvalidRequest, "prompt"),
+        ([VOCAB_SIZE], {}, InvalidRequest, "prompt"),
+        ([5] * 600, {}, PromptTooLong, "prompt"),
+        ([5], {"temperature": -1.0}, InvalidRequest, "temperature"),
+        ([5], {"top_p": 0.0}, InvalidRequest, "top_p"),
+        ([5], {"top_k": 0}, InvalidRequest, "top_k"),
+        ([5], {"min_p": 2.0}, InvalidRequest, "min_p"),
+        ([5], {"temperature": float("nan")}, InvalidRequest, "temperature"),
+        ([5], {"seed": 2**64}, InvalidRequest, "seed"),
+        ([5], {"logit_bias": {VOCAB_SIZE: 1.0}}, InvalidRequest, "logit_bias"),
+        ([5], {"stop_token_ids": (VOCAB_SIZE,)}, InvalidRequest, "stop_token_ids"),
+        ([5], {"max_new_tokens": 0}, InvalidRequest, "max_new_tokens"),
+        ([5], {"min_new_tokens": 17}, InvalidRequest, "min_new_tokens"),
+        ([5], {"logprobs": 21}, InvalidRequest, "logprobs"),
+    ],
+)
+def test_a_bad_request_names_its_field(
+    plain: Harness, prompt: list[int], sampling: dict, error: type, field: str
+) -> None:
+    params = SamplingParams(**{"max_new_tokens": 16, **sampling})
+    with pytest.raises(error) as raised:
+        plain.run([Job(prompt, params)])
+    assert raised.value.field == field
+
+
+def test_output_stops_where_the_context_ends(plain: Harness) -> None:
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=5000, ignore_eos=True)
+    result = plain.run([Job([5] * 500, sampling)])[0]
+    assert len(result.tokens) == 12
+    assert result.finish.reason is FinishReason.LENGTH
+
+
+def test_prefixes_are_shared(plain: Harness) -> None:
+    prompt = list(range(2, 100))
+    first = plain.run([Job(prompt, GREEDY)])[0]
+    second = plain.run([Job(prompt, GREEDY)])[0]
+    assert second.tokens == first.tokens
+    assert second.finish.cached_tokens >= 64
+    assert plain.engine.flush_cache().result(10) > 0
+    third = plain.run([Job(prompt, GREEDY)])[0]
+    assert third.finish.cached_tokens == 0
+    assert third.tokens == first.tokens
+
+
+def test_a_long_prompt_delays_a_stream_by_one_chunk_a_step(target: Path) -> None:
+    with running_engine(target, chunked_prefill_size=16) as harness:
+        stream = Job([5, 6], SamplingParams(temperature=0.0, max_new_tokens=60, ignore_eos=True))
+        short, long = harness.run([stream, Job(list(range(2, 122)) * 3, GREEDY)])
+    # The prompt of 360 tokens takes 23 steps; the stream got a token in each of them.
+    assert short.num_blocks == 60
+    assert len(long.tokens) == 16
+
+
+def test_speculation_can_be_turned_off_per_request(ngram: Harness) -> None:
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=64, ignore_eos=True)
+    on, off = ngram.run(
+        [
+            Job(REPEATING, sampling),
+            Job(REPEATING, sampling, speculation=SpeculationParams(enabled=False)),
+        ]
+    )
+    assert on.tokens == off.tokens
+    assert off.finish.drafted_tokens == 0
+    assert on.finish.drafted_tokens > 0
+    assert sum(on.drafted) == on.finish.accepted_tokens
+    narrow = ngram.run(
+        [Job(REPEATING, sampling, speculation=SpeculationParams(num_draft_tokens=2))]
+    )[0]
+    assert narrow.tokens == on.tokens
+    assert narrow.finish.drafted_tokens <= narrow.finish.verify_steps
+
+
+def test_a_key_never_drafts_from_anothers_text(target: Path) -> None:
+    with running_engine(target, "NGRAM") as harness:
+        sampling = SamplingParams(temperature=1.0, seed=5, max_new_tokens=60, ignore_eos=True)
+        first = harness.run([Job([9, 10, 11], sampling, key_label="alice")])[0]
+        other = harness.run([Job([9, 10, 11], sampling, key_label="bob")])[0]
+        same = harness.run([Job([9, 10, 11], sampling, key_label="alice")])[0]
+    assert first.tokens == other.tokens == same.tokens
+    assert same.finish.accepted_tokens > other.finish.accepted_tokens
+
+
+def test_a_stopped_draft_delays_one_step_and_changes_nothing(ngram: Harness) -> None:
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=100, ignore_eos=True)
+    expected = ngram.run([Job(REPEATING, sampling)])[0].tokens
+    ngram.draft.pause()
+    paused = ngram.run([Job(REPEATING, sampling)])[0]
+    assert paused.tokens == expected
+    ngram.draft.kill()
+    killed = ngram.run([Job(REPEATING, sampling)])[0]
+    assert killed.tokens == expected
+    assert killed.finish.drafted_tokens == 0
+    ngram.draft.start()
+    deadline = time.monotonic() + 20
+    while not ngram.engine.load().draft_available:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    again = ngram.run([Job(REPEATING, sampling)])[0]
+    assert again.tokens == expected
+    assert again.finish.drafted_tokens > 0
+    ngram.check_nothing_left()
+
+
+def test_a_draft_with_the_targets_weights_is_always_right(target: Path) -> None:
+    flags = {
+        "speculative_draft_model_path": str(target),
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+        "speculative_draft_sampling": "coupled",
+    }
+    with running_engine(target, "STANDALONE", **flags) as harness:
+        jobs = [
+            Job([i + 3, 5, 9], SamplingParams(temperature=t, seed=i, top_k=k, max_new_tokens=41, ignore_eos=True))
+            for i, (t, k) in enumerate([(0.0, -1), (0.6, -1), (1.0, 20), (1.5, -1)])
+        ]  # fmt: skip
+        results = harness.run(jobs)
+    for result in results:
+        assert result.finish.accepted_tokens == result.finish.drafted_tokens > 0
+
+
+def test_a_lossy_threshold_says_so_and_never_touches_greedy(target: Path) -> None:
+    flags = {"speculative_accept_threshold_single": 0.001}
+    with running_engine(target, "NGRAM", **flags) as harness:
+        sampled = SamplingParams(temperature=1.0, seed=3, max_new_tokens=200, ignore_eos=True)
+        lossy = harness.run([Job(REPEATING, sampled)])[0]
+        greedy = harness.run([Job(REPEATING, GREEDY)])[0]
+    assert lossy.finish.lossy
+    assert not greedy.finish.lossy
+    assert Reference(target).check(REPEATING, greedy.tokens, GREEDY, ENDS) == 0
