@@ -1,4 +1,4 @@
-"""The commands below `foredraft train`: corpus, lm, baselines, token-map. Torch is imported when a command runs."""
+"""The commands below `foredraft train`: corpus, lm, draft, baselines, token-map. Torch is imported when a command runs."""
 
 import argparse
 import json
@@ -15,6 +15,7 @@ def add_parsers(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
     """Adds the training commands; each sets `run`, a function of the parsed arguments that returns an exit status."""
     _add_corpus(subparsers)
     _add_lm(subparsers)
+    _add_draft(subparsers)
     _add_baselines(subparsers)
     _add_token_map(subparsers)
 
@@ -162,6 +163,88 @@ def _run_lm(arguments: argparse.Namespace) -> int:
     )
     result = LMTrainer(config).run()
     print(json.dumps({"finished": result.finished, "step": result.step, "loss": result.loss}))
+    return 0
+
+
+def _add_draft(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "draft", help="train an EAGLE-3, EAGLE-2 or MTP head for a target"
+    )
+    add = parser.add_argument
+    add("--algorithm", choices=("EAGLE3", "EAGLE", "MTP"), default="EAGLE3")
+    add("--target", type=Path, required=True, help="Hugging Face directory of the target")
+    add("--data", type=Path, nargs="+", required=True, help="text to take prompts from")
+    add("--validation", type=Path, nargs="*", default=[], help="held-out text to measure on")
+    add("--out", type=Path, required=True)
+    add("--generated", type=Path, help="folder that keeps what the target wrote; default: OUT")
+    add("--windows", type=int, default=4096, help="windows that the target writes")
+    add("--text-windows", type=int, default=0, help="windows of plain text beside them")
+    add("--prompt", type=int, default=128, help="tokens of a prompt")
+    add("--window", type=int, default=512, help="tokens of a window, prompt included")
+    add("--generate-batch", type=int, default=1024, help="windows written at once")
+    add(
+        "--temperature", type=float, nargs="+", default=[0.0, 0.8], help="used in turn; 0 is greedy"
+    )
+    add("--steps", type=int, default=1000)
+    add("--warmup", type=int, default=100)
+    add("--batch", type=int, default=32, help="windows in an optimizer step")
+    add("--lr", type=float, default=3e-3)
+    add("--weight-decay", type=float, default=0.05)
+    add("--unroll-steps", type=int, help="training-time test; default: 5, and 1 for EAGLE")
+    add("--decay", type=float, default=0.8, help="weight of a step beside the one before it")
+    add("--token-weight", type=float, default=1.0)
+    add("--feature-weight", type=float, help="default: 1 for EAGLE, else 0")
+    add("--noise", type=float, help="on the target's features; default: 0.1 for EAGLE, else 0")
+    add("--draft-vocab-size", type=int, default=0, help="EAGLE3: most frequent tokens; 0 = all")
+    add("--intermediate", type=int, default=0, help="width of the head's MLP; 0 = the target's")
+    add("--depth", type=int, default=5, help="drafted tokens of a measured chain or tree level")
+    add("--topk", type=int, default=8, help="of the measured trees")
+    add("--tree-tokens", type=int, default=32, help="of the measured trees, root included")
+    add("--eval-every", type=int, default=0, help="steps between measurements; 0 = only at the end")
+    add("--eval-prompts", type=int, default=128, help="held-out prompts of each domain")
+    add("--eval-prompt", type=int, default=256, help="tokens of a held-out prompt")
+    add("--eval-new-tokens", type=int, default=160, help="tokens written after each")
+    add(
+        "--checkpoint-every",
+        type=int,
+        default=0,
+        help="steps between checkpoints; 0 = only at the end",
+    )
+    add("--max-minutes", type=float, default=math.inf, help="stop with a checkpoint after so long")
+    add("--seed", type=int, default=1)
+    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--no-compile", action="store_true", help="do not use torch.compile")
+    add("--resume", action="store_true", help="go on from OUT/checkpoint.pt if there is one")
+    parser.set_defaults(run=_run_draft)
+
+
+def _run_draft(arguments: argparse.Namespace) -> int:
+    from training.draft.trainer import DraftTrainer, DraftTrainingConfig
+
+    device = resolve_device(arguments.device)
+    is_eagle = arguments.algorithm == "EAGLE"
+    given = dict(vars(arguments))
+    for name in ("run", "no_compile"):
+        del given[name]
+    given["data"] = tuple(given["data"])
+    given["validation"] = tuple(given["validation"])
+    given["temperatures"] = tuple(given.pop("temperature"))
+    given["intermediate_size"] = given.pop("intermediate")
+    given["device"] = device
+    for name, eagle, other in (
+        ("unroll_steps", 1, 5),
+        ("feature_weight", 1.0, 0.0),
+        ("noise", 0.1, 0.0),
+    ):
+        if given[name] is None:
+            given[name] = eagle if is_eagle else other
+    given["compile"] = device == "cuda" and not arguments.no_compile
+    result = DraftTrainer(DraftTrainingConfig(**given)).run()
+    lengths = {
+        "chain": {domain: round(r.length, 3) for domain, r in result.chain.items()},
+        "tree": {domain: round(r.length, 3) for domain, r in result.tree.items()},
+    }
+    print(json.dumps({"finished": result.finished, "step": result.step} | lengths))
     return 0
 
 

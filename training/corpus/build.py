@@ -227,7 +227,7 @@ def permissive_licence(distribution: metadata.Distribution) -> str | None:
 
 
 def _field(fields: metadata.PackageMetadata, name: str) -> str:
-    return fields[name] if name in fields else ""
+    return (fields.get_all(name) or [""])[0]
 
 
 def _source_files(files: Iterable[Path]) -> Iterator[str]:

@@ -1,0 +1,333 @@
+"""Draft heads: what training unrolls is what drafting does, checkpoints keep their names, and training pays."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from foredraft.errors import CheckpointError
+from training.draft.acceptance import (
+    head_chain,
+    head_tree,
+    model_chain,
+    model_tree,
+    summarize,
+    walk,
+)
+from training.draft.heads import (
+    ALGORITHMS,
+    DraftHead,
+    Eagle3Head,
+    HeadShape,
+    default_aux_layers,
+    load_head,
+    make_head,
+    save_head,
+)
+from training.draft.trainer import DraftTrainer, DraftTrainingConfig
+from training.draft.unroll import DraftInputs, unroll
+from training.lm.model import Llama, LlamaShape
+from training.lm.trainer import LMTrainer, LMTrainingConfig
+
+LAYER = LlamaShape(
+    vocab_size=50,
+    hidden_size=24,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=40,
+    context_length=64,
+)
+STEPS = 4
+
+
+def random_head(algorithm: str) -> DraftHead:
+    aux = (1, 2, 3) if algorithm == "EAGLE3" else ()
+    head = make_head(HeadShape(algorithm, LAYER, aux, 30 if aux else 0))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    if isinstance(head, Eagle3Head):
+        head.set_vocabulary(
+            torch.arange(0, 50)[torch.randperm(50, generator=generator)[:30].sort()[0]],
+            torch.randn(50, 24, generator=generator),
+        )
+    return head.double()
+
+
+def random_inputs(
+    batch: int, length: int
+) -> tuple[DraftInputs, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    embed = torch.randn(50, 24, generator=generator, dtype=torch.float64)
+    output = torch.randn(50, 24, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(0, 50, (batch, length), generator=generator)
+    hidden = torch.randn(batch, length, 24, generator=generator, dtype=torch.float64)
+    captured = [
+        torch.randn(batch, length, 24, generator=generator, dtype=torch.float64) for _ in range(3)
+    ]
+    return DraftInputs(F.embedding(tokens, embed), hidden, captured), tokens, embed, output
+
+
+def draft_one_by_one(
+    head: DraftHead, inputs: DraftInputs, output: torch.Tensor, slot: int
+) -> list[torch.Tensor]:
+    """Logits of one sequence's drafting steps from `slot`, each step running every row again with plain attention."""
+    features = head.fuse(inputs.hidden, inputs.captured)[:, : slot + 1]
+    logits = []
+    for step in range(STEPS):
+        count = slot + 1 + step
+        positions = torch.arange(count)
+        x, residual = head.prepare(inputs.embeds[:, 1 : count + 1], features, positions)
+        q, k, v = head.project(x, positions)
+        scores = q @ k.mT / 8**0.5
+        scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
+        out = head.complete(scores.softmax(-1) @ v, residual)
+        logits.append(head.logits(out[:, -1], output))
+        features = torch.cat((features, out[:, -1:]), dim=1)
+    return logits
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_row_of_the_unrolled_pass_drafts_like_a_server(algorithm: str) -> None:
+    head = random_head(algorithm)
+    inputs, _, _, output = random_inputs(2, 14)
+    results = unroll(head, inputs, output, STEPS)
+    rows = results[0][0].shape[1]
+    assert rows == 14 - STEPS - 1
+    for slot in range(rows):
+        for step, expected in enumerate(draft_one_by_one(head, inputs, output, slot)):
+            torch.testing.assert_close(results[step][1][:, slot], expected)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_tree_of_one_branch_accepts_what_the_chain_accepts(algorithm: str) -> None:
+    head = random_head(algorithm)
+    inputs, tokens, embed, output = random_inputs(3, 40)
+    # Let the text agree with the head in many places.
+    for _ in range(4):
+        results = unroll(
+            head, DraftInputs(F.embedding(tokens, embed), inputs.hidden, inputs.captured), output, 1
+        )
+        best = results[0][1].argmax(-1)
+        if isinstance(head, Eagle3Head):
+            best = best + head.d2t[best]
+        changed = torch.rand(best.shape, generator=torch.Generator().manual_seed(1)) < 0.8
+        tokens[:, 2:40] = torch.where(changed, best, tokens[:, 2:40])
+    inputs = DraftInputs(F.embedding(tokens, embed), inputs.hidden, inputs.captured)
+    chain = head_chain(head, inputs, tokens, output, 10, STEPS)
+    tree = head_tree(head, inputs, tokens, embed, output, 10, STEPS, 1, STEPS + 1)
+    assert sorted(chain) == sorted(tree)
+    assert sum(chain) > 0
+    wide = head_tree(head, inputs, tokens, embed, output, 10, STEPS, 4, 20)
+    assert summarize(wide, STEPS).length >= summarize(chain, STEPS).length
+
+
+def test_a_standalone_draft_with_the_targets_weights_accepts_everything() -> None:
+    model = Llama(dataclasses.replace(LAYER, num_layers=2))
+    model.initialize(3)
+    model.double()
+    model.compute_dtype = torch.float64
+    tokens = torch.randint(0, 50, (3, 8), generator=torch.Generator().manual_seed(2))
+    for _ in range(24):
+        hidden, _ = model(tokens)
+        tokens = torch.cat((tokens, model.logits(hidden[:, -1:]).argmax(-1)), dim=1)
+    assert set(model_chain(model, tokens, 8, STEPS)) == {STEPS}
+    assert set(model_tree(model, tokens, 8, STEPS, 1, STEPS + 1)) == {STEPS}
+
+
+def test_walking_counts_each_verify_once() -> None:
+    assert walk([9, 2, 9, 9, 0, 1], root=2) == [2, 0, 1]
+    result = summarize([2, 0, 1], 2)
+    assert result.length == 2
+    assert result.depths == (pytest.approx(2 / 3), pytest.approx(1 / 2))
+
+
+NAMES = {
+    "EAGLE": {
+        "fc.weight": (24, 48),
+        "fc.bias": (24,),
+        "layers.0.self_attn.q_proj.weight": (32, 24),
+    },
+    "EAGLE3": {
+        "fc.weight": (24, 72),
+        "midlayer.input_layernorm.weight": (24,),
+        "midlayer.hidden_norm.weight": (24,),
+        "midlayer.self_attn.k_proj.weight": (16, 48),
+        "norm.weight": (24,),
+        "lm_head.weight": (30, 24),
+        "d2t": (30,),
+        "t2d": (50,),
+    },
+    "MTP": {
+        "model.mtp_layers.0.token_layernorm.weight": (24,),
+        "model.mtp_layers.0.input_proj.weight": (24, 48),
+        "model.mtp_layers.0.self_attn.q_proj.bias": (32,),
+        "model.mtp_layers.0.final_layernorm.weight": (24,),
+    },
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_checkpoints_have_the_names_other_servers_read_and_load_again(
+    algorithm: str, tmp_path: Path
+) -> None:
+    head = random_head(algorithm).float()
+    save_head(head, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, shape in NAMES[algorithm].items():
+        assert tuple(tensors[name].shape) == shape
+    assert len(tensors) == len(head.state_dict())
+    again = load_head(tmp_path, head.shape)
+    for name, tensor in head.state_dict().items():
+        expected = tensor.bfloat16().float() if tensor.is_floating_point() else tensor
+        assert torch.equal(again.state_dict()[name], expected), name
+    with pytest.raises(CheckpointError, match="unexpected"):
+        head.load_checkpoint({**tensors, "extra.weight": torch.zeros(1)})
+
+
+def test_offsets_map_the_draft_vocabulary_onto_the_target() -> None:
+    head = random_head("EAGLE3")
+    assert isinstance(head, Eagle3Head)
+    ids = torch.arange(30) + head.d2t
+    assert head.t2d[ids].all()
+    assert int(head.t2d.sum()) == len(set(ids.tolist())) == 30
+
+
+def test_default_layers_follow_the_published_rule() -> None:
+    assert default_aux_layers(16) == (2, 8, 13)
+    assert default_aux_layers(2) == (1, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def toy_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("toy")
+    generator = np.random.default_rng(0)
+    (folder / "train").mkdir()
+    (folder / "heldout").mkdir()
+    nouns = [
+        "config",
+        "value",
+        "index",
+        "result",
+        "buffer",
+        "token",
+        "state",
+        "queue",
+        "item",
+        "path",
+    ]
+    for index in range(60):
+        lines = []
+        for _ in range(10):
+            noun, other = generator.choice(nouns, 2)
+            lines.append(
+                f"def get_{noun}(self, {other}):\n    if self.{noun} is None:\n        return {other}\n"
+                f"    return self.{noun}[{other}]\n\n"
+            )
+        split = "heldout" if index % 10 == 0 else "train"
+        (folder / split / f"{index}.py").write_text("".join(lines))
+    shape = LlamaShape(300, 64, 2, 4, 2, 16, 128, 128)
+    config = LMTrainingConfig(
+        data=(folder / "train",),
+        out=folder / "target",
+        shape=shape,
+        steps=150,
+        warmup=10,
+        batch=8,
+        micro_batch=8,
+        lr=1e-2,
+        compile=False,
+    )
+    LMTrainer(config).run()
+    return folder, folder / "target"
+
+
+def draft_config(toy: tuple[Path, Path], out: Path, **changes: object) -> DraftTrainingConfig:
+    folder, target = toy
+    config = DraftTrainingConfig(
+        target=target,
+        algorithm="EAGLE3",
+        data=(folder / "train",),
+        validation=(folder / "heldout",),
+        generated=folder / "generated",
+        out=out,
+        windows=64,
+        text_windows=64,
+        prompt=32,
+        window=96,
+        generate_batch=32,
+        steps=80,
+        warmup=10,
+        batch=8,
+        lr=5e-3,
+        unroll_steps=3,
+        draft_vocab_size=200,
+        depth=3,
+        topk=3,
+        tree_tokens=10,
+        eval_prompts=8,
+        eval_prompt=32,
+        eval_new_tokens=32,
+        compile=False,
+    )
+    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+
+
+def test_a_trained_head_clearly_beats_an_untrained_one(
+    toy_target: tuple[Path, Path], tmp_path: Path
+) -> None:
+    trainer = DraftTrainer(draft_config(toy_target, tmp_path))
+    untrained, _ = trainer.measure(tree=False)
+    result = trainer.run()
+    assert result.finished
+    assert result.chain["py"].length > untrained["py"].length + 0.7
+    assert result.tree["py"].length >= result.chain["py"].length
+    assert (tmp_path / "curves.png").is_file()
+    load_head(tmp_path, trainer.shape)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "MTP"])
+def test_the_other_heads_learn_too(
+    algorithm: str, toy_target: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = draft_config(
+        toy_target,
+        tmp_path,
+        algorithm=algorithm,
+        steps=40,
+        unroll_steps=1,
+        feature_weight=0.5,
+        noise=0.05,
+    )
+    trainer = DraftTrainer(config)
+    untrained, _ = trainer.measure(tree=False)
+    assert trainer.run().chain["py"].length > untrained["py"].length
+
+
+def test_a_resumed_run_ends_with_the_same_head_bit_for_bit(
+    toy_target: tuple[Path, Path], tmp_path: Path
+) -> None:
+    whole = DraftTrainer(draft_config(toy_target, tmp_path / "whole", steps=6, validation=()))
+    whole.run()
+    first = DraftTrainer(draft_config(toy_target, tmp_path / "parts", steps=6, validation=()))
+    first.draft_index = first.draft_ids
+    for _ in range(2):
+        first._train_step()
+    first._save_checkpoint()
+    second = DraftTrainer(
+        draft_config(toy_target, tmp_path / "parts", steps=6, validation=(), resume=True)
+    )
+    assert second.step == 2
+    second.run()
+    for (name, ours), theirs in zip(
+        second.head.state_dict().items(), whole.head.state_dict().values(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name

@@ -1,0 +1,223 @@
+"""Accept lengths of drafts on text that the target wrote greedily: chains and trees, exactly as a server would take them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foredraft.speculation.draft_tree import DraftTree
+from foredraft.speculation.tree_building import BeamTree
+from training.draft.heads import DraftHead, Eagle3Head
+from training.draft.unroll import DraftInputs, unroll
+from training.lm.model import Llama
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What a draft achieved.
+
+    Attributes:
+        length: Tokens per verify, the bonus token included.
+        verifies: Number of verifies counted.
+        depths: Share of verifies that accepted a token at depth d, given that depth d - 1 was accepted; d = 1, 2, ...
+    """
+
+    length: float
+    verifies: int
+    depths: tuple[float, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for a report."""
+        return {
+            "accept_length": round(self.length, 4),
+            "verifies": self.verifies,
+            "acceptance_by_depth": [round(value, 4) for value in self.depths],
+        }
+
+
+def summarize(accepted: list[int], steps: int) -> Acceptance:
+    """Statistics over the number of drafted tokens that each verify accepted."""
+    count = len(accepted)
+    reached = [sum(value >= depth for value in accepted) for depth in range(steps + 1)]
+    depths = tuple(reached[d] / max(1, reached[d - 1]) for d in range(1, steps + 1))
+    return Acceptance(1 + sum(accepted) / max(1, count), count, depths)
+
+
+def walk(accepted_at: list[int], root: int) -> list[int]:
+    """Accepted tokens of each verify of one sequence.
+
+    Args:
+        accepted_at: At index i: how many drafted tokens match when the newest token is number i + 1 (slot i drafts).
+        root: Number of the first newest token.
+    """
+    taken = []
+    while root - 1 < len(accepted_at):
+        taken.append(accepted_at[root - 1])
+        root += taken[-1] + 1
+    return taken
+
+
+@torch.no_grad()
+def head_chain(
+    head: DraftHead,
+    inputs: DraftInputs,
+    tokens: Tensor,
+    output_weight: Tensor,
+    prompt: int,
+    steps: int,
+) -> list[int]:
+    """Accepted tokens of every verify with chains of `steps` tokens.
+
+    A drafted token matters only while all before it were right, so its inputs are the text's own tokens and one unrolled pass
+    gives every chain.
+
+    Args:
+        head: The head.
+        inputs: What it sees of the sequences.
+        tokens: The sequences [B, T], greedy from token `prompt` on.
+        output_weight: The target's output head.
+        prompt: Tokens in each prompt.
+        steps: Depth of a chain.
+    """
+    right = []
+    for step, (_, logits) in enumerate(unroll(head, inputs, output_weight, steps)):
+        best = to_target_ids(head, logits.argmax(-1))
+        right.append(best == tokens[:, step + 2 : step + 2 + best.shape[1]])
+    matched = torch.stack(right).cumprod(0).sum(0)
+    return [value for row in matched.tolist() for value in walk(row, prompt)]
+
+
+def to_target_ids(head: DraftHead, ids: Tensor) -> Tensor:
+    """Target token ids of draft ids."""
+    return ids + head.d2t[ids] if isinstance(head, Eagle3Head) else ids
+
+
+@torch.no_grad()
+def head_tree(
+    head: DraftHead,
+    inputs: DraftInputs,
+    tokens: Tensor,
+    embed_weight: Tensor,
+    output_weight: Tensor,
+    prompt: int,
+    steps: int,
+    topk: int,
+    num_draft_tokens: int,
+) -> list[int]:
+    """Accepted tokens of every verify with dynamic trees; see `head_chain` for the arguments.
+
+    The committed slots hold the target's features; drafted rows attend to them, to their ancestors and to themselves.
+    """
+    batch, length = tokens.shape
+    slots = length - 1
+    index = torch.arange(slots, device=tokens.device)
+    features = head.fuse(inputs.hidden, inputs.captured)[:, :slots]
+    x, residual = head.prepare(inputs.embeds[:, 1:], features, index)
+    q, prefix_keys, prefix_values = head.project(x, index)
+    mixed = F.scaled_dot_product_attention(q, prefix_keys, prefix_values, is_causal=True)
+    outputs = head.complete(mixed, residual)
+    token_map = None
+    if isinstance(head, Eagle3Head):
+        token_map = torch.arange(len(head.d2t), device=tokens.device) + head.d2t
+    rows = torch.arange(batch, device=tokens.device)
+
+    def draft(roots: Tensor) -> list[DraftTree]:
+        tree = BeamTree(batch, steps, topk, num_draft_tokens)
+        beam_features = outputs[rows, roots - 1][:, None]
+        keys, values = prefix_keys, prefix_values
+        visible = (index < roots[:, None])[:, None].expand(batch, topk, slots)
+        for level in range(steps):
+            logits = head.logits(beam_features, output_weight).float()
+            beam_tokens, beams = tree.expand(logits, token_map)
+            if level == steps - 1:
+                break
+            beam_features = beam_features.gather(
+                1, beams[..., None].expand(-1, -1, beam_features.shape[-1])
+            )
+            positions = (roots + level)[:, None].expand(batch, topk)
+            embeds = F.embedding(beam_tokens, embed_weight).to(beam_features.dtype)
+            x, residual = head.prepare(embeds, beam_features, positions)
+            q, k, v = head.project(x, positions)
+            keys, values = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
+            mask = torch.cat((visible, tree.ancestor_rows()), dim=2)[:, None]
+            mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+            beam_features = head.complete(mixed, residual)
+        return tree.finish()
+
+    return _walk_trees(draft, tokens, prompt, steps)
+
+
+@torch.no_grad()
+def model_chain(model: Llama, tokens: Tensor, prompt: int, steps: int) -> list[int]:
+    """Like `head_chain` for a standalone draft model, which sees all tokens up to the newest one."""
+    hidden, _ = model(tokens)
+    best = model.logits(hidden).argmax(-1)
+    right = best[:, :-1] == tokens[:, 1:]  # right[i]: token i + 1 is foretold
+    rows = tokens.shape[1] - steps - 1
+    # Slot i here drafts tokens i + 2 ..., as for the heads: the newest token is number i + 1.
+    matched = torch.stack([right[:, 1 + k : 1 + k + rows] for k in range(steps)]).cumprod(0).sum(0)
+    return [value for row in matched.tolist() for value in walk(row, prompt)]
+
+
+@torch.no_grad()
+def model_tree(
+    model: Llama, tokens: Tensor, prompt: int, steps: int, topk: int, num_draft_tokens: int
+) -> list[int]:
+    """Like `head_tree` for a standalone draft model; every level runs the whole sequences again."""
+    batch, length = tokens.shape
+    rows = torch.arange(batch, device=tokens.device)
+
+    def draft(roots: Tensor) -> list[DraftTree]:
+        tree = BeamTree(batch, steps, topk, num_draft_tokens)
+        hidden, _ = model(tokens)
+        logits = model.logits(hidden[rows, roots][:, None]).float()
+        paths = tokens[:, None].expand(batch, topk, length).clone()
+        for level in range(steps):
+            beam_tokens, beams = tree.expand(logits)
+            if level == steps - 1:
+                break
+            paths = paths.gather(1, beams[..., None].expand(-1, -1, length))
+            place = (roots + level + 1)[:, None, None].expand(batch, topk, 1)
+            paths = paths.scatter(2, place, beam_tokens[..., None])
+            hidden, _ = model(paths.flatten(0, 1))
+            at = place.flatten(0, 1)[..., None].expand(-1, -1, hidden.shape[-1])
+            logits = model.logits(hidden.gather(1, at)).float().view(batch, topk, -1)
+        return tree.finish()
+
+    return _walk_trees(draft, tokens, prompt, steps)
+
+
+def _walk_trees(
+    draft: Callable[[Tensor], list[DraftTree]], tokens: Tensor, prompt: int, steps: int
+) -> list[int]:
+    """Drafts for all sequences at once, moves each past what it accepts, until none has room for a whole tree."""
+    text = tokens.tolist()
+    end = tokens.shape[1] - steps
+    roots = [prompt] * len(text)
+    accepted = []
+    while min(roots) < end:
+        trees = draft(torch.tensor(roots, device=tokens.device).clamp(max=end - 1))
+        for row, tree in enumerate(trees):
+            if roots[row] >= end:
+                continue
+            matched = _match(tree, text[row][roots[row] + 1 :])
+            accepted.append(matched)
+            roots[row] += matched + 1
+    return accepted
+
+
+def _match(tree: DraftTree, text: list[int]) -> int:
+    node, depth = -1, 0
+    while True:
+        children = (
+            child
+            for child, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True))
+            if parent == node and token == text[depth]
+        )
+        found = next(children, None)
+        if found is None:
+            return depth
+        node, depth = found, depth + 1

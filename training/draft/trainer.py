@@ -1,0 +1,406 @@
+"""The training loop of `foredraft train draft`."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from foredraft.errors import CheckpointError, ConfigError
+from training.draft.acceptance import Acceptance, head_chain, head_tree, summarize
+from training.draft.heads import (
+    Eagle3Head,
+    HeadShape,
+    default_aux_layers,
+    make_head,
+    save_head,
+)
+from training.draft.target import Target
+from training.draft.unroll import DraftInputs, draft_loss, unroll
+from training.draft.windows import cut, encode_stream, heldout_continuations, write_windows
+from training.export import write_json
+from training.lm.model import LlamaShape
+from training.lm.optimizer import MuonAdamW, cosine_schedule
+from training.plots import plot_curves
+from training.progress import Progress, say
+from training.text_data import read_documents
+from training.token_map import select_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTrainingConfig:
+    """Everything that decides a run.
+
+    Attributes:
+        target: Hugging Face directory of the target.
+        algorithm: EAGLE3, EAGLE or MTP.
+        data: Text whose pieces are prompts and, for `text_windows`, training text.
+        validation: Held-out text; accept lengths are measured on greedy continuations of its prompts, by domain.
+        generated: Folder that keeps the windows which the target wrote; None is `out`.
+        windows, text_windows: Windows written by the target, and windows of plain text.
+        prompt, window: Tokens of a prompt and of a window.
+        steps, warmup, batch, lr, weight_decay: As for a language model; `batch` counts windows.
+        unroll_steps: Steps of training-time test; 1 is plain next-feature training.
+        decay: Weight of a step beside the one before it.
+        token_weight, feature_weight, noise: See `unroll.draft_loss` and `unroll.unroll`.
+        draft_vocab_size: EAGLE-3: most frequent tokens of the windows; 0 keeps the whole vocabulary.
+        intermediate_size: Width of the head's MLP; 0 is the target's.
+    """
+
+    target: Path
+    algorithm: str
+    data: tuple[Path, ...]
+    out: Path
+    validation: tuple[Path, ...] = ()
+    generated: Path | None = None
+    windows: int = 4096
+    text_windows: int = 0
+    prompt: int = 128
+    window: int = 512
+    generate_batch: int = 1024
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    steps: int = 1000
+    warmup: int = 100
+    batch: int = 32
+    lr: float = 3e-3
+    weight_decay: float = 0.05
+    unroll_steps: int = 5
+    decay: float = 0.8
+    token_weight: float = 1.0
+    feature_weight: float = 0.0
+    noise: float = 0.0
+    draft_vocab_size: int = 0
+    intermediate_size: int = 0
+    depth: int = 5
+    topk: int = 8
+    tree_tokens: int = 32
+    eval_every: int = 0
+    eval_prompts: int = 128
+    eval_prompt: int = 256
+    eval_new_tokens: int = 160
+    checkpoint_every: int = 0
+    max_minutes: float = math.inf
+    seed: int = 1
+    device: str = "cpu"
+    compile: bool = True
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTrainingResult:
+    """How a run ended: all steps done or not, and accept lengths by domain for chains and trees."""
+
+    finished: bool
+    step: int
+    chain: dict[str, Acceptance]
+    tree: dict[str, Acceptance]
+
+
+class DraftTrainer:
+    """One run of `foredraft train draft`."""
+
+    def __init__(self, config: DraftTrainingConfig) -> None:
+        self.config = config
+        self.device = torch.device(config.device)
+        self.on_cuda = self.device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.on_cuda else torch.float32
+        config.out.mkdir(parents=True, exist_ok=True)
+        self.target = Target(config.target, self.device, self.dtype)
+        self.shape = self._head_shape()
+        self.step = 0
+        self.history: list[dict[str, Any]] = []
+        self._prepare_text()
+        self.head = make_head(self.shape)
+        self.head.initialize(config.seed)
+        self.head.to(self.device)
+        if isinstance(self.head, Eagle3Head):
+            self.head.set_vocabulary(self.draft_ids.to(self.device), self.target.output_weight)
+        self.optimizer = MuonAdamW(self.head, config.weight_decay)
+        self._features = self._compiled(self.target.features)
+        self._loss = self._compiled(self._window_loss)
+        if config.resume:
+            self._load_checkpoint()
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function) if self.config.compile else function
+
+    def _head_shape(self) -> HeadShape:
+        config, shape = self.config, self.target.shape
+        layer = LlamaShape(
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            num_layers=1,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=config.intermediate_size or shape.intermediate_size,
+            context_length=shape.context_length,
+            rope_theta=shape.rope_theta,
+            norm_eps=shape.norm_eps,
+        )
+        if config.algorithm != "EAGLE3":
+            return HeadShape(config.algorithm, layer)
+        size = config.draft_vocab_size or shape.vocab_size
+        if size > shape.vocab_size:
+            raise ConfigError(f"--draft-vocab-size must be at most {shape.vocab_size}")
+        return HeadShape(config.algorithm, layer, default_aux_layers(shape.num_layers), size)
+
+    def _prepare_text(self) -> None:
+        config = self.config
+        file = config.target / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(f"no tokenizer.json in {config.target}")
+        tokenizer = Tokenizer.from_file(str(file))
+        start = tokenizer.encode("", add_special_tokens=True).ids
+        stream = encode_stream(list(read_documents(config.data)), tokenizer, start)
+        say(f"{len(stream) / 1e6:.1f} M tokens of text")
+        folder = config.generated or config.out
+        folder.mkdir(parents=True, exist_ok=True)
+        windows = write_windows(
+            self.target,
+            stream,
+            folder,
+            config.windows,
+            config.prompt,
+            config.window,
+            config.generate_batch,
+            config.temperatures,
+            config.seed,
+        )
+        generator = np.random.default_rng(config.seed)
+        if config.text_windows:
+            plain = cut(stream, config.text_windows, config.window, generator)
+            windows = np.concatenate((windows, plain.astype(np.int32)))
+        self.heldout = heldout_continuations(
+            self.target,
+            list(read_documents(config.validation)),
+            tokenizer,
+            start,
+            config.eval_prompts,
+            config.eval_prompt,
+            config.eval_new_tokens,
+            config.seed,
+        )
+        self.target.release_generator()
+        self.windows = torch.from_numpy(windows).to(self.device)
+        counts = np.bincount(windows.ravel(), minlength=self.shape.layer.vocab_size)
+        size = self.shape.draft_vocab_size or len(counts)
+        ids, self.coverage = select_tokens(counts, size, start)
+        self.draft_ids = torch.tensor(sorted(ids))
+
+    def _batch_at(self, step: int) -> Tensor:
+        """The windows of one step: all once an epoch, in an order that depends on the seed and the epoch alone."""
+        config, count = self.config, len(self.windows)
+        first = step * config.batch
+        rows = []
+        for epoch in range(first // count, (first + config.batch - 1) // count + 1):
+            generator = torch.Generator().manual_seed(config.seed * 1_000_003 + epoch)
+            order = torch.randperm(count, generator=generator)
+            low = max(0, first - epoch * count)
+            rows.append(order[low : first + config.batch - epoch * count])
+        return self.windows[torch.cat(rows).to(self.device)].long()
+
+    def _inputs(self, tokens: Tensor) -> DraftInputs:
+        with torch.no_grad():
+            hidden, captured = self._features(tokens, self.shape.aux_layers)
+            embeds = F.embedding(tokens, self.target.embed_weight)
+        return DraftInputs(embeds, hidden, captured)
+
+    def _window_loss(self, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
+        config = self.config
+        weight = self.target.output_weight
+        with torch.no_grad():
+            logits = F.linear(inputs.hidden, weight).float()
+            probs = F.softmax(logits, dim=-1)
+            if len(self.draft_ids) < probs.shape[-1]:
+                probs = probs[..., self.draft_index]
+            probs = probs.to(self.dtype)
+        results = unroll(self.head, inputs, weight, config.unroll_steps, config.noise)
+        return draft_loss(
+            results,
+            inputs.hidden,
+            probs,
+            config.decay,
+            config.token_weight,
+            config.feature_weight,
+        )
+
+    def run(self) -> DraftTrainingResult:
+        """Trains to the last step or the time limit, measures, writes the checkpoint directory."""
+        config = self.config
+        began = mark = time.monotonic()
+        self.draft_index = self.draft_ids.to(self.device)
+        parameters = sum(parameter.numel() for parameter in self.head.parameters())
+        say(
+            f"{config.algorithm} head of {parameters / 1e6:.2f} M parameters, {len(self.windows)} windows of"
+            f" {config.window}; the draft vocabulary covers {self.coverage:.2%} of their tokens"
+        )
+        mark_step = self.step
+        with Progress(config.steps, self.step, config.algorithm) as progress:
+            while self.step < config.steps and time.monotonic() - began < 60 * config.max_minutes:
+                loss, agreement = self._train_step()
+                if self.step % 20 == 0 or self.step == config.steps:
+                    value = float(loss)
+                    if not math.isfinite(value):
+                        raise ConfigError(f"the loss is {value} at step {self.step}; lower --lr")
+                    seconds = time.monotonic() - mark
+                    rate = (self.step - mark_step) * config.batch * config.window / seconds
+                    depths = [round(number, 4) for number in agreement.tolist()]
+                    self._log(
+                        {
+                            "step": self.step,
+                            "loss": value,
+                            "agreement": depths,
+                            "tokens_per_second": round(rate),
+                        }
+                    )
+                    text = " ".join(f"{number:.3f}" for number in depths)
+                    progress.advance(
+                        self.step - mark_step,
+                        f"loss {value:.4f}, agreement by step {text}, {rate / 1e3:.0f} k tokens/s",
+                    )
+                    mark, mark_step = time.monotonic(), self.step
+                paused = time.monotonic()
+                if config.eval_every and self.step % config.eval_every == 0:
+                    self.measure(tree=False)
+                if config.checkpoint_every and self.step % config.checkpoint_every == 0:
+                    self._save_checkpoint()
+                mark += time.monotonic() - paused
+        return self._finish()
+
+    def _train_step(self) -> tuple[Tensor, Tensor]:
+        config = self.config
+        if config.noise:
+            torch.manual_seed(config.seed * 1_000_003 + self.step)
+        loss, agreement = self._loss(self._inputs(self._batch_at(self.step)))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        self.optimizer.step(cosine_schedule(self.step, config.steps, config.warmup, config.lr))
+        self.step += 1
+        return loss.detach(), agreement.detach()
+
+    def _finish(self) -> DraftTrainingResult:
+        config = self.config
+        self._save_checkpoint()
+        # What is measured is what is shipped: weights rounded to bf16.
+        with torch.no_grad():
+            for parameter in self.head.parameters():
+                parameter.copy_(parameter.bfloat16())
+        chain, tree = self.measure(tree=True)
+        save_head(self.head, config.out)
+        report = {
+            "parameters": sum(parameter.numel() for parameter in self.head.parameters()),
+            "tokens_seen": self.step * config.batch * config.window,
+            "draft_vocabulary_coverage": self.coverage,
+            "chain": {domain: result.as_dict() for domain, result in chain.items()},
+            "tree": {domain: result.as_dict() for domain, result in tree.items()},
+            "config": json.loads(json.dumps(asdict(config), default=str)),
+        }
+        write_json(config.out / "training.json", report)
+        self._plot()
+        return DraftTrainingResult(self.step >= config.steps, self.step, chain, tree)
+
+    @torch.no_grad()
+    def measure(self, tree: bool) -> tuple[dict[str, Acceptance], dict[str, Acceptance]]:
+        """Accept lengths on the held-out continuations: chains, and trees if asked for."""
+        config = self.config
+        chains: dict[str, Acceptance] = {}
+        trees: dict[str, Acceptance] = {}
+        weight = self.target.output_weight
+        for domain, texts in self.heldout.items():
+            chain_counts: list[int] = []
+            tree_counts: list[int] = []
+            for tokens in texts.split(128):
+                hidden, captured = self.target.features(tokens, self.shape.aux_layers)
+                embeds = F.embedding(tokens, self.target.embed_weight)
+                inputs = DraftInputs(embeds, hidden, captured)
+                chain_counts += head_chain(
+                    self.head, inputs, tokens, weight, config.eval_prompt, config.depth
+                )
+                if tree:
+                    tree_counts += head_tree(
+                        self.head,
+                        inputs,
+                        tokens,
+                        self.target.embed_weight,
+                        weight,
+                        config.eval_prompt,
+                        config.depth,
+                        config.topk,
+                        config.tree_tokens,
+                    )
+            chains[domain] = summarize(chain_counts, config.depth)
+            if tree:
+                trees[domain] = summarize(tree_counts, config.depth)
+        for label, results in (("chain", chains), ("tree", trees)):
+            for domain, result in results.items():
+                depths = " ".join(f"{value:.3f}" for value in result.depths)
+                say(
+                    f"step {self.step} {domain} {label}: {result.length:.3f} tokens a verify ({depths})"
+                )
+        if chains:
+            measured = {domain: result.as_dict() for domain, result in chains.items()}
+            self._log({"step": self.step, "chain": measured})
+        return chains, trees
+
+    def _plot(self) -> None:
+        trained = [entry for entry in self.history if "loss" in entry]
+        steps = [entry["step"] for entry in trained]
+        agreement = {
+            f"step {k + 1}": (steps, [entry["agreement"][k] for entry in trained])
+            for k in range(self.config.unroll_steps)
+        }
+        measured = [entry for entry in self.history if "chain" in entry]
+        lengths = {
+            domain: (
+                [entry["step"] for entry in measured],
+                [entry["chain"][domain]["accept_length"] for entry in measured],
+            )
+            for domain in self.heldout
+        }
+        panels = {"training agreement with the target": agreement}
+        if lengths:
+            panels[f"held-out accept length, chain of {self.config.depth}"] = lengths
+        plot_curves(self.config.out / "curves.png", f"{self.config.algorithm} head", "step", panels)
+
+    def _log(self, entry: dict[str, Any]) -> None:
+        self.history.append(entry)
+        with (self.config.out / "log.jsonl").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def _save_checkpoint(self) -> None:
+        path = self.config.out / "checkpoint.pt"
+        state = {
+            "step": self.step,
+            "head": self.head.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "history": self.history,
+        }
+        torch.save(state, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").replace(path)
+
+    def _load_checkpoint(self) -> None:
+        path = self.config.out / "checkpoint.pt"
+        if not path.is_file():
+            say("nothing to resume: starting at step 0")
+            return
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            self.head.load_state_dict(state["head"])
+        except RuntimeError as error:
+            raise CheckpointError(f"{path} holds another head: {error}") from None
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.history = state["step"], state["history"]
+        if isinstance(self.head, Eagle3Head):
+            self.draft_ids = self.head.t2d.nonzero().flatten().cpu()
+        lines = "".join(json.dumps(entry) + "\n" for entry in self.history)
+        (self.config.out / "log.jsonl").write_text(lines)
+        say(f"resumed at step {self.step}")

@@ -1,0 +1,111 @@
+"""The windows a head is trained on: text that the target wrote itself, kept as tokens, and plain text."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from foredraft.errors import ConfigError
+from training.draft.target import Target
+from training.progress import say
+from training.text_data import Document
+
+
+def encode_stream(
+    documents: Sequence[Document], tokenizer: Tokenizer, start: Sequence[int]
+) -> np.ndarray:
+    """Documents one behind the other, `start` tokens before each, int32."""
+    parts: list[np.ndarray] = []
+    for first in range(0, len(documents), 4096):
+        texts = [document.text for document in documents[first : first + 4096]]
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        parts.extend(np.array([*start, *encoding.ids], dtype=np.int32) for encoding in encodings)
+    return np.concatenate(parts)
+
+
+def cut(stream: np.ndarray, count: int, length: int, generator: np.random.Generator) -> np.ndarray:
+    """`count` random windows of a stream, int32 [count, length]."""
+    if len(stream) <= length:
+        raise ConfigError(f"{len(stream)} tokens of text are too few for windows of {length}")
+    starts = generator.integers(0, len(stream) - length, count)
+    return stream[starts[:, None] + np.arange(length)]
+
+
+def write_windows(
+    target: Target,
+    stream: np.ndarray,
+    out: Path,
+    count: int,
+    prompt: int,
+    length: int,
+    batch: int,
+    temperatures: Sequence[float],
+    seed: int,
+) -> np.ndarray:
+    """Lets the target continue prompts of the stream; what is done already is read from `<out>/generated.npy`.
+
+    Args:
+        target: Who writes.
+        stream: Text to take prompts from.
+        out: Folder of the file, rewritten after every batch, so that a later run goes on from there.
+        count: Windows wanted.
+        prompt, length: Tokens of a prompt and of a whole window.
+        batch: Windows written at once.
+        temperatures: Used in turn, one for a batch; 0 is greedy.
+        seed: Seed of prompts and sampling.
+
+    Returns:
+        int32 [count, length].
+    """
+    path = out / "generated.npy"
+    windows = np.load(path) if path.is_file() else np.zeros((0, length), dtype=np.int32)
+    if windows.shape[1] != length:
+        raise ConfigError(
+            f"{path} holds windows of {windows.shape[1]} tokens; delete it or set --window"
+        )
+    while len(windows) < count:
+        began = time.monotonic()
+        turn = len(windows) // batch
+        rows = min(batch, count - len(windows))
+        generator = np.random.default_rng((seed, turn))
+        prompts = torch.from_numpy(cut(stream, rows, prompt, generator).astype(np.int64))
+        temperature = temperatures[turn % len(temperatures)]
+        tokens = target.generate(
+            prompts.to(target.device), length - prompt, temperature, seed * 1_000_003 + turn
+        )
+        windows = np.concatenate((windows, tokens.cpu().numpy().astype(np.int32)))
+        np.save(path, windows)
+        speed = rows * (length - prompt) / (time.monotonic() - began)
+        say(
+            f"the target wrote {len(windows)}/{count} windows, {speed / 1e3:.0f} k tokens/s at temperature {temperature}"
+        )
+    return windows[:count]
+
+
+def heldout_continuations(
+    target: Target,
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    start: Sequence[int],
+    per_domain: int,
+    prompt: int,
+    new_tokens: int,
+    seed: int,
+) -> dict[str, Tensor]:
+    """Greedy continuations of held-out prompts by domain, int64 [per_domain, prompt + new_tokens] on the target's device."""
+    by_domain: dict[str, list[Document]] = {}
+    for document in documents:
+        by_domain.setdefault(document.domain, []).append(document)
+    texts = {}
+    for domain, members in sorted(by_domain.items()):
+        stream = encode_stream(members, tokenizer, start)
+        if len(stream) <= prompt:
+            continue
+        prompts = cut(stream, per_domain, prompt, np.random.default_rng(seed))
+        device_prompts = torch.from_numpy(prompts.astype(np.int64)).to(target.device)
+        texts[domain] = target.generate(device_prompts, new_tokens, 0.0, seed)
+    return texts
