@@ -60,10 +60,10 @@ class SelfAttention(nn.Module):
         attention: AttentionBackend,
         plan: object,
     ) -> torch.Tensor:
-        """[num_rows or more, input_size] -> [the same, hidden_size]; rows after the batch's are padding.
+        """[num_rows, input_size] -> [num_rows, hidden_size].
 
         Args:
-            angles: Of `rotary.Rotary`, for all rows of x.
+            angles: Of `rotary.Rotary`, for the batch's positions.
             layer: Of the cache.
         """
         heads = self.qkv(x).view(self._shape)
@@ -75,8 +75,8 @@ class SelfAttention(nn.Module):
         rotated = rotate(q_and_k, *angles)
         # Keys go back beside their values, so that the cache takes both at once.
         heads[:, self._num_heads : -self._num_kv_heads].copy_(rotated[:, self._num_heads :])
-        kv.write(layer, batch.slots, heads[: batch.num_rows, self._num_heads :])
+        kv.write(layer, batch.slots, heads[:, self._num_heads :])
         queries = rotated[:, : self._num_heads]
-        out = x.new_zeros(x.shape[0], self.output.weight.shape[1])
+        out = x.new_empty(x.shape[0], self.output.weight.shape[1])
         attention.attend(plan, queries, layer, self.window, self._scale, out)
         return self.output(out)

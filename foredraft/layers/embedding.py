@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foredraft.layers.linear import Linear, efficient_rows, new_parameter
+from foredraft.layers.linear import Linear, new_parameter
 
 
 class Embedding(nn.Module):
@@ -58,11 +58,7 @@ class LMHead(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden] -> float32 [num_rows, vocab_size]."""
-        num_rows = x.shape[0]
-        padding = efficient_rows(num_rows, x.device, x.dtype) - num_rows
-        if padding:
-            x = F.pad(x, (0, 0, 0, padding))
-        logits = super().forward(x)[:num_rows].float()
+        logits = super().forward(x).float()
         if self._softcap is not None:
             logits = (logits / self._softcap).tanh_().mul_(self._softcap)
         return logits

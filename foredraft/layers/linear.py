@@ -4,19 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-
-def efficient_rows(num_rows: int, device: torch.device, dtype: torch.dtype) -> int:
-    """The number of rows to compute instead of `num_rows`; padding to it is faster than not.
-
-    MKL's single precision product of a weight matrix and a few columns runs at the memory's speed for 2, 4 and 8
-    columns, and much slower for numbers between; one column (gemv) takes 1.7 times as long as two. Measured by
-    benchmarks/cpu_forward.py.
-    """
-    if device.type != "cpu" or dtype != torch.float32:
-        return num_rows
-    if num_rows <= 8:
-        return 1 << max(1, (num_rows - 1).bit_length())
-    return -(-num_rows // 16) * 16 if num_rows <= 32 else num_rows
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+BLOCKS = 16
 
 
 class Linear(nn.Module):
@@ -41,21 +30,35 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = new_parameter((num_outputs, num_inputs), dtype, device)
         self.bias = new_parameter((num_outputs,), dtype, device) if bias else None
-        # F.linear gives MKL the rows as its columns and falls on a slow path for 2 to 16 of them.
-        self._weight_first = device.type == "cpu" and dtype in (torch.float32, torch.float64)
+        self._multiply = (
+            float32_linear if device.type == "cpu" and dtype == torch.float32 else F.linear
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_rows, num_inputs] -> [num_rows, num_outputs], contiguous."""
-        if self._weight_first:
-            return self.columns(x).t().contiguous()
-        return F.linear(x, self.weight, self.bias)
+        """Contiguous [num_rows, num_inputs] -> contiguous [num_rows, num_outputs]."""
+        return self._multiply(x, self.weight, self.bias)
 
-    def columns(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_rows, num_inputs] -> [num_outputs, num_rows]; contiguous on the CPU, where this is the cheaper form."""
-        if not self._weight_first:
-            return F.linear(x, self.weight, self.bias).t()
-        result = torch.mm(self.weight, x.t())
-        return result if self.bias is None else result.add_(self.bias.unsqueeze(1))
+
+def float32_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`F.linear` for the CPU, by whichever library reads the weights fastest for this number of rows.
+
+    F.linear gives MKL a few rows as the *left* matrix, which costs 3 to 5 times what the memory needs for 2 to 16 of
+    them. Measured by `benchmarks/cpu_forward.py --kernels`: one row is fastest as matrix times vector in blocks, since
+    the single product uses one thread; up to five as weights times columns; from six on oneDNN is ahead.
+    """
+    num_rows, (num_outputs, num_inputs) = x.shape[0], weight.shape
+    if num_rows == 1 and num_outputs % BLOCKS == 0:
+        blocks = weight.view(BLOCKS, num_outputs // BLOCKS, num_inputs)
+        result = torch.bmm(blocks, x.t().expand(BLOCKS, num_inputs, 1)).view(1, num_outputs)
+    elif num_rows <= 5:
+        result = torch.mm(weight, x.t()).t().contiguous()
+    elif HAS_ONEDNN:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    else:
+        return F.linear(x, weight, bias)
+    return result if bias is None else result.add_(bias)
 
 
 def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

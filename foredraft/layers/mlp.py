@@ -40,7 +40,5 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden] -> [num_rows, hidden]."""
-        # As columns, gate and up are contiguous halves, and only their product is turned around.
-        both = self.gate_up.columns(x)
-        product = self._activation(both[: self._size]).mul_(both[self._size :])
-        return self.down(product.t().contiguous())
+        both = self.gate_up(x)
+        return self.down(self._activation(both[:, : self._size]).mul_(both[:, self._size :]))

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.attention import SelfAttention
 from foredraft.layers.embedding import Embedding, LMHead
-from foredraft.layers.linear import efficient_rows
 from foredraft.layers.mlp import GatedMLP
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.rotary import Rotary
@@ -84,7 +82,7 @@ class DecoderLayer(nn.Module):
         attention: AttentionBackend,
         plan: object,
     ) -> None:
-        """Adds to `stream` [num_rows or more, hidden_size] in place."""
+        """Adds to `stream` [num_rows, hidden_size] in place."""
         x = self.attention(self.attention_norm(stream), angles, layer, batch, kv, attention, plan)
         stream.add_(x if self.attention_post_norm is None else self.attention_post_norm(x))
         x = self.mlp(self.mlp_norm(stream))
@@ -149,27 +147,23 @@ class DecoderModel(nn.Module):
         Args:
             capture: Layers whose entering residual stream is wanted; num_layers for what leaves the last one.
         """
-        num_rows = batch.num_rows
-        stream = self.embedding(batch.tokens) if batch.embeddings is None else batch.embeddings
-        padding = efficient_rows(num_rows, stream.device, stream.dtype) - num_rows
-        positions = batch.positions
-        if padding:
-            stream = F.pad(stream, (0, 0, 0, padding))
-            positions = F.pad(positions, (0, padding))
-        elif batch.embeddings is not None:
-            stream = stream.clone()  # layers add to it in place
+        if batch.embeddings is None:
+            stream = self.embedding(batch.tokens)
+        else:
+            stream = batch.embeddings.clone()  # layers add to it in place
         angles = {
-            rope: rotary.angles(positions, stream.dtype) for rope, rotary in self._rotary.items()
+            rope: rotary.angles(batch.positions, stream.dtype)
+            for rope, rotary in self._rotary.items()
         }
         plan = attention.plan(batch, kv, self._windows, self._group_size)
         captured: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.decoder_layers):
             if index in capture:
-                captured[index] = stream[:num_rows].clone()
+                captured[index] = stream.clone()
             rope = angles[self.config.ropes[index]]
             layer(stream, rope, index, batch, kv, attention, plan)
         if self.config.num_layers in capture:
-            captured[self.config.num_layers] = stream[:num_rows].clone()
-        hidden = self.norm(stream[:num_rows])
+            captured[self.config.num_layers] = stream.clone()
+        hidden = self.norm(stream)
         wanted = hidden if batch.logit_rows is None else hidden[batch.logit_rows]
         return ModelOutput(self.lm_head(wanted), hidden, [captured[layer] for layer in capture])

@@ -49,8 +49,8 @@ def close(got, want):
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 50])
-def test_padding_changes_nothing(runner, num_rows):
-    """Rows are padded to numbers that are fast; each number gives what single rows give."""
+def test_number_of_rows_changes_nothing(runner, num_rows):
+    """Products take different ways for different numbers of rows; each gives what single rows give."""
     tokens = [(7 * i) % 61 for i in range(num_rows)]
     pages = list(range(16))
     output = runner.forward([SequenceRows.chunk(pages, 0, tokens, "all")])
