@@ -1,7 +1,7 @@
 """Attention by torch alone: the CPU's backend, and the reference of the others on any device."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
 from foredraft.kvcache.paged_kv import PagedKV
 
+# A long chunk is attended in blocks of so many rows: a block reads no keys after its own last one, and masks stay small.
+BLOCK_ROWS = 128
+
 
 @dataclass(slots=True)
 class _Span:
-    """One sequence under one window."""
+    """Rows of one sequence under one window."""
 
     first_row: int
     end_row: int
@@ -33,7 +36,7 @@ class SdpaPlan:
 
 
 class SdpaAttention(AttentionBackend):
-    """One call of scaled_dot_product_attention per sequence and layer.
+    """One call of scaled_dot_product_attention per sequence (long chunks: block of rows) and layer.
 
     The query heads of a KV head are folded into the rows, so keys and values are never repeated. The
     keys of consecutive pages are read in place; those of scattered pages are gathered. A layer with a
@@ -46,7 +49,7 @@ class SdpaAttention(AttentionBackend):
         """See AttentionBackend."""
         spans: dict[int | None, list[_Span]] = {window: [] for window in windows}
         dtype, device = kv.data.dtype, kv.data.device
-        for span in batch.spans:
+        for span in (block for whole in batch.spans for block in _blocks(whole)):
             for window, planned in spans.items():
                 first_key = _first_key(span, window)
                 visible = _visible(span, window, first_key)
@@ -90,6 +93,22 @@ class SdpaAttention(AttentionBackend):
             out[span.first_row : span.end_row].view(num_rows, num_kv_heads, group, head_dim).copy_(
                 result
             )
+
+
+def _blocks(span: SequenceSpan) -> Iterator[SequenceSpan]:
+    """Cuts causal rows into blocks; for a later block the earlier ones are prefix."""
+    num_rows = span.num_rows
+    if num_rows <= BLOCK_ROWS or span.tail_mask is not None or span.tail_positions is not None:
+        yield span
+        return
+    for row in range(0, num_rows, BLOCK_ROWS):
+        yield replace(
+            span,
+            first_row=span.first_row + row,
+            positions=span.positions[row : row + BLOCK_ROWS],
+            prefix_len=span.prefix_len + row,
+            write_index=span.write_index + row,
+        )
 
 
 def _first_key(span: SequenceSpan, window: int | None) -> int:

@@ -51,7 +51,9 @@ def float32_linear(
     num_rows, (num_outputs, num_inputs) = x.shape[0], weight.shape
     if num_rows == 1 and num_outputs % BLOCKS == 0:
         blocks = weight.view(BLOCKS, num_outputs // BLOCKS, num_inputs)
-        result = torch.bmm(blocks, x.t().expand(BLOCKS, num_inputs, 1)).view(1, num_outputs)
+        # The stride of the one column must not be 1: it makes torch take a transposed, slow product.
+        column = x.as_strided((BLOCKS, num_inputs, 1), (0, 1, num_inputs))
+        result = torch.bmm(blocks, column).view(1, num_outputs)
     elif num_rows <= 5:
         result = torch.mm(weight, x.t()).t().contiguous()
     elif HAS_ONEDNN:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from foredraft.attention import sdpa
 from foredraft.attention.base import Batch, SequenceSpan
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.kvcache.paged_kv import PagedKV
@@ -86,7 +87,8 @@ def slots_of(span, first, end):
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("seed", range(12))
-def test_equals_brute_force(heads, contiguous, seed):
+def test_equals_brute_force(heads, contiguous, seed, monkeypatch):
+    monkeypatch.setattr(sdpa, "BLOCK_ROWS", 3)
     rng = np.random.default_rng(seed)
     num_heads, num_kv_heads = heads
     kv = PagedKV(2, NUM_PAGES, PAGE_SIZE, num_kv_heads, HEAD_DIM, torch.float64, "cpu")
