@@ -47,7 +47,9 @@ async def _serve(config: DraftConfig) -> int:
         except ForedraftError:
             await server.stop(0)
             raise
-        metrics = None if config.metrics_port is None else start_metrics_server(config.metrics_port)
+        metrics = None
+        if config.metrics_port is not None:
+            metrics = start_metrics_server(config.metrics_port, config.metrics_host)
         if metrics is not None:
             logger.info("metrics at %s", metrics.url)
         await server.set_serving()

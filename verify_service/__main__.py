@@ -46,7 +46,9 @@ async def _serve(config: VerifyConfig) -> int:
     await server.start()
     target, engine = await starting
     service.open(engine, _served(config, target))
-    metrics = None if config.metrics_port is None else start_metrics_server(config.metrics_port)
+    metrics = None
+    if config.metrics_port is not None:
+        metrics = start_metrics_server(config.metrics_port, config.metrics_host)
     engine.start()
     await server.set_serving()
     stop = lifetime.stop_event()

@@ -17,12 +17,12 @@ from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
 from foredraft.errors import ConfigError
 from foredraft.models.registry import resolve_model_path
 
-# Fields that name a port, and where it is bound; None stands for --host.
+# Fields that name a port, and the fields that name where it is bound.
 _PORT_HOSTS = {
-    "port": None,
-    "grpc_port": None,
-    "verify_metrics_port": "127.0.0.1",
-    "draft_metrics_port": "127.0.0.1",
+    "port": "host",
+    "grpc_port": "host",
+    "verify_metrics_port": "metrics_host",
+    "draft_metrics_port": "metrics_host",
 }
 _MODEL_FIELDS = ("model_path", "speculative_draft_model_path")
 
@@ -102,7 +102,7 @@ def make_supervisor(
     directory = make_runtime_directory()
     sockets = {name: f"unix:{directory}/{name}.sock" for name in ("verify", "draft")}
     ports = _choose_ports(config)
-    host = reachable_host(config.host)
+    host, metrics_host = reachable_host(config.host), reachable_host(config.metrics_host)
     has_draft = config.speculative_algorithm != "NONE"
     services = [
         Service(
@@ -136,7 +136,7 @@ def make_supervisor(
         "http": f"http://{host}:{ports['port']}",
         "grpc": f"{host}:{ports['grpc_port']}",
         "metrics": f"http://{host}:{ports['port']}/metrics",
-        "verify_metrics": f"http://127.0.0.1:{ports['verify_metrics_port']}/metrics",
+        "verify_metrics": f"http://{metrics_host}:{ports['verify_metrics_port']}/metrics",
     }
     if has_draft:
         command = _command(
@@ -156,7 +156,7 @@ def make_supervisor(
                 stop_seconds=5,
             )
         )
-        urls["draft_metrics"] = f"http://127.0.0.1:{ports['draft_metrics_port']}/metrics"
+        urls["draft_metrics"] = f"http://{metrics_host}:{ports['draft_metrics_port']}/metrics"
     unbuffered = {**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"}
     return LocalStack(directory, services, urls=urls, on_line=on_line, environment=unbuffered)
 
@@ -213,7 +213,7 @@ def _choose_ports(config: ServeConfig) -> dict[str, int]:
             for other in chosen:
                 if port and chosen[other] == port:
                     raise ConfigError(f"{flag_of(other)} and {flag_of(name)} are both {port}")
-            host = _PORT_HOSTS[name] or config.host
+            host = getattr(config, _PORT_HOSTS[name])
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             probe = probes.enter_context(socket.socket(family))
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

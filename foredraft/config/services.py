@@ -22,6 +22,18 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """What a service with a metrics page of its own has."""
+
+    metrics_port: int | None = option(
+        None, "Port of the service's own /metrics; none when absent.", internal=True
+    )
+    metrics_host: str = option(
+        "127.0.0.1", "Address that the verifier's and the draft's /metrics listen on."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TargetConfig:
     """Which target model is served; the draft reads it too, to compare tokenizers and find MTP layers."""
 
@@ -133,14 +145,11 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(LogConfig, TargetConfig, SpeculationConfig):
+class VerifyConfig(LogConfig, MetricsConfig, TargetConfig, SpeculationConfig):
     """The verifier."""
 
     listen: str = option(
         "127.0.0.1:50052", "Address of the verifier's gRPC: host:port or unix:/path.", internal=True
-    )
-    metrics_port: int | None = option(
-        None, "Port of the verifier's own /metrics; none when absent.", internal=True
     )
     draft: str = option("", "Address of the draft service; none when empty.", internal=True)
     context_length: int | None = option(
@@ -173,14 +182,11 @@ class VerifyConfig(LogConfig, TargetConfig, SpeculationConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig(LogConfig, TargetConfig, SpeculationConfig):
+class DraftConfig(LogConfig, MetricsConfig, TargetConfig, SpeculationConfig):
     """The draft."""
 
     listen: str = option(
         "127.0.0.1:50053", "Address of the draft's gRPC: host:port or unix:/path.", internal=True
-    )
-    metrics_port: int | None = option(
-        None, "Port of the draft's own /metrics; none when absent.", internal=True
     )
 
 

@@ -1,0 +1,33 @@
+"""`python -m foredraft.rpc.healthcheck ADDRESS`: asks a service once how it is, for containers' health checks."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from foredraft.errors import ConfigError
+from foredraft.rpc.channel import check_health
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the status; 0 when it is SERVING, 1 when it is anything else."""
+    parser = argparse.ArgumentParser(
+        prog="python -m foredraft.rpc.healthcheck",
+        description="Asks a service once by the gRPC health protocol; exits with 0 when it serves.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("address", metavar="ADDRESS", help="host:port or unix:/path")
+    parser.add_argument("--service", default="", help="name asked for; the whole server when empty")
+    parser.add_argument("--timeout", type=float, default=2.0, help="seconds [2]")
+    arguments = parser.parse_args(argv)
+    try:
+        status = check_health(
+            arguments.address, service=arguments.service, timeout=arguments.timeout
+        )
+    except ConfigError as error:
+        parser.error(str(error))
+    print(status)
+    return 0 if status == "SERVING" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
