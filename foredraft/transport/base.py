@@ -1,0 +1,173 @@
+"""What every transport of hidden states is to the verifier, which writes, and to the draft, which reads; and the ring that
+bounds their memory."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.api.tensor.v1 import tensor_pb2
+from foredraft.errors import ForedraftError, InvalidRequest
+from foredraft.transport import codec
+
+HIDDEN = "hidden"  # name of the ring among the arena's tensors
+MAX_ROW_BYTES = 1 << 24
+
+
+class ArenaError(ForedraftError):
+    """An arena cannot be made here, or one that is offered cannot be mapped.
+
+    Args:
+        field: Of `tensor_pb2.Arena`, where one is to blame.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """One row of hidden states.
+
+    Attributes:
+        width: Elements.
+        dtype: Their type.
+    """
+
+    width: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, needs: draft_pb2.HiddenNeeds) -> "RowFormat":
+        """The rows that a draft wants.
+
+        Raises:
+            InvalidRequest: There are no such rows.
+        """
+        row = cls(needs.width, codec.to_torch(needs.dtype))
+        if not row.dtype.is_floating_point or not 0 < row.num_bytes <= MAX_ROW_BYTES:
+            raise InvalidRequest("hidden", f"rows of {row.width} x {row.dtype}")
+        return row
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.width * self.dtype.itemsize
+
+
+class RowRing:
+    """Which rows of a ring are in use: row numbers go round, oldest first out.
+
+    Rows that were written belong to the next step that is sent, and are in use until it is answered.
+
+    Args:
+        capacity: Rows of the ring.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._next = 0
+        self._num_used = 0
+        self._num_unsent = 0
+        self._sent: deque[tuple[int, int]] = deque()  # (step, rows)
+
+    @property
+    def num_free(self) -> int:
+        """Rows that may be taken now."""
+        return self.capacity - self._num_used
+
+    def take(self, num_rows: int) -> int:
+        """The first of `num_rows` consecutive rows (modulo capacity), for the step that is sent next."""
+        if not 0 < num_rows <= self.num_free:
+            raise ValueError(f"{num_rows} rows asked of {self.num_free} free ones")
+        first = self._next
+        self._next = (first + num_rows) % self.capacity
+        self._num_used += num_rows
+        self._num_unsent += num_rows
+        return first
+
+    def sent(self, step: int) -> None:
+        """What was taken since the last step is in use until `step` is answered."""
+        if self._num_unsent:
+            self._sent.append((step, self._num_unsent))
+            self._num_unsent = 0
+
+    def answered(self, step: int) -> None:
+        """Frees the rows of all steps up to this one."""
+        while self._sent and self._sent[0][0] <= step:
+            self._num_used -= self._sent.popleft()[1]
+
+
+class HiddenWriter(ABC):
+    """The verifier's end of one attach. One thread writes; `close` may come from another.
+
+    Attributes:
+        arena: For the attach message.
+        row: Format of the rows.
+    """
+
+    arena: tensor_pb2.Arena
+
+    def __init__(self, row: RowFormat, capacity: int) -> None:
+        self.row = row
+        self._ring = RowRing(capacity)
+
+    @property
+    def capacity(self) -> int:
+        """Rows in use at most, over all unanswered steps."""
+        return self._ring.capacity
+
+    @property
+    def num_free(self) -> int:
+        """Rows that may be written now."""
+        return self._ring.num_free
+
+    def write(self, rows: torch.Tensor) -> draft_pb2.HiddenRows:
+        """Puts rows [n, width] where the draft can read them, n at least 1 and at most `num_free`.
+
+        Returns:
+            What goes into the next step.
+
+        Raises:
+            ArenaError: The writer was closed.
+        """
+        if rows.dim() != 2 or rows.shape[1] != self.row.width:
+            raise ValueError(f"rows are {tuple(rows.shape)}, not [n, {self.row.width}]")
+        first = self._ring.take(len(rows))
+        return self._put(first, rows.to(self.row.dtype))
+
+    def sent(self, step: int) -> None:
+        """The rows written since the last call went with `step`."""
+        self._ring.sent(step)
+
+    def answered(self, step: int) -> None:
+        """The draft has answered `step`, so it has read its rows."""
+        self._ring.answered(step)
+
+    @abstractmethod
+    def _put(self, first: int, rows: torch.Tensor) -> draft_pb2.HiddenRows: ...
+
+    def attached(self) -> None:  # noqa: B027
+        """Both ends have mapped the memory: its name may go."""
+
+    def close(self) -> None:  # noqa: B027
+        """Gives the memory back. May be called twice."""
+
+
+class HiddenReader(ABC):
+    """The draft's end of one attach."""
+
+    @abstractmethod
+    def read(self, rows: draft_pb2.HiddenRows) -> torch.Tensor:
+        """The rows [num_rows, width], copied to memory of the draft's own.
+
+        Raises:
+            InvalidRequest: There are no such rows.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Gives the memory back. May be called twice."""

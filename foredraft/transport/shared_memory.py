@@ -1,0 +1,241 @@
+"""Hidden states in a POSIX shared-memory segment: for a draft on the same host.
+
+A segment is a file in /dev/shm, made and mapped here rather than by multiprocessing.shared_memory, whose resource tracker
+would unlink in one process what another one owns. The verifier writes; the draft maps it read-only. Linux only.
+"""
+
+import logging
+import mmap
+import os
+import re
+import secrets
+import stat
+import struct
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.api.tensor.v1 import tensor_pb2
+from foredraft.errors import InvalidRequest
+from foredraft.transport import codec
+from foredraft.transport.base import (
+    HIDDEN,
+    ArenaError,
+    HiddenReader,
+    HiddenWriter,
+    RowFormat,
+)
+
+FOLDER = Path("/dev/shm")
+_NAME = re.compile(
+    r"foredraft-(\d+)-(\d+)-(\d+)-[0-9a-f]{16}"
+)  # pid, its start time, pid namespace
+_HEADER = struct.Struct("<8sQQ")  # magic, epoch, size of the segment
+_MAGIC = b"foredra1"
+_FIRST_ROW = mmap.PAGESIZE  # offset of row 0, behind the header
+
+logger = logging.getLogger(__name__)
+
+
+def is_supported() -> bool:
+    """Whether this machine has what segments need."""
+    return FOLDER.is_dir() and Path("/proc/self/stat").exists()
+
+
+class SharedMemoryWriter(HiddenWriter):
+    """Makes a new segment, which has a name until `attached`.
+
+    Args:
+        row: Format of the rows.
+        capacity: Rows of the ring.
+        epoch: Number of the attach.
+
+    Raises:
+        ArenaError: The segment cannot be made; /dev/shm is full, say.
+    """
+
+    def __init__(self, row: RowFormat, capacity: int, epoch: int) -> None:
+        super().__init__(row, capacity)
+        size = _FIRST_ROW + capacity * row.num_bytes
+        self._path = FOLDER / _new_name()
+        try:
+            self._map: mmap.mmap | None = _create(self._path, size)
+        except OSError as error:
+            raise ArenaError("size", f"no segment of {size} bytes: {error}") from error
+        _HEADER.pack_into(self._map, 0, _MAGIC, epoch, size)
+        self._rows: np.ndarray | None = np.frombuffer(
+            self._map, dtype=np.uint8, offset=_FIRST_ROW
+        ).reshape(capacity, row.num_bytes)
+        self.arena = tensor_pb2.Arena(
+            transport=tensor_pb2.TRANSPORT_SHM,
+            handle=self._path.name.encode(),
+            size=size,
+            epoch=epoch,
+        )
+        self.arena.tensors.add(
+            name=HIDDEN,
+            offset=_FIRST_ROW,
+            dtype=codec.to_message(row.dtype),
+            shape=(capacity, row.width),
+        )
+
+    def attached(self) -> None:
+        """Takes the segment's name away, so that it ends with the two processes."""
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Frees the segment as soon as a write that may be under way in another thread has ended."""
+        self.attached()
+        self._rows = self._map = None
+
+    def _put(self, first: int, rows: torch.Tensor) -> draft_pb2.HiddenRows:
+        ring = self._rows
+        if ring is None:
+            raise ArenaError("epoch", f"attach {self.arena.epoch} has ended")
+        data = codec.raw(rows).numpy().reshape(len(rows), self.row.num_bytes)
+        fitting = min(len(rows), self.capacity - first)
+        ring[first : first + fitting] = data[:fitting]
+        ring[: len(rows) - fitting] = data[fitting:]
+        return draft_pb2.HiddenRows(arena_row=first, num_rows=len(rows))
+
+
+class SharedMemoryReader(HiddenReader):
+    """Maps a segment read-only.
+
+    Args:
+        arena: As the verifier describes it.
+        row: Format of the rows.
+        epoch: Number of the attach.
+
+    Raises:
+        ArenaError: The description contradicts itself, the segment, or this attach.
+    """
+
+    def __init__(self, arena: tensor_pb2.Arena, row: RowFormat, epoch: int) -> None:
+        offset, capacity = _check(arena, row, epoch)
+        self._row = row
+        self._map: mmap.mmap | None = _open(arena)
+        if _HEADER.unpack_from(self._map) != (_MAGIC, epoch, arena.size):
+            self._map.close()
+            raise ArenaError("epoch", "the segment is not of this attach")
+        self._rows: np.ndarray | None = np.frombuffer(
+            self._map, dtype=np.uint8, count=capacity * row.num_bytes, offset=offset
+        ).reshape(capacity, row.num_bytes)
+
+    def read(self, rows: draft_pb2.HiddenRows) -> torch.Tensor:
+        """The rows of the ring."""
+        ring = self._rows
+        if ring is None:
+            raise InvalidRequest("hidden", "the attach has ended")
+        first, num_rows, capacity = rows.arena_row, rows.num_rows, len(ring)
+        if rows.WhichOneof("source") != "arena_row":
+            raise InvalidRequest("hidden", "the rows are not in the arena, as was agreed")
+        if not (first < capacity and num_rows <= capacity):
+            raise InvalidRequest(
+                "hidden", f"{num_rows} rows from row {first} on, in a ring of {capacity}"
+            )
+        data = np.empty((num_rows, self._row.num_bytes), dtype=np.uint8)
+        fitting = min(num_rows, capacity - first)
+        data[:fitting] = ring[first : first + fitting]
+        data[fitting:] = ring[: num_rows - fitting]
+        return torch.from_numpy(data).view(self._row.dtype)
+
+    def close(self) -> None:
+        """Unmaps the segment."""
+        self._rows = None
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+
+def remove_leftovers() -> int:
+    """Unlinks segments whose verifier died before its draft had mapped them; returns how many.
+
+    A process in another pid namespace cannot be told from a dead one, so its segments stay.
+    """
+    if not is_supported():
+        return 0
+    removed = 0
+    for path in FOLDER.glob("foredraft-*"):
+        match = _NAME.fullmatch(path.name)
+        if match is None or int(match[3]) != _pid_namespace():
+            continue
+        if _start_time(int(match[1])) == int(match[2]):
+            continue
+        try:
+            path.unlink()
+            removed += 1
+        except OSError as error:  # another user's, or gone already
+            logger.debug("left %s: %s", path, error)
+    return removed
+
+
+def _new_name() -> str:
+    pid = os.getpid()
+    return f"foredraft-{pid}-{_start_time(pid)}-{_pid_namespace()}-{secrets.token_hex(8)}"
+
+
+def _start_time(pid: int) -> int | None:
+    """Clock ticks from boot to the start of a process, which tell it from a later one of the same pid; None if dead."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = text.rpartition(")")[2].split()  # from field 3 on, proc_pid_stat(5)
+    return None if state in "ZX" else int(fields[18])
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _create(path: Path, size: int) -> mmap.mmap:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        # Without its pages reserved, a full /dev/shm would be a SIGBUS at some later write.
+        os.posix_fallocate(descriptor, 0, size)
+        return mmap.mmap(descriptor, size)
+    except BaseException:
+        path.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _open(arena: tensor_pb2.Arena) -> mmap.mmap:
+    name = arena.handle.decode("ascii", "replace")
+    if not _NAME.fullmatch(name):
+        raise ArenaError("handle", f"{name!r} is not the name of a segment")
+    try:
+        descriptor = os.open(FOLDER / name, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ArenaError("handle", f"cannot open the segment: {error.strerror}") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != arena.size:
+            raise ArenaError("size", f"the segment has {status.st_size} bytes, not {arena.size}")
+        return mmap.mmap(descriptor, arena.size, prot=mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+
+
+def _check(arena: tensor_pb2.Arena, row: RowFormat, epoch: int) -> tuple[int, int]:
+    """(offset, capacity) of the ring in a description that makes sense."""
+    if arena.epoch != epoch:
+        raise ArenaError("epoch", f"the arena is of attach {arena.epoch}, not {epoch}")
+    ring = next((tensor for tensor in arena.tensors if tensor.name == HIDDEN), None)
+    if ring is None:
+        raise ArenaError("tensors", f"there is none named {HIDDEN!r}")
+    if len(ring.shape) != 2 or ring.shape[1] != row.width:
+        raise ArenaError("tensors", f"the rows are {list(ring.shape)}, not [n, {row.width}]")
+    if ring.dtype != codec.to_message(row.dtype):
+        raise ArenaError("tensors", f"the rows are not {row.dtype}")
+    capacity = ring.shape[0]
+    if capacity < 1 or ring.offset < _HEADER.size or ring.offset % row.dtype.itemsize:
+        raise ArenaError("tensors", f"{capacity} rows at offset {ring.offset}")
+    if ring.offset + capacity * row.num_bytes > arena.size:
+        raise ArenaError("size", f"{capacity} rows do not end within {arena.size} bytes")
+    return ring.offset, capacity
