@@ -27,11 +27,23 @@ class StepCost:
 
     @classmethod
     def measure(
-        cls, widths: Sequence[int], run: Callable[[int], float], repeats: int = 5
+        cls, widths: Sequence[int], run: Callable[[int], float], budget: float = 2.0
     ) -> "StepCost":
-        """Calls `run(width)` -> seconds in rounds over all widths and keeps the best of each width."""
-        rounds = [[run(width) for width in widths] for _ in range(repeats + 1)]
-        return cls(widths, [min(times) for times in zip(*rounds[1:], strict=True)])
+        """Calls `run(width)` -> seconds in rounds over all widths and keeps the best of each width.
+
+        After a first round, which warms up, rounds go on for `budget` seconds, five at most.
+        """
+        for width in widths:
+            run(width)
+        best = [run(width) for width in widths]
+        spent = sum(best)
+        for _ in range(4):
+            if spent > budget:
+                break
+            times = [run(width) for width in widths]
+            best = [min(pair) for pair in zip(best, times, strict=True)]
+            spent += sum(times)
+        return cls(widths, best)
 
     def observe(self, rows: int, seconds: float) -> None:
         """Takes the time of a real forward of decoding rows into the nearest measured width."""

@@ -16,6 +16,7 @@ from verify_service.outputs import Finish, Load, StepOutput
 
 logger = logging.getLogger(__name__)
 
+HEARTBEAT_SECONDS = 0.5
 MAX_PENDING_MESSAGES = 4096  # steps that a gateway may lag behind before its stream is ended
 
 FINISH_REASONS = {
@@ -103,6 +104,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         stream = _Stream(self._opened()[0], asyncio.get_running_loop())
         reader = asyncio.create_task(self._read(requests, stream))
         try:
+            yield stream.heartbeat()
             while (message := await stream.next()) is not None:
                 yield message
         finally:
@@ -141,8 +143,16 @@ class _Stream:
         self.overflowed = False
 
     async def next(self) -> verify_pb2.RunResponse | None:
-        """The next message, or None after the last."""
-        return await self._messages.get()
+        """The next message, or None after the last. Where there are none for a while, the engine's load is news."""
+        try:
+            async with asyncio.timeout(HEARTBEAT_SECONDS):
+                return await self._messages.get()
+        except TimeoutError:
+            return self.heartbeat()
+
+    def heartbeat(self) -> verify_pb2.RunResponse:
+        """The engine's load alone."""
+        return _response([], self._engine.load())
 
     def submit(self, submit: verify_pb2.SubmitRequest) -> None:
         """Hands a request to the engine, or answers why not."""

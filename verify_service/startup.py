@@ -34,7 +34,7 @@ from verify_service.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 CPU_PAGE_SIZE, GPU_PAGE_SIZE = 32, 16
-MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+MEASURED_ROWS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)

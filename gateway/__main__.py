@@ -1,0 +1,115 @@
+"""`python -m gateway`: the HTTP and gRPC fronts in one event loop."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from foredraft.api.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from foredraft.config.options import parse
+from foredraft.config.services import GatewayConfig
+from foredraft.errors import ConfigError, ForedraftError
+from foredraft.rpc import lifetime
+from foredraft.rpc.server import RpcServer, serve
+from foredraft.telemetry import logging as telemetry_logging
+from gateway.app import make_app
+from gateway.grpc_front import SERVICE_NAME, InferenceService
+from gateway.serving import Serving
+from gateway.verifier_pool import VerifierPool
+
+DESCRIPTION = """The gateway: takes text over HTTP (OpenAI-compatible and native) and gRPC, and streams text back."""
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Runs the gateway until SIGTERM; the exit status is 1 when it could not start."""
+    config = parse(GatewayConfig, None, "python -m gateway", DESCRIPTION)
+    telemetry_logging.setup("gateway", config.log_level, config.log_format)
+    try:
+        return lifetime.run(lambda: _serve(config))
+    except ForedraftError as error:
+        logger.error("cannot start: %s", error)
+        return 1
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: the process has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(config: GatewayConfig) -> int:
+    pool = VerifierPool(config.verifier)
+    serving = Serving(config, pool)
+    listener = _listen(config)
+    grpc_host = f"[{config.host}]" if ":" in config.host else config.host
+    rpc = RpcServer(f"{grpc_host}:{config.grpc_port}", max_message_bytes=config.max_body_bytes)
+    rpc.add(add_InferenceServiceServicer_to_server, InferenceService(serving), SERVICE_NAME)
+    await rpc.start()
+    http = _HttpServer(
+        uvicorn.Config(
+            make_app(serving),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=1,
+            lifespan="off",
+        )
+    )
+    http_task = asyncio.create_task(http.serve([listener]))
+    health_task = asyncio.create_task(_follow_health(serving, rpc))
+    stop = lifetime.stop_event()
+
+    async def drain() -> None:
+        health_task.cancel()
+        if serving.is_ready:
+            await serving.generator.wait_idle()
+
+    await serve(rpc, drain_timeout=config.drain_timeout, drain=drain, stop=stop)
+    http.should_exit = True
+    await http_task
+    serving.close()
+    await pool.close()
+    return 0
+
+
+async def _follow_health(serving: Serving, rpc: RpcServer) -> None:
+    """Opens the fronts once a verifier has answered, then says SERVING while one is usable."""
+    opened = was_ready = False
+    while True:
+        if not opened and serving.pool.info is not None:
+            try:
+                await asyncio.to_thread(serving.open)
+                opened = True
+            except (ForedraftError, OSError):
+                logger.exception("the tokenizer cannot be loaded; trying again")
+                await asyncio.sleep(2.0)
+        if serving.is_ready != was_ready:
+            was_ready = serving.is_ready
+            await rpc.set_serving(was_ready)
+            logger.info("ready" if was_ready else "no verifier is usable")
+        await asyncio.sleep(0.05)
+
+
+def _listen(config: GatewayConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--host {config.host} --port {config.port}: {error.strerror}") from None
+    return listener
+
+
+if __name__ == "__main__":
+    sys.exit(main())

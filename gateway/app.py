@@ -1,0 +1,110 @@
+"""The HTTP application: routes, health, metrics, and errors in OpenAI's envelope."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from foredraft import __version__
+from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
+from foredraft.telemetry import metrics as telemetry_metrics
+from foredraft.telemetry.logging import bind_request_id, new_request_id
+from foredraft.types import SamplingParams
+from gateway import native
+from gateway.http import error_response
+from gateway.openai import routes
+from gateway.serving import Serving
+
+PROBE_SECONDS = 20.0
+
+
+def make_app(serving: Serving) -> FastAPI:
+    """The application over one model."""
+    app = FastAPI(title="Foredraft", version=__version__, docs_url=None, redoc_url=None)
+    app.include_router(routes.make_router(serving))
+    app.include_router(native.make_router(serving))
+    _add_health(app, serving)
+    _add_errors(app)
+    return app
+
+
+def _add_health(app: FastAPI, serving: Serving) -> None:
+    @app.get("/health", tags=["health"])
+    async def health() -> dict[str, Any]:
+        """Ready when a verifier is usable. A draft that is down is told, and is no failure."""
+        if not serving.is_ready:
+            raise Unavailable("no verifier is ready")
+        loads = serving.pool.loads.values()
+        drafting = serving.info.speculative_algorithm == "NONE" or all(
+            load.draft_available for load in loads
+        )
+        return {"status": "ok" if drafting else "degraded", "draft_available": drafting}
+
+    @app.get("/health_generate", tags=["health"])
+    async def health_generate() -> dict[str, Any]:
+        """Ready when one token can be generated."""
+        probe = serving.job(
+            [0], SamplingParams(temperature=0.0, max_new_tokens=1), timeout=PROBE_SECONDS
+        )
+        async with aclosing(serving.generator.stream(probe)) as chunks:
+            async for _ in chunks:
+                pass
+        return {"status": "ok"}
+
+    @app.get("/metrics", tags=["health"])
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        page = await asyncio.to_thread(telemetry_metrics.render)
+        return Response(page, media_type=telemetry_metrics.CONTENT_TYPE)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.middleware("http")
+    async def with_request_id(
+        request: Request, call_next: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        given = request.headers.get("x-request-id", "")
+        name = given if 0 < len(given) <= 128 and given.isprintable() else new_request_id()
+        with bind_request_id(name):
+            response = await call_next(request)
+        response.headers["x-request-id"] = name
+        return response
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        if isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        return error_response(error)
+
+    for kind in (ForedraftError, ExceptionGroup):
+        app.add_exception_handler(kind, on_error)
+
+    @app.exception_handler(Exception)
+    async def on_defect(request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
+        return PlainTextResponse("the client has gone", 499)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_validation(request: Request, error: RequestValidationError) -> Response:
+        return error_response(InvalidRequest("request", str(error.errors()[0]["msg"])))
+
+    @app.exception_handler(HTTPException)
+    async def on_http(request: Request, error: HTTPException) -> Response:
+        body = {
+            "error": {
+                "message": f"{request.method} {request.url.path}: {error.detail}",
+                "type": "invalid_request_error",
+                "param": None,
+                "code": None,
+                "retryable": False,
+            }
+        }
+        return JSONResponse(body, error.status_code, error.headers)

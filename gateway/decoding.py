@@ -1,0 +1,171 @@
+"""One continuation from the verifier's tokens to text: detokenized, searched for stop strings, counted."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from foredraft.api.verify.v1 import verify_pb2
+from foredraft.text.detokenizer import Detokenizer
+from foredraft.text.stops import StopMatcher
+from foredraft.text.tokenizer import Tokenizer
+from foredraft.types import FinishReason
+
+
+@dataclass(slots=True)
+class OutputToken:
+    """A token whose text is final.
+
+    Attributes:
+        text: Its share of the text: empty while a character is incomplete, cut where a stop string begins.
+        drafted: Whether a draft had proposed it; None when not asked for.
+        logprob: None when not asked for.
+    """
+
+    id: int
+    text: str
+    drafted: bool | None = None
+    logprob: verify_pb2.TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The end of a continuation and its account.
+
+    Attributes:
+        reason: stop, length, or cancelled where the request was aborted.
+        stop_text: The stop string that was found.
+        stop_token: The stop or end token that was chosen.
+        completion_tokens: Up to and with the token that completed the stop.
+        account: The verifier's figures.
+        seed: Seed that was used.
+    """
+
+    reason: FinishReason
+    stop_text: str | None
+    stop_token: int | None
+    completion_tokens: int
+    account: verify_pb2.Finish
+    seed: int
+
+    @property
+    def accept_length(self) -> float:
+        """Output tokens per verification step."""
+        steps = self.account.verify_steps
+        return self.completion_tokens / steps if steps else 0.0
+
+    @property
+    def accept_rate(self) -> float:
+        """Accepted over proposed."""
+        drafted = self.account.drafted_tokens
+        return self.account.accepted_tokens / drafted if drafted else 0.0
+
+
+@dataclass(slots=True)
+class Chunk:
+    """News of one continuation. The texts of all chunks, joined, are the text; likewise those of all tokens."""
+
+    index: int
+    text: str = ""
+    tokens: list[OutputToken] = field(default_factory=list)
+    completion: Completion | None = None
+
+
+class SequenceDecoder:
+    """Turns a continuation's tokens into chunks.
+
+    Args:
+        tokenizer: The model's.
+        prompt: Token ids, for the spacing of the first token.
+        stops: Stop strings.
+        min_tokens: Stop strings are searched behind so many tokens only.
+        keep_stop: Leave the stop string or token in the text.
+        skip_special_tokens: Leave special tokens out of the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        min_tokens: int,
+        keep_stop: bool,
+        skip_special_tokens: bool,
+    ) -> None:
+        self.num_tokens = 0
+        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens)
+        self._matcher = StopMatcher(stops)
+        self._min_tokens = min_tokens
+        self._keep_stop = keep_stop
+        self._pending: deque[OutputToken] = deque()  # tokens whose text is not all released
+        self._unassigned = 0  # released characters that belong to pending tokens
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop string that was found; tokens fed after that are ignored."""
+        return self._matcher.matched
+
+    def feed(self, outputs: Iterable[verify_pb2.SequenceOutput]) -> tuple[str, list[OutputToken]]:
+        """Takes the verifier's next outputs; returns the text and the tokens that became final."""
+        pieces: list[str] = []
+        for output in outputs:
+            stop_index = -1
+            if output.HasField("finish") and output.finish.HasField("stop_token"):
+                stop_index = len(output.tokens) - 1
+            drafted, logprobs = output.drafted, output.logprobs
+            for index, token in enumerate(output.tokens):
+                if self._matcher.matched is not None:
+                    break
+                self.num_tokens += 1
+                hidden = index == stop_index and not self._keep_stop
+                text = "" if hidden else self._detokenizer.feed(token)
+                self._pending.append(
+                    OutputToken(
+                        token,
+                        text,
+                        drafted[index] if drafted else None,
+                        logprobs[index] if logprobs else None,
+                    )
+                )
+                pieces.append(self._search(text))
+        return self._release("".join(pieces))
+
+    def flush(self) -> tuple[str, list[OutputToken]]:
+        """The continuation ended: returns what was held back."""
+        released = ""
+        if self._matcher.matched is None:
+            tail = self._detokenizer.flush()
+            if tail:  # then the last token is still pending
+                self._pending[-1].text += tail
+            released = self._search(tail)
+            if self._matcher.matched is None:
+                released += self._matcher.flush()
+        text, tokens = self._release(released)
+        for token in self._pending:
+            token.text = token.text[: self._unassigned]
+            self._unassigned -= len(token.text)
+            tokens.append(token)
+        self._pending.clear()
+        return text, tokens
+
+    def _search(self, text: str) -> str:
+        if self.num_tokens <= self._min_tokens:
+            return text
+        released = self._matcher.feed(text)
+        if self._keep_stop and self._matcher.matched is not None:
+            released += self._matcher.matched
+        return released
+
+    def _release(self, text: str) -> tuple[str, list[OutputToken]]:
+        tokens: list[OutputToken] = []
+        self._unassigned += len(text)
+        pending = self._pending
+        # After a match `flush` cuts the texts. A last token without text may still get some.
+        while (
+            self._matcher.matched is None
+            and pending
+            and len(pending[0].text) <= self._unassigned
+            and (pending[0].text or len(pending) > 1)
+        ):
+            self._unassigned -= len(pending[0].text)
+            tokens.append(pending.popleft())
+        return text, tokens

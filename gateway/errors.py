@@ -1,0 +1,100 @@
+"""Foredraft's errors as HTTP answers in OpenAI's envelope."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from foredraft.errors import ForedraftError, InvalidRequest, Overloaded, PromptTooLong, Unavailable
+
+
+class UnknownModel(InvalidRequest):
+    """The request names a model that is not served here."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__("model", f"the model {model!r} does not exist")
+
+
+class BodyTooLarge(ForedraftError):
+    """The HTTP body is over --max-body-bytes."""
+
+
+class RequestTimeout(ForedraftError):
+    """The request's deadline passed."""
+
+
+class SlowClient(ForedraftError):
+    """The client reads so slowly that its buffer is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """An error as HTTP says it.
+
+    Attributes:
+        status: Status code.
+        kind: `type` of OpenAI's envelope.
+        code: `code` of OpenAI's envelope.
+        retryable: The same request may succeed later.
+    """
+
+    status: int
+    kind: str
+    code: str | None = None
+    retryable: bool = False
+
+
+# Subclasses stand before their base.
+_HTTP: tuple[tuple[type[ForedraftError], HttpError], ...] = (
+    (UnknownModel, HttpError(404, "invalid_request_error", "model_not_found")),
+    (PromptTooLong, HttpError(400, "invalid_request_error", "context_length_exceeded")),
+    (InvalidRequest, HttpError(400, "invalid_request_error")),
+    (BodyTooLarge, HttpError(413, "invalid_request_error", "body_too_large")),
+    (Overloaded, HttpError(429, "rate_limit_error", "overloaded", retryable=True)),
+    (Unavailable, HttpError(503, "server_error", "unavailable", retryable=True)),
+    (RequestTimeout, HttpError(504, "server_error", "deadline_exceeded")),
+    (SlowClient, HttpError(408, "invalid_request_error", "slow_client")),
+)
+_INTERNAL = HttpError(500, "server_error", "internal_error")
+
+
+def http_error(error: Exception) -> HttpError:
+    """How HTTP says an error; what nobody raised on purpose is 500."""
+    return next((http for kind, http in _HTTP if isinstance(error, kind)), _INTERNAL)
+
+
+def envelope(error: Exception) -> dict[str, Any]:
+    """OpenAI's error object, with `retryable` beside its fields. Tells nothing about unexpected errors."""
+    http = http_error(error)
+    known = http is not _INTERNAL or isinstance(error, ForedraftError)
+    field = error.field if isinstance(error, InvalidRequest) else None
+    return {
+        "error": {
+            "message": str(error) if known else "internal error; the log has it",
+            "type": http.kind,
+            "param": field,
+            "code": http.code,
+            "retryable": http.retryable,
+        }
+    }
+
+
+def headers(error: Exception) -> dict[str, str]:
+    """Retry-After, where trying again makes sense."""
+    if isinstance(error, Overloaded):
+        return {"retry-after": str(max(1, math.ceil(error.retry_after_seconds)))}
+    return {"retry-after": "1"} if isinstance(error, Unavailable) else {}
+
+
+def outcome(error: BaseException) -> str:
+    """Label of the requests metric."""
+    for kind, label in (
+        (InvalidRequest, "invalid"),
+        (Overloaded, "overloaded"),
+        (Unavailable, "unavailable"),
+        (RequestTimeout, "deadline"),
+        (SlowClient, "slow_client"),
+        (Exception, "internal"),
+    ):
+        if isinstance(error, kind):
+            return label
+    return "cancelled"

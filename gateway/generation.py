@@ -1,0 +1,405 @@
+"""From a checked request to chunks of text: submit, stream, decode, stop, account; retries what nobody has seen."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, replace
+
+from foredraft.api.verify.v1 import verify_pb2
+from foredraft.errors import (
+    ForedraftError,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+)
+from foredraft.speculation.seeds import derive_seed
+from foredraft.text.tokenizer import Tokenizer
+from foredraft.types import FinishReason, SamplingParams, SpeculationParams
+from gateway import metrics
+from gateway.decoding import Chunk, Completion, SequenceDecoder
+from gateway.errors import RequestTimeout, outcome
+from gateway.verifier_pool import Ticket, VerifierConnection, VerifierLost, VerifierPool
+
+# How long a request that finds no verifier waits for one.
+FRESH_PATIENCE = 1.0
+# How long the account of a continuation that met a stop string is waited for.
+ACCOUNT_SECONDS = 2.0
+MAX_MERGED_CHUNKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked request.
+
+    Attributes:
+        name: Unique among those that run; for logs and for aborting.
+        prompt: Token ids.
+        sampling: With the seed set.
+        stop: Stop strings.
+        num_choices: Independent continuations.
+        keep_stop: Leave the stop string or token in the text.
+        timeout: Seconds until the request ends with RequestTimeout.
+        key_label: Whose text may feed whose drafts.
+        arrived: time.monotonic() of the arrival.
+    """
+
+    name: str
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+    num_choices: int = 1
+    skip_special_tokens: bool = True
+    keep_stop: bool = False
+    return_provenance: bool = False
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    priority: int = 0
+    timeout: float = 600.0
+    key_label: str = ""
+    arrived: float = field(default_factory=time.monotonic)
+
+    def seed_of(self, choice: int) -> int:
+        """The seed of one continuation."""
+        seed = self.sampling.seed
+        return seed if self.num_choices == 1 else derive_seed(seed, choice)
+
+
+class Generator:
+    """Runs jobs on a pool of verifiers."""
+
+    def __init__(self, pool: VerifierPool, tokenizer: Tokenizer) -> None:
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._running: dict[str, _Running] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def stream(self, job: Job, *, whole: bool = False) -> AsyncGenerator[Chunk, None]:
+        """Chunks of all continuations of a job as they come; close it to cancel the job.
+
+        Args:
+            job: What to generate.
+            whole: Give one chunk per continuation, at its end. As long as nothing was given, a
+                continuation survives the loss of its verifier.
+
+        Raises:
+            ForedraftError: The verifier refused the job, it was lost, or the deadline passed.
+        """
+        if job.name in self._running:
+            raise InvalidRequest("request_id", f"{job.name!r} is running already")
+        running = self._running[job.name] = _Running()
+        self._idle.clear()
+        try:
+            if job.num_choices == 1:
+                choices = self._choice(job, 0, running, whole)
+            else:
+                choices = self._merge(job, running, whole)
+            async with contextlib.aclosing(choices):
+                async for chunk in choices:
+                    yield chunk
+        finally:
+            del self._running[job.name]
+            if not self._running:
+                self._idle.set()
+
+    def abort(self, name: str) -> bool:
+        """Ends a job; its continuations finish as cancelled. Returns whether it was running."""
+        running = self._running.get(name)
+        if running is not None:
+            running.abort()
+        return running is not None
+
+    def abort_all(self) -> int:
+        """Ends all jobs; returns how many there were."""
+        for running in self._running.values():
+            running.abort()
+        return len(self._running)
+
+    async def wait_idle(self) -> None:
+        """Returns when no job runs."""
+        await self._idle.wait()
+
+    async def _merge(
+        self, job: Job, running: "_Running", whole: bool
+    ) -> AsyncGenerator[Chunk, None]:
+        chunks: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue(MAX_MERGED_CHUNKS)
+
+        async def pump(choice: int) -> None:
+            try:
+                async with contextlib.aclosing(self._choice(job, choice, running, whole)) as stream:
+                    async for chunk in stream:
+                        await chunks.put(chunk)
+                await chunks.put(None)
+            except Exception as error:
+                await chunks.put(error)
+
+        tasks = [asyncio.create_task(pump(choice)) for choice in range(job.num_choices)]
+        try:
+            remaining = job.num_choices
+            while remaining:
+                item = await chunks.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    remaining -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _choice(
+        self, job: Job, choice: int, running: "_Running", whole: bool
+    ) -> AsyncGenerator[Chunk, None]:
+        """One continuation, with retries and measurements."""
+        watch = _Stopwatch(job)
+        given = False
+        patience = FRESH_PATIENCE
+        try:
+            while True:
+                try:
+                    attempt = self._attempt(job, choice, running, watch, patience)
+                    async with contextlib.aclosing(attempt):
+                        if whole:
+                            yield await _collect(attempt, choice)
+                            return
+                        async for chunk in attempt:
+                            given = True
+                            yield chunk
+                    return
+                except VerifierLost:
+                    patience = watch.remaining()
+                    if given or patience <= 0:
+                        raise
+                    metrics.retries.inc()
+        except BaseException as error:
+            watch.fail(error)
+            raise
+        finally:
+            watch.stop()
+
+    async def _attempt(
+        self, job: Job, choice: int, running: "_Running", watch: "_Stopwatch", patience: float
+    ) -> AsyncGenerator[Chunk, None]:
+        """One continuation at one verifier."""
+        connection = await self._pool.pick(min(patience, max(watch.remaining(), 0.0)))
+        ticket = connection.submit(_submit_request(job, choice), max(watch.remaining(), 0.001))
+        running.add(ticket)
+        try:
+            decoder = SequenceDecoder(
+                self._tokenizer,
+                job.prompt,
+                job.stop,
+                job.sampling.min_new_tokens,
+                job.keep_stop,
+                job.skip_special_tokens,
+            )
+            while True:
+                outputs = await ticket.take()
+                before = decoder.num_tokens
+                text, tokens = decoder.feed(outputs)
+                watch.tokens(decoder.num_tokens - before)
+                finish = outputs[-1].finish if outputs[-1].HasField("finish") else None
+                if finish is None and decoder.stop_text is not None:
+                    ticket.cancel()
+                    if text or tokens:
+                        yield Chunk(choice, text, tokens)
+                    text, tokens = "", []
+                    finish = await _account(ticket, len(job.prompt))
+                if finish is None:
+                    if text or tokens:
+                        yield Chunk(choice, text, tokens)
+                    continue
+                _raise_failure(finish, connection)
+                tail, rest = decoder.flush()
+                completion = _completion(job, choice, decoder, finish)
+                watch.finish(completion)
+                yield Chunk(choice, text + tail, tokens + rest, completion)
+                return
+        finally:
+            running.remove(ticket)
+            ticket.close()
+
+
+class _Running:
+    """The tickets of a job that runs, so that it can be aborted from elsewhere."""
+
+    def __init__(self) -> None:
+        self._tickets: set[Ticket] = set()
+        self._aborted = False
+
+    def add(self, ticket: Ticket) -> None:
+        self._tickets.add(ticket)
+        if self._aborted:
+            ticket.cancel()
+
+    def remove(self, ticket: Ticket) -> None:
+        self._tickets.discard(ticket)
+
+    def abort(self) -> None:
+        self._aborted = True
+        for ticket in self._tickets:
+            ticket.cancel()
+
+
+class _Stopwatch:
+    """What is measured of one continuation."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._last = 0.0  # time of the newest token; 0 before the first
+        self._outcome: str | None = None
+        metrics.queued_requests.inc()
+
+    def remaining(self) -> float:
+        """Seconds until the deadline."""
+        return self._job.arrived + self._job.timeout - time.monotonic()
+
+    def tokens(self, count: int) -> None:
+        """So many tokens came together."""
+        if not count:
+            return
+        now = time.monotonic()
+        if not self._last:
+            metrics.first_token_seconds.observe(now - self._job.arrived)
+            metrics.queued_requests.dec()
+            metrics.running_requests.inc()
+            self._last = now
+            count -= 1
+        if count:
+            gap = (now - self._last) / count
+            for _ in range(count):
+                metrics.inter_token_seconds.observe(gap)
+        self._last = now
+
+    def finish(self, completion: Completion) -> None:
+        """The continuation came to its end."""
+        reason = completion.reason
+        self._outcome = "abort" if reason is FinishReason.CANCELLED else reason.value
+        metrics.end_to_end_seconds.observe(time.monotonic() - self._job.arrived)
+        metrics.prompt_tokens.inc(completion.account.prompt_tokens)
+        metrics.cached_tokens.inc(completion.account.cached_tokens)
+        metrics.output_tokens.inc(completion.completion_tokens)
+
+    def fail(self, error: BaseException) -> None:
+        """It came to nothing, unless it had ended before."""
+        self._outcome = self._outcome or outcome(error)
+
+    def stop(self) -> None:
+        """Nothing more comes."""
+        metrics.requests.labels(self._outcome or "cancelled").inc()
+        (metrics.running_requests if self._last else metrics.queued_requests).dec()
+
+
+async def _collect(attempt: AsyncGenerator[Chunk, None], choice: int) -> Chunk:
+    """All chunks of one continuation as one."""
+    texts: list[str] = []
+    result = Chunk(choice)
+    async for chunk in attempt:
+        texts.append(chunk.text)
+        result.tokens.extend(chunk.tokens)
+        result.completion = chunk.completion
+    result.text = "".join(texts)
+    return result
+
+
+async def _account(ticket: Ticket, num_prompt_tokens: int) -> verify_pb2.Finish:
+    """Waits for the finish of a cancelled request; its figures are in it."""
+    with contextlib.suppress(ForedraftError, TimeoutError):
+        async with asyncio.timeout(ACCOUNT_SECONDS):
+            while True:
+                for output in await ticket.take():
+                    if output.HasField("finish"):
+                        return output.finish
+    return verify_pb2.Finish(
+        reason=verify_pb2.FINISH_REASON_CANCELLED, prompt_tokens=num_prompt_tokens
+    )
+
+
+def _completion(
+    job: Job, choice: int, decoder: SequenceDecoder, finish: verify_pb2.Finish
+) -> Completion:
+    stop_token = None
+    if decoder.stop_text is not None or finish.reason == verify_pb2.FINISH_REASON_STOP:
+        reason = FinishReason.STOP
+        if decoder.stop_text is None and finish.HasField("stop_token"):
+            stop_token = finish.stop_token
+    elif finish.reason == verify_pb2.FINISH_REASON_LENGTH:
+        reason = FinishReason.LENGTH
+    else:
+        reason = FinishReason.CANCELLED
+    return Completion(
+        reason, decoder.stop_text, stop_token, decoder.num_tokens, finish, job.seed_of(choice)
+    )
+
+
+def _raise_failure(finish: verify_pb2.Finish, connection: VerifierConnection) -> None:
+    if finish.reason == verify_pb2.FINISH_REASON_DEADLINE:
+        raise RequestTimeout("the deadline passed")
+    if finish.reason != verify_pb2.FINISH_REASON_ERROR:
+        return
+    error = finish.error
+    if error.code == verify_pb2.ERROR_CODE_INVALID_ARGUMENT:
+        kind = PromptTooLong if error.field == "prompt" else InvalidRequest
+        raise kind(error.field, error.message)
+    if error.code == verify_pb2.ERROR_CODE_OVERLOADED:
+        raise Overloaded(error.message, error.retry_after_seconds)
+    if error.code == verify_pb2.ERROR_CODE_UNAVAILABLE:
+        connection.avoid()
+        raise VerifierLost(error.message)
+    raise ForedraftError(error.message)
+
+
+def _submit_request(job: Job, choice: int) -> verify_pb2.SubmitRequest:
+    params, speculation = job.sampling, job.speculation
+    sampling = verify_pb2.Sampling(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        logit_bias=params.logit_bias,
+        seed=job.seed_of(choice),
+        max_new_tokens=params.max_new_tokens,
+        min_new_tokens=params.min_new_tokens,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs,
+    )
+    return verify_pb2.SubmitRequest(
+        prompt=job.prompt,
+        sampling=sampling,
+        speculation=verify_pb2.Speculation(
+            enabled=speculation.enabled,  # type: ignore[arg-type]
+            num_steps=speculation.num_steps,
+            topk=speculation.topk,
+            num_draft_tokens=speculation.num_draft_tokens,
+        ),
+        priority=job.priority,
+        key_label=job.key_label,
+        return_provenance=job.return_provenance,
+        request_name=job.name,
+    )
+
+
+def fitted(sampling: SamplingParams, num_prompt_tokens: int, context_length: int) -> SamplingParams:
+    """Sampling whose output ends at the context length at the latest.
+
+    Raises:
+        PromptTooLong: The prompt leaves no room for a token.
+        InvalidRequest: The prompt is empty.
+    """
+    if num_prompt_tokens == 0:
+        raise InvalidRequest("prompt", "it has no tokens")
+    room = context_length - num_prompt_tokens
+    if room < 1:
+        raise PromptTooLong(
+            "prompt",
+            f"it has {num_prompt_tokens} tokens; the context length is {context_length} with the output",
+        )
+    if sampling.max_new_tokens <= room:
+        return sampling
+    return replace(sampling, max_new_tokens=room, min_new_tokens=min(sampling.min_new_tokens, room))

@@ -1,0 +1,165 @@
+"""The public gRPC: foredraft.api.inference.v1.InferenceService."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+
+from foredraft import __version__
+from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
+from foredraft.errors import InvalidRequest
+from foredraft.types import FinishReason, SamplingParams, SpeculationParams
+from gateway.decoding import Chunk, Completion, OutputToken
+from gateway.generation import Job
+from gateway.serving import Serving, seed_or_random
+
+SERVICE_NAME = "foredraft.api.inference.v1.InferenceService"
+_DEFAULT = SamplingParams()
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers public gRPC calls. Deadlines and cancellation of a call reach the verifier."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        job = await self._job(request, context.time_remaining())
+        async with contextlib.aclosing(self._serving.generator.stream(job)) as chunks:
+            async for chunk in chunks:
+                yield _response(job, chunk)
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.ListModelsResponse:
+        info = self._serving.info
+        model = inference_pb2.Model(id=info.model, context_length=info.context_length)
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    async def GetModelInfo(
+        self, request: inference_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.GetModelInfoResponse:
+        self._serving.check_model(request.model)
+        info = self._serving.info
+        return inference_pb2.GetModelInfoResponse(
+            model=info.model,
+            architecture=info.architecture,
+            context_length=info.context_length,
+            vocab_size=info.vocab_size,
+            speculative_algorithm=info.speculative_algorithm,
+            draft_model=info.draft_model,
+            dtype=info.dtype,
+            device=info.device,
+            version=__version__,
+            has_chat_template=self._serving.tokenizer.chat_template is not None,
+        )
+
+    async def _job(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Job:
+        serving, given, asked = self._serving, request.sampling, request.speculation
+        serving.check_model(request.model)
+
+        def chosen(field: str, default: float) -> float:
+            value = getattr(given, field)
+            return value if given.HasField(field) else default
+
+        sampling = SamplingParams(
+            temperature=chosen("temperature", _DEFAULT.temperature),
+            top_k=int(chosen("top_k", _DEFAULT.top_k)),
+            top_p=chosen("top_p", _DEFAULT.top_p),
+            min_p=chosen("min_p", _DEFAULT.min_p),
+            repetition_penalty=chosen("repetition_penalty", _DEFAULT.repetition_penalty),
+            frequency_penalty=chosen("frequency_penalty", _DEFAULT.frequency_penalty),
+            presence_penalty=chosen("presence_penalty", _DEFAULT.presence_penalty),
+            logit_bias=dict(given.logit_bias),
+            seed=seed_or_random(given.seed if given.HasField("seed") else None),
+            max_new_tokens=int(chosen("max_new_tokens", _DEFAULT.max_new_tokens)),
+            min_new_tokens=int(chosen("min_new_tokens", 0)),
+            stop_token_ids=tuple(given.stop_token_ids),
+            ignore_eos=bool(chosen("ignore_eos", False)),
+            logprobs=given.logprobs if given.HasField("logprobs") else None,
+        )
+        return serving.job(
+            await self._prompt(request),
+            sampling,
+            max_new_tokens_given=given.HasField("max_new_tokens"),
+            name=request.request_id,
+            stop=tuple(given.stop),
+            num_choices=int(chosen("n", 1)),
+            skip_special_tokens=bool(chosen("skip_special_tokens", True)),
+            return_provenance=request.return_provenance,
+            speculation=SpeculationParams(
+                enabled=asked.enabled if asked.HasField("enabled") else None,
+                num_steps=asked.num_steps if asked.HasField("num_steps") else None,
+                topk=asked.topk if asked.HasField("topk") else None,
+                num_draft_tokens=asked.num_draft_tokens
+                if asked.HasField("num_draft_tokens")
+                else None,
+            ),
+            priority=request.priority,
+            timeout=timeout,
+        )
+
+    async def _prompt(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        kind = request.WhichOneof("prompt")
+        if kind == "text":
+            return await self._serving.encode(request.text)
+        if kind == "token_ids":
+            return list(request.token_ids.ids)
+        if kind == "chat":
+            messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
+            if not messages:
+                raise InvalidRequest("chat", "it has no messages")
+            return await self._serving.encode_chat(messages)
+        raise InvalidRequest("prompt", "give one of text, chat, token_ids")
+
+
+def _response(job: Job, chunk: Chunk) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse(
+        request_id=job.name,
+        index=chunk.index,
+        text=chunk.text,
+        tokens=[_token(job, token) for token in chunk.tokens],
+    )
+    if chunk.completion is not None:
+        response.completion.CopyFrom(_completion(chunk.completion))
+    return response
+
+
+def _token(job: Job, token: OutputToken) -> inference_pb2.Token:
+    message = inference_pb2.Token(id=token.id, text=token.text)
+    if job.return_provenance and token.drafted is not None:
+        message.provenance = (
+            inference_pb2.PROVENANCE_DRAFT if token.drafted else inference_pb2.PROVENANCE_TARGET
+        )
+    if token.logprob is not None:
+        message.logprob = token.logprob.logprob
+        for other, logprob in zip(
+            token.logprob.top_tokens, token.logprob.top_logprobs, strict=True
+        ):
+            message.alternatives.add(id=other, logprob=logprob)
+    return message
+
+
+def _completion(completion: Completion) -> inference_pb2.Completion:
+    account = completion.account
+    return inference_pb2.Completion(
+        finish_reason=inference_pb2.FINISH_REASON_STOP
+        if completion.reason is FinishReason.STOP
+        else inference_pb2.FINISH_REASON_LENGTH,
+        stop_text=completion.stop_text or "",
+        stop_token=completion.stop_token,
+        prompt_tokens=account.prompt_tokens,
+        completion_tokens=completion.completion_tokens,
+        cached_tokens=account.cached_tokens,
+        seed=completion.seed,
+        speculation=inference_pb2.SpeculationStats(
+            verify_steps=account.verify_steps,
+            drafted_tokens=account.drafted_tokens,
+            accepted_tokens=account.accepted_tokens,
+            accept_length=completion.accept_length,
+            accept_rate=completion.accept_rate,
+            lossy=account.lossy,
+        ),
+    )

@@ -1,0 +1,43 @@
+"""What the gateway measures: requests by outcome, latencies as a client sees them, tokens, requests in flight."""
+
+from foredraft.telemetry import metrics
+
+requests = metrics.counter(
+    "foredraft_gateway_requests_total",
+    "Continuations by how they ended: stop, length, abort, cancelled, or the kind of error.",
+    ["outcome"],
+)
+first_token_seconds = metrics.histogram(
+    "foredraft_gateway_time_to_first_token_seconds",
+    "From the arrival of a request to its first token.",
+    metrics.REQUEST_BUCKETS,
+)
+inter_token_seconds = metrics.histogram(
+    "foredraft_gateway_inter_token_latency_seconds",
+    "Between tokens of a continuation; n tokens that come together count as n times an n-th of the gap.",
+    metrics.TOKEN_BUCKETS,
+)
+end_to_end_seconds = metrics.histogram(
+    "foredraft_gateway_end_to_end_seconds",
+    "From the arrival of a request to the end of a continuation.",
+    metrics.REQUEST_BUCKETS,
+)
+prompt_tokens = metrics.counter(
+    "foredraft_gateway_prompt_tokens_total", "Prompt tokens of ended continuations."
+)
+cached_tokens = metrics.counter(
+    "foredraft_gateway_cached_tokens_total", "Of these, found in the prefix cache."
+)
+output_tokens = metrics.counter(
+    "foredraft_gateway_output_tokens_total", "Output tokens up to where each continuation stopped."
+)
+running_requests = metrics.gauge(
+    "foredraft_gateway_running_requests", "Continuations that have got their first token."
+)
+queued_requests = metrics.gauge(
+    "foredraft_gateway_queued_requests", "Continuations that wait for their first token."
+)
+retries = metrics.counter(
+    "foredraft_gateway_retries_total", "Continuations started again because a verifier was lost."
+)
+verifiers = metrics.gauge("foredraft_gateway_verifiers", "Verifiers that can be used now.")

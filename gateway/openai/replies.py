@@ -1,0 +1,210 @@
+"""Answers in OpenAI's shapes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from foredraft.api.verify.v1 import verify_pb2
+from foredraft.text.tokenizer import Tokenizer
+from foredraft.types import FinishReason
+from gateway.decoding import Chunk, Completion, OutputToken
+from gateway.openai.schemas import GenerationBody
+from gateway.serving import Serving
+
+
+def model(serving: Serving) -> dict[str, Any]:
+    """The model as /v1/models lists it."""
+    info = serving.info
+    return {
+        "id": info.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "foredraft",
+        "max_model_len": info.context_length,
+    }
+
+
+def usage(ends: Sequence[Completion], num_choices: int) -> dict[str, Any]:
+    """Token counts over all choices; a prompt counts once, however many choices it has."""
+    prompts = sum(end.account.prompt_tokens for end in ends) // num_choices
+    completion = sum(end.completion_tokens for end in ends)
+    cached = sum(end.account.cached_tokens for end in ends) // num_choices
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": completion,
+        "total_tokens": prompts + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": sum(end.account.accepted_tokens for end in ends),
+            "rejected_prediction_tokens": sum(
+                end.account.drafted_tokens - end.account.accepted_tokens for end in ends
+            ),
+        },
+    }
+
+
+def finish_reason(completion: Completion | None) -> str | None:
+    """OpenAI knows stop and length; an aborted request stopped."""
+    if completion is None:
+        return None
+    return "length" if completion.reason is FinishReason.LENGTH else "stop"
+
+
+def stop_reason(completion: Completion | None) -> str | int | None:
+    """What stopped it (vLLM's extension): the stop string or token."""
+    if completion is None:
+        return None
+    return completion.stop_text if completion.stop_text is not None else completion.stop_token
+
+
+def speculation(completion: Completion) -> dict[str, Any]:
+    """Figures of speculation (an extension)."""
+    account = completion.account
+    return {
+        "verify_steps": account.verify_steps,
+        "drafted_tokens": account.drafted_tokens,
+        "accepted_tokens": account.accepted_tokens,
+        "accept_length": completion.accept_length,
+        "accept_rate": completion.accept_rate,
+        "lossy": account.lossy,
+    }
+
+
+def provenance(tokens: Sequence[OutputToken]) -> list[dict[str, Any]]:
+    """Which tokens a draft had proposed (an extension)."""
+    return [{"id": t.id, "text": t.text, "drafted": bool(t.drafted)} for t in tokens]
+
+
+class Reply(ABC):
+    """How one of the routes words its answers."""
+
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @abstractmethod
+    def choice(self, index: int, prompt: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
+        """A whole choice."""
+
+    @abstractmethod
+    def deltas(
+        self, index: int, prompt: int, chunk: Chunk, body: GenerationBody, is_first: bool
+    ) -> list[dict[str, Any]]:
+        """What a chunk adds to a choice."""
+
+    def _common(self, index: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
+        end = chunk.completion
+        common: dict[str, Any] = {
+            "index": index,
+            "finish_reason": finish_reason(end),
+            "stop_reason": stop_reason(end),
+        }
+        if body.return_provenance:
+            common["provenance"] = provenance(chunk.tokens)
+        if end is not None:
+            common["speculation"] = speculation(end)
+        return common
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+
+class CompletionReply(Reply):
+    """/v1/completions.
+
+    Args:
+        echoes: Text of each prompt to put before its choices; empty when not asked for.
+    """
+
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer, echoes: Sequence[str]) -> None:
+        super().__init__(tokenizer)
+        self._echoes = echoes
+
+    def choice(self, index: int, prompt: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
+        return self.deltas(index, prompt, chunk, body, True)[0]
+
+    def deltas(
+        self, index: int, prompt: int, chunk: Chunk, body: GenerationBody, is_first: bool
+    ) -> list[dict[str, Any]]:
+        echo = self._echoes[prompt] if self._echoes and is_first else ""
+        return [
+            {
+                "text": echo + chunk.text,
+                "logprobs": self._logprobs(chunk.tokens),
+                **self._common(index, chunk, body),
+            }
+        ]
+
+    def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:
+        if not tokens or tokens[0].logprob is None:
+            return None
+        offsets, offset = [], 0
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token.text)
+        return {
+            "tokens": [self._text(token.id) for token in tokens],
+            "token_logprobs": [token.logprob.logprob for token in tokens if token.logprob],
+            "top_logprobs": [
+                {
+                    self._text(other): logprob
+                    for other, logprob in zip(
+                        token.logprob.top_tokens, token.logprob.top_logprobs, strict=True
+                    )
+                }
+                for token in tokens
+                if token.logprob
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatReply(Reply):
+    """/v1/chat/completions."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def choice(self, index: int, prompt: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
+        message = {"role": "assistant", "content": chunk.text, "refusal": None}
+        return {
+            "message": message,
+            "logprobs": self._logprobs(chunk.tokens),
+            **self._common(index, chunk, body),
+        }
+
+    def deltas(
+        self, index: int, prompt: int, chunk: Chunk, body: GenerationBody, is_first: bool
+    ) -> list[dict[str, Any]]:
+        delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+        if chunk.text or is_first:
+            delta["content"] = chunk.text
+        logprobs = self._logprobs(chunk.tokens)
+        return [{"delta": delta, "logprobs": logprobs, **self._common(index, chunk, body)}]
+
+    def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:
+        if not tokens or tokens[0].logprob is None:
+            return None
+        return {
+            "content": [self._entry(token.id, token.logprob) for token in tokens],
+            "refusal": None,
+        }
+
+    def _entry(self, token: int, logprob: verify_pb2.TokenLogprob | None) -> dict[str, Any]:
+        assert logprob is not None
+        return {
+            **self._token(token, logprob.logprob),
+            "top_logprobs": [
+                self._token(other, value)
+                for other, value in zip(logprob.top_tokens, logprob.top_logprobs, strict=True)
+            ],
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.token_bytes(token)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}

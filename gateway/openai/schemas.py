@@ -1,0 +1,221 @@
+"""Bodies of the OpenAI routes: OpenAI's fields, and the extensions that vLLM's and SGLang's users send beside them."""
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+
+from foredraft.errors import InvalidRequest
+from foredraft.types import SamplingParams, SpeculationParams
+from gateway.http import Body, refuse
+from gateway.serving import seed_or_random
+
+# Fields of OpenAI's that cannot change the text; taken and ignored, as OpenAI's own compatible servers do.
+IGNORED = "user, metadata, store, service_tier, safety_identifier, prompt_cache_key"
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class Speculation(Body):
+    """What a request asks of speculation (an extension)."""
+
+    enabled: bool | None = None
+    num_steps: int | None = None
+    topk: int | None = None
+    num_draft_tokens: int | None = None
+
+    def params(self) -> SpeculationParams:
+        """As the verifier takes it."""
+        for name in ("num_steps", "topk", "num_draft_tokens"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= 1024:
+                raise InvalidRequest(f"speculation.{name}", f"must be in [1, 1024], not {value}")
+        return SpeculationParams(self.enabled, self.num_steps, self.topk, self.num_draft_tokens)
+
+
+class GenerationBody(Body):
+    """What completions and chat completions have in common."""
+
+    model: str = ""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # Extensions.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    return_provenance: bool | None = None
+    speculation: Speculation | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def sampling(self, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
+        """How tokens are chosen; OpenAI's defaults where a field is absent."""
+        return SamplingParams(
+            temperature=_or(self.temperature, 1.0),
+            top_k=-1 if self.top_k in (None, 0) else _or(self.top_k, -1),
+            top_p=_or(self.top_p, 1.0),
+            min_p=_or(self.min_p, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            logit_bias=_logit_bias(self.logit_bias or {}),
+            seed=seed_or_random(self.seed),
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=_or(self.min_tokens, 0),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+        )
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for a field that cannot be honoured."""
+        refuse({"suffix": self.suffix}, {"suffix": "models here complete text; they do not insert"})
+        if self.best_of not in (None, self.n or 1):
+            raise InvalidRequest(
+                "best_of", "is not supported beyond n: ask for n choices and pick one"
+            )
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo", "log-probabilities of the prompt are not computed")
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or several prompts, as text or token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        texts = [part for part in prompt if isinstance(part, str | list)]
+        return texts or [[part for part in prompt if isinstance(part, int)]]
+
+
+class ContentPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """A message of a conversation; other fields go to the template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    role: str
+    content: str | list[ContentPart] | None = None
+
+    def rendered(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+
+
+class ResponseFormat(Body):
+    """Only plain text."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    type: str
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    web_search_options: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for a field that cannot be honoured."""
+        if not self.messages:
+            raise InvalidRequest("messages", "it has no messages")
+        if self.response_format is not None and self.response_format.type != "text":
+            raise InvalidRequest("response_format", "only the type text can be honoured")
+        if self.modalities not in (None, ["text"]):
+            raise InvalidRequest("modalities", "only text can be honoured")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice", "tools cannot be honoured")
+        refuse(
+            self.model_dump(),
+            {
+                "tools": "tools cannot be honoured",
+                "functions": "functions cannot be honoured",
+                "function_call": "functions cannot be honoured",
+                "audio": "only text can be honoured",
+                "prediction": "predicted output cannot be honoured; n-gram drafting finds repetition by itself",
+                "reasoning_effort": "the model has no such setting",
+                "verbosity": "the model has no such setting",
+                "web_search_options": "there is no web search",
+            },
+        )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "needs logprobs: true")
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise InvalidRequest("max_tokens", "give it or max_completion_tokens, not both")
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    biases = {}
+    for key, bias in given.items():
+        if not key.isdecimal() or len(key) > 9:
+            raise InvalidRequest("logit_bias", f"{key!r} is not a token id")
+        biases[int(key)] = bias
+    return biases

@@ -1,0 +1,167 @@
+"""What every front shares: the model that is served, its tokenizer, and the way from a prompt to a checked job."""
+
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from foredraft.api.verify.v1 import verify_pb2
+from foredraft.config.services import GatewayConfig
+from foredraft.errors import InvalidRequest, Unavailable
+from foredraft.speculation.seeds import random_seed
+from foredraft.text.tokenizer import EncodingPool, Tokenizer
+from foredraft.types import SamplingParams, SpeculationParams
+from gateway.errors import UnknownModel
+from gateway.generation import Generator, Job, fitted
+from gateway.verifier_pool import VerifierPool
+
+MAX_STOPS = 32
+MAX_STOP_CHARACTERS = 1024
+MAX_CHOICES = 64
+MAX_BATCH = 256
+
+
+class Serving:
+    """The model behind the fronts. `open` it once a verifier has said what it serves."""
+
+    def __init__(self, config: GatewayConfig, pool: VerifierPool) -> None:
+        self.config = config
+        self.pool = pool
+        self._encoding = EncodingPool()
+        self._opened: tuple[Tokenizer, Generator] | None = None
+
+    def open(self) -> None:
+        """Loads the tokenizer.
+
+        Raises:
+            CheckpointError: It is missing or broken.
+        """
+        path = self.config.tokenizer_path or self.info.model_path
+        template = self.config.chat_template
+        source = Path(template).read_text(encoding="utf-8") if template else None
+        tokenizer = Tokenizer.from_dir(path, source)
+        self._opened = (tokenizer, Generator(self.pool, tokenizer))
+
+    def close(self) -> None:
+        """Drops what waits for the tokenizer."""
+        self._encoding.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request could be served now."""
+        return self._opened is not None and self.pool.num_usable > 0
+
+    @property
+    def info(self) -> verify_pb2.GetModelInfoResponse:
+        """What the verifiers serve."""
+        if self.pool.info is None:
+            raise Unavailable("no verifier has answered yet")
+        return self.pool.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._ready()[0]
+
+    @property
+    def generator(self) -> Generator:
+        """What runs jobs."""
+        return self._ready()[1]
+
+    def check_model(self, name: str) -> None:
+        """Raises UnknownModel for a name that is not served; an empty one means the only model."""
+        if name and name != self.info.model:
+            raise UnknownModel(name)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return await self._encoding.run(self.tokenizer.encode, text, add_special_tokens)
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], **variables: Any
+    ) -> list[int]:
+        """Token ids of a conversation, by the model's chat template."""
+        return await self._encoding.run(self.tokenizer.encode_chat, messages, **variables)
+
+    async def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return await self._encoding.run(self.tokenizer.decode, tokens, skip_special_tokens)
+
+    def job(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        prompt_field: str = "prompt",
+        max_new_tokens_given: bool = True,
+        name: str = "",
+        stop: Sequence[str] = (),
+        num_choices: int = 1,
+        skip_special_tokens: bool = True,
+        keep_stop: bool = False,
+        return_provenance: bool = False,
+        speculation: SpeculationParams | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> Job:
+        """Checks everything that the verifier would refuse, with the client's own field names.
+
+        Args:
+            max_new_tokens_given: Whether the client chose it: one that cannot fit is then an error, else it is cut.
+
+        Raises:
+            InvalidRequest: A field is wrong.
+        """
+        info = self.info
+        for token in (max(prompt, default=0), min(prompt, default=0)):
+            if not 0 <= token < info.vocab_size:
+                raise InvalidRequest(prompt_field, f"token id {token} is not in the vocabulary")
+        sampling.validate(info.vocab_size)
+        if not 1 <= num_choices <= MAX_CHOICES:
+            raise InvalidRequest("n", f"must be in [1, {MAX_CHOICES}], not {num_choices}")
+        if len(stop) > MAX_STOPS:
+            raise InvalidRequest("stop", f"at most {MAX_STOPS} stop strings, not {len(stop)}")
+        for text in stop:
+            if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+                raise InvalidRequest(
+                    "stop", f"a stop string has 1 to {MAX_STOP_CHARACTERS} characters"
+                )
+        if not -(2**31) <= priority < 2**31:
+            raise InvalidRequest("priority", "must fit 32 bits")
+        limit = self.config.request_timeout
+        if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
+            raise InvalidRequest("timeout", "must be a positive number of seconds")
+        fitting = fitted(sampling, len(prompt), info.context_length)
+        if max_new_tokens_given and sampling.max_new_tokens > info.context_length:
+            raise InvalidRequest(
+                "max_tokens",
+                f"{sampling.max_new_tokens} is more than the context length {info.context_length}",
+            )
+        return Job(
+            name=name or uuid.uuid4().hex,
+            prompt=prompt,
+            sampling=fitting,
+            stop=tuple(stop),
+            num_choices=num_choices,
+            skip_special_tokens=skip_special_tokens,
+            keep_stop=keep_stop,
+            return_provenance=return_provenance,
+            speculation=speculation or SpeculationParams(),
+            priority=priority,
+            timeout=limit if timeout is None else min(timeout, limit),
+        )
+
+    def _ready(self) -> tuple[Tokenizer, Generator]:
+        if self._opened is None:
+            raise Unavailable("no verifier has answered yet")
+        return self._opened
+
+
+def seed_or_random(seed: int | None) -> int:
+    """The client's seed as 64 unsigned bits (a negative one wraps), or a random one that is reported back."""
+    if seed is None:
+        return random_seed()
+    if not -(2**63) <= seed < 2**64:
+        raise InvalidRequest("seed", "must fit 64 bits")
+    return seed % 2**64

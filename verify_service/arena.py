@@ -1,0 +1,173 @@
+"""The arena's exchange regions: a new one for every attach of a draft that reads hidden states, gone with its stream.
+
+Made and freed in the draft client's thread, written by the engine's. Which rows go through is not decided here.
+"""
+
+import ipaddress
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.api.tensor.v1 import tensor_pb2
+from foredraft.errors import AttachRefused, ForedraftError, InvalidRequest
+from foredraft.rpc import address
+from foredraft.transport import choice, shared_memory
+from foredraft.transport.base import ArenaError, HiddenWriter, RowFormat
+from verify_service import metrics
+
+MAX_INLINE_BYTES = 32 << 20  # of rows in one message; gRPC's limit is 64 MiB
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What the draft of one attach reads, and where it is put.
+
+    Attributes:
+        epoch: Number of the attach.
+        layers: Layers whose entering residual stream it reads; empty for the state after the final norm.
+        writer: Where the rows go.
+    """
+
+    epoch: int
+    layers: tuple[int, ...]
+    writer: HiddenWriter
+
+
+class Arena:
+    """The exchange region of the attach that is being made or is in use.
+
+    Args:
+        draft: Address of the draft.
+        hidden_size: Of the target.
+        num_layers: Of the target.
+        max_bytes: Of a region.
+        useful_rows: More rows than this are never under way.
+        required: Name of the only transport to use; empty for the best that both ends can do.
+    """
+
+    def __init__(
+        self,
+        draft: str,
+        hidden_size: int,
+        num_layers: int,
+        max_bytes: int,
+        useful_rows: int,
+        required: str,
+    ) -> None:
+        self._own = [
+            transport
+            for transport in choice.supported(is_same_host(draft))
+            if required in ("", choice.NAMES[transport])
+        ]
+        self._hidden_size = hidden_size
+        self._num_layers = num_layers
+        self._max_bytes = max_bytes
+        self._useful_rows = useful_rows
+        self._exchange: Exchange | None = None
+        self._refused: set[tensor_pb2.Transport] = set()
+        removed = shared_memory.remove_leftovers()
+        if removed:
+            logger.info("removed %d shared-memory segments of dead processes", removed)
+
+    def open(self, info: draft_pb2.GetDraftInfoResponse, epoch: int) -> tensor_pb2.Arena | None:
+        """Makes the region of a new attach; None for a draft that reads no hidden states.
+
+        Raises:
+            AttachRefused: The target has no such hidden states, or no transport will do.
+        """
+        self.ended(epoch - 1, None)
+        if not info.HasField("hidden"):
+            return None
+        row, layers = self._row(info.hidden), tuple(info.hidden.layers)
+        usable = [t for t in self._own if t in info.transports and t not in self._refused]
+        try:
+            writer = self._open(usable, row, epoch)
+        except ArenaError as error:
+            raise AttachRefused("transports", error.message) from error
+        self._exchange = Exchange(epoch, layers, writer)
+        return writer.arena
+
+    def attached(self, epoch: int) -> None:
+        """The draft has mapped the region."""
+        exchange = self.exchange(epoch)
+        if exchange is None:
+            return
+        exchange.writer.attached()
+        self._refused.clear()
+        arena = exchange.writer.arena
+        name = choice.NAMES[arena.transport]
+        metrics.TRANSPORT.labels(name).set(1)
+        metrics.ARENA_BYTES.set(arena.size)
+        logger.info(
+            "hidden states of %d x %s through %s, %d rows",
+            exchange.writer.row.width,
+            str(exchange.writer.row.dtype).removeprefix("torch."),
+            name,
+            exchange.writer.capacity,
+        )
+
+    def ended(self, epoch: int, error: ForedraftError | None) -> None:
+        """The stream of an attach has ended, or was refused: its region goes.
+
+        A draft that still lives may go on reading its own mapping; nobody else uses those bytes again.
+        """
+        exchange = self.exchange(epoch)
+        if exchange is None:
+            return
+        transport = exchange.writer.arena.transport
+        if isinstance(error, AttachRefused) and error.field.startswith("arena"):
+            # It cannot map what this host offers: another container's /dev/shm, say.
+            self._refused.add(transport)
+        self._exchange = None
+        exchange.writer.close()
+        metrics.TRANSPORT.labels(choice.NAMES[transport]).set(0)
+        metrics.ARENA_BYTES.set(0)
+
+    def exchange(self, epoch: int) -> Exchange | None:
+        """The region of an attach, while it lives."""
+        exchange = self._exchange
+        return exchange if exchange is not None and exchange.epoch == epoch else None
+
+    def _row(self, needs: draft_pb2.HiddenNeeds) -> RowFormat:
+        try:
+            row = RowFormat.of(needs)
+        except InvalidRequest as error:
+            raise AttachRefused("hidden", error.message) from error
+        if any(layer > self._num_layers for layer in needs.layers):
+            raise AttachRefused(
+                "hidden.layers",
+                f"the draft reads layers {list(needs.layers)}; the target has {self._num_layers}",
+            )
+        width = self._hidden_size * max(1, len(needs.layers))
+        if needs.width != width:
+            raise AttachRefused(
+                "hidden.width", f"the draft's is {needs.width}, the target gives {width}"
+            )
+        return row
+
+    def _open(
+        self, transports: Sequence[tensor_pb2.Transport], row: RowFormat, epoch: int
+    ) -> HiddenWriter:
+        limit = self._max_bytes
+        if tensor_pb2.TRANSPORT_INLINE in transports[:1]:
+            limit = min(limit, MAX_INLINE_BYTES)
+        capacity = min(limit // row.num_bytes, self._useful_rows)
+        if capacity < 1:
+            raise AttachRefused(
+                "hidden.width", f"a row of {row.num_bytes} bytes does not fit --arena-mb"
+            )
+        return choice.open_writer(transports, row, capacity, epoch)
+
+
+def is_same_host(draft: str) -> bool:
+    """Whether an address is a Unix socket's or loopback's."""
+    where = address.parse(draft)
+    if where.is_unix or where.host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(where.host).is_loopback
+    except ValueError:
+        return False
