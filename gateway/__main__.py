@@ -95,7 +95,7 @@ async def _follow_health(serving: Serving, rpc: RpcServer) -> None:
         if serving.is_ready != was_ready:
             was_ready = serving.is_ready
             await rpc.set_serving(was_ready)
-            logger.info("ready" if was_ready else "no verifier is usable")
+            logger.info("a verifier is usable" if was_ready else "no verifier is usable")
         await asyncio.sleep(0.05)
 
 

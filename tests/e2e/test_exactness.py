@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from foredraft.telemetry.metrics import value
 from foredraft.types import SamplingParams
 from tests.support.checkpoints import ARCHITECTURES, EOS, VOCAB_SIZE, make_checkpoint
 from tests.support.engines import Job, Result, running_engine
@@ -64,10 +65,16 @@ def run(
     if algorithm == "STANDALONE":
         flags["speculative_draft_model_path"] = str(directory / "draft")
     results: list[Result] = []
+    failures = value("foredraft_draft_failures_total", algorithm=algorithm)
+    attaches = value("foredraft_draft_attaches_total", algorithm=algorithm)
     with running_engine(directory / "target", algorithm, **flags) as harness:
         for start in range(0, len(jobs), num_at_once):
             results += harness.run(jobs[start : start + num_at_once])
         harness.check_nothing_left()
+    # A draft that is lost and attached again changes no token, so only the counters would show it.
+    assert value("foredraft_draft_failures_total", algorithm=algorithm) == failures
+    expected = attaches + (algorithm != "NONE")
+    assert value("foredraft_draft_attaches_total", algorithm=algorithm) == expected
     return results, sum(result.finish.preemptions for result in results)
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
-from tests.support.engines import Harness, Job, running_engine
-from tests.support.reference import Reference
 from transformers import AutoModelForCausalLM
 
 from foredraft.errors import InvalidRequest, Overloaded, PromptTooLong
 from foredraft.types import FinishReason, SamplingParams, SpeculationParams
+from tests.support.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
+from tests.support.engines import Harness, Job, running_engine
+from tests.support.reference import Reference
 from verify_service.engine import EngineRequest
 
 ENDS = frozenset({EOS})

@@ -1,0 +1,206 @@
+"""`foredraft serve` with the real services, as a person runs it."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.tiny_tokenizers import byte_level, save
+
+ROOT = Path(__file__).parents[2]
+FLAGS = ("--port=0", "--grpc-port=0", "--max-total-tokens=2048", "--num-threads=1")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = byte_level()
+    directory = make_checkpoint(
+        tmp_path_factory.mktemp("models") / "Tiny", vocab_size=tokenizer.get_vocab_size()
+    )
+    save(tokenizer, directory)
+    return directory
+
+
+@contextmanager
+def serving(directory: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "foredraft.cli.main", "serve", f"--model-path={directory}"]
+    process = subprocess.Popen(
+        [*command, *FLAGS, *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_until_ready(process: subprocess.Popen[str]) -> dict[str, str]:
+    """Reads the closing table; its addresses by name."""
+    assert process.stdout
+    shown = ""
+    for line in process.stdout:
+        shown += line
+        if "Ctrl-C" in line:
+            assert "curl" in shown
+            return dict(re.findall(r"^  (HTTP|gRPC|metrics) +(.+)$", shown, re.M))
+    raise AssertionError(f"serve ended: {shown}{process.stderr.read() if process.stderr else ''}")
+
+
+def children_of(pid: int) -> dict[str, int]:
+    """Module name to process id of the services that a supervisor runs."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            command = stat.with_name("cmdline").read_text().split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == pid and "-m" in command:
+            found[command[command.index("-m") + 1]] = int(stat.parent.name)
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def eventually(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.1)
+    raise AssertionError("did not come true within 60 s")
+
+
+def complete(url: str, **fields: Any) -> str:
+    body = {"model": "Tiny", "prompt": "The quick brown", "max_tokens": 8, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps(body | fields).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return str(json.load(answer)["choices"][0]["text"])
+
+
+def test_serve_answers_recovers_and_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Path(f"/tmp/fd-{os.getpid()}")
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    try:
+        with serving(checkpoint) as process:
+            urls = wait_until_ready(process)
+            text = complete(urls["HTTP"])
+            for url in urls["metrics"].split():
+                with urllib.request.urlopen(url, timeout=10) as answer:
+                    assert b"foredraft_build_info" in answer.read()
+            [directory] = runtime.iterdir()
+            assert {path.name for path in directory.iterdir()} == {"verify.sock", "draft.sock"}
+
+            children = children_of(process.pid)
+            assert set(children) == {"gateway", "verify_service", "draft_service"}
+            os.kill(children["draft_service"], signal.SIGKILL)
+            assert complete(urls["HTTP"]) == text
+            eventually(
+                lambda: (
+                    children_of(process.pid).get("draft_service")
+                    not in (None, children["draft_service"])
+                )
+            )
+
+            os.kill(children["verify_service"], signal.SIGKILL)
+            eventually(
+                lambda: (
+                    children_of(process.pid).get("verify_service")
+                    not in (None, children["verify_service"])
+                )
+            )
+
+            def answers_again() -> bool:
+                try:
+                    return complete(urls["HTTP"]) == text
+                except OSError:
+                    return False
+
+            eventually(answers_again)
+            children = children_of(process.pid)
+            process.send_signal(signal.SIGTERM)
+            _, log = process.communicate(timeout=60)
+            assert process.returncode == 0, log
+            for name in ("gateway", "verify", "draft"):
+                assert re.search(rf"^ *{name} │ ", log, re.M)
+            assert "draft was killed by SIGKILL; restarting" in log
+        assert all(map(is_gone, children.values()))
+        assert list(runtime.iterdir()) == []
+    finally:
+        shutil.rmtree(runtime)
+
+
+def test_nothing_survives_kill_9_of_serve(checkpoint: Path) -> None:
+    with serving(checkpoint, "--speculative-algorithm=NONE") as process:
+        wait_until_ready(process)
+        children = children_of(process.pid)
+        assert set(children) == {"gateway", "verify_service"}
+        process.kill()
+        process.wait()
+        eventually(lambda: all(map(is_gone, children.values())))
+
+
+def test_interrupted_while_starting_it_stops_quietly(checkpoint: Path) -> None:
+    with serving(checkpoint) as process:
+        children = eventually(lambda: children_of(process.pid))
+        process.send_signal(signal.SIGINT)
+        _, log = process.communicate(timeout=60)
+        assert process.returncode in (0, 130)
+        assert "Traceback" not in log
+    assert all(map(is_gone, children.values()))
+
+
+def test_a_broken_checkpoint_is_told_and_nothing_is_left(checkpoint: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "Broken"
+    shutil.copytree(checkpoint, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with serving(broken) as process:
+        _, log = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "verify exited with status" in log
+    assert "model.safetensors" in log
+    assert children_of(process.pid) == {}
+
+
+def test_json_logs_stay_objects(checkpoint: Path) -> None:
+    with serving(checkpoint, "--log-format=json", "--speculative-algorithm=NONE") as process:
+        assert process.stderr
+        for line in process.stderr:
+            entry = json.loads(line)
+            if entry["message"].startswith("ready"):
+                break
+        assert entry["service"] == "serve"
+        assert entry["http"].startswith("http://127.0.0.1:")
+        process.send_signal(signal.SIGTERM)
+        out, log = process.communicate(timeout=60)
+    assert out == ""
+    assert all(json.loads(line) for line in log.splitlines())

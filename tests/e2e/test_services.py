@@ -1,0 +1,164 @@
+"""The shipped path: three processes under one supervisor, real sockets, real kills."""
+
+import concurrent.futures
+import os
+import random
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
+from foredraft.cli.stack import LocalStack, make_supervisor
+from foredraft.types import SamplingParams
+from tests.support.checkpoints import EOS, make_checkpoint
+from tests.support.reference import Reference
+from tests.support.tiny_tokenizers import byte_level, save
+
+ENDS = frozenset({EOS})
+VOCAB_SIZE = 600
+NUM_TOKENS = 160
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    for name, noise in (("target", 0.0), ("draft", 0.03)):
+        make_checkpoint(
+            directory / name, noise=noise, vocab_size=VOCAB_SIZE, max_position_embeddings=1024
+        )
+        save(byte_level(VOCAB_SIZE), directory / name)
+    return directory
+
+
+@pytest.fixture
+def start(models: Path) -> Iterator[Callable[..., LocalStack]]:
+    stacks: list[LocalStack] = []
+
+    def start_stack(algorithm: str, **flags: object) -> LocalStack:
+        values = {
+            "model_path": str(models / "target"),
+            "speculative_algorithm": algorithm,
+            "device": "cpu",
+            "num_threads": 1,
+            "max_total_tokens": 4096,
+            "page_size": 16,
+            "port": 0,
+            "grpc_port": 0,
+            **flags,
+        }
+        if algorithm == "STANDALONE":
+            values["speculative_draft_model_path"] = str(models / "draft")
+        stack = make_supervisor(values, on_line=lambda name, line: print(f"{name}: {line}"))
+        stacks.append(stack)
+        stack.start()
+        stack.wait_healthy()
+        return stack
+
+    yield start_stack
+    for stack in stacks:
+        stack.stop()
+
+
+def stub_of(stack: LocalStack) -> inference_pb2_grpc.InferenceServiceStub:
+    return inference_pb2_grpc.InferenceServiceStub(grpc.insecure_channel(stack.urls["grpc"]))
+
+
+def request_of(prompt: list[int], **sampling: object) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=prompt), return_provenance=True
+    )
+    for name, value in {"max_new_tokens": NUM_TOKENS, "temperature": 0.0, **sampling}.items():
+        setattr(request.sampling, name, value)
+    return request
+
+
+def tokens_of(stream: Iterator[inference_pb2.GenerateResponse]) -> list[int]:
+    return [token.id for response in stream for token in response.tokens]
+
+
+def metric(stack: LocalStack, name: str) -> float:
+    """The sum of a metric's samples on the verifier's page."""
+    page = urllib.request.urlopen(stack.urls["verify_metrics"], timeout=10).read().decode()
+    lines = [line for line in page.splitlines() if line.startswith((name + " ", name + "{"))]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def eventually(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true"
+        time.sleep(0.05)
+
+
+def pid_of(stack: LocalStack, name: str) -> int:
+    pid = next(state.pid for state in stack.states() if state.name == name)
+    assert pid
+    return pid
+
+
+@pytest.mark.parametrize("algorithm", ["NONE", "NGRAM", "STANDALONE"])
+def test_services_give_the_rules_tokens(
+    start: Callable[..., LocalStack], models: Path, algorithm: str
+) -> None:
+    stack, reference = start(algorithm), Reference(models / "target")
+    stub, rng = stub_of(stack), random.Random(5)
+    prompts = [
+        [rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randrange(1, 80))] for _ in range(16)
+    ]
+    samplings = [
+        SamplingParams(temperature=0.0, max_new_tokens=40),
+        SamplingParams(temperature=0.9, top_p=0.9, seed=77, max_new_tokens=40),
+    ]
+
+    def generate(job: tuple[list[int], SamplingParams]) -> list[int]:
+        prompt, params = job
+        request = request_of(
+            prompt,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            seed=params.seed,
+            max_new_tokens=40,
+        )
+        return tokens_of(stub.Generate(request))
+
+    jobs = [(prompt, params) for prompt in prompts for params in samplings]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        outputs = list(pool.map(generate, jobs))
+    ties = sum(
+        reference.check(prompt, output, params, ENDS)
+        for (prompt, params), output in zip(jobs, outputs, strict=True)
+    )
+    assert ties <= 2
+    assert (metric(stack, "foredraft_accepted_tokens_total") > 0) == (algorithm != "NONE")
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])
+def test_killing_the_draft_changes_no_token(
+    start: Callable[..., LocalStack], models: Path, algorithm: str
+) -> None:
+    stack, reference = start(algorithm), Reference(models / "target")
+    stub = stub_of(stack)
+    params = SamplingParams(temperature=1.0, seed=9, max_new_tokens=900)
+    prompt = [7, 8, 9, 7, 8, 9, 7]
+    request = request_of(prompt, temperature=1.0, seed=9, max_new_tokens=900, ignore_eos=True)
+    tokens: list[int] = []
+    killed = False
+    for response in stub.Generate(request):
+        tokens += [token.id for token in response.tokens]
+        if len(tokens) >= 100 and not killed:
+            killed = True
+            os.kill(pid_of(stack, "draft"), signal.SIGKILL)
+            eventually(lambda: metric(stack, "foredraft_draft_attaches_total") == 2)
+    assert len(tokens) == 900
+    assert reference.check(prompt, tokens, params, frozenset()) <= 2
+    eventually(lambda: metric(stack, "foredraft_draft_available") == 1)
+    assert metric(stack, "foredraft_draft_attaches_total") >= 2
+    before = metric(stack, "foredraft_draft_tokens_total")
+    again = tokens_of(stub.Generate(request))
+    assert again == tokens
+    assert metric(stack, "foredraft_draft_tokens_total") > before
