@@ -248,9 +248,8 @@ class Drafting:
         told.epoch, told.slot, told.num_tokens, told.num_pages = self._epoch, sequence.slot, 0, 0
         if self._uses_pages:
             limit = sequence.num_computed // self._page_size
-            told.num_tokens = self._marks.valid_prefix(
-                sequence.pages[:limit], sequence.tokens, self._epoch
-            )
+            num_valid = self._marks.valid_prefix(sequence.pages[:limit], self._epoch)
+            told.num_tokens = num_valid * self._page_size
         sampling = sequence.sampling
         news.begin.valid_from = 0
         news.begin.scope = self._scope_of(sequence)
@@ -275,16 +274,11 @@ class Drafting:
         # A page that another sequence filled the same way holds draft KV only where its mark says so.
         end = min(told.num_tokens // self._page_size, len(sequence.pages))
         for i in range(changed, end):
-            after = (i + 1) * self._page_size
-            next_token = sequence.tokens[after] if after < len(sequence.tokens) else None
-            if not self._marks.is_valid(sequence.pages[i], self._epoch, next_token):
+            if not self._marks.is_valid(sequence.pages[i], self._epoch):
                 told.num_tokens = i * self._page_size
                 return
 
     def _mark(self, sequence: RequestSequence, start: int, end: int) -> None:
         """Marks the pages that tokens [start, end) fill; the stream's order makes it true in time."""
-        tokens = sequence.tokens
         for i in range(start // self._page_size, end // self._page_size):
-            after = (i + 1) * self._page_size
-            next_token = tokens[after] if after < len(tokens) else -1
-            self._marks.mark(sequence.pages[i], self._epoch, next_token)
+            self._marks.mark(sequence.pages[i], self._epoch)

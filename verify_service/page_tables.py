@@ -22,11 +22,13 @@ class PageTables:
         prefix_tree: PrefixTree,
         share: bool,
         usable_prefix: UsablePrefix | None,
+        look_ahead: int,
     ) -> None:
         self._pool = pool
         self._tree = prefix_tree
         self._share = share
         self._usable_prefix = usable_prefix
+        self._look_ahead = look_ahead
         # Evicting some more at once leaves runs of free pages instead of single ones.
         self._eviction_batch = min(pool.num_pages // 32, 64)
 
@@ -113,5 +115,6 @@ class PageTables:
             self._pool.release(reversed(surplus))
 
     def _hash_pages(self, seq: Sequence) -> None:
-        if len(seq.page_keys) < len(seq.tokens) // self._pool.page_size:
-            seq.page_keys += page_keys(seq.tokens, self._pool.page_size, len(seq.page_keys))
+        size, ahead = self._pool.page_size, self._look_ahead
+        if len(seq.page_keys) < (len(seq.tokens) - ahead) // size:
+            seq.page_keys += page_keys(seq.tokens, size, len(seq.page_keys), ahead)

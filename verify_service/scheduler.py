@@ -38,6 +38,8 @@ class Scheduler:
         usable_prefix: Called with a sequence and the pages that the prefix tree has for it, says
             how many of their tokens need not be computed again. The others are, onto the same
             pages: that is how a draft gets back state that it lost.
+        look_ahead: Tokens after a page (0 or 1) that must agree too for it to be shared: the last
+            entry of an EAGLE-family draft's page depends on the token after it.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Scheduler:
         context_length: int | None = None,
         admission_headroom: int = 64,
         usable_prefix: UsablePrefix | None = None,
+        look_ahead: int = 0,
     ) -> None:
         self.pool = pool
         self.prefix_tree = prefix_tree or PrefixTree(pool)
@@ -62,7 +65,9 @@ class Scheduler:
         # The newest token is never in KV, so a sequence may be one longer than the pool.
         capacity = pool.num_pages * pool.page_size + 1
         self.max_sequence_tokens = min(capacity, context_length or capacity)
-        self._tables = PageTables(pool, self.prefix_tree, prefix_tree is not None, usable_prefix)
+        self._tables = PageTables(
+            pool, self.prefix_tree, prefix_tree is not None, usable_prefix, look_ahead
+        )
         self._live: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []  # both sorted by rank
         self._running: list[Sequence] = []

@@ -204,7 +204,7 @@ def build_engine(
     if link is not None:
         drafting = Drafting(
             link.client,
-            DraftMarks(pool, depends_on_next_token=False),
+            DraftMarks(pool),
             page_size,
             limits.vocab_size,
             config.tree_limits[:2],

@@ -7,19 +7,25 @@ from collections.abc import Sequence
 from foredraft.kvcache.page_pool import PagePool
 
 
-def page_keys(tokens: Sequence[int], page_size: int, first_page: int = 0) -> list[bytes]:
+def page_keys(
+    tokens: Sequence[int], page_size: int, first_page: int = 0, look_ahead: int = 0
+) -> list[bytes]:
     """The tree's keys of the full pages of `tokens` from `first_page` on.
 
     Bytes, because they keep their hash: a page's tokens are hashed once however often it is looked
     up, and equality stays exact.
+
+    Args:
+        look_ahead: Tokens after a page that its contents depend on.
     """
-    num_pages = len(tokens) // page_size
+    num_pages = (len(tokens) - look_ahead) // page_size
     if first_page >= num_pages:
         return []
-    packed = array("i", tokens[first_page * page_size : num_pages * page_size])
+    packed = array("i", tokens[first_page * page_size : num_pages * page_size + look_ahead])
     data = packed.tobytes()
-    width = packed.itemsize * page_size
-    return [data[i : i + width] for i in range(0, len(data), width)]
+    stride = packed.itemsize * page_size
+    width = stride + packed.itemsize * look_ahead
+    return [data[i * stride : i * stride + width] for i in range(num_pages - first_page)]
 
 
 class PrefixNode:

@@ -1,6 +1,7 @@
 """Matching, canonical pages, and eviction of the least recently used."""
 
 import random
+from array import array
 
 import pytest
 
@@ -172,3 +173,13 @@ def test_random_use_against_a_dictionary(seed):
                 del cached[prefix]
         assert tree.num_cached == len(cached)
         check(tree, *[table for _, table in live])
+
+
+def test_keys_may_hold_the_token_after_the_page():
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    assert page_keys(tokens, 2, look_ahead=1) == [
+        array("i", part).tobytes() for part in ([1, 2, 3], [3, 4, 5], [5, 6, 7])
+    ]
+    assert page_keys(tokens[:6], 2, look_ahead=1) == page_keys(tokens, 2, look_ahead=1)[:2]
+    assert page_keys(tokens, 2, 2, look_ahead=1) == page_keys(tokens, 2, look_ahead=1)[2:]
+    assert page_keys([], 2, look_ahead=1) == []

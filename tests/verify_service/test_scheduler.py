@@ -405,3 +405,21 @@ def test_default_now_is_the_monotonic_clock():
     scheduler = make_scheduler()
     scheduler.add(make_sequence("a", 4, deadline=time.monotonic() - 1))
     assert scheduler.schedule(lambda seq: 0).ended
+
+
+def test_a_page_may_be_shared_only_before_the_same_token():
+    pool = PagePool(64, 4)
+    scheduler = Scheduler(
+        pool, PrefixTree(pool), max_running_requests=8, chunked_prefill_size=64, look_ahead=1
+    )
+    prompts = {"a": [7, 7], "b": [7, 9], "c": [8, 7]}
+    pages = {}
+    for name, ending in prompts.items():
+        seq = make_sequence(name, [1, 2, 3, 4, 5, 6, 7, 8, *ending])
+        scheduler.add(seq)
+        step(scheduler)
+        pages[name] = list(seq.pages)
+        assert seq.num_cached == {"a": 0, "b": 8, "c": 4}[name]
+    assert pages["a"][:2] == pages["b"][:2]
+    assert pages["a"][0] == pages["c"][0]
+    assert pages["a"][1] != pages["c"][1]

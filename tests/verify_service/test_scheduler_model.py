@@ -96,10 +96,11 @@ class Engine:
         self.random = random.Random(seed)
         self.pool = pool
         self.tree = PrefixTree(pool)
+        self.look_ahead = options.get("look_ahead", 0)
         self.scheduler = Scheduler(pool, self.tree, usable_prefix=self.usable_prefix, **options)
         self.marks = DraftMarks(pool)
         self.epoch = 0
-        self.noted: dict[int, tuple[int, int, int]] = {}  # what `marks` should know
+        self.noted: dict[int, tuple[int, int, list[int]]] = {}  # what `marks` should know
         self.contents: dict[int, int] = {}  # KV slot -> history
         self.draft = DraftCopy()
         self.sequences: list[Sequence] = []
@@ -155,11 +156,16 @@ class Engine:
 
     def usable_prefix(self, seq, pages):
         """As a verifier does whose draft came and went."""
-        valid = self.marks.valid_prefix(pages, seq.tokens, self.epoch)
-        for i in range(valid // self.pool.page_size):
-            next_token = seq.tokens[(i + 1) * self.pool.page_size]
-            assert self.noted[pages[i]] == (self.epoch, next_token, self.pool.generation(pages[i]))
-        return len(pages) * self.pool.page_size if self.random.random() < 0.5 else valid
+        valid = self.marks.valid_prefix(pages, self.epoch)
+        for i, page in enumerate(pages[:valid]):
+            next_tokens = self.next_tokens(seq, i)
+            assert self.noted[page] == (self.epoch, self.pool.generation(page), next_tokens)
+        return self.pool.page_size * (len(pages) if self.random.random() < 0.5 else valid)
+
+    def next_tokens(self, seq, i):
+        """What must be the same after page i for all who share it."""
+        end = (i + 1) * self.pool.page_size
+        return seq.tokens[end : end + self.look_ahead]
 
     def slot(self, seq, index):
         page, offset = divmod(index, self.pool.page_size)
@@ -271,10 +277,11 @@ class Engine:
         )
         page_size = self.pool.page_size
         for i in range(before // page_size, seq.num_computed // page_size):
-            page, next_token = seq.pages[i], seq.tokens[(i + 1) * page_size]
+            page, next_tokens = seq.pages[i], self.next_tokens(seq, i)
+            assert len(next_tokens) == self.look_ahead
             if self.random.random() < 0.7:
-                self.marks.mark(page, self.epoch, next_token)
-                self.noted[page] = (self.epoch, next_token, self.pool.generation(page))
+                self.marks.mark(page, self.epoch)
+                self.noted[page] = (self.epoch, self.pool.generation(page), next_tokens)
         if appended.finish_reason:
             self.scheduler.finish(seq)
             assert seq.output == expected_output(seq)
@@ -291,6 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_running_requests=st.integers(1, 5),
         chunked_prefill_size=st.integers(1, 12),
         admission_headroom=st.sampled_from([0, 2, 64]),
+        look_ahead=st.integers(0, 1),
         max_nodes=st.integers(0, 9),
     )
     def start(self, seed, page_size, num_pages, max_nodes, **options):
