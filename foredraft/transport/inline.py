@@ -8,6 +8,8 @@ from foredraft.errors import InvalidRequest
 from foredraft.transport import codec
 from foredraft.transport.base import HiddenReader, HiddenWriter, RowFormat
 
+MAX_BYTES = 32 << 20  # of rows in one message; half of gRPC's limit
+
 
 class InlineWriter(HiddenWriter):
     """Puts rows into messages; the ring only bounds how many are under way.
@@ -19,7 +21,7 @@ class InlineWriter(HiddenWriter):
     """
 
     def __init__(self, row: RowFormat, capacity: int, epoch: int) -> None:
-        super().__init__(row, capacity)
+        super().__init__(row, min(capacity, MAX_BYTES // row.num_bytes))
         self.arena = tensor_pb2.Arena(transport=tensor_pb2.TRANSPORT_INLINE, epoch=epoch)
 
     def _put(self, first: int, rows: torch.Tensor) -> draft_pb2.HiddenRows:

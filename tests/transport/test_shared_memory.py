@@ -224,6 +224,7 @@ def test_no_room_means_another_transport() -> None:
         choice.open_writer([tensor_pb2.TRANSPORT_SHM], row, capacity, EPOCH)
     writer = choice.open_writer(choice.supported(), row, capacity, EPOCH)
     assert writer.arena.transport == tensor_pb2.TRANSPORT_INLINE
+    assert writer.capacity * row.num_bytes <= 32 << 20  # what one message may carry
     assert not segments()
 
 
