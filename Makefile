@@ -1,6 +1,7 @@
 # `make serve` runs Foredraft, `make test` tests it, `make check` is what CI and the pre-commit hook run.
 PYTHON ?= python3
 VENV ?= .venv
+EXTRAS ?= dev
 BIN := $(VENV)/bin
 PROTOS := $(shell find protos -name '*.proto')
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
@@ -9,7 +10,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 
 $(BIN)/.ready: pyproject.toml foredraft/speculation/_ngram.c
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
 	touch $@
 
 serve: $(BIN)/.ready

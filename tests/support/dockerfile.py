@@ -102,7 +102,7 @@ class NativeBuild:
             check=False,
         )
         assert result.returncode == 0, (
-            f"RUN {command}\n{result.stdout[-2000:]}{result.stderr[-4000:]}"
+            f"RUN {command}\n{result.stderr[-4000:]}{result.stdout[-2000:]}"
         )
 
 
