@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from draft_service.drafters.base import Drafter
+from draft_service.hidden import open_reader, supported_transports
 from draft_service.metrics import DrafterMetrics
 from draft_service.session import Session
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
@@ -35,6 +36,8 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         """From now on verifiers may attach."""
         self._drafter = drafter
         self._info = drafter.info()
+        del self._info.transports[:]
+        self._info.transports.extend(supported_transports(self._info))
         self._metrics = DrafterMetrics(self._info.algorithm)
 
     async def GetDraftInfo(
@@ -91,13 +94,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self, drafter: Drafter, attach: draft_pb2.AttachRequest
     ) -> tuple[Session, draft_pb2.AttachResponse]:
         loop = asyncio.get_running_loop()
-        making = loop.run_in_executor(self._worker, drafter.attach, attach)
+        making = loop.run_in_executor(self._worker, self._make, drafter, attach)
         try:
-            proposer, response = await asyncio.shield(making)
+            session, response = await asyncio.shield(making)
         except asyncio.CancelledError:
             # The stream ended meanwhile; what is being made must still be freed.
-            proposer, _ = await making
-            await loop.run_in_executor(self._worker, proposer.close)
+            session, _ = await making
+            await session.close()
             raise
         except AttachRefused as error:
             self._metrics.refused_attaches.inc()
@@ -105,6 +108,20 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             raise
         self._metrics.accepted_attaches.inc()
         response.epoch = attach.epoch
+        return session, response
+
+    def _make(
+        self, drafter: Drafter, attach: draft_pb2.AttachRequest
+    ) -> tuple[Session, draft_pb2.AttachResponse]:
+        """In the drafter's thread: maps the arena, then makes the proposer."""
+        reader = open_reader(self._info, attach)
+        try:
+            proposer, response = drafter.attach(attach)
+        except BaseException:
+            if reader is not None:
+                reader.close()
+            raise
+        proposer.hidden = reader
         return Session(proposer, self._worker, self._metrics), response
 
     def _loaded(self) -> Drafter:

@@ -53,11 +53,16 @@ class Session:
         return response
 
     async def close(self) -> None:
-        """Frees the proposer, after the step that may still run."""
+        """Frees the proposer and the arena, after the step that may still run."""
         self._metrics.sessions.dec()
-        await asyncio.shield(
-            asyncio.get_running_loop().run_in_executor(self._worker, self._proposer.close)
-        )
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._worker, self._free))
+
+    def _free(self) -> None:
+        try:
+            self._proposer.close()
+        finally:
+            if self._proposer.hidden is not None:
+                self._proposer.hidden.close()
 
     def _count(self, request: draft_pb2.StepRequest, response: draft_pb2.StepResponse) -> None:
         metrics = self._metrics

@@ -16,8 +16,6 @@ from foredraft.transport import choice, shared_memory
 from foredraft.transport.base import ArenaError, HiddenWriter, RowFormat
 from verify_service import metrics
 
-MAX_INLINE_BYTES = 32 << 20  # of rows in one message; gRPC's limit is 64 MiB
-
 logger = logging.getLogger(__name__)
 
 
@@ -45,7 +43,7 @@ class Arena:
         num_layers: Of the target.
         max_bytes: Of a region.
         useful_rows: More rows than this are never under way.
-        required: Name of the only transport to use; empty for the best that both ends can do.
+        required: Name of the only transport to use; "any" for the best that both ends can do.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class Arena:
         self._own = [
             transport
             for transport in choice.supported(is_same_host(draft))
-            if required in ("", choice.NAMES[transport])
+            if required in ("any", choice.NAMES[transport])
         ]
         self._hidden_size = hidden_size
         self._num_layers = num_layers
@@ -78,7 +76,6 @@ class Arena:
         Raises:
             AttachRefused: The target has no such hidden states, or no transport will do.
         """
-        self.ended(epoch - 1, None)
         if not info.HasField("hidden"):
             return None
         row, layers = self._row(info.hidden), tuple(info.hidden.layers)
@@ -151,10 +148,7 @@ class Arena:
     def _open(
         self, transports: Sequence[tensor_pb2.Transport], row: RowFormat, epoch: int
     ) -> HiddenWriter:
-        limit = self._max_bytes
-        if tensor_pb2.TRANSPORT_INLINE in transports[:1]:
-            limit = min(limit, MAX_INLINE_BYTES)
-        capacity = min(limit // row.num_bytes, self._useful_rows)
+        capacity = min(self._max_bytes // row.num_bytes, self._useful_rows)
         if capacity < 1:
             raise AttachRefused(
                 "hidden.width", f"a row of {row.num_bytes} bytes does not fit --arena-mb"

@@ -65,6 +65,9 @@ class DraftClient:
         step_timeout: Seconds that the answer to a step may take; longer when it carries many tokens.
         on_state: Called from the background thread with a line for the log whenever the state changes: "attached",
             or why there is no draft.
+        on_attached: Called from there with the number of each attach, once the draft has answered it.
+        on_ended: Called from there when what `make_attach` made for an attach is no longer needed, with its number
+            and, where the draft did not take it, why.
     """
 
     def __init__(
@@ -73,11 +76,15 @@ class DraftClient:
         make_attach: Callable[[draft_pb2.GetDraftInfoResponse, int], draft_pb2.AttachRequest],
         step_timeout: float,
         on_state: Callable[[str], None] | None = None,
+        on_attached: Callable[[int], None] | None = None,
+        on_ended: Callable[[int, ForedraftError | None], None] | None = None,
     ) -> None:
         self._target = target
         self._make_attach = make_attach
         self._step_timeout = step_timeout
         self._on_state = on_state
+        self._on_attached = on_attached
+        self._on_ended = on_ended
         self._state = ""
         self._changed = threading.Condition()
         # All below is guarded by the condition, but `_deadline`, which is a single word.
@@ -118,13 +125,17 @@ class DraftClient:
         """Number of the current attach, growing from 1; 0 while no draft is attached."""
         return self._epoch
 
-    def send(self, request: draft_pb2.StepRequest) -> None:
+    def send(self, request: draft_pb2.StepRequest, epoch: int | None = None) -> None:
         """Sends a step; steps of one attach are numbered from 1.
+
+        Args:
+            epoch: Number of the attach that the step is meant for; None for any.
 
         Raises:
             DraftError: No draft is attached, or another one than the caller thinks.
         """
-        stream = self._stream
+        with self._changed:
+            stream = self._stream if epoch in (None, self._epoch) else None
         if stream is None:
             raise DraftError("no draft is attached")
         if request.step != stream.num_steps + 1:
@@ -222,15 +233,20 @@ class DraftClient:
             if self._closed:
                 return
         stream = _Stream(stub)
+        refusal: ForedraftError | None = None
+        self._last_epoch += 1
         try:
-            self._attach(stream, info)
+            self._attach(stream, info, self._last_epoch)
             self._watch(stream)
+        except ForedraftError as error:
+            refusal = error
+            raise
         finally:
             stream.end()
+            if self._on_ended is not None:
+                self._on_ended(self._last_epoch, refusal)
 
-    def _attach(self, stream: _Stream, info: draft_pb2.GetDraftInfoResponse) -> None:
-        self._last_epoch += 1
-        epoch = self._last_epoch
+    def _attach(self, stream: _Stream, info: draft_pb2.GetDraftInfoResponse, epoch: int) -> None:
         request = self._make_attach(info, epoch)
         self._may_cancel(stream.call)
         timer = threading.Timer(ATTACH_TIMEOUT, stream.call.cancel)
@@ -245,6 +261,8 @@ class DraftClient:
             timer.join()
         if not response.HasField("attach") or response.attach.epoch != epoch:
             raise DraftError("the draft's first message does not answer the attach")
+        if self._on_attached is not None:
+            self._on_attached(epoch)
         with self._changed:
             self._stream, self._epoch = stream, epoch
         self._tell("attached")

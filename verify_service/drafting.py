@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import DraftError
 from foredraft.kvcache.draft_marks import DraftMarks
+from foredraft.runner.model_runner import ForwardOutput
 from foredraft.speculation.draft_tree import DraftTree, sanitize
+from foredraft.transport.base import ArenaError
 from verify_service.draft_client import DraftClient
 from verify_service.draft_policy import DraftHistory
+from verify_service.hidden_states import CommittedRows, HiddenStates, Run
 from verify_service.metrics import DRAFT_SECONDS, SpeculationMetrics
 from verify_service.request import Sequence as RequestSequence
 
@@ -27,6 +30,7 @@ class Told:
     Attributes:
         num_tokens: Leading tokens that it has.
         num_pages: Leading entries of the page table that it has.
+        run: The hidden states of which it was told, where it reads any.
         history: What drafting brought so far.
     """
 
@@ -34,6 +38,7 @@ class Told:
     slot: int | None = None
     num_tokens: int = 0
     num_pages: int = 0
+    run: Run | None = None
     history: DraftHistory = field(default_factory=DraftHistory)
 
 
@@ -56,6 +61,7 @@ class Drafting:
         tree_shape: (steps, topk) of the server.
         scope: "request", "key" or "server": whose text feeds whose drafts.
         refill_tokens: Tokens per step that a draft with KV may catch up on.
+        hidden: Hidden states for a draft that reads them.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class Drafting:
         scope: str,
         refill_tokens: int,
         metrics: SpeculationMetrics,
+        hidden: HiddenStates,
     ) -> None:
         self._client = client
         self._marks = marks
@@ -77,11 +84,15 @@ class Drafting:
         self._scope = scope
         self._refill_tokens = refill_tokens
         self._metrics = metrics
+        self._hidden = hidden
         self._told: dict[int, Told] = {}
         self._released: list[int] = []
         self._epoch = 0
         self._step = 0
         self._num_unread = 0
+        self._request = draft_pb2.StepRequest()
+        self._asked: dict[int, Wanted] = {}
+        self._trees: dict[int, DraftTree] = {}
         self._warned = False
 
     @property
@@ -93,6 +104,14 @@ class Drafting:
         """The record of what drafting brought to a sequence."""
         return self._of(sequence).history
 
+    def refresh(self) -> None:
+        """Before each step: looks whether another draft has been attached meanwhile."""
+        epoch = self._client.epoch
+        if epoch != self._epoch:
+            self._epoch, self._step, self._num_unread = epoch, 0, 0
+            self._released.clear()
+            self._hidden.attach(epoch)
+
     def release(self, slots: Iterable[int]) -> None:
         """Slots that sequences gave back; told with the next step."""
         self._released.extend(slots)
@@ -100,6 +119,22 @@ class Drafting:
     def forget(self, sequence: RequestSequence) -> None:
         """The sequence has ended."""
         self._told.pop(sequence.request_id, None)
+        self._hidden.drop(sequence)
+
+    def preempted(self, sequence: RequestSequence) -> None:
+        """The sequence has lost its pages."""
+        self._hidden.drop(sequence)
+        self._of(sequence).run = None
+
+    @property
+    def capture(self) -> tuple[int, ...] | None:
+        """Layers whose entering residual stream the draft reads; empty for the state after the final norm, None when
+        it reads nothing."""
+        return self._hidden.layers
+
+    def keep(self, output: ForwardOutput, committed: Sequence[CommittedRows]) -> None:
+        """Takes the hidden states that a step committed."""
+        self._hidden.keep(output, committed)
 
     def close(self) -> None:
         """Ends the connection."""
@@ -117,36 +152,47 @@ class Drafting:
         Returns:
             Trees by request id; a sequence without one has no entry.
         """
-        epoch = self._client.epoch
-        if epoch == 0:
+        if self._epoch == 0:
             self._released.clear()
             return {}
-        if epoch != self._epoch:
-            self._epoch, self._step, self._num_unread = epoch, 0, 0
-            self._released.clear()
-        request = draft_pb2.StepRequest(released_slots=self._released)
+        self._request = draft_pb2.StepRequest(released_slots=self._released)
         self._forget_slots()
-        asked: dict[int, Wanted] = {}
+        self._asked, self._trees = {}, {}
+        try:
+            self._tell(wanted, extending)
+            if self._request.sequences or self._request.released_slots:
+                self._send()
+            # Where nothing was asked for, nothing is in the answer; it is read before the next one that matters.
+            while self._asked and self._num_unread:
+                self._receive()
+        except (DraftError, ArenaError) as error:
+            logger.warning("drafting stopped: %s; decoding goes on without a draft", error)
+            self._metrics.failures.inc()
+            return {}
+        return self._trees
+
+    def _tell(self, wanted: Sequence[Wanted], extending: Iterable[RequestSequence]) -> None:
+        """Puts all news into the request; sends it where the hidden states of one step do not fit the arena."""
+        reads_hidden = self._hidden.layers is not None
         budget = self._refill_tokens
         for want in wanted:
             news, num_tokens = self._news(want.sequence, budget)
             budget -= num_tokens
-            if want.max_nodes > 0 and self._has_caught_up(want.sequence):
+            # A draft that reads hidden states proposes after the last one that it is given.
+            may_ask = num_tokens > 0 or not reads_hidden
+            if want.max_nodes > 0 and may_ask and self._has_caught_up(want.sequence):
                 steps, topk = self._shape(want.sequence)
                 news.propose.num_steps = min(steps, want.max_nodes)
                 news.propose.topk = topk
                 news.propose.num_draft_tokens = want.max_nodes + 1
-                asked[news.slot] = want
+                self._asked[news.slot] = want
             if num_tokens or news.HasField("propose") or news.HasField("begin"):
-                request.sequences.append(news)
+                self._add(want.sequence, news)
         for sequence in extending:
             news, num_tokens = self._news(sequence, budget)
             budget -= num_tokens
             if num_tokens or news.HasField("begin"):
-                request.sequences.append(news)
-        if not request.sequences and not request.released_slots:
-            return {}
-        return self._exchange(request, asked)
+                self._add(sequence, news)
 
     def _forget_slots(self) -> None:
         """A preempted sequence begins anew even where it gets its old slot back: the draft was told of its release."""
@@ -157,33 +203,50 @@ class Drafting:
                     told.slot = None
             self._released.clear()
 
-    def _exchange(
-        self, request: draft_pb2.StepRequest, asked: dict[int, Wanted]
-    ) -> dict[int, DraftTree]:
-        self._step += 1
-        request.step = self._step
-        try:
-            self._client.send(request)
-            self._num_unread += 1
-            if not asked:
-                return {}  # nothing is in the answer; it is read before the next one that matters
-            while self._num_unread:
-                response = self._client.receive()
-                self._num_unread -= 1
-        except DraftError as error:
-            logger.warning("drafting stopped: %s; decoding goes on without a draft", error)
-            self._metrics.failures.inc()
-            return {}
-        seconds = (response.extend_microseconds + response.draft_microseconds) * 1e-6
-        DRAFT_SECONDS.observe(seconds)
-        return self._read(response, asked)
+    def _add(self, sequence: RequestSequence, news: draft_pb2.SequenceStep) -> None:
+        """Puts the news of one sequence into the request, with its hidden states where the draft reads them."""
+        writer, run = self._hidden.writer, self._hidden.run(sequence)
+        if writer is None or run is None:
+            self._request.sequences.append(news)
+            return
+        rows = run.rows(max(news.position - 1, 0))
+        while len(rows) > writer.num_free:
+            if self._num_unread:
+                self._receive()
+                continue
+            if num_rows := writer.num_free:
+                part = split_news(news, num_rows)
+                part.hidden.CopyFrom(writer.write(rows[:num_rows]))
+                rows = rows[num_rows:]
+                self._request.sequences.append(part)
+            self._send()
+        news.hidden.CopyFrom(writer.write(rows))
+        self._request.sequences.append(news)
+        self._hidden.sent(run)
 
-    def _read(
-        self, response: draft_pb2.StepResponse, asked: dict[int, Wanted]
-    ) -> dict[int, DraftTree]:
-        trees: dict[int, DraftTree] = {}
+    def _send(self) -> None:
+        self._step += 1
+        self._request.step = self._step
+        self._client.send(self._request, self._epoch)
+        self._num_unread += 1
+        if self._hidden.writer is not None:
+            self._hidden.writer.sent(self._step)
+        self._request = draft_pb2.StepRequest()
+
+    def _receive(self) -> None:
+        """Reads the oldest answer that is due."""
+        response = self._client.receive()
+        self._num_unread -= 1
+        if self._hidden.writer is not None:
+            self._hidden.writer.answered(response.step)
+        if self._num_unread == 0 and self._asked:
+            seconds = (response.extend_microseconds + response.draft_microseconds) * 1e-6
+            DRAFT_SECONDS.observe(seconds)
+        self._read(response)
+
+    def _read(self, response: draft_pb2.StepResponse) -> None:
         for proposal in response.proposals:
-            want = asked.pop(proposal.slot, None)
+            want = self._asked.pop(proposal.slot, None)
             if want is None:
                 self._complain(1, f"a proposal for slot {proposal.slot}, which asked for none")
                 continue
@@ -193,8 +256,7 @@ class Drafting:
             if num_bad:
                 self._complain(num_bad, f"{num_bad} unusable nodes for slot {proposal.slot}")
             if tree.tokens:
-                trees[want.sequence.request_id] = tree
-        return trees
+                self._trees[want.sequence.request_id] = tree
 
     def _complain(self, count: int, what: str) -> None:
         self._metrics.invalid_nodes.inc(count)
@@ -220,6 +282,8 @@ class Drafting:
 
     def _news(self, sequence: RequestSequence, budget: int) -> tuple[draft_pb2.SequenceStep, int]:
         """What the draft does not know yet of a running sequence, and how many tokens that is."""
+        if self._hidden.layers is not None:
+            return self._hidden_news(sequence)
         told = self._of(sequence)
         assert sequence.slot is not None
         news = draft_pb2.SequenceStep(slot=sequence.slot)
@@ -238,15 +302,43 @@ class Drafting:
         start, told.num_tokens = told.num_tokens, end
         news.tokens.extend(sequence.tokens[start:end])
         if self._uses_pages:
-            news.first_page = told.num_pages
-            news.new_pages.extend(sequence.pages[told.num_pages :])
-            told.num_pages = len(sequence.pages)
+            self._tell_pages(sequence, told, news)
             self._mark(sequence, start, end)
         return news, end - start
 
+    def _hidden_news(self, sequence: RequestSequence) -> tuple[draft_pb2.SequenceStep, int]:
+        """The same for a draft that reads hidden states: as far as they are there, and one token further."""
+        told, run = self._of(sequence), self._hidden.run(sequence)
+        news = draft_pb2.SequenceStep(slot=sequence.slot or 0)
+        if run is None:
+            return news, 0
+        if told.run is not run or told.epoch != self._epoch or told.slot != sequence.slot:
+            self._begin(sequence, told, news)
+            told.run = run
+            # A hidden state belongs to the token after it: whoever lacks those from `start` on has start + 1 tokens.
+            told.num_tokens = run.start + 1 if run.start else 0
+            news.begin.valid_from = self._hidden.valid_from(sequence, run)
+        elif run.resend_from is not None:
+            told.num_tokens = min(told.num_tokens, run.resend_from + 1)
+        told.num_pages = min(told.num_pages, sequence.pages_changed_from)
+        sequence.pages_changed_from = len(sequence.pages)
+        start, end = told.num_tokens, run.end + 1
+        if end == start:
+            return news, 0
+        told.num_tokens, news.position = end, start
+        news.tokens.extend(sequence.tokens[start:end])
+        self._tell_pages(sequence, told, news)
+        return news, end - start
+
+    @staticmethod
+    def _tell_pages(sequence: RequestSequence, told: Told, news: draft_pb2.SequenceStep) -> None:
+        news.first_page = told.num_pages
+        news.new_pages.extend(sequence.pages[told.num_pages :])
+        told.num_pages = len(sequence.pages)
+
     def _begin(self, sequence: RequestSequence, told: Told, news: draft_pb2.SequenceStep) -> None:
         told.epoch, told.slot, told.num_tokens, told.num_pages = self._epoch, sequence.slot, 0, 0
-        if self._uses_pages:
+        if self._uses_pages and self._hidden.layers is None:
             limit = sequence.num_computed // self._page_size
             num_valid = self._marks.valid_prefix(sequence.pages[:limit], self._epoch)
             told.num_tokens = num_valid * self._page_size
@@ -282,3 +374,20 @@ class Drafting:
         """Marks the pages that tokens [start, end) fill; the stream's order makes it true in time."""
         for i in range(start // self._page_size, end // self._page_size):
             self._marks.mark(sequence.pages[i], self._epoch)
+
+
+def split_news(news: draft_pb2.SequenceStep, num_rows: int) -> draft_pb2.SequenceStep:
+    """Takes from the news of a sequence the part whose hidden states are the first `num_rows` (at least 1).
+
+    `news` keeps the rest: later tokens, and the wish for a tree.
+    """
+    num_tokens = num_rows if news.position else num_rows + 1
+    part = draft_pb2.SequenceStep()
+    part.CopyFrom(news)
+    part.ClearField("propose")
+    del part.tokens[num_tokens:]
+    for name in ("begin", "new_pages", "first_page"):
+        news.ClearField(name)
+    del news.tokens[:num_tokens]
+    news.position += num_tokens
+    return part

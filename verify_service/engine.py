@@ -20,6 +20,7 @@ from verify_service import metrics
 from verify_service.chooser import Chooser, Outcome, VerifyRows
 from verify_service.draft_policy import DraftPolicy
 from verify_service.drafting import Drafting, Wanted
+from verify_service.hidden_states import committed_rows
 from verify_service.outputs import Finish, Load, Sink, StepOutput, VerifiedTree
 from verify_service.request import Sequence
 from verify_service.scheduler import Scheduler
@@ -149,6 +150,10 @@ class Engine:
             draft_available=self._drafting is not None and self._drafting.available,
         )
 
+    def draft_everything(self) -> None:
+        """From now on the whole tree is drafted in each step, whether it pays or not: for benchmarks."""
+        self._policy = DraftPolicy(None)
+
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits or runs."""
@@ -234,6 +239,8 @@ class Engine:
     def step(self) -> None:
         """Runs one step: schedule, draft, forward, verify, commit."""
         started = time.perf_counter()
+        if self._drafting is not None:
+            self._drafting.refresh()
         plan = self._scheduler.schedule(self._wanted_nodes)
         self._settle(plan)
         trees = self._draft(plan)
@@ -242,7 +249,8 @@ class Engine:
         if plan.is_empty:
             return
         batch, rows = self._rows(plan, trees)
-        output = self._runner.forward(rows)
+        capture = self._drafting.capture if self._drafting is not None else None
+        output = self._runner.forward(rows, capture or ())
         forwarded = time.perf_counter()
         if not plan.prefill:
             self._policy.observe(len(output.logits), forwarded - drafted)
@@ -255,6 +263,9 @@ class Engine:
             self._commit(
                 verify_rows, outcome, num_chunk_tokens.get(verify_rows.sequence.request_id)
             )
+        if self._drafting is not None and capture is not None:
+            paths = [outcome.verified.path for outcome in outcomes[: len(plan.decode)]]
+            self._drafting.keep(output, committed_rows(plan, rows, paths))
         ended = time.perf_counter()
         metrics.FORWARD_SECONDS.observe(forwarded - drafted)
         metrics.VERIFY_SECONDS.observe(ended - forwarded)
@@ -288,6 +299,9 @@ class Engine:
                 metrics.PROMPT_TOKENS.inc(sequence.num_prompt)
                 metrics.CACHED_TOKENS.inc(sequence.num_cached)
         metrics.PREEMPTIONS.inc(len(plan.preempted))
+        for sequence in plan.preempted:
+            if self._drafting is not None:
+                self._drafting.preempted(sequence)
         for sequence in plan.ended:
             assert sequence.finish_reason is not None
             self._finish(sequence, self._live[sequence.request_id], sequence.finish_reason)

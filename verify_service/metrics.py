@@ -54,6 +54,15 @@ DRAFT_ATTACHES = counter(
     "foredraft_draft_attaches_total", "Times a draft was attached.", BY_ALGORITHM
 )
 DRAFT_AVAILABLE = gauge("foredraft_draft_available", "1 while a draft is attached.", BY_ALGORITHM)
+TRANSPORT = gauge(
+    "foredraft_draft_transport_info", "1 for the transport of hidden states in use.", ("transport",)
+)
+ARENA_BYTES = gauge("foredraft_arena_bytes", "Memory shared with the draft for hidden states.")
+SELF_TEST_ACCEPT_LENGTH = gauge(
+    "foredraft_draft_self_test_accept_length_tokens",
+    "Mean tokens per verification over the built-in prompts when the draft was attached.",
+    BY_ALGORITHM,
+)
 DRAFT_SECONDS = histogram("foredraft_draft_seconds", "A draft's own time in a step.", STEP_BUCKETS)
 DRAFT_WAIT_SECONDS = histogram(
     "foredraft_draft_wait_seconds", "Scheduling and the wait for the draft in a step.", STEP_BUCKETS

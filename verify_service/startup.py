@@ -22,11 +22,13 @@ from foredraft.models.registry import resolve_model_path
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.text.tokenizer import tokenizer_fingerprint
+from verify_service.arena import Arena
 from verify_service.chooser import Chooser, Thresholds
 from verify_service.draft_client import DraftClient
 from verify_service.draft_policy import DraftPolicy, StepCost
 from verify_service.drafting import Drafting
 from verify_service.engine import Engine, EngineLimits
+from verify_service.hidden_states import HiddenStates
 from verify_service.memory import CPU_FRACTION, GPU_FRACTION, available_host_bytes, num_pages
 from verify_service.metrics import SpeculationMetrics
 from verify_service.scheduler import Scheduler
@@ -34,6 +36,8 @@ from verify_service.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 CPU_PAGE_SIZE, GPU_PAGE_SIZE = 32, 16
+# What these keep for a token depends on the token after it too.
+SHIFTED_ALGORITHMS = ("EAGLE", "EAGLE3", "MTP")
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32)
 
 
@@ -116,8 +120,23 @@ class DraftLink:
         self._metrics = metrics
         self._limits: EngineLimits | None = None
         self._fingerprint = tokenizer_fingerprint(target.path)
+        nodes = config.tree_limits[2]
+        self.arena = Arena(
+            config.draft,
+            target.model.config.hidden_size,
+            target.model.config.num_layers,
+            max_bytes=config.arena_mb << 20,
+            # Of a step and of the one before it, whose answer may not have been read.
+            useful_rows=2 * (config.chunked_prefill_size + config.max_running_requests * nodes),
+            required=config.require_transport,
+        )
         self.client = DraftClient(
-            config.draft, self._attach, config.draft_step_timeout, self._on_state
+            config.draft,
+            self._attach,
+            config.draft_step_timeout,
+            self._on_state,
+            self.arena.attached,
+            self.arena.ended,
         )
 
     def sized(self, limits: EngineLimits) -> None:
@@ -148,6 +167,7 @@ class DraftLink:
             max_context=limits.context_length,
             limits=draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens),
             draft_sampling=self._config.speculative_draft_sampling,
+            arena=self.arena.open(info, epoch),
         )
 
 
@@ -189,6 +209,10 @@ def build_engine(
     kv = PagedKV.for_model(model_config, pages, page_size, target.dtype, device)
     runner = ModelRunner(target.model, kv, SdpaAttention())
     pool = PagePool(pages, page_size)
+    marks = DraftMarks(pool)
+    hidden = None
+    if link is not None:
+        hidden = HiddenStates(link.arena, marks, page_size, config.draft_refill_tokens)
     scheduler = Scheduler(
         pool,
         None if config.disable_radix_cache else PrefixTree(pool),
@@ -196,21 +220,24 @@ def build_engine(
         chunked_prefill_size=config.chunked_prefill_size,
         max_queue=config.max_queued_requests,
         context_length=context_length,
+        usable_prefix=hidden.usable_prefix if hidden is not None else None,
+        look_ahead=int(config.speculative_algorithm in SHIFTED_ALGORITHMS),
     )
     thresholds = Thresholds(
         config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc
     )
     drafting = None
-    if link is not None:
+    if link is not None and hidden is not None:
         drafting = Drafting(
             link.client,
-            DraftMarks(pool),
+            marks,
             page_size,
             limits.vocab_size,
             config.tree_limits[:2],
             config.speculative_ngram_scope,
             config.draft_refill_tokens,
             metrics,
+            hidden,
         )
         link.sized(limits)
     logger.info(

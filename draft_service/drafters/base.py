@@ -1,12 +1,23 @@
 """What every drafter is to the service: a `Drafter` loaded once, and a `Proposer` for each verifier that attached."""
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 from foredraft.api.draft.v1 import draft_pb2
 
+if TYPE_CHECKING:  # it needs torch, which not every drafter does
+    from foredraft.transport.base import HiddenReader
+
 
 class Proposer(ABC):
-    """Drafts for one attached verifier. Called from one thread at a time, in the order of the stream."""
+    """Drafts for one attached verifier. Called from one thread at a time, in the order of the stream.
+
+    Attributes:
+        hidden: Reads the rows that `SequenceStep.hidden` names; set before the first step where the drafter's info asks
+            for hidden states. Whoever set it closes it.
+    """
+
+    hidden: "HiddenReader | None" = None
 
     @abstractmethod
     def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:

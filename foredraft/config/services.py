@@ -84,7 +84,7 @@ class SpeculationConfig:
         "Rows that the target verifies per step, the root included (STANDALONE: 4, NGRAM: 12).",
     )
     speculative_draft_sampling: str = option(
-        "topk", "Order of drafted children at temperature > 0.", choices=("topk", "coupled")
+        "coupled", "Order of drafted children at temperature > 0.", choices=("topk", "coupled")
     )
     speculative_accept_threshold_single: float = option(
         1.0, "LOSSY below 1: accept a drafted token whose target probability reaches this."
@@ -177,7 +177,17 @@ class VerifyConfig(LogConfig, MetricsConfig, TargetConfig, SpeculationConfig):
         60.0, "Seconds to wait at start for the draft before serving without it."
     )
     draft_step_timeout: float = option(1.0, "Seconds after which a draft counts as dead in a step.")
-    draft_refill_tokens: int = option(2048, "Tokens per step that a draft may catch up on.")
+    draft_refill_tokens: int = option(
+        2048,
+        "Tokens per step that a draft may catch up on; cached tokens computed again to give a draft their hidden "
+        "states.",
+    )
+    arena_mb: int = option(64, "Most MiB of memory for hidden states on their way to the draft.")
+    require_transport: str = option(
+        "any",
+        "Attach a draft only if its hidden states can go this way: shared memory or inside messages.",
+        choices=("any", "shm", "inline"),
+    )
     drain_timeout: float = option(30.0, "Seconds that running requests get to finish on SIGTERM.")
 
 

@@ -1,0 +1,219 @@
+"""Hidden states of committed rows, kept until the draft was told of them; and which pages its KV is then complete on.
+
+Slot q of such a draft's KV belongs to (hidden state of position q, token q + 1). Torch tensors are only sliced here; how
+they reach the draft is the arena's.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from foredraft.kvcache.draft_marks import DraftMarks
+from foredraft.runner.batch import SequenceRows
+from foredraft.runner.model_runner import ForwardOutput
+from foredraft.transport.base import HiddenWriter
+from verify_service.arena import Arena
+from verify_service.request import Sequence as RequestSequence
+from verify_service.request import Status
+from verify_service.step_plan import DecodeSlot, PrefillChunk, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRows:
+    """Rows of a forward whose tokens were committed to a sequence, from position `start` on."""
+
+    sequence: RequestSequence
+    start: int
+    rows: Sequence[int]
+
+
+@dataclass(slots=True)
+class Run:
+    """Hidden states of consecutive positions of one sequence.
+
+    Attributes:
+        start: First position that was captured; what lies before, pages may have.
+        first: First position that is still kept.
+        end: Position after the last.
+        resend_from: The draft's slots from here on have to be filled again: they are on another page now.
+        unsent_pages: Pages marked as complete on the strength of rows that the draft has not been sent.
+    """
+
+    start: int
+    first: int
+    end: int
+    parts: deque[torch.Tensor] = field(default_factory=deque)
+    resend_from: int | None = None
+    unsent_pages: list[int] = field(default_factory=list)
+
+    def append(self, rows: torch.Tensor) -> None:
+        """Takes the rows after the last."""
+        self.parts.append(rows)
+        self.end += len(rows)
+
+    def rows(self, first: int) -> torch.Tensor:
+        """Rows of positions [first, end)."""
+        skip = first - self.first
+        assert skip >= 0
+        taken = []
+        for part in self.parts:
+            if skip < len(part):
+                taken.append(part[skip:])
+            skip = max(0, skip - len(part))
+        return taken[0] if len(taken) == 1 else torch.cat(taken)
+
+    def drop_before(self, position: int) -> None:
+        """Forgets rows before a position, as far as whole parts go."""
+        while self.parts and self.first + len(self.parts[0]) <= position:
+            self.first += len(self.parts.popleft())
+
+
+class HiddenStates:
+    """Captures for the draft that is attached, if it reads hidden states; else does nothing and costs nothing.
+
+    Memory is bounded by what one step computes and a page for each running sequence.
+
+    Args:
+        arena: Where rows go.
+        marks: Which pages hold complete draft KV.
+        page_size: Tokens per page.
+        refill_tokens: Cached tokens that are computed again at most, to fill pages that the draft has lost.
+    """
+
+    def __init__(self, arena: Arena, marks: DraftMarks, page_size: int, refill_tokens: int) -> None:
+        self._arena = arena
+        self._marks = marks
+        self._page_size = page_size
+        self._refill_tokens = refill_tokens
+        self._epoch = 0
+        self._layers: tuple[int, ...] | None = None
+        self._writer: HiddenWriter | None = None
+        self._runs: dict[int, Run] = {}
+
+    @property
+    def layers(self) -> tuple[int, ...] | None:
+        """Layers to capture; empty for the state after the final norm, None when nothing is needed."""
+        return self._layers
+
+    @property
+    def writer(self) -> HiddenWriter | None:
+        """Where rows of the current attach go; None when it reads none."""
+        return self._writer
+
+    def attach(self, epoch: int) -> None:
+        """Another draft is attached, or with epoch 0 none: what was kept for the last one is void."""
+        exchange = self._arena.exchange(epoch) if epoch else None
+        self._epoch = epoch
+        self._layers = exchange.layers if exchange is not None else None
+        self._writer = exchange.writer if exchange is not None else None
+        self._runs.clear()
+
+    def keep(self, output: ForwardOutput, committed: Sequence[CommittedRows]) -> None:
+        """Takes the rows that a step committed, after the scheduler has."""
+        if self._layers is None or not committed:
+            return
+        index = torch.tensor([row for one in committed for row in one.rows])
+        rows = _gather(output, index, bool(self._layers))
+        for one, part in zip(committed, rows.split([len(c.rows) for c in committed]), strict=True):
+            sequence = one.sequence
+            run = self._runs.get(sequence.request_id)
+            if run is None or run.end != one.start:
+                # The sequence took over pages that another one has filled meanwhile, or is new.
+                self.drop(sequence)
+                run = Run(one.start, one.start, one.start)
+                self._runs[sequence.request_id] = run
+            run.append(part)
+            self._mark(sequence, run, one.start)
+
+    def drop(self, sequence: RequestSequence) -> None:
+        """The sequence ended or lost its pages; rows that the draft was not sent will never be."""
+        run = self._runs.pop(sequence.request_id, None)
+        if run is not None:
+            for page in run.unsent_pages:
+                self._marks.clear(page)
+
+    def run(self, sequence: RequestSequence) -> Run | None:
+        """What is kept of a sequence."""
+        return self._runs.get(sequence.request_id)
+
+    def valid_from(self, sequence: RequestSequence, run: Run) -> int:
+        """First slot from which on the draft can attend, given that it is sent all rows of `run`."""
+        if run.start % self._page_size:
+            return run.start
+        return self._whole_pages_from(sequence.pages, run.start // self._page_size)
+
+    def sent(self, run: Run) -> None:
+        """All rows of a run went to the draft. Those of the page being filled stay: it may be exchanged yet."""
+        run.resend_from = None
+        run.unsent_pages.clear()
+        run.drop_before(run.end - run.end % self._page_size)
+
+    def usable_prefix(self, sequence: RequestSequence, pages: list[int]) -> int:
+        """How many tokens of a cached prefix need not be computed again for the draft's sake (`Scheduler`).
+
+        Where the draft has lost more than may be computed again, it gets the last `refill_tokens`.
+        """
+        hit = len(pages) * self._page_size
+        if self._layers is None:
+            return hit
+        start = self._whole_pages_from(pages, len(pages))
+        if start == 0 or hit - start >= self._refill_tokens:
+            return hit
+        num_valid = 0
+        while self._marks.is_valid(pages[num_valid], self._epoch):
+            num_valid += 1
+        refilled = self._refill_tokens // self._page_size * self._page_size
+        return max(num_valid * self._page_size, hit - refilled)
+
+    def _whole_pages_from(self, pages: Sequence[int], end: int) -> int:
+        """First position of the unbroken pages with draft KV that end before entry `end`."""
+        while end and self._marks.is_valid(pages[end - 1], self._epoch):
+            end -= 1
+        return end * self._page_size
+
+    def _mark(self, sequence: RequestSequence, run: Run, start: int) -> None:
+        """Marks the pages that the new rows complete; they go to the draft before anything that relies on it."""
+        size = self._page_size
+        for i in range(start // size, run.end // size):
+            page = sequence.pages[i]
+            if self._marks.is_valid(page, self._epoch):
+                continue
+            if i >= sequence.pages_changed_from:
+                resend = max(i * size, run.start)
+                if run.resend_from is None or resend < run.resend_from:
+                    run.resend_from = resend
+            if i * size >= run.start:
+                self._marks.mark(page, self._epoch)
+                run.unsent_pages.append(page)
+
+
+def committed_rows(
+    plan: StepPlan, rows: Sequence[SequenceRows], paths: Iterable[Sequence[int]]
+) -> list[CommittedRows]:
+    """Which rows of a step's forward were committed to sequences that go on.
+
+    Args:
+        rows: As they were computed: of `plan.decode`, then of `plan.prefill`.
+        paths: Accepted rows of each tree, in the order of `plan.decode`.
+    """
+    committed = []
+    offset = 0
+    slots: list[DecodeSlot | PrefillChunk] = [*plan.decode, *plan.prefill]
+    whole = (range(len(chunk.tokens)) for chunk in rows[len(plan.decode) :])
+    for slot, computed, path in zip(slots, rows, [*paths, *whole], strict=True):
+        sequence, start = slot.seq, computed.prefix_len
+        if sequence.status is Status.RUNNING:
+            kept = path[: sequence.num_computed - start]
+            committed.append(CommittedRows(sequence, start, [offset + row for row in kept]))
+        offset += len(computed.tokens)
+    return committed
+
+
+def _gather(output: ForwardOutput, index: torch.Tensor, captured: bool) -> torch.Tensor:
+    """The rows of a step, all layers side by side, in memory that holds nothing else."""
+    if not captured:
+        return output.hidden[index.to(output.hidden.device)]
+    index = index.to(output.captured[0].device)
+    return torch.cat([stream[index] for stream in output.captured], dim=-1)
