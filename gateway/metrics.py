@@ -41,3 +41,12 @@ retries = metrics.counter(
     "foredraft_gateway_retries_total", "Continuations started again because a verifier was lost."
 )
 verifiers = metrics.gauge("foredraft_gateway_verifiers", "Verifiers that can be used now.")
+# The endpoint picker of Kubernetes' inference extension chooses by these two.
+waiting_requests = metrics.gauge(
+    "foredraft_gateway_waiting_requests",
+    "Requests waiting in the verifiers, as they said last.",
+)
+kv_usage = metrics.gauge(
+    "foredraft_gateway_kv_usage_ratio",
+    "Part of the verifiers' KV pages that running requests hold, as they said last.",
+)

@@ -9,8 +9,9 @@ import grpc
 
 from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
 from foredraft.errors import ForedraftError, Overloaded, Unavailable
+from foredraft.rpc.address import Address
 from foredraft.rpc.channel import aio_channel
-from gateway import metrics
+from gateway import discovery, metrics
 from gateway.errors import RequestTimeout, SlowClient
 
 logger = logging.getLogger(__name__)
@@ -236,6 +237,9 @@ class VerifierConnection:
 class VerifierPool:
     """All verifiers. They must serve the same model; the first one that answers says which.
 
+    Args:
+        targets: `host:port`, `unix:/path`, or `dns:name:port` for every address that a name has, now and later.
+
     Attributes:
         info: What is served; None until a verifier has answered.
     """
@@ -243,9 +247,15 @@ class VerifierPool:
     def __init__(self, targets: Sequence[str]) -> None:
         self.info: verify_pb2.GetModelInfoResponse | None = None
         self._changed = asyncio.Event()
-        self._connections = [
-            VerifierConnection(target, self._accept, self._on_change) for target in targets
+        names = [target for target in targets if target.startswith(discovery.PREFIX)]
+        self._connections = [self._connect(target) for target in targets if target not in names]
+        self._lookups = [
+            asyncio.create_task(self._follow(discovery.parse(name)), name=name) for name in names
         ]
+        metrics.waiting_requests.set_function(
+            lambda: sum(load.waiting for load in self.loads.values())
+        )
+        metrics.kv_usage.set_function(self._kv_usage)
 
     @property
     def num_usable(self) -> int:
@@ -296,7 +306,34 @@ class VerifierPool:
 
     async def close(self) -> None:
         """Ends all streams."""
+        for lookup in self._lookups:
+            lookup.cancel()
+        await asyncio.gather(*self._lookups, return_exceptions=True)
         await asyncio.gather(*(connection.close() for connection in self._connections))
+
+    def _connect(self, target: str) -> VerifierConnection:
+        return VerifierConnection(target, self._accept, self._on_change)
+
+    async def _follow(self, name: Address) -> None:
+        """Keeps a connection to every address of a name."""
+        mine: dict[str, VerifierConnection] = {}
+
+        async def update(targets: set[str]) -> None:
+            for target in targets - mine.keys():
+                mine[target] = self._connect(target)
+                self._connections.append(mine[target])
+            # A verifier that drains has left the name already; it is let go with its stream.
+            for target in [t for t in mine.keys() - targets if not mine[t].ready]:
+                gone = mine.pop(target)
+                self._connections.remove(gone)
+                await gone.close()
+
+        await discovery.follow(name, update)
+
+    def _kv_usage(self) -> float:
+        loads = self.loads.values()
+        total = sum(load.total_pages for load in loads)
+        return 1 - sum(load.free_pages for load in loads) / total if total else 0.0
 
     def _accept(self, info: verify_pb2.GetModelInfoResponse) -> None:
         if self.info is None:

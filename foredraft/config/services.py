@@ -208,7 +208,9 @@ class GatewayConfig(LogConfig):
     port: int = option(30000, "HTTP port.")
     grpc_port: int = option(50051, "Port of the public gRPC.")
     verifier: tuple[str, ...] = option(
-        ("127.0.0.1:50052",), "Address of a verifier; may be given several times.", internal=True
+        ("127.0.0.1:50052",),
+        "Address of a verifier, or dns:name:port for every address of a name; may be given several times.",
+        internal=True,
     )
     tokenizer_path: str = option("", "Tokenizer directory; the verifier's model path when empty.")
     chat_template: str = option(

@@ -8,6 +8,7 @@ from foredraft.cli import serve, stack
 from foredraft.config.options import given_values, parse, variable_of
 from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
 from foredraft.rpc import address
+from gateway import discovery
 
 SERVICES = {"gateway": GatewayConfig, "verify_service": VerifyConfig, "draft_service": DraftConfig}
 # What other software that stands beside ours in a manifest reads.
@@ -53,7 +54,7 @@ def _parsed(argv: list[str], environ: Mapping[str, str]) -> object:
             getattr(config, "draft", ""),
         ):
             if target:
-                address.parse(target)
+                address.parse(target.removeprefix(discovery.PREFIX))
     elif argv[:2] == ["foredraft", "serve"]:
         known = {variable_of(name) for name in stack.ServeConfig.__dataclass_fields__}
         namespace = serve.make_parser().parse_args(argv[2:])
