@@ -29,10 +29,11 @@ class Thresholds:
 
 @dataclass(slots=True)
 class VerifyRows:
-    """The rows of one sequence in a step: its newest token, then the nodes of its tree."""
+    """The rows of one sequence in a step: its newest token, then the nodes of its tree, drafted with `confidence`."""
 
     sequence: RequestSequence
     tree: DraftTree
+    confidence: int = 0
 
 
 @dataclass(slots=True)

@@ -11,6 +11,10 @@ LEAST_WEIGHT = (
 FIRST_PAUSE = 4  # decode steps without drafting after drafting stopped paying
 LONGEST_PAUSE = 32
 PROBE_NODES = 2  # drafted after a pause, until one is accepted
+PRIOR_DECAY = 0.9  # of the acceptance assumed for a node over the one before it
+PRIOR_WEIGHT = 0.02  # of one outcome in the acceptance assumed for sequences to come
+# Acceptance of a first node before anything was seen, by confidence of the proposal.
+PRIORS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 
 
 class StepCost:
@@ -108,23 +112,26 @@ class DraftPolicy:
     plainly in the extra time. Drafts propose nodes roughly best first, so the choice is a prefix of the tree.
     Which token is chosen never depends on it (design section 2), so it may use any measurement.
 
+    A sequence of which nothing is known yet is assumed to be like those before it.
+
     Args:
         cost: Forward seconds by rows; None always drafts the maximum.
-        prior: Acceptance assumed for the first node of a sequence; the i-th gets `prior * prior_decay ** i`.
     """
 
-    def __init__(self, cost: StepCost | None, prior: float = 0.6, prior_decay: float = 0.9) -> None:
+    def __init__(self, cost: StepCost | None) -> None:
         self._cost = cost
-        self._prior = prior
-        self._prior_decay = prior_decay
+        self._priors = list(PRIORS)
 
     def observe(self, rows: int, seconds: float) -> None:
         """Takes the time of a forward that only decoded."""
         if self._cost is not None:
             self._cost.observe(rows, seconds)
 
-    def num_nodes(self, history: DraftHistory, max_nodes: int, num_running: int) -> int:
-        """Nodes to ask for in the coming step, at most `max_nodes`."""
+    def num_nodes(
+        self, history: DraftHistory, max_nodes: int, num_running: int, confidence: int = 0
+    ) -> int:
+        """Nodes that are worth verifying in the coming step, at most `max_nodes`."""
+        num_running = max(num_running, 1)
         if self._cost is None or max_nodes == 0:
             return max_nodes
         if history.pause > 0:
@@ -136,7 +143,7 @@ class DraftPolicy:
         plain_rate = num_running / base
         gain, best, best_value = 0.0, 0, 0.0
         for nodes in range(1, max_nodes + 1):
-            gain += self._hit(history, nodes - 1)
+            gain += self._hit(history, nodes - 1, confidence)
             value = gain - plain_rate * (self._cost.seconds(num_running + nodes) - base)
             if value > best_value:
                 best, best_value = nodes, value
@@ -144,7 +151,9 @@ class DraftPolicy:
             self._pause(history)
         return best
 
-    def record(self, history: DraftHistory, num_nodes: int, accepted: Sequence[int]) -> None:
+    def record(
+        self, history: DraftHistory, num_nodes: int, accepted: Sequence[int], confidence: int = 0
+    ) -> None:
         """Takes the outcome of one verified tree.
 
         Args:
@@ -153,6 +162,8 @@ class DraftPolicy:
         """
         if num_nodes == 0:
             return
+        level = min(confidence, len(PRIORS) - 1)
+        self._priors[level] += PRIOR_WEIGHT * ((0 in accepted) - self._priors[level])
         if history.is_probing:
             if accepted:
                 # Text has begun to repeat: what was learnt before it did says nothing any more.
@@ -164,7 +175,7 @@ class DraftPolicy:
         taken = set(accepted)
         for i in range(num_nodes):
             if i == len(history.hits):
-                history.hits.append(self._hit(history, i))
+                history.hits.append(self._hit(history, i, confidence))
                 history.num_outcomes.append(0)
             history.num_outcomes[i] += 1
             weight = max(LEAST_WEIGHT, 1 / (history.num_outcomes[i] + 1))
@@ -175,7 +186,7 @@ class DraftPolicy:
         history.next_pause = min(2 * history.next_pause, LONGEST_PAUSE)
         history.is_probing = True
 
-    def _hit(self, history: DraftHistory, index: int) -> float:
+    def _hit(self, history: DraftHistory, index: int, confidence: int) -> float:
         if index < len(history.hits):
             return history.hits[index]
-        return self._prior * self._prior_decay**index
+        return self._priors[min(confidence, len(PRIORS) - 1)] * PRIOR_DECAY**index

@@ -12,7 +12,7 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import DraftError
 from foredraft.kvcache.draft_marks import DraftMarks
 from foredraft.runner.model_runner import ForwardOutput
-from foredraft.speculation.draft_tree import DraftTree, sanitize
+from foredraft.speculation.draft_tree import EMPTY, DraftTree, sanitize
 from foredraft.transport.base import ArenaError
 from verify_service.draft_client import DraftClient
 from verify_service.draft_policy import DraftHistory
@@ -31,7 +31,7 @@ class Told:
         num_tokens: Leading tokens that it has.
         num_pages: Leading entries of the page table that it has.
         run: The hidden states of which it was told, where it reads any.
-        history: What drafting brought so far.
+        histories: What drafting brought so far, by the confidence of proposals.
     """
 
     epoch: int = 0
@@ -39,7 +39,18 @@ class Told:
     num_tokens: int = 0
     num_pages: int = 0
     run: Run | None = None
-    history: DraftHistory = field(default_factory=DraftHistory)
+    histories: dict[int, DraftHistory] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A proposal that was checked."""
+
+    tree: DraftTree
+    confidence: int
+
+
+NOTHING = Drafted(EMPTY, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +103,7 @@ class Drafting:
         self._num_unread = 0
         self._request = draft_pb2.StepRequest()
         self._asked: dict[int, Wanted] = {}
-        self._trees: dict[int, DraftTree] = {}
+        self._trees: dict[int, Drafted] = {}
         self._warned = False
 
     @property
@@ -100,9 +111,15 @@ class Drafting:
         """Whether a draft is attached now."""
         return self._client.epoch > 0
 
-    def history(self, sequence: RequestSequence) -> DraftHistory:
-        """The record of what drafting brought to a sequence."""
-        return self._of(sequence).history
+    def history(self, sequence: RequestSequence, confidence: int = 0) -> DraftHistory:
+        """The record of what proposals of one confidence brought to a sequence."""
+        return self._of(sequence).histories.setdefault(confidence, DraftHistory())
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether asking costs next to nothing, so that what is worth verifying may be decided by the proposal."""
+        info = self._client.info
+        return info is not None and info.weight_bytes == 0
 
     def refresh(self) -> None:
         """Before each step: looks whether another draft has been attached meanwhile."""
@@ -142,7 +159,7 @@ class Drafting:
 
     def propose(
         self, wanted: Sequence[Wanted], extending: Iterable[RequestSequence]
-    ) -> dict[int, DraftTree]:
+    ) -> dict[int, Drafted]:
         """Runs one draft step.
 
         Args:
@@ -150,7 +167,7 @@ class Drafting:
             extending: Other running sequences, with tokens that the draft may not have seen.
 
         Returns:
-            Trees by request id; a sequence without one has no entry.
+            Proposals by request id; a sequence without one has no entry.
         """
         if self._epoch == 0:
             self._released.clear()
@@ -256,7 +273,7 @@ class Drafting:
             if num_bad:
                 self._complain(num_bad, f"{num_bad} unusable nodes for slot {proposal.slot}")
             if tree.tokens:
-                self._trees[want.sequence.request_id] = tree
+                self._trees[want.sequence.request_id] = Drafted(tree, proposal.confidence)
 
     def _complain(self, count: int, what: str) -> None:
         self._metrics.invalid_nodes.inc(count)

@@ -19,7 +19,7 @@ from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from verify_service import metrics
 from verify_service.chooser import Chooser, Outcome, VerifyRows
 from verify_service.draft_policy import DraftPolicy
-from verify_service.drafting import Drafting, Wanted
+from verify_service.drafting import NOTHING, Drafted, Drafting, Wanted
 from verify_service.hidden_states import committed_rows
 from verify_service.outputs import Finish, Load, Sink, StepOutput, VerifiedTree
 from verify_service.request import Sequence
@@ -282,9 +282,21 @@ class Engine:
             limit = min(limit, asked.num_draft_tokens - 1)
         if sequence.num_output_left <= 1:
             return 0
+        if drafting.is_cheap:
+            return limit
         return self._policy.num_nodes(
-            drafting.history(sequence), limit, max(1, self._scheduler.num_running)
+            drafting.history(sequence), limit, self._scheduler.num_running
         )
+
+    def _worthwhile(self, sequence: Sequence, drafted: Drafted) -> DraftTree:
+        """What of a proposal is worth verifying; a draft that costs something was asked for no more than that."""
+        drafting = self._drafting
+        if not drafted.tree or drafting is None or not drafting.is_cheap:
+            return drafted.tree
+        history = drafting.history(sequence, drafted.confidence)
+        running = self._scheduler.num_running
+        num_nodes = self._policy.num_nodes(history, len(drafted.tree), running, drafted.confidence)
+        return drafted.tree.first(num_nodes)
 
     def _settle(self, plan: StepPlan) -> None:
         """Tells draft, submitters and metrics which sequences left or joined."""
@@ -306,22 +318,23 @@ class Engine:
             assert sequence.finish_reason is not None
             self._finish(sequence, self._live[sequence.request_id], sequence.finish_reason)
 
-    def _draft(self, plan: StepPlan) -> dict[int, DraftTree]:
+    def _draft(self, plan: StepPlan) -> dict[int, Drafted]:
         if self._drafting is None:
             return {}
         wanted = [Wanted(slot.seq, slot.max_tree_nodes) for slot in plan.decode]
         return self._drafting.propose(wanted, [chunk.seq for chunk in plan.prefill])
 
     def _rows(
-        self, plan: StepPlan, trees: dict[int, DraftTree]
+        self, plan: StepPlan, trees: dict[int, Drafted]
     ) -> tuple[list[VerifyRows], list[SequenceRows]]:
         """The rows whose logits choose tokens, and all rows of the forward, in the same order."""
         batch: list[VerifyRows] = []
         rows: list[SequenceRows] = []
         for slot in plan.decode:
             seq = slot.seq
-            tree = trees.get(seq.request_id, EMPTY)
-            batch.append(VerifyRows(seq, tree))
+            drafted = trees.get(seq.request_id, NOTHING)
+            tree = self._worthwhile(seq, drafted)
+            batch.append(VerifyRows(seq, tree, drafted.confidence))
             rows.append(SequenceRows.tree(seq.pages, seq.num_computed, seq.tokens[-1], tree))
         for chunk in plan.prefill:
             seq, end = chunk.seq, chunk.start + chunk.num_tokens
@@ -387,7 +400,8 @@ class Engine:
             live.histogram.append(0)
         live.histogram[len(accepted)] += 1
         if self._drafting is not None:
-            self._policy.record(self._drafting.history(sequence), num_nodes, accepted)
+            history = self._drafting.history(sequence, rows.confidence)
+            self._policy.record(history, num_nodes, accepted, rows.confidence)
 
     def _finish(
         self,

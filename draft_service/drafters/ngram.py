@@ -1,5 +1,6 @@
 """Drafting by n-grams for attached verifiers. The tries are in `foredraft.speculation.ngram`; never imports torch."""
 
+import bisect
 import time
 
 from draft_service.drafters.base import Drafter, Proposer
@@ -13,6 +14,8 @@ from foredraft.errors import AttachRefused
 from foredraft.speculation import ngram
 
 # So many tokens are inserted in well under a millisecond.
+# Lengths of a match at which the confidence of a proposal rises by one.
+CONFIDENT_LENGTHS = (2, 3, 4, 6, 9)
 _BRIEF_TOKENS = 256
 
 
@@ -111,7 +114,13 @@ class NgramProposer(Proposer):
         max_nodes = min(wanted - 1, self._max_nodes) if wanted else self._max_nodes
         tree = self._drafter.propose(sequence.slot, max_nodes)
         if tree.tokens:
-            response.proposals.add(slot=sequence.slot, tokens=tree.tokens, parents=tree.parents)
+            length = self._drafter.match_length(sequence.slot)
+            response.proposals.add(
+                slot=sequence.slot,
+                tokens=tree.tokens,
+                parents=tree.parents,
+                confidence=bisect.bisect(CONFIDENT_LENGTHS, length),
+            )
 
     def _release(self, slot: int) -> None:
         self._drafter.release(slot)

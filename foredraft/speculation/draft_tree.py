@@ -21,6 +21,12 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def first(self, num_nodes: int) -> "DraftTree":
+        """The tree of the first nodes; parents stand before their children, so it is whole."""
+        if num_nodes >= len(self.tokens):
+            return self
+        return DraftTree(self.tokens[:num_nodes], self.parents[:num_nodes])
+
 
 EMPTY = DraftTree()
 
