@@ -1,17 +1,19 @@
 """How much to draft for a sequence, from what its drafts brought and from what a wider forward costs."""
 
 import bisect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-OBSERVED_WEIGHT = 0.1  # of one real step in the cost of its width
+LEVEL_WEIGHT, OWN_WEIGHT = 0.2, 0.25  # of one real step in the cost of all widths, and of its own
 LEAST_WEIGHT = (
     0.1  # of the newest outcome in a node's acceptance estimate; more while there are few
 )
 FIRST_PAUSE = 4  # decode steps without drafting after drafting stopped paying
 LONGEST_PAUSE = 32
 PROBE_NODES = 2  # drafted after a pause, until one is accepted
-PRIOR_DECAY = 0.9  # of the acceptance assumed for a node over the one before it
+PRIOR_DECAY = 0.9  # of the acceptance assumed for a node over its parent's
+SIBLING_DECAY = 0.3  # over that of the sibling before it
 PRIOR_WEIGHT = 0.02  # of one outcome in the acceptance assumed for sequences to come
 # Acceptance of a first node before anything was seen, by confidence of the proposal.
 PRIORS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
@@ -50,13 +52,16 @@ class StepCost:
         return cls(widths, best)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Takes the time of a real forward of decoding rows into the nearest measured width."""
-        i = min(range(len(self._widths)), key=lambda i: abs(self._widths[i] - rows))
-        width = self._widths[i]
-        if abs(width - rows) * 4 > width:
-            return  # too far from any to say much about it
-        seconds *= self.seconds(width) / self.seconds(rows)
-        self._measured[i] += OBSERVED_WEIGHT * (seconds - self._measured[i])
+        """Takes the time of a real forward of decoding rows.
+
+        All widths move towards it in proportion, since a machine that has become slower or faster has become so for
+        all of them; the nearest width moves a little more, which slowly corrects the table's shape.
+        """
+        # An outlier, such as a step that waited for a page fault, must not throw the table.
+        surprise = min(seconds / self.seconds(rows) - 1, 1.0)
+        nearest = min(range(len(self._widths)), key=lambda i: abs(math.log(self._widths[i] / rows)))
+        for i in range(len(self._measured)):
+            self._measured[i] *= 1 + (OWN_WEIGHT if i == nearest else LEVEL_WEIGHT) * surprise
         self._seconds = rising(self._measured)
 
     def seconds(self, rows: int) -> float:
@@ -128,9 +133,18 @@ class DraftPolicy:
             self._cost.observe(rows, seconds)
 
     def num_nodes(
-        self, history: DraftHistory, max_nodes: int, num_running: int, confidence: int = 0
+        self,
+        history: DraftHistory,
+        max_nodes: int,
+        num_running: int,
+        confidence: int = 0,
+        parents: Sequence[int] = (),
     ) -> int:
-        """Nodes that are worth verifying in the coming step, at most `max_nodes`."""
+        """Nodes that are worth verifying in the coming step, at most `max_nodes`.
+
+        Args:
+            parents: Of the nodes, where they are known; a chain is assumed of others.
+        """
         num_running = max(num_running, 1)
         if self._cost is None or max_nodes == 0:
             return max_nodes
@@ -142,8 +156,9 @@ class DraftPolicy:
         base = self._cost.seconds(num_running)
         plain_rate = num_running / base
         gain, best, best_value = 0.0, 0, 0.0
+        hits = self._hits(history, max_nodes, confidence, parents)
         for nodes in range(1, max_nodes + 1):
-            gain += self._hit(history, nodes - 1, confidence)
+            gain += hits[nodes - 1]
             value = gain - plain_rate * (self._cost.seconds(num_running + nodes) - base)
             if value > best_value:
                 best, best_value = nodes, value
@@ -152,16 +167,21 @@ class DraftPolicy:
         return best
 
     def record(
-        self, history: DraftHistory, num_nodes: int, accepted: Sequence[int], confidence: int = 0
+        self,
+        history: DraftHistory,
+        parents: Sequence[int],
+        accepted: Sequence[int],
+        confidence: int = 0,
     ) -> None:
         """Takes the outcome of one verified tree.
 
         Args:
-            num_nodes: Nodes that were verified; nothing is learnt from none.
+            parents: Of the nodes that were verified; nothing is learnt from none.
             accepted: Indices of those that were accepted.
         """
-        if num_nodes == 0:
+        if not parents:
             return
+        hits = self._hits(history, len(parents), confidence, parents)
         level = min(confidence, len(PRIORS) - 1)
         self._priors[level] += PRIOR_WEIGHT * ((0 in accepted) - self._priors[level])
         if history.is_probing:
@@ -172,21 +192,31 @@ class DraftPolicy:
             else:
                 self._pause(history)
             return
-        taken = set(accepted)
-        for i in range(num_nodes):
-            if i == len(history.hits):
-                history.hits.append(self._hit(history, i, confidence))
-                history.num_outcomes.append(0)
+        new = len(parents) - len(history.num_outcomes)
+        history.num_outcomes.extend([0] * new)
+        for i, hit in enumerate(hits):
             history.num_outcomes[i] += 1
             weight = max(LEAST_WEIGHT, 1 / (history.num_outcomes[i] + 1))
-            history.hits[i] += weight * ((i in taken) - history.hits[i])
+            hits[i] = hit + weight * ((i in accepted) - hit)
+        history.hits[: len(hits)] = hits
 
     def _pause(self, history: DraftHistory) -> None:
         history.pause = history.next_pause
         history.next_pause = min(2 * history.next_pause, LONGEST_PAUSE)
         history.is_probing = True
 
-    def _hit(self, history: DraftHistory, index: int, confidence: int) -> float:
-        if index < len(history.hits):
-            return history.hits[index]
-        return self._priors[min(confidence, len(PRIORS) - 1)] * PRIOR_DECAY**index
+    def _hits(
+        self, history: DraftHistory, count: int, confidence: int, parents: Sequence[int]
+    ) -> list[float]:
+        """Estimated acceptance of the first `count` nodes."""
+        first = self._priors[min(confidence, len(PRIORS) - 1)]
+        known = len(history.hits)
+        hits: list[float] = []
+        next_sibling: dict[int, float] = {}
+        for i in range(count):
+            parent = parents[i] if i < len(parents) else i - 1
+            above = first if parent < 0 else PRIOR_DECAY * hits[parent]
+            assumed = next_sibling.get(parent, above)
+            next_sibling[parent] = SIBLING_DECAY * assumed
+            hits.append(history.hits[i] if i < known else assumed)
+        return hits

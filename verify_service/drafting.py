@@ -107,6 +107,11 @@ class Drafting:
         self._warned = False
 
     @property
+    def epoch(self) -> int:
+        """Number of the attach that is live now; 0 for none."""
+        return self._client.epoch
+
+    @property
     def available(self) -> bool:
         """Whether a draft is attached now."""
         return self._client.epoch > 0

@@ -24,6 +24,7 @@ from verify_service.hidden_states import committed_rows
 from verify_service.outputs import Finish, Load, Sink, StepOutput, VerifiedTree
 from verify_service.request import Sequence
 from verify_service.scheduler import Scheduler
+from verify_service.self_test import SelfTest
 from verify_service.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,10 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A checked request. `tag` is the submitter's name for it; outputs go to `sink` in the engine's thread."""
+    """A checked request. `tag` is the submitter's name for it; outputs go to `sink` in the engine's thread.
+
+    A probe is the engine's own: always drafted for, and in no metric.
+    """
 
     tag: int
     prompt: list[int]
@@ -57,6 +61,7 @@ class EngineRequest:
     timeout_seconds: float | None = None
     key_label: str = ""
     return_provenance: bool = False
+    is_probe: bool = False
 
 
 @dataclass(slots=True)
@@ -76,6 +81,7 @@ class Engine:
     Args:
         drafting: The draft's side, or None for plain decoding.
         policy: How much to draft.
+        self_test: Of each draft that is attached, while the engine idles.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class Engine:
         policy: DraftPolicy,
         limits: EngineLimits,
         speculation: metrics.SpeculationMetrics,
+        self_test: SelfTest | None = None,
     ) -> None:
         self.limits = limits
         self._runner = runner
@@ -95,6 +102,7 @@ class Engine:
         self._drafting = drafting
         self._policy = policy
         self._speculation = speculation
+        self._self_test = self_test
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: dict[int, _Live] = {}
         self._outputs: dict[Sink, list[StepOutput]] = {}
@@ -200,10 +208,28 @@ class Engine:
 
     def _wait_for_work(self) -> None:
         self._observe()
+        if self._start_self_test():
+            return
         try:
             self._inbox.get(timeout=IDLE_SECONDS)()
         except queue.Empty:
             self._scheduler.check_integrity()
+
+    def _start_self_test(self) -> bool:
+        """Lets the engine's own requests in if a test is due."""
+        test = self._self_test
+        if test is None or self._drafting is None:
+            return False
+        prompts = test.due(self._drafting.epoch)
+        for i, prompt in enumerate(prompts):
+            with self._submit_lock:
+                self._num_submitted += 1
+                number = self._num_submitted
+            probe = EngineRequest(
+                i, prompt, test.sampling, test.take, return_provenance=True, is_probe=True
+            )
+            self._add(number, probe)
+        return bool(prompts)
 
     def _take_inbox(self) -> None:
         while not self._inbox.empty():
@@ -211,6 +237,10 @@ class Engine:
 
     def _add(self, number: int, request: EngineRequest) -> None:
         now = time.monotonic()
+        if not request.is_probe and self._self_test is not None and self._self_test.interrupt():
+            for other, live in self._live.items():
+                if live.request.is_probe:
+                    self._scheduler.cancel(other)
         live = self._live[number] = _Live(request, now)
         room = self._scheduler.max_sequence_tokens - len(request.prompt)
         sampling = request.sampling
@@ -282,7 +312,7 @@ class Engine:
             limit = min(limit, asked.num_draft_tokens - 1)
         if sequence.num_output_left <= 1:
             return 0
-        if drafting.is_cheap:
+        if drafting.is_cheap or self._live[sequence.request_id].request.is_probe:
             return limit
         return self._policy.num_nodes(
             drafting.history(sequence), limit, self._scheduler.num_running
@@ -294,8 +324,13 @@ class Engine:
         if not drafted.tree or drafting is None or not drafting.is_cheap:
             return drafted.tree
         history = drafting.history(sequence, drafted.confidence)
-        running = self._scheduler.num_running
-        num_nodes = self._policy.num_nodes(history, len(drafted.tree), running, drafted.confidence)
+        num_nodes = self._policy.num_nodes(
+            history,
+            len(drafted.tree),
+            self._scheduler.num_running,
+            drafted.confidence,
+            drafted.tree.parents,
+        )
         return drafted.tree.first(num_nodes)
 
     def _settle(self, plan: StepPlan) -> None:
@@ -305,7 +340,7 @@ class Engine:
         now = time.monotonic()
         for sequence in plan.admitted:
             live = self._live[sequence.request_id]
-            if sequence.num_preemptions == 0:
+            if sequence.num_preemptions == 0 and not live.request.is_probe:
                 live.queue_seconds = now - live.submitted
                 metrics.QUEUE_SECONDS.observe(live.queue_seconds)
                 metrics.PROMPT_TOKENS.inc(sequence.num_prompt)
@@ -364,7 +399,8 @@ class Engine:
         tokens = verified.tokens[:num_kept]
         self._scheduler.on_committed(sequence, num_chunk_tokens or num_kept)
         self._chooser.committed(sequence, tokens)
-        metrics.GENERATION_TOKENS.inc(num_kept)
+        if not live.request.is_probe:
+            metrics.GENERATION_TOKENS.inc(num_kept)
         if num_chunk_tokens is None:
             self._record(sequence, live, rows, accepted, num_kept, outcome.is_lossy)
         output = StepOutput(
@@ -394,14 +430,15 @@ class Engine:
         """Counts one verification, for the policy, the metrics and the request's account."""
         num_nodes, num_accepted = len(rows.tree), min(len(accepted), num_kept)
         sequence.count_step(num_nodes, num_accepted)
-        self._speculation.verified(num_nodes, len(accepted), is_lossy)
+        if not live.request.is_probe:
+            self._speculation.verified(num_nodes, len(accepted), is_lossy)
         live.is_lossy |= is_lossy
         while len(live.histogram) <= len(accepted):
             live.histogram.append(0)
         live.histogram[len(accepted)] += 1
         if self._drafting is not None:
             history = self._drafting.history(sequence, rows.confidence)
-            self._policy.record(history, num_nodes, accepted, rows.confidence)
+            self._policy.record(history, rows.tree.parents, accepted, rows.confidence)
 
     def _finish(
         self,
@@ -416,7 +453,8 @@ class Engine:
         self._chooser.forget(sequence)
         if self._drafting is not None:
             self._drafting.forget(sequence)
-        metrics.REQUESTS.labels(reason.value).inc()
+        if not live.request.is_probe:
+            metrics.REQUESTS.labels(reason.value).inc()
         finish = Finish(
             reason=reason,
             stop_token=sequence.stop_token,

@@ -104,6 +104,7 @@ class SpeculationMetrics:
         self.failures = DRAFT_FAILURES.labels(algorithm)
         self.attaches = DRAFT_ATTACHES.labels(algorithm)
         self.available = DRAFT_AVAILABLE.labels(algorithm)
+        self.self_test_accept_length = SELF_TEST_ACCEPT_LENGTH.labels(algorithm)
         self._drafts = DRAFTS.labels(algorithm)
         self._draft_tokens = DRAFT_TOKENS.labels(algorithm)
         self._accepted_tokens = ACCEPTED_TOKENS.labels(algorithm)

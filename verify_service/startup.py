@@ -32,6 +32,7 @@ from verify_service.hidden_states import HiddenStates
 from verify_service.memory import CPU_FRACTION, GPU_FRACTION, available_host_bytes, num_pages
 from verify_service.metrics import SpeculationMetrics
 from verify_service.scheduler import Scheduler
+from verify_service.self_test import SelfTest, built_in_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -240,6 +241,10 @@ def build_engine(
             hidden,
         )
         link.sized(limits)
+    self_test = None
+    if config.speculative_algorithm not in ("NONE", "NGRAM") and not config.skip_draft_self_test:
+        prompts = built_in_prompts(target.path, limits.vocab_size)
+        self_test = SelfTest(prompts, metrics.self_test_accept_length.set)
     logger.info(
         "KV cache: %d tokens in %d pages of %d, %.0f MiB",
         pages * page_size,

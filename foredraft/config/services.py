@@ -182,6 +182,9 @@ class VerifyConfig(LogConfig, MetricsConfig, TargetConfig, SpeculationConfig):
         "Tokens per step that a draft may catch up on; cached tokens computed again to give a draft their hidden "
         "states.",
     )
+    skip_draft_self_test: bool = option(
+        False, "Do not measure a draft's accept length on a few built-in prompts when it is attached."
+    )
     arena_mb: int = option(64, "Most MiB of memory for hidden states on their way to the draft.")
     require_transport: str = option(
         "any",

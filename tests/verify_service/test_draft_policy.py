@@ -20,7 +20,7 @@ def run(cost: StepCost, acceptance: float, steps: int = 400, seed: int = 1) -> t
         accepted = 0
         while accepted < nodes and rng.random() < acceptance:
             accepted += 1
-        policy.record(history, nodes, range(accepted))
+        policy.record(history, range(-1, nodes - 1), range(accepted))
         tokens += accepted + 1
         seconds += cost.seconds(1 + nodes)
     return tokens / seconds, 1 / cost.seconds(1)
@@ -56,7 +56,7 @@ def test_drafting_is_tried_again() -> None:
     idle = 0
     for _ in range(200):
         nodes = policy.num_nodes(history, 11, 1)
-        policy.record(history, nodes, [])
+        policy.record(history, range(-1, nodes - 1), [])
         idle = idle + 1 if nodes == 0 else 0
         assert idle <= LONGEST_PAUSE + 1
     widest = max(self_nodes(policy, history) for _ in range(LONGEST_PAUSE + 2))
@@ -65,16 +65,25 @@ def test_drafting_is_tried_again() -> None:
 
 def self_nodes(policy: DraftPolicy, history: DraftHistory) -> int:
     nodes = policy.num_nodes(history, 11, 1)
-    policy.record(history, nodes, range(nodes))
+    policy.record(history, range(-1, nodes - 1), range(nodes))
     return nodes
 
 
 def test_real_steps_correct_the_table() -> None:
     cost = StepCost([1, 2, 4], [1.0, 1.0, 1.0])
     for _ in range(100):
+        cost.observe(1, 1.0)
         cost.observe(2, 3.0)
-    assert cost.seconds(2) == pytest.approx(3.0, rel=0.5)
+    assert cost.seconds(1) == pytest.approx(1.0, rel=0.2)
+    assert cost.seconds(2) == pytest.approx(3.0, rel=0.2)
     assert cost.seconds(1) <= cost.seconds(2) <= cost.seconds(4)
+
+
+def test_a_table_measured_on_a_busy_machine_keeps_its_shape() -> None:
+    cost = StepCost([1, 2, 4, 8], [10.0, 11.0, 13.0, 17.0])
+    for _ in range(60):
+        cost.observe(1, 1.0)
+    assert cost.seconds(8) / cost.seconds(1) < 3
 
 
 def test_rising_is_the_nearest_non_decreasing_sequence() -> None:
