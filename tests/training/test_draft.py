@@ -28,6 +28,7 @@ from training.draft.heads import (
     make_head,
     save_head,
 )
+from training.draft.target import Target
 from training.draft.trainer import DraftTrainer, DraftTrainingConfig
 from training.draft.unroll import DraftInputs, unroll
 from training.lm.model import Llama, LlamaShape
@@ -331,3 +332,34 @@ def test_a_resumed_run_ends_with_the_same_head_bit_for_bit(
         second.head.state_dict().items(), whole.head.state_dict().values(), strict=True
     ):
         assert torch.equal(ours, theirs), name
+
+
+def test_a_target_of_another_architecture_runs_in_transformers(
+    toy_target: tuple[Path, Path], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma3TextConfig(
+        vocab_size=300,
+        hidden_size=32,
+        num_hidden_layers=7,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=48,
+        max_position_embeddings=128,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForCausalLM(config)
+    model.save_pretrained(tmp_path / "target")
+    tokenizer = toy_target[1] / "tokenizer.json"
+    (tmp_path / "target" / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    target = Target(tmp_path / "target", torch.device("cpu"), torch.float32)
+    tokens = torch.randint(0, 300, (2, 12))
+    hidden, (first, middle) = target.features(tokens, (0, 3))
+    expected = model(tokens, output_hidden_states=True)
+    torch.testing.assert_close(F.linear(hidden, target.output_weight), expected.logits)
+    torch.testing.assert_close(first, expected.hidden_states[0])
+    torch.testing.assert_close(middle, expected.hidden_states[3])
+    changes = {"target": tmp_path / "target", "generated": tmp_path, "steps": 3, "windows": 8}
+    result = DraftTrainer(draft_config(toy_target, tmp_path / "head", **changes)).run()
+    assert result.finished
