@@ -64,7 +64,7 @@ class SelfTest:
         Args:
             epoch: Of the attached draft; 0 for none.
         """
-        if epoch in (0, self._tested_epoch) or self._num_left:
+        if epoch in (0, self._tested_epoch) or self._num_left or not self._prompts:
             return []
         self._epoch, self._interrupted = epoch, False
         self._num_left, self._num_trees, self._num_tokens = len(self._prompts), 0, 0

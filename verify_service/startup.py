@@ -260,6 +260,7 @@ def build_engine(
         DraftPolicy(_measure(runner, pool) if drafting is not None else None),
         limits,
         metrics,
+        self_test,
     )
 
 

@@ -183,7 +183,8 @@ class VerifyConfig(LogConfig, MetricsConfig, TargetConfig, SpeculationConfig):
         "states.",
     )
     skip_draft_self_test: bool = option(
-        False, "Do not measure a draft's accept length on a few built-in prompts when it is attached."
+        False,
+        "Do not measure a draft's accept length on a few built-in prompts when it is attached.",
     )
     arena_mb: int = option(64, "Most MiB of memory for hidden states on their way to the draft.")
     require_transport: str = option(
@@ -213,6 +214,11 @@ class GatewayConfig(LogConfig):
     verifier: tuple[str, ...] = option(
         ("127.0.0.1:50052",),
         "Address of a verifier, or dns:name:port for every address of a name; may be given several times.",
+        internal=True,
+    )
+    dashboard_metrics: tuple[str, ...] = option(
+        (),
+        "host:port of a verifier's or a draft's /metrics, whose figures /dashboard shows; may be given several times.",
         internal=True,
     )
     tokenizer_path: str = option("", "Tokenizer directory; the verifier's model path when empty.")

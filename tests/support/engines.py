@@ -132,6 +132,7 @@ def running_engine(model_path: Path, algorithm: str = "NONE", **flags: Any) -> I
         "device": "cpu",
         "num_threads": 1,
         "max_total_tokens": 4096,
+        "skip_draft_self_test": True,
         **flags,
     }
     with contextlib.ExitStack() as stack:

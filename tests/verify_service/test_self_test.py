@@ -1,0 +1,105 @@
+"""The measurement of a draft while the engine idles: what it says, and that no client notices."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from foredraft.telemetry.metrics import REGISTRY
+from foredraft.types import SamplingParams
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import Harness, Job, running_engine
+from tests.support.hidden_drafts import HiddenDrafter, engine_with
+from tests.support.tiny_tokenizers import byte_level, save
+from verify_service.self_test import TEXTS, built_in_prompts
+
+COUNTERS = (
+    "foredraft_generation_tokens_total",
+    "foredraft_prompt_tokens_total",
+    "foredraft_queue_seconds_count",
+)
+
+
+def value(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def standalone(target: Path, draft: Path) -> dict:
+    return {
+        "speculative_draft_model_path": str(draft),
+        "speculative_num_steps": 3,
+        "skip_draft_self_test": False,
+        "page_size": 8,
+    }
+
+
+def test_the_targets_own_weights_are_always_right(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    path = make_checkpoint(tmp_path / "model")
+    before = [value(name) for name in COUNTERS]
+    requests = value("foredraft_verifier_requests_total", outcome="length")
+    with running_engine(path, "STANDALONE", **standalone(path, path)) as harness:
+        until(lambda: "self-test: accept length" in caplog.text)
+        until(lambda: harness.engine.is_idle)
+        harness.check_nothing_left()
+    name = "foredraft_draft_self_test_accept_length_tokens"
+    assert value(name, algorithm="STANDALONE") > 3.0
+    assert "almost never right" not in caplog.text
+    assert [value(name) for name in COUNTERS] == before
+    assert value("foredraft_verifier_requests_total", outcome="length") == requests
+
+
+def test_a_draft_of_another_model_is_told_from_a_bad_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    other = make_checkpoint(tmp_path / "other", seed=1)
+    with running_engine(path, "STANDALONE", **standalone(path, other)):
+        until(lambda: "almost never right. Check" in caplog.text)
+
+
+def test_a_draft_that_proposes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    drafter = HiddenDrafter(48)
+    with engine_with(drafter, path, skip_draft_self_test=False):
+        until(lambda: "proposed nothing" in caplog.text)
+
+
+def test_clients_come_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    path = make_checkpoint(tmp_path / "model")
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=5, ignore_eos=True)
+
+    def is_probing(harness: Harness) -> bool:
+        return not harness.engine.is_idle
+
+    with running_engine(
+        path, "STANDALONE", max_running_requests=4, **standalone(path, path)
+    ) as harness:
+        until(lambda: is_probing(harness))
+        # All slots are the test's; it gives them up at once.
+        result = harness.run([Job([5, 6, 7], sampling)])[0]
+        assert len(result.tokens) == 5
+        until(lambda: "self-test: accept length" in caplog.text)
+        harness.run([Job([5, 6, 7], sampling)])
+    assert caplog.text.count("self-test") == 1
+
+
+def test_prompts_are_the_targets_tokens(tmp_path: Path) -> None:
+    bare = built_in_prompts(tmp_path, 100)
+    assert len(bare) == len(TEXTS)
+    assert all(0 <= token < 100 for prompt in bare for token in prompt)
+    tokenizer = byte_level()
+    save(tokenizer, tmp_path)
+    assert built_in_prompts(tmp_path, 600) == [tokenizer.encode(text).ids for text in TEXTS]
+    assert built_in_prompts(tmp_path, 10) == []
