@@ -16,7 +16,7 @@ from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.telemetry import metrics as telemetry_metrics
 from foredraft.telemetry.logging import bind_request_id, new_request_id
 from foredraft.types import SamplingParams
-from gateway import native
+from gateway import native, pages
 from gateway.http import error_response
 from gateway.openai import routes
 from gateway.serving import Serving
@@ -29,6 +29,7 @@ def make_app(serving: Serving) -> FastAPI:
     app = FastAPI(title="Foredraft", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(routes.make_router(serving))
     app.include_router(native.make_router(serving))
+    app.include_router(pages.make_router(serving))
     _add_health(app, serving)
     _add_errors(app)
     return app

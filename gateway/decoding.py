@@ -28,6 +28,19 @@ class OutputToken:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """What one verification brought.
+
+    Attributes:
+        num_tokens: Output tokens; those after a stop are not counted.
+        tree: What was drafted and what of it was accepted; None where nothing was drafted.
+    """
+
+    num_tokens: int
+    tree: verify_pb2.VerifiedTree | None
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The end of a continuation and its account.
 
@@ -62,12 +75,16 @@ class Completion:
 
 @dataclass(slots=True)
 class Chunk:
-    """News of one continuation. The texts of all chunks, joined, are the text; likewise those of all tokens."""
+    """News of one continuation. The texts of all chunks, joined, are the text; likewise those of all tokens.
+
+    The steps come no later than their tokens; they have trees only when provenance was asked for.
+    """
 
     index: int
     text: str = ""
     tokens: list[OutputToken] = field(default_factory=list)
     completion: Completion | None = None
+    steps: list[Step] = field(default_factory=list)
 
 
 class SequenceDecoder:
@@ -98,11 +115,17 @@ class SequenceDecoder:
         self._keep_stop = keep_stop
         self._pending: deque[OutputToken] = deque()  # tokens whose text is not all released
         self._unassigned = 0  # released characters that belong to pending tokens
+        self._steps: list[Step] = []
 
     @property
     def stop_text(self) -> str | None:
         """The stop string that was found; tokens fed after that are ignored."""
         return self._matcher.matched
+
+    def take_steps(self) -> list[Step]:
+        """The steps fed since the last call."""
+        steps, self._steps = self._steps, []
+        return steps
 
     def feed(self, outputs: Iterable[verify_pb2.SequenceOutput]) -> tuple[str, list[OutputToken]]:
         """Takes the verifier's next outputs; returns the text and the tokens that became final."""
@@ -112,6 +135,7 @@ class SequenceDecoder:
             if output.HasField("finish") and output.finish.HasField("stop_token"):
                 stop_index = len(output.tokens) - 1
             drafted, logprobs = output.drafted, output.logprobs
+            before = self.num_tokens
             for index, token in enumerate(output.tokens):
                 if self._matcher.matched is not None:
                     break
@@ -127,6 +151,9 @@ class SequenceDecoder:
                     )
                 )
                 pieces.append(self._search(text))
+            if drafted and self.num_tokens > before:
+                tree = output.tree if output.HasField("tree") else None
+                self._steps.append(Step(self.num_tokens - before, tree))
         return self._release("".join(pieces))
 
     def flush(self) -> tuple[str, list[OutputToken]]:

@@ -204,18 +204,18 @@ class Generator:
                 if finish is None and decoder.stop_text is not None:
                     ticket.cancel()
                     if text or tokens:
-                        yield Chunk(choice, text, tokens)
+                        yield Chunk(choice, text, tokens, steps=decoder.take_steps())
                     text, tokens = "", []
                     finish = await _account(ticket, len(job.prompt))
                 if finish is None:
                     if text or tokens:
-                        yield Chunk(choice, text, tokens)
+                        yield Chunk(choice, text, tokens, steps=decoder.take_steps())
                     continue
                 _raise_failure(finish, connection)
                 tail, rest = decoder.flush()
                 completion = _completion(job, choice, decoder, finish)
                 watch.finish(completion)
-                yield Chunk(choice, text + tail, tokens + rest, completion)
+                yield Chunk(choice, text + tail, tokens + rest, completion, decoder.take_steps())
                 return
         finally:
             running.remove(ticket)
@@ -299,6 +299,7 @@ async def _collect(attempt: AsyncGenerator[Chunk, None], choice: int) -> Chunk:
     async for chunk in attempt:
         texts.append(chunk.text)
         result.tokens.extend(chunk.tokens)
+        result.steps.extend(chunk.steps)
         result.completion = chunk.completion
     result.text = "".join(texts)
     return result

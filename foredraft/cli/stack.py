@@ -104,6 +104,9 @@ def make_supervisor(
     ports = _choose_ports(config)
     host, metrics_host = reachable_host(config.host), reachable_host(config.metrics_host)
     has_draft = config.speculative_algorithm != "NONE"
+    metrics_pages = [f"{metrics_host}:{ports['verify_metrics_port']}"]
+    if has_draft:
+        metrics_pages.append(f"{metrics_host}:{ports['draft_metrics_port']}")
     services = [
         Service(
             name="gateway",
@@ -114,6 +117,7 @@ def make_supervisor(
                 port=ports["port"],
                 grpc_port=ports["grpc_port"],
                 verifier=(sockets["verify"],),
+                dashboard_metrics=tuple(metrics_pages),
             ),
             health=f"{host}:{ports['grpc_port']}",
             stop_seconds=config.drain_timeout + 5,
@@ -136,7 +140,7 @@ def make_supervisor(
         "http": f"http://{host}:{ports['port']}",
         "grpc": f"{host}:{ports['grpc_port']}",
         "metrics": f"http://{host}:{ports['port']}/metrics",
-        "verify_metrics": f"http://{metrics_host}:{ports['verify_metrics_port']}/metrics",
+        "verify_metrics": f"http://{metrics_pages[0]}/metrics",
     }
     if has_draft:
         command = _command(
@@ -156,7 +160,7 @@ def make_supervisor(
                 stop_seconds=5,
             )
         )
-        urls["draft_metrics"] = f"http://{metrics_host}:{ports['draft_metrics_port']}/metrics"
+        urls["draft_metrics"] = f"http://{metrics_pages[1]}/metrics"
     unbuffered = {**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"}
     return LocalStack(directory, services, urls=urls, on_line=on_line, environment=unbuffered)
 

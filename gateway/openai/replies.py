@@ -7,7 +7,7 @@ from typing import Any
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason
-from gateway.decoding import Chunk, Completion, OutputToken
+from gateway.decoding import Chunk, Completion, OutputToken, Step
 from gateway.openai.schemas import GenerationBody
 from gateway.serving import Serving
 
@@ -103,9 +103,22 @@ class Reply(ABC):
         }
         if body.return_provenance:
             common["provenance"] = provenance(chunk.tokens)
+            common["steps"] = [self._step(step) for step in chunk.steps]
         if end is not None:
             common["speculation"] = speculation(end)
         return common
+
+    def _step(self, step: Step) -> dict[str, Any]:
+        """What was drafted in a verification, and which of it was accepted (an extension)."""
+        tree = step.tree or verify_pb2.VerifiedTree()
+        return {
+            "tokens": step.num_tokens,
+            "drafted": [
+                {"id": token, "text": self._text(token), "parent": parent}
+                for token, parent in zip(tree.tokens, tree.parents, strict=True)
+            ],
+            "accepted": list(tree.accepted),
+        }
 
     def _text(self, token: int) -> str:
         return self._tokenizer.token_bytes(token).decode("utf-8", "replace")

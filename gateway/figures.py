@@ -1,0 +1,181 @@
+"""The numbers of the dashboard: the gateway's own metrics, the verifiers' loads, and what the configured pages say.
+
+Only metrics named here leave the process, and only configured addresses are asked.
+"""
+
+import asyncio
+import http.client
+import logging
+import math
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from foredraft.errors import ConfigError
+from foredraft.telemetry.metrics import REGISTRY
+from gateway.serving import Serving
+
+logger = logging.getLogger(__name__)
+
+CACHE_SECONDS = 1.0
+SCRAPE_SECONDS = 0.8
+MAX_PAGE_BYTES = 1 << 20
+MAX_PAGES = 64
+
+# Samples that are summed over their labels and over all pages.
+_SUMS = frozenset(
+    {
+        "foredraft_gateway_cached_tokens_total",
+        "foredraft_gateway_output_tokens_total",
+        "foredraft_gateway_prompt_tokens_total",
+        "foredraft_gateway_queued_requests",
+        "foredraft_gateway_running_requests",
+        "foredraft_accepted_tokens_total",
+        "foredraft_draft_available",
+        "foredraft_draft_failures_total",
+        "foredraft_draft_tokens_total",
+        "foredraft_drafts_total",
+        "foredraft_emitted_tokens_total",
+        "foredraft_generation_tokens_total",
+        "foredraft_kv_pages",
+        "foredraft_kv_pages_cached",
+        "foredraft_kv_pages_used",
+        "foredraft_preemptions_total",
+        "foredraft_prefix_cache_hit_tokens_total",
+        "foredraft_prompt_tokens_total",
+        "foredraft_queue_depth",
+        "foredraft_running_sequences",
+        "foredraft_verifies_total",
+        "foredraft_drafter_trie_nodes",
+        *(
+            f"foredraft_{part}_seconds_{of}"
+            for part in ("step", "draft_wait", "draft", "target_forward", "verify")
+            for of in ("sum", "count")
+        ),
+    }
+)
+# Samples that are kept apart by one label.
+_BY_LABEL = {
+    "foredraft_accepted_tokens_per_position_total": "position",
+    "foredraft_gateway_requests_total": "outcome",
+    "foredraft_gateway_time_to_first_token_seconds_bucket": "le",
+    "foredraft_gateway_inter_token_latency_seconds_bucket": "le",
+}
+
+
+class Figures:
+    """What the dashboard shows, at most CACHE_SECONDS old, however many ask.
+
+    Args:
+        serving: The model that is served.
+        addresses: `host:port` of metrics pages.
+
+    Raises:
+        ConfigError: An address is none.
+    """
+
+    def __init__(self, serving: Serving, addresses: Sequence[str]) -> None:
+        if len(addresses) > MAX_PAGES:
+            raise ConfigError(f"--dashboard-metrics: at most {MAX_PAGES} pages")
+        self._serving = serving
+        self._pages = [_host_and_port(address) for address in addresses]
+        self._lock = asyncio.Lock()
+        self._cached: dict[str, Any] | None = None
+        self._expires = -math.inf
+
+    async def get(self) -> dict[str, Any]:
+        """All numbers, as JSON has them.
+
+        Raises:
+            Unavailable: No verifier has answered yet.
+        """
+        async with self._lock:
+            if self._cached is None or time.monotonic() >= self._expires:
+                self._cached = await self._gather()
+                self._expires = time.monotonic() + CACHE_SECONDS
+            return self._cached
+
+    async def _gather(self) -> dict[str, Any]:
+        info = self._serving.info
+        pages = await asyncio.gather(*(asyncio.to_thread(_scrape, *page) for page in self._pages))
+        found = [page for page in pages if page is not None]
+        loads = self._serving.pool.loads.values()
+        return {
+            "time": time.monotonic(),
+            "model": info.model,
+            "algorithm": info.speculative_algorithm,
+            "draft_model": info.draft_model.rpartition("/")[2],
+            "num_draft_tokens": info.speculative_num_draft_tokens,
+            "device": info.device,
+            "dtype": info.dtype,
+            "context_length": info.context_length,
+            "kv_tokens": info.kv_tokens,
+            "page_size": info.page_size,
+            "max_running_requests": info.max_running_requests,
+            "version": info.version,
+            "pages": {"configured": len(pages), "answering": len(found)},
+            # As the verifiers said with their last tokens: older than the metrics when nothing runs.
+            "load": {
+                "verifiers": len(loads),
+                "waiting": sum(load.waiting for load in loads),
+                "running": sum(load.running for load in loads),
+                "free_pages": sum(load.free_pages for load in loads),
+                "total_pages": sum(load.total_pages for load in loads),
+                "draft_available": all(load.draft_available for load in loads),
+            },
+            "metrics": _merge([list(REGISTRY.collect()), *found]),
+        }
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{address}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if host is None or port is None or parts.netloc != address or "@" in address:
+        raise ConfigError(f"--dashboard-metrics {address}: not host:port")
+    return host, port
+
+
+def _scrape(host: str, port: int) -> list[Metric] | None:
+    """One page; None when it cannot be had. Follows no redirect and uses no proxy."""
+    connection = http.client.HTTPConnection(host, port, timeout=SCRAPE_SECONDS)
+    try:
+        connection.request("GET", "/metrics", headers={"accept": "text/plain;version=0.0.4"})
+        response = connection.getresponse()
+        if response.status != 200:
+            return None
+        page = response.read(MAX_PAGE_BYTES + 1)
+        if len(page) > MAX_PAGE_BYTES:
+            return None
+        return list(text_string_to_metric_families(page.decode()))
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        logger.debug("no metrics at %s:%d: %s", host, port, error)
+        return None
+    finally:
+        connection.close()
+
+
+def _merge(pages: Iterable[Iterable[Metric]]) -> dict[str, Any]:
+    sums: dict[str, float] = {}
+    labelled: dict[str, dict[str, float]] = {}
+    for page in pages:
+        for family in page:
+            for sample in family.samples:
+                if not math.isfinite(sample.value):
+                    continue
+                if sample.name in _SUMS:
+                    sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+                elif (label := _BY_LABEL.get(sample.name)) is not None:
+                    values = labelled.setdefault(sample.name, {})
+                    key = sample.labels.get(label, "")
+                    values[key] = values.get(key, 0.0) + sample.value
+    return {
+        name.removeprefix("foredraft_"): value
+        for name, value in sorted({**sums, **labelled}.items())
+    }
