@@ -143,11 +143,8 @@ class SharedMemoryReader(HiddenReader):
         return torch.from_numpy(data).view(self._row.dtype)
 
     def close(self) -> None:
-        """Unmaps the segment."""
-        self._rows = None
-        if self._map is not None:
-            self._map.close()
-            self._map = None
+        """Unmaps the segment, once the traceback of a read that failed has let go of it too."""
+        self._rows = self._map = None
 
 
 def remove_leftovers() -> int:
