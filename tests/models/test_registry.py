@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import gguf
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -73,7 +74,9 @@ def gguf_file(tmp_path):
     return path
 
 
-def test_directories(tmp_path):
+def test_directories(tmp_path, monkeypatch):
+    # What reads like a repository's name is looked for on a hub.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         resolve_model_path(tmp_path)
     (tmp_path / "config.json").write_text("{}")
