@@ -83,6 +83,9 @@ def test_rows_are_the_targets(target: Path, layers: tuple[int, ...], transport: 
         assert run(harness, drafter, work) > 1.8
         harness.check_nothing_left()
     assert drafter.check(target) > 1000
+    if transport == "shm":
+        news = [news for request in drafter.requests for news in request.sequences]
+        assert max(one.hidden.ByteSize() for one in news) < 10
     kinds = {
         news.hidden.WhichOneof("source")
         for request in drafter.requests
@@ -138,6 +141,27 @@ def test_a_prompt_longer_than_the_ring_passes_in_pieces(
     )
     assert largest <= 16
     assert all(view.start == 0 for view in drafter.views)
+
+
+def test_64_mb_pass_through_a_16_mb_arena(tmp_path: Path) -> None:
+    path = make_checkpoint(
+        tmp_path / "wide", hidden_size=1024, head_dim=16, intermediate_size=64, num_hidden_layers=2
+    )
+    rng = random.Random(2)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
+    work = [Job([rng.randrange(2, VOCAB_SIZE) for _ in range(500)], sampling) for _ in range(17)]
+    drafter = HiddenDrafter(2048, (0, 1))
+    flags = {"chunked_prefill_size": 4096, "max_running_requests": 8, "arena_mb": 16}
+    with engine_with(drafter, path, **flags) as harness:
+        wait_for_draft(harness)
+        results = harness.run(work)
+        arena = harness.engine._drafting._hidden.writer.arena
+        assert arena.size <= (16 << 20) + 4096
+    drafter.texts = [job.prompt + r.tokens for job, r in zip(work, results, strict=True)]
+    assert drafter.check(path) * 2048 * 4 > 64 << 20
+    # What was sent is bounded by the tokens, not by their states.
+    assert max(request.ByteSize() for request in drafter.requests) < 4096 * 3
+    assert {view.start for view in drafter.views} == {0}
 
 
 def test_prefix_hits_cost_no_acceptance(target: Path) -> None:
