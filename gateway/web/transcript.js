@@ -1,0 +1,182 @@
+// One continuation on the page: its tokens, grouped by the pass of the target that brought them, and its figures.
+
+/** The text of one run. Calls `onSelect(transcript, index)` when a pass is pointed at or reached by keyboard. */
+export class Transcript {
+  #output;
+  #stats;
+  #onSelect;
+  #following = true;
+
+  constructor(panel, { title, note, prompt, label, onSelect }) {
+    const heading = panel.querySelector("h2");
+    heading.textContent = title;
+    const small = document.createElement("small");
+    small.textContent = note;
+    heading.append(small);
+    panel.setAttribute("aria-label", title);
+    this.title = title;
+    this.#output = panel.querySelector(".output");
+    this.#output.setAttribute("aria-label", `${label}. Arrow keys walk from pass to pass.`);
+    this.#stats = Object.fromEntries([...panel.querySelectorAll("[data-stat]")].map((cell) => [cell.dataset.stat, cell]));
+    this.#onSelect = onSelect;
+    this.steps = [];
+    this.ids = [];
+    this.text = "";
+    this.account = null;
+    this.finish = null;
+    this.started = performance.now();
+    this.first = null;
+    this.last = null;
+    this.#output.replaceChildren();
+    const given = document.createElement("span");
+    given.className = "prompt";
+    given.textContent = prompt;
+    this.#output.append(given);
+    this.#listen();
+  }
+
+  /** Takes one choice of a chunk of the stream. */
+  add(choice) {
+    const now = performance.now();
+    for (const step of choice.steps ?? []) {
+      this.steps.push({ ...step, texts: [], element: null, before: "" });
+    }
+    const tokens = choice.provenance ?? [];
+    if (tokens.length) {
+      this.first ??= { time: now, tokens: tokens.length };
+      this.last = now;
+    }
+    for (const token of tokens) this.#addToken(token);
+    this.text += choice.text ?? choice.delta?.content ?? "";
+    this.account = choice.speculation ?? this.account;
+    this.finish = choice.finish_reason ?? this.finish;
+    if (this.#following) this.#output.scrollTop = this.#output.scrollHeight;
+    this.#show();
+  }
+
+  get numTokens() {
+    return this.ids.length;
+  }
+
+  /** Tokens per second after the first ones: prefill, the queue and the prefix cache do not count. */
+  get speed() {
+    const seconds = this.first && (this.last - this.first.time) / 1000;
+    return seconds > 0 ? (this.numTokens - this.first.tokens) / seconds : null;
+  }
+
+  /** Tokens per pass of the target. The prompt's pass gave the first token and verified nothing. */
+  get acceptLength() {
+    if (this.account) return this.account.accept_length || null;
+    const passes = this.steps.length - 1;
+    return passes > 0 ? (this.numTokens - 1) / passes : null;
+  }
+
+  /** What the tree drawing needs of a pass. */
+  pass(index) {
+    const step = this.steps[index];
+    const isWhole = step.texts.length > step.accepted.length;
+    return {
+      before: index ? (this.steps[index - 1].texts.at(-1) ?? "") : "prompt",
+      drafted: step.drafted,
+      accepted: step.accepted,
+      added: isWhole ? step.texts.at(-1) : null,
+    };
+  }
+
+  /** Marks a pass as the one that is shown. */
+  mark(index, focus = false) {
+    this.#output.querySelector("[data-selected]")?.removeAttribute("data-selected");
+    const element = this.steps[index]?.element;
+    if (!element) return;
+    element.dataset.selected = "";
+    for (const other of this.#output.querySelectorAll('.step[tabindex="0"]')) other.tabIndex = -1;
+    element.tabIndex = 0;
+    if (focus) element.focus({ preventScroll: true });
+    if (focus) element.scrollIntoView({ block: "nearest" });
+  }
+
+  unmark() {
+    this.#output.querySelector("[data-selected]")?.removeAttribute("data-selected");
+  }
+
+  /** Ends the live state: tells screen readers what each pass was. */
+  end() {
+    this.#show();
+    this.steps.forEach((step, index) => {
+      const drafted = Math.min(step.accepted.length, step.texts.length);
+      step.element?.setAttribute("aria-label", `Pass ${index + 1}: ${step.texts.join("")}, ${drafted} of ${step.texts.length} drafted`);
+    });
+  }
+
+  #addToken(token) {
+    this.ids.push(token.id);
+    let step = this.steps[this.#filled];
+    while (step && step.texts.length >= step.tokens) {
+      this.#filled += 1;
+      step = this.steps[this.#filled];
+    }
+    if (!step) {
+      step = { tokens: 1, drafted: [], accepted: [], texts: [], element: null };
+      this.steps.push(step);
+    }
+    if (!step.element) {
+      step.element = document.createElement("span");
+      step.element.className = "step";
+      step.element.tabIndex = -1;
+      step.element.setAttribute("role", "group");
+      step.element.dataset.index = this.#filled;
+      this.#output.append(step.element);
+    }
+    step.texts.push(token.text);
+    const span = document.createElement("span");
+    span.className = `token ${token.drafted ? "drafted" : "added"}`;
+    if (token.text.includes("\n")) span.classList.add("newline");
+    span.textContent = token.text;
+    step.element.append(span);
+  }
+
+  #filled = 0;
+
+  #show() {
+    const { account, speed, acceptLength } = this;
+    const drafted = account?.drafted_tokens ?? this.steps.reduce((sum, step) => sum + step.drafted.length, 0);
+    const accepted = account?.accepted_tokens ?? this.steps.reduce((sum, step) => sum + step.accepted.length, 0);
+    const values = {
+      speed: speed === null ? "–" : speed.toFixed(speed < 100 ? 1 : 0),
+      length: acceptLength === null ? "–" : acceptLength.toFixed(2),
+      tokens: this.numTokens,
+      passes: account?.verify_steps ?? Math.max(0, this.steps.length - 1),
+      accepted: drafted ? `${accepted} of ${drafted}` : "–",
+      first: this.first ? `${Math.round(this.first.time - this.started)} ms` : "–",
+    };
+    for (const [name, value] of Object.entries(values)) this.#stats[name].textContent = value;
+  }
+
+  #listen() {
+    const output = this.#output;
+    const indexOf = (target) => target.closest?.(".step")?.dataset.index;
+    output.onpointerover = output.onfocusin = output.onclick = (event) => {
+      const index = indexOf(event.target);
+      if (index !== undefined) this.#onSelect(this, Number(index));
+    };
+    output.onscroll = () => {
+      this.#following = output.scrollTop + output.clientHeight > output.scrollHeight - 40;
+    };
+    output.onkeydown = (event) => {
+      const current = Number(indexOf(document.activeElement) ?? -1);
+      const last = this.steps.findLastIndex((step) => step.element);
+      const target = {
+        ArrowRight: current + 1,
+        ArrowDown: current + 1,
+        ArrowLeft: current - 1,
+        ArrowUp: current - 1,
+        Home: 0,
+        End: last,
+      }[event.key];
+      if (target === undefined || last < 0) return;
+      event.preventDefault();
+      this.#following = false;
+      this.mark(Math.min(Math.max(target, 0), last), true);
+    };
+  }
+}
