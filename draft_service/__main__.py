@@ -14,6 +14,7 @@ from foredraft.errors import ForedraftError
 from foredraft.rpc import lifetime
 from foredraft.rpc.server import RpcServer, serve
 from foredraft.telemetry import logging as telemetry_logging
+from foredraft.telemetry import tracing
 from foredraft.telemetry.metrics import start_metrics_server
 
 DESCRIPTION = """The draft: proposes tokens to a verifier, which decides. Keeps nothing that cannot be lost, so that it
@@ -27,10 +28,13 @@ def main() -> int:
     config = parse(DraftConfig, None, "python -m draft_service", DESCRIPTION)
     telemetry_logging.setup("draft", config.log_level, config.log_format)
     try:
+        tracing.setup("draft", config.otlp_traces_endpoint)
         return lifetime.run(lambda: _serve(config))
     except ForedraftError as error:
         logger.error("cannot start: %s", error)
         return 1
+    finally:
+        tracing.shut_down()
 
 
 async def _serve(config: DraftConfig) -> int:

@@ -1,12 +1,28 @@
 """One attached verifier: its steps in order, its proposer's life, its figures. The stream itself is the service's."""
 
 import asyncio
+import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from draft_service.drafters.base import Proposer
 from draft_service.metrics import DrafterMetrics
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import InvalidRequest
+from foredraft.telemetry import tracing
+from foredraft.telemetry.tracing import Span
+
+
+@dataclass(slots=True)
+class _Traced:
+    """The span of a sequence and what it will say."""
+
+    span: Span
+    num_steps: int = 0
+    num_extended: int = 0
+    num_proposed: int = 0
+    seen: int = field(default_factory=time.time_ns)  # when it last had a step
 
 
 class Session:
@@ -25,6 +41,7 @@ class Session:
         self._worker = worker
         self._metrics = metrics
         self._num_steps = 0
+        self._traced: dict[int, _Traced] = {}  # by slot
         metrics.sessions.inc()
 
     async def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
@@ -50,11 +67,14 @@ class Session:
             raise
         response.step = request.step
         self._count(request, response)
+        if self._traced or any(sequence.begin.traceparent for sequence in request.sequences):
+            self._trace(request, response)
         return response
 
     async def close(self) -> None:
         """Frees the proposer and the arena, after the step that may still run."""
         self._metrics.sessions.dec()
+        self._end_spans(list(self._traced))
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._worker, self._free))
 
     def _free(self) -> None:
@@ -63,6 +83,35 @@ class Session:
         finally:
             if self._proposer.hidden is not None:
                 self._proposer.hidden.close()
+
+    def _trace(self, request: draft_pb2.StepRequest, response: draft_pb2.StepResponse) -> None:
+        self._end_spans(request.released_slots)
+        for sequence in request.sequences:
+            if sequence.HasField("begin"):
+                self._end_spans([sequence.slot])
+                if sequence.begin.traceparent:
+                    span = tracing.begin("draft", "server", sequence.begin.traceparent)
+                    self._traced[sequence.slot] = _Traced(span)
+            if traced := self._traced.get(sequence.slot):
+                traced.num_extended += len(sequence.tokens)
+                traced.num_steps += sequence.HasField("propose")
+                traced.seen = time.time_ns()
+        for proposal in response.proposals:
+            if traced := self._traced.get(proposal.slot):
+                traced.num_proposed += len(proposal.tokens)
+
+    def _end_spans(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            if traced := self._traced.pop(slot, None):
+                traced.span.end(
+                    {
+                        "foredraft.draft_steps": traced.num_steps,
+                        "foredraft.extended_tokens": traced.num_extended,
+                        "foredraft.proposed_tokens": traced.num_proposed,
+                    },
+                    # Of a release the draft hears with the next step, whenever that is.
+                    ended=traced.seen,
+                )
 
     def _count(self, request: draft_pb2.StepRequest, response: draft_pb2.StepResponse) -> None:
         metrics = self._metrics

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from foredraft.api.verify.v1.verify_pb2_grpc import add_VerifyServiceServicer_to_server
 from foredraft.config.options import parse
-from foredraft.config.services import VerifyConfig
+from foredraft.config.services import VerifyConfig, with_tree_defaults
 from foredraft.errors import ForedraftError
 from foredraft.rpc import lifetime
 from foredraft.rpc.server import RpcServer, serve
 from foredraft.telemetry import logging as telemetry_logging
+from foredraft.telemetry import tracing
 from foredraft.telemetry.metrics import start_metrics_server
 from verify_service.engine import Engine
 from verify_service.metrics import SpeculationMetrics
@@ -30,10 +31,13 @@ def main() -> int:
     config = parse(VerifyConfig, None, "python -m verify_service", DESCRIPTION)
     telemetry_logging.setup("verify", config.log_level, config.log_format)
     try:
+        tracing.setup("verify", config.otlp_traces_endpoint)
         return lifetime.run(lambda: _serve(config))
     except ForedraftError as error:
         logger.error("cannot start: %s", error)
         return 1
+    finally:
+        tracing.shut_down()
 
 
 async def _serve(config: VerifyConfig) -> int:
@@ -81,6 +85,7 @@ async def _watch(engine: Engine, stop: asyncio.Event) -> None:
 
 
 def _served(config: VerifyConfig, target: Target) -> ServedModel:
+    config = with_tree_defaults(config, target.model.config.architecture)
     return ServedModel(
         name=target.name,
         path=str(target.path),

@@ -10,7 +10,7 @@ import torch
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.sdpa import SdpaAttention
-from foredraft.config.services import VerifyConfig
+from foredraft.config.services import VerifyConfig, with_tree_defaults
 from foredraft.errors import ConfigError
 from foredraft.kvcache.draft_marks import DraftMarks
 from foredraft.kvcache.page_pool import PagePool
@@ -101,6 +101,7 @@ def connect_draft(
     """
     if not config.draft or config.speculative_algorithm == "NONE":
         return None
+    config = with_tree_defaults(config, target.model.config.architecture)
     link = DraftLink(config, target, metrics)
     link.client.start()
     if link.client.wait(config.draft_wait) is None:
@@ -180,6 +181,7 @@ def build_engine(
     Raises:
         ConfigError: The flags do not fit the model or the memory.
     """
+    config = with_tree_defaults(config, target.model.config.architecture)
     model_config, device = target.model.config, target.device
     context_length = config.context_length or model_config.max_position_embeddings
     if context_length > model_config.max_position_embeddings:

@@ -19,9 +19,18 @@ def _standalone(config: DraftConfig) -> Drafter:
     return StandaloneDrafter.load(config)
 
 
+def _head(config: DraftConfig) -> Drafter:
+    from draft_service.drafters.heads import HeadDrafter
+
+    return HeadDrafter.load(config)
+
+
 _DRAFTERS: dict[str, Callable[[DraftConfig], Drafter]] = {
     "NGRAM": _ngram,
     "STANDALONE": _standalone,
+    "EAGLE": _head,
+    "EAGLE3": _head,
+    "MTP": _head,
 }
 
 

@@ -1,13 +1,13 @@
-"""Draft trees from a decoder with KV of its own: beams level by level on scratch pages, many sequences per forward."""
+"""Draft trees from a model with KV of its own: beams level by level on scratch pages, many sequences per forward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from draft_service.drafters.paged_sequences import PagedSequence
 from foredraft.runner.batch import SequenceRows
-from foredraft.runner.model_runner import ModelRunner
 from foredraft.speculation.draft_tree import DraftTree
 from foredraft.speculation.sampling import SamplingRows
 from foredraft.speculation.tree_building import BeamTree, Ordering
@@ -15,11 +15,33 @@ from foredraft.speculation.tree_building import BeamTree, Ordering
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A tree that is wanted: of (steps, topk, nodes) at most, after a sequence whose newest token gave `logits` [V]."""
+    """A tree that is wanted: of (steps, topk, nodes) at most, after a sequence whose newest token gave `logits` [V].
+
+    Attributes:
+        feature: [H], of a head that reads its own output of the position before.
+    """
 
     sequence: PagedSequence
     limits: tuple[int, int, int]
     logits: torch.Tensor
+    feature: torch.Tensor | None = None
+
+
+class LevelRunner(Protocol):
+    """Runs the draft model for the tokens of one level.
+
+    Attributes:
+        shift: How many fewer keys than tokens a sequence has: 1 for heads, whose slot p holds token p + 1.
+        token_map: Target ids of the logits' columns; None for all of the target's.
+    """
+
+    shift: int
+    token_map: torch.Tensor | None
+
+    def run(
+        self, rows: Sequence[SequenceRows], features: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [R, V] and features [R, H] of all rows, given the features [R, H] that they read."""
 
 
 class Scratch:
@@ -50,14 +72,14 @@ class BeamDrafter:
     The last level is scored only, so its tokens need no forward.
 
     Args:
-        runner: The draft model and its KV, scratch pages included.
+        runner: Of the draft model; its KV includes the scratch pages.
         scratch: Where drafted tokens put their KV.
         page_size: Tokens per page.
         ordering: Of children.
     """
 
     def __init__(
-        self, runner: ModelRunner, scratch: Scratch, page_size: int, ordering: Ordering
+        self, runner: LevelRunner, scratch: Scratch, page_size: int, ordering: Ordering
     ) -> None:
         self._runner = runner
         self._scratch = scratch
@@ -70,15 +92,20 @@ class BeamDrafter:
         for index, wish in enumerate(wishes):
             groups.setdefault(wish.limits[:2], []).append(index)
         beams = [
-            _Beams([wishes[i] for i in indices], self._ordering) for indices in groups.values()
+            _Beams([wishes[i] for i in indices], self._ordering, self._runner.token_map)
+            for indices in groups.values()
         ]
         active = beams
         while active := [group for group in active if group.expand()]:
             rows = [row for group in active for row in self._rows(group)]
-            logits = self._runner.forward(rows).logits
-            parts = logits.split([len(group.wishes) * group.topk for group in active])
-            for group, part in zip(active, parts, strict=True):
+            read = [group.features.flatten(0, 1) for group in active if group.features is not None]
+            logits, features = self._runner.run(rows, torch.cat(read) if read else None)
+            sizes = [len(group.wishes) * group.topk for group in active]
+            for group, part in zip(active, logits.split(sizes), strict=True):
                 group.logits = part.view(len(group.wishes), group.topk, -1)
+            if features is not None:
+                for group, part in zip(active, features.split(sizes), strict=True):
+                    group.features = part.view(len(group.wishes), group.topk, -1)
         trees: list[DraftTree] = [DraftTree()] * len(wishes)
         for indices, group in zip(groups.values(), beams, strict=True):
             for index, tree in zip(indices, group.finish(), strict=True):
@@ -92,24 +119,24 @@ class BeamDrafter:
         rows = []
         for i, wish in enumerate(group.wishes):
             sequence = wish.sequence
-            num_tokens = sequence.num_tokens
-            num_pages = -(-num_tokens // self._page_size)
+            num_keys = sequence.num_tokens - self._runner.shift
+            num_pages = -(-num_keys // self._page_size)
             scratch_start = num_pages * self._page_size
-            gap = scratch_start - num_tokens
+            gap = scratch_start - num_keys
             mask = torch.zeros(topk, gap + (level + 1) * topk, dtype=torch.bool)
             mask[:, gap:] = ancestors[i]
-            positions = [num_tokens + depth for depth in range(level + 1) for _ in range(topk)]
+            positions = [num_keys + depth for depth in range(level + 1) for _ in range(topk)]
             rows.append(
                 SequenceRows(
                     tokens=group.tokens[i],
                     positions=positions[-topk:],
                     pages=sequence.pages[:num_pages] + self._scratch.pages(sequence.slot),
-                    prefix_len=num_tokens,
+                    prefix_len=num_keys,
                     write_index=scratch_start + level * topk,
                     prefix_start=sequence.valid_from,
                     tail_mask=mask,
                     # Of the keys in between, masked off, any position will do.
-                    tail_positions=[num_tokens] * gap + positions,
+                    tail_positions=[num_keys] * gap + positions,
                     logits="all",
                 )
             )
@@ -119,10 +146,15 @@ class BeamDrafter:
 class _Beams:
     """The trees of sequences that want the same number of levels and beams."""
 
-    def __init__(self, wishes: list[Wish], ordering: Ordering) -> None:
+    def __init__(
+        self, wishes: list[Wish], ordering: Ordering, token_map: torch.Tensor | None
+    ) -> None:
         self.wishes = wishes
+        self._token_map = token_map
         self.num_steps, self.topk, _ = wishes[0].limits
         self.logits = torch.stack([wish.logits for wish in wishes])[:, None]  # [B, K, V]
+        features = [wish.feature for wish in wishes if wish.feature is not None]
+        self.features = torch.stack(features)[:, None] if features else None  # [B, K, H]
         self.tokens: list[list[int]] = []
         self.level = -1
         rows = None
@@ -139,10 +171,13 @@ class _Beams:
 
     def expand(self) -> bool:
         """Takes the logits of the level before; whether the selected tokens need a forward."""
-        tokens, _ = self.tree.expand(self.logits)
+        tokens, beams = self.tree.expand(self.logits, self._token_map)
         self.level += 1
         if self.level + 1 == self.num_steps:
             return False
+        if self.features is not None:
+            index = beams[:, :, None].expand(-1, -1, self.features.shape[-1])
+            self.features = self.features.gather(1, index)
         self.tokens = tokens.tolist()
         return True
 

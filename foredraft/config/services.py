@@ -22,6 +22,9 @@ class LogConfig:
     log_format: str = option(
         "text", "Log lines for people or for machines.", choices=("text", "json")
     )
+    otlp_traces_endpoint: str = option(
+        "", "OTLP collector for traces, such as http://localhost:4317; off when empty (extra otel)."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
