@@ -16,6 +16,7 @@ from foredraft.errors import ConfigError, ForedraftError
 from foredraft.rpc import lifetime
 from foredraft.rpc.server import RpcServer, serve
 from foredraft.telemetry import logging as telemetry_logging
+from foredraft.telemetry import tracing
 from gateway.app import make_app
 from gateway.grpc_front import SERVICE_NAME, InferenceService
 from gateway.serving import Serving
@@ -31,10 +32,13 @@ def main() -> int:
     config = parse(GatewayConfig, None, "python -m gateway", DESCRIPTION)
     telemetry_logging.setup("gateway", config.log_level, config.log_format)
     try:
+        tracing.setup("gateway", config.otlp_traces_endpoint)
         return lifetime.run(lambda: _serve(config))
     except ForedraftError as error:
         logger.error("cannot start: %s", error)
         return 1
+    finally:
+        tracing.shut_down()
 
 
 class _HttpServer(uvicorn.Server):

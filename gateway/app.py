@@ -15,6 +15,7 @@ from foredraft import __version__
 from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.telemetry import metrics as telemetry_metrics
 from foredraft.telemetry.logging import bind_request_id, new_request_id
+from foredraft.telemetry.tracing import bind_traceparent
 from foredraft.types import SamplingParams
 from gateway import native, pages
 from gateway.http import error_response
@@ -72,7 +73,8 @@ def _add_errors(app: FastAPI) -> None:
     ) -> Response:
         given = request.headers.get("x-request-id", "")
         name = given if 0 < len(given) <= 128 and given.isprintable() else new_request_id()
-        with bind_request_id(name):
+        traceparent = request.headers.get("traceparent", "")
+        with bind_request_id(name), bind_traceparent(traceparent):
             response = await call_next(request)
         response.headers["x-request-id"] = name
         return response

@@ -14,6 +14,7 @@ from foredraft.errors import (
     PromptTooLong,
 )
 from foredraft.speculation.seeds import derive_seed
+from foredraft.telemetry import tracing
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from gateway import metrics
@@ -42,6 +43,7 @@ class Job:
         timeout: Seconds until the request ends with RequestTimeout.
         key_label: Whose text may feed whose drafts.
         arrived: time.monotonic() of the arrival.
+        traceparent: Trace context that the client sent; empty without one.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Job:
     timeout: float = 600.0
     key_label: str = ""
     arrived: float = field(default_factory=time.monotonic)
+    traceparent: str = field(default_factory=tracing.incoming)
 
     def seed_of(self, choice: int) -> int:
         """The seed of one continuation."""
@@ -184,7 +187,9 @@ class Generator:
     ) -> AsyncGenerator[Chunk, None]:
         """One continuation at one verifier."""
         connection = await self._pool.pick(min(patience, max(watch.remaining(), 0.0)))
-        ticket = connection.submit(_submit_request(job, choice), max(watch.remaining(), 0.001))
+        request = _submit_request(job, choice)
+        request.traceparent = watch.span.traceparent
+        ticket = connection.submit(request, max(watch.remaining(), 0.001))
         running.add(ticket)
         try:
             decoder = SequenceDecoder(
@@ -250,6 +255,9 @@ class _Stopwatch:
         self._job = job
         self._last = 0.0  # time of the newest token; 0 before the first
         self._outcome: str | None = None
+        self._first: float | None = None
+        self._figures: dict[str, tracing.Value] = {}
+        self.span = tracing.begin("generate", "server", job.traceparent)
         metrics.queued_requests.inc()
 
     def remaining(self) -> float:
@@ -262,7 +270,8 @@ class _Stopwatch:
             return
         now = time.monotonic()
         if not self._last:
-            metrics.first_token_seconds.observe(now - self._job.arrived)
+            self._first = now - self._job.arrived
+            metrics.first_token_seconds.observe(self._first)
             metrics.queued_requests.dec()
             metrics.running_requests.inc()
             self._last = now
@@ -281,6 +290,15 @@ class _Stopwatch:
         metrics.prompt_tokens.inc(completion.account.prompt_tokens)
         metrics.cached_tokens.inc(completion.account.cached_tokens)
         metrics.output_tokens.inc(completion.completion_tokens)
+        account = completion.account
+        self._figures = {
+            "gen_ai.usage.input_tokens": account.prompt_tokens,
+            "gen_ai.usage.output_tokens": completion.completion_tokens,
+            "gen_ai.response.finish_reasons": self._outcome,
+            "foredraft.verify_steps": account.verify_steps,
+            "foredraft.drafted_tokens": account.drafted_tokens,
+            "foredraft.accepted_tokens": account.accepted_tokens,
+        }
 
     def fail(self, error: BaseException) -> None:
         """It came to nothing, unless it had ended before."""
@@ -288,7 +306,13 @@ class _Stopwatch:
 
     def stop(self) -> None:
         """Nothing more comes."""
-        metrics.requests.labels(self._outcome or "cancelled").inc()
+        name = self._outcome or "cancelled"
+        metrics.requests.labels(name).inc()
+        error = "" if self._figures else name
+        self._figures["gen_ai.request.id"] = self._job.name
+        if self._first is not None:
+            self._figures["gen_ai.server.time_to_first_token"] = self._first
+        self.span.end(self._figures, error=error)
         (metrics.running_requests if self._last else metrics.queued_requests).dec()
 
 

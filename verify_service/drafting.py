@@ -204,7 +204,9 @@ class Drafting:
             may_ask = num_tokens > 0 or not reads_hidden
             if want.max_nodes > 0 and may_ask and self._has_caught_up(want.sequence):
                 steps, topk = self._shape(want.sequence)
-                news.propose.num_steps = min(steps, want.max_nodes)
+                # Deeper than the output may grow would be drafted in vain.
+                steps = min(steps, want.max_nodes, want.sequence.num_output_left - 1)
+                news.propose.num_steps = steps
                 news.propose.topk = topk
                 news.propose.num_draft_tokens = want.max_nodes + 1
                 self._asked[news.slot] = want
@@ -367,6 +369,7 @@ class Drafting:
         sampling = sequence.sampling
         news.begin.valid_from = 0
         news.begin.scope = self._scope_of(sequence)
+        news.begin.traceparent = sequence.traceparent
         news.begin.sampling.temperature = sampling.temperature
         news.begin.sampling.top_k = sampling.top_k
         news.begin.sampling.top_p = sampling.top_p

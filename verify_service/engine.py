@@ -62,6 +62,7 @@ class EngineRequest:
     key_label: str = ""
     return_provenance: bool = False
     is_probe: bool = False
+    traceparent: str = ""
 
 
 @dataclass(slots=True)
@@ -257,6 +258,7 @@ class Engine:
             priority=request.priority,
             deadline=None if request.timeout_seconds is None else now + request.timeout_seconds,
             key_label=request.key_label,
+            traceparent=request.traceparent,
         )
         try:
             self._scheduler.add(sequence)

@@ -37,6 +37,7 @@ class Sequence:
         deadline: `time.monotonic()` seconds, or None.
         namespace: Prefixes are shared within it only.
         key_label: Whose request it is, for drafts that learn from text.
+        traceparent: Trace context for the draft; empty where nothing is traced.
         tokens: Prompt and output.
         num_computed: Leading tokens whose KV is committed to `pages`.
         num_cached: Prompt tokens that the prefix tree had when it was first admitted.
@@ -64,6 +65,7 @@ class Sequence:
     deadline: float | None = None
     namespace: str = ""
     key_label: str = ""
+    traceparent: str = ""
     tokens: list[int] = field(init=False)
     num_computed: int = 0
     num_cached: int = 0

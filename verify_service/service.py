@@ -10,6 +10,8 @@ import grpc
 from foredraft import __version__
 from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
 from foredraft.errors import InvalidRequest, Overloaded, Unavailable
+from foredraft.telemetry import tracing
+from foredraft.telemetry.tracing import Span
 from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from verify_service.engine import Engine, EngineRequest
 from verify_service.outputs import Finish, Load, StepOutput
@@ -139,6 +141,7 @@ class _Stream:
         self._loop = loop
         self._messages: asyncio.Queue[verify_pb2.RunResponse | None] = asyncio.Queue()
         self._live: dict[int, int] = {}  # the gateway's id -> the engine's
+        self._spans: dict[int, Span] = {}  # by the gateway's id
         self._ended = False
         self.overflowed = False
 
@@ -156,12 +159,15 @@ class _Stream:
 
     def submit(self, submit: verify_pb2.SubmitRequest) -> None:
         """Hands a request to the engine, or answers why not."""
+        span = tracing.begin("verify", "server", submit.traceparent)
         try:
             if submit.id in self._live:
                 raise InvalidRequest("id", f"{submit.id} is in use on this stream")
-            request = self._engine_request(submit)
+            request = self._engine_request(submit, span.traceparent)
             self._live[submit.id] = self._engine.submit(request)
+            self._spans[submit.id] = span
         except (InvalidRequest, Overloaded, Unavailable) as error:
+            span.end({}, error=str(error))
             self.refuse(submit.id, error)
 
     def refuse(self, tag: int, error: InvalidRequest | Overloaded | Unavailable) -> None:
@@ -184,8 +190,11 @@ class _Stream:
         for number in self._live.values():
             self._engine.cancel(number)
         self._live.clear()
+        for span in self._spans.values():
+            span.end({}, error="the gateway was lost")
+        self._spans.clear()
 
-    def _engine_request(self, submit: verify_pb2.SubmitRequest) -> EngineRequest:
+    def _engine_request(self, submit: verify_pb2.SubmitRequest, traceparent: str) -> EngineRequest:
         given, asked = submit.sampling, submit.speculation
         return EngineRequest(
             tag=submit.id,
@@ -219,6 +228,7 @@ class _Stream:
             key_label=submit.key_label,
             return_provenance=submit.return_provenance,
             sink=self._sink,
+            traceparent=traceparent,
         )
 
     def _sink(self, outputs: list[StepOutput], load: Load) -> None:
@@ -231,6 +241,7 @@ class _Stream:
         for output in outputs:
             if output.finish is not None:
                 self._live.pop(output.tag, None)
+                _end_span(self._spans.pop(output.tag, tracing.NO_SPAN), output.finish)
         if self._messages.qsize() >= MAX_PENDING_MESSAGES:
             if not self.overflowed:
                 self.overflowed = True
@@ -242,6 +253,21 @@ class _Stream:
     def _finish_if_idle(self) -> None:
         if self._ended and not self._live:
             self._messages.put_nowait(None)
+
+
+def _end_span(span: Span, finish: Finish) -> None:
+    attributes: dict[str, tracing.Value] = {
+        "gen_ai.usage.input_tokens": finish.prompt_tokens,
+        "gen_ai.usage.output_tokens": finish.completion_tokens,
+        "gen_ai.response.finish_reasons": finish.reason.value,
+        "foredraft.cached_tokens": finish.cached_tokens,
+        "foredraft.verify_steps": finish.verify_steps,
+        "foredraft.drafted_tokens": finish.drafted_tokens,
+        "foredraft.accepted_tokens": finish.accepted_tokens,
+        "foredraft.preemptions": finish.preemptions,
+        "foredraft.queue_seconds": finish.queue_seconds,
+    }
+    span.end(attributes, error=str(finish.error or ""))
 
 
 def _response(outputs: list[StepOutput], load: Load) -> verify_pb2.RunResponse:

@@ -31,6 +31,7 @@ from foredraft.rpc.address import Address
 from foredraft.rpc.channel import MAX_MESSAGE_BYTES, options
 from foredraft.rpc.lifetime import stop_event
 from foredraft.telemetry.logging import bind_request_id, new_request_id
+from foredraft.telemetry.tracing import bind_traceparent
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ async def serve(
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns exceptions of asynchronous handlers into statuses and gives every call a request id.
 
-    The id is the client's `x-request-id` metadata or a new one.
+    The id is the client's `x-request-id` metadata or a new one. Its `traceparent` is the parent of the call's spans.
     """
 
     async def intercept_service(
@@ -151,18 +152,18 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             behaviour = getattr(handler, kind)
             if behaviour is None:
                 continue
-            wrapped = _wrap(behaviour, method, name)
+            wrapped = _wrap(behaviour, method, name, str(metadata.get("traceparent", "")))
             return getattr(grpc, f"{kind}_rpc_method_handler")(
                 wrapped, handler.request_deserializer, handler.response_serializer
             )
         return handler
 
 
-def _wrap(behaviour: Any, method: str, request_id: str) -> Any:
+def _wrap(behaviour: Any, method: str, request_id: str, traceparent: str) -> Any:
     if inspect.isasyncgenfunction(behaviour):
 
         async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            with bind_request_id(request_id):
+            with bind_request_id(request_id), bind_traceparent(traceparent):
                 try:
                     async with aclosing(behaviour(request, context)) as responses:
                         async for response in responses:
@@ -174,7 +175,7 @@ def _wrap(behaviour: Any, method: str, request_id: str) -> Any:
     if inspect.iscoroutinefunction(behaviour):
 
         async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            with bind_request_id(request_id):
+            with bind_request_id(request_id), bind_traceparent(traceparent):
                 try:
                     return await behaviour(request, context)
                 except Exception as error:

@@ -144,14 +144,16 @@ class SequenceStep(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., new_pages: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., propose: _Optional[_Union[TreeLimits, _Mapping]] = ..., hidden: _Optional[_Union[HiddenRows, _Mapping]] = ..., first_page: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("valid_from", "sampling", "scope")
+    __slots__ = ("valid_from", "sampling", "scope", "traceparent")
     VALID_FROM_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SCOPE_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     valid_from: int
     sampling: Sampling
     scope: str
-    def __init__(self, valid_from: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., scope: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, valid_from: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., scope: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$foredraft/api/verify/v1/verify.proto\x12\x17\x66oredraft.api.verify.v1\"\x15\n\x13GetModelInfoRequest\"\xb5\x03\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\x04\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\x04\x12\x11\n\tkv_tokens\x18\x06 \x01(\x04\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x1c\n\x14max_running_requests\x18\t \x01(\r\x12\x1d\n\x15speculative_algorithm\x18\n \x01(\t\x12\x13\n\x0b\x64raft_model\x18\x0b \x01(\t\x12\x1d\n\x15speculative_num_steps\x18\x0c \x01(\r\x12\x1e\n\x16speculative_eagle_topk\x18\r \x01(\r\x12$\n\x1cspeculative_num_draft_tokens\x18\x0e \x01(\r\x12\r\n\x05\x64type\x18\x0f \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x10 \x01(\t\x12\x0f\n\x07version\x18\x11 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x12 \x01(\x04\"\x13\n\x11\x46lushCacheRequest\"#\n\x12\x46lushCacheResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\"\x8b\x01\n\nRunRequest\x12\x38\n\x06submit\x18\x01 \x01(\x0b\x32&.foredraft.api.verify.v1.SubmitRequestH\x00\x12\x38\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32&.foredraft.api.verify.v1.CancelRequestH\x00\x42\t\n\x07message\"\x8a\x02\n\rSubmitRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x33\n\x08sampling\x18\x03 \x01(\x0b\x32!.foredraft.api.verify.v1.Sampling\x12\x39\n\x0bspeculation\x18\x04 \x01(\x0b\x32$.foredraft.api.verify.v1.Speculation\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x02\x12\x11\n\tkey_label\x18\x07 \x01(\t\x12\x19\n\x11return_provenance\x18\x08 \x01(\x08\x12\x14\n\x0crequest_name\x18\t \x01(\t\"\xa3\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x44\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x30.foredraft.api.verify.v1.Sampling.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x16\n\x0emax_new_tokens\x18\n \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"\xa5\x01\n\x0bSpeculation\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\tnum_steps\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x11\n\x04topk\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1d\n\x10num_draft_tokens\x18\x04 \x01(\rH\x03\x88\x01\x01\x42\n\n\x08_enabledB\x0c\n\n_num_stepsB\x07\n\x05_topkB\x13\n\x11_num_draft_tokens\"\x1b\n\rCancelRequest\x12\n\n\x02id\x18\x01 \x01(\x04\"t\n\x0bRunResponse\x12\x38\n\x07outputs\x18\x01 \x03(\x0b\x32\'.foredraft.api.verify.v1.SequenceOutput\x12+\n\x04load\x18\x02 \x01(\x0b\x32\x1d.foredraft.api.verify.v1.Load\"\xdc\x01\n\x0eSequenceOutput\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0f\n\x07\x64rafted\x18\x03 \x03(\x08\x12\x37\n\x08logprobs\x18\x04 \x03(\x0b\x32%.foredraft.api.verify.v1.TokenLogprob\x12/\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x1f.foredraft.api.verify.v1.Finish\x12\x33\n\x04tree\x18\x06 \x01(\x0b\x32%.foredraft.api.verify.v1.VerifiedTree\"A\n\x0cVerifiedTree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\x11\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x03(\r\"I\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x12\n\ntop_tokens\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xfd\x02\n\x06\x46inish\x12\x35\n\x06reason\x18\x01 \x01(\x0e\x32%.foredraft.api.verify.v1.FinishReason\x12\x17\n\nstop_token\x18\x02 \x01(\rH\x00\x88\x01\x01\x12-\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1e.foredraft.api.verify.v1.Error\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x14\n\x0cverify_steps\x18\x07 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x08 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\t \x01(\r\x12\x13\n\x0bpreemptions\x18\n \x01(\r\x12\x15\n\rqueue_seconds\x18\x0b \x01(\x02\x12\r\n\x05lossy\x18\x0c \x01(\x08\x12\x1a\n\x12\x61\x63\x63\x65pted_histogram\x18\r \x03(\rB\r\n\x0b_stop_token\"v\n\x05\x45rror\x12\x30\n\x04\x63ode\x18\x01 \x01(\x0e\x32\".foredraft.api.verify.v1.ErrorCode\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x1b\n\x13retry_after_seconds\x18\x04 \x01(\x02\"j\n\x04Load\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12\x13\n\x0btotal_pages\x18\x04 \x01(\r\x12\x17\n\x0f\x64raft_available\x18\x05 \x01(\x08*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05*\x98\x01\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45RROR_CODE_INVALID_ARGUMENT\x10\x01\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x02\x12\x1a\n\x16\x45RROR_CODE_UNAVAILABLE\x10\x03\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x04\x32\xb9\x02\n\rVerifyService\x12k\n\x0cGetModelInfo\x12,.foredraft.api.verify.v1.GetModelInfoRequest\x1a-.foredraft.api.verify.v1.GetModelInfoResponse\x12T\n\x03Run\x12#.foredraft.api.verify.v1.RunRequest\x1a$.foredraft.api.verify.v1.RunResponse(\x01\x30\x01\x12\x65\n\nFlushCache\x12*.foredraft.api.verify.v1.FlushCacheRequest\x1a+.foredraft.api.verify.v1.FlushCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$foredraft/api/verify/v1/verify.proto\x12\x17\x66oredraft.api.verify.v1\"\x15\n\x13GetModelInfoRequest\"\xb5\x03\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\x04\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\x04\x12\x11\n\tkv_tokens\x18\x06 \x01(\x04\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x1c\n\x14max_running_requests\x18\t \x01(\r\x12\x1d\n\x15speculative_algorithm\x18\n \x01(\t\x12\x13\n\x0b\x64raft_model\x18\x0b \x01(\t\x12\x1d\n\x15speculative_num_steps\x18\x0c \x01(\r\x12\x1e\n\x16speculative_eagle_topk\x18\r \x01(\r\x12$\n\x1cspeculative_num_draft_tokens\x18\x0e \x01(\r\x12\r\n\x05\x64type\x18\x0f \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x10 \x01(\t\x12\x0f\n\x07version\x18\x11 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x12 \x01(\x04\"\x13\n\x11\x46lushCacheRequest\"#\n\x12\x46lushCacheResponse\x12\r\n\x05pages\x18\x01 \x01(\x04\"\x8b\x01\n\nRunRequest\x12\x38\n\x06submit\x18\x01 \x01(\x0b\x32&.foredraft.api.verify.v1.SubmitRequestH\x00\x12\x38\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32&.foredraft.api.verify.v1.CancelRequestH\x00\x42\t\n\x07message\"\x9f\x02\n\rSubmitRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x33\n\x08sampling\x18\x03 \x01(\x0b\x32!.foredraft.api.verify.v1.Sampling\x12\x39\n\x0bspeculation\x18\x04 \x01(\x0b\x32$.foredraft.api.verify.v1.Speculation\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x02\x12\x11\n\tkey_label\x18\x07 \x01(\t\x12\x19\n\x11return_provenance\x18\x08 \x01(\x08\x12\x14\n\x0crequest_name\x18\t \x01(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\"\xa3\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x44\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x30.foredraft.api.verify.v1.Sampling.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x16\n\x0emax_new_tokens\x18\n \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"\xa5\x01\n\x0bSpeculation\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\tnum_steps\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x11\n\x04topk\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1d\n\x10num_draft_tokens\x18\x04 \x01(\rH\x03\x88\x01\x01\x42\n\n\x08_enabledB\x0c\n\n_num_stepsB\x07\n\x05_topkB\x13\n\x11_num_draft_tokens\"\x1b\n\rCancelRequest\x12\n\n\x02id\x18\x01 \x01(\x04\"t\n\x0bRunResponse\x12\x38\n\x07outputs\x18\x01 \x03(\x0b\x32\'.foredraft.api.verify.v1.SequenceOutput\x12+\n\x04load\x18\x02 \x01(\x0b\x32\x1d.foredraft.api.verify.v1.Load\"\xdc\x01\n\x0eSequenceOutput\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0f\n\x07\x64rafted\x18\x03 \x03(\x08\x12\x37\n\x08logprobs\x18\x04 \x03(\x0b\x32%.foredraft.api.verify.v1.TokenLogprob\x12/\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x1f.foredraft.api.verify.v1.Finish\x12\x33\n\x04tree\x18\x06 \x01(\x0b\x32%.foredraft.api.verify.v1.VerifiedTree\"A\n\x0cVerifiedTree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\x11\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x03(\r\"I\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x12\n\ntop_tokens\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xfd\x02\n\x06\x46inish\x12\x35\n\x06reason\x18\x01 \x01(\x0e\x32%.foredraft.api.verify.v1.FinishReason\x12\x17\n\nstop_token\x18\x02 \x01(\rH\x00\x88\x01\x01\x12-\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1e.foredraft.api.verify.v1.Error\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x14\n\x0cverify_steps\x18\x07 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x08 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\t \x01(\r\x12\x13\n\x0bpreemptions\x18\n \x01(\r\x12\x15\n\rqueue_seconds\x18\x0b \x01(\x02\x12\r\n\x05lossy\x18\x0c \x01(\x08\x12\x1a\n\x12\x61\x63\x63\x65pted_histogram\x18\r \x03(\rB\r\n\x0b_stop_token\"v\n\x05\x45rror\x12\x30\n\x04\x63ode\x18\x01 \x01(\x0e\x32\".foredraft.api.verify.v1.ErrorCode\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x1b\n\x13retry_after_seconds\x18\x04 \x01(\x02\"j\n\x04Load\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12\x13\n\x0btotal_pages\x18\x04 \x01(\r\x12\x17\n\x0f\x64raft_available\x18\x05 \x01(\x08*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05*\x98\x01\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45RROR_CODE_INVALID_ARGUMENT\x10\x01\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x02\x12\x1a\n\x16\x45RROR_CODE_UNAVAILABLE\x10\x03\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x04\x32\xb9\x02\n\rVerifyService\x12k\n\x0cGetModelInfo\x12,.foredraft.api.verify.v1.GetModelInfoRequest\x1a-.foredraft.api.verify.v1.GetModelInfoResponse\x12T\n\x03Run\x12#.foredraft.api.verify.v1.RunRequest\x1a$.foredraft.api.verify.v1.RunResponse(\x01\x30\x01\x12\x65\n\nFlushCache\x12*.foredraft.api.verify.v1.FlushCacheRequest\x1a+.foredraft.api.verify.v1.FlushCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2712
-  _globals['_FINISHREASON']._serialized_end=2889
-  _globals['_ERRORCODE']._serialized_start=2892
-  _globals['_ERRORCODE']._serialized_end=3044
+  _globals['_FINISHREASON']._serialized_start=2733
+  _globals['_FINISHREASON']._serialized_end=2910
+  _globals['_ERRORCODE']._serialized_start=2913
+  _globals['_ERRORCODE']._serialized_end=3065
   _globals['_GETMODELINFOREQUEST']._serialized_start=65
   _globals['_GETMODELINFOREQUEST']._serialized_end=86
   _globals['_GETMODELINFORESPONSE']._serialized_start=89
@@ -48,29 +48,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNREQUEST']._serialized_start=587
   _globals['_RUNREQUEST']._serialized_end=726
   _globals['_SUBMITREQUEST']._serialized_start=729
-  _globals['_SUBMITREQUEST']._serialized_end=995
-  _globals['_SAMPLING']._serialized_start=998
-  _globals['_SAMPLING']._serialized_end=1417
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1356
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1404
-  _globals['_SPECULATION']._serialized_start=1420
-  _globals['_SPECULATION']._serialized_end=1585
-  _globals['_CANCELREQUEST']._serialized_start=1587
-  _globals['_CANCELREQUEST']._serialized_end=1614
-  _globals['_RUNRESPONSE']._serialized_start=1616
-  _globals['_RUNRESPONSE']._serialized_end=1732
-  _globals['_SEQUENCEOUTPUT']._serialized_start=1735
-  _globals['_SEQUENCEOUTPUT']._serialized_end=1955
-  _globals['_VERIFIEDTREE']._serialized_start=1957
-  _globals['_VERIFIEDTREE']._serialized_end=2022
-  _globals['_TOKENLOGPROB']._serialized_start=2024
-  _globals['_TOKENLOGPROB']._serialized_end=2097
-  _globals['_FINISH']._serialized_start=2100
-  _globals['_FINISH']._serialized_end=2481
-  _globals['_ERROR']._serialized_start=2483
-  _globals['_ERROR']._serialized_end=2601
-  _globals['_LOAD']._serialized_start=2603
-  _globals['_LOAD']._serialized_end=2709
-  _globals['_VERIFYSERVICE']._serialized_start=3047
-  _globals['_VERIFYSERVICE']._serialized_end=3360
+  _globals['_SUBMITREQUEST']._serialized_end=1016
+  _globals['_SAMPLING']._serialized_start=1019
+  _globals['_SAMPLING']._serialized_end=1438
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1377
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1425
+  _globals['_SPECULATION']._serialized_start=1441
+  _globals['_SPECULATION']._serialized_end=1606
+  _globals['_CANCELREQUEST']._serialized_start=1608
+  _globals['_CANCELREQUEST']._serialized_end=1635
+  _globals['_RUNRESPONSE']._serialized_start=1637
+  _globals['_RUNRESPONSE']._serialized_end=1753
+  _globals['_SEQUENCEOUTPUT']._serialized_start=1756
+  _globals['_SEQUENCEOUTPUT']._serialized_end=1976
+  _globals['_VERIFIEDTREE']._serialized_start=1978
+  _globals['_VERIFIEDTREE']._serialized_end=2043
+  _globals['_TOKENLOGPROB']._serialized_start=2045
+  _globals['_TOKENLOGPROB']._serialized_end=2118
+  _globals['_FINISH']._serialized_start=2121
+  _globals['_FINISH']._serialized_end=2502
+  _globals['_ERROR']._serialized_start=2504
+  _globals['_ERROR']._serialized_end=2622
+  _globals['_LOAD']._serialized_start=2624
+  _globals['_LOAD']._serialized_end=2730
+  _globals['_VERIFYSERVICE']._serialized_start=3068
+  _globals['_VERIFYSERVICE']._serialized_end=3381
 # @@protoc_insertion_point(module_scope)

@@ -98,7 +98,7 @@ class RunRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[SubmitRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("id", "prompt", "sampling", "speculation", "priority", "timeout_seconds", "key_label", "return_provenance", "request_name")
+    __slots__ = ("id", "prompt", "sampling", "speculation", "priority", "timeout_seconds", "key_label", "return_provenance", "request_name", "traceparent")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class SubmitRequest(_message.Message):
     KEY_LABEL_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROVENANCE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_NAME_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     id: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
@@ -117,7 +118,8 @@ class SubmitRequest(_message.Message):
     key_label: str
     return_provenance: bool
     request_name: str
-    def __init__(self, id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., key_label: _Optional[str] = ..., return_provenance: bool = ..., request_name: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., key_label: _Optional[str] = ..., return_provenance: bool = ..., request_name: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "seed", "max_new_tokens", "min_new_tokens", "stop_token_ids", "ignore_eos", "logprobs")
