@@ -289,6 +289,11 @@ ui.form.addEventListener("submit", (event) => {
   run();
 });
 ui.stop.addEventListener("click", () => running?.abort());
+at("hide").addEventListener("click", () => {
+  shown?.transcript.unmark();
+  forgetInspector();
+  isPinned = true;
+});
 ui.previous.addEventListener("click", () => stepBy(-1));
 ui.next.addEventListener("click", () => stepBy(1));
 document.addEventListener("keydown", (event) => {

@@ -66,8 +66,7 @@ export class Transcript {
 
   /** Tokens per pass of the target. The prompt's pass gave the first token and verified nothing. */
   get acceptLength() {
-    if (this.account) return this.account.accept_length || null;
-    const passes = this.steps.length - 1;
+    const passes = this.account?.verify_steps ?? this.steps.length - 1;
     return passes > 0 ? (this.numTokens - 1) / passes : null;
   }
 
@@ -130,8 +129,10 @@ export class Transcript {
     step.texts.push(token.text);
     const span = document.createElement("span");
     span.className = `token ${token.drafted ? "drafted" : "added"}`;
-    if (token.text.includes("\n")) span.classList.add("newline");
-    span.textContent = token.text;
+    token.text.split("\n").forEach((line, index) => {
+      if (index) span.append(lineEnd(), "\n");
+      span.append(line);
+    });
     step.element.append(span);
   }
 
@@ -179,4 +180,12 @@ export class Transcript {
       this.mark(Math.min(Math.max(target, 0), last), true);
     };
   }
+}
+
+// A sign that is seen but neither copied nor read aloud.
+function lineEnd() {
+  const sign = document.createElement("span");
+  sign.className = "line-end";
+  sign.setAttribute("aria-hidden", "true");
+  return sign;
 }
