@@ -51,6 +51,7 @@ class Drafted:
 
 
 NOTHING = Drafted(EMPTY, 0)
+PATIENCE = 32  # hidden states that are kept back while nothing is asked of a sequence's draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class Drafting:
         self._client.close()
 
     def propose(
-        self, wanted: Sequence[Wanted], extending: Iterable[RequestSequence]
+        self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]
     ) -> dict[int, Drafted]:
         """Runs one draft step.
 
@@ -193,11 +194,17 @@ class Drafting:
             return {}
         return self._trees
 
-    def _tell(self, wanted: Sequence[Wanted], extending: Iterable[RequestSequence]) -> None:
+    def _tell(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
         """Puts all news into the request; sends it where the hidden states of one step do not fit the arena."""
         reads_hidden = self._hidden.layers is not None
+        # While drafting does not pay, a head costs less now and then than every step. But whoever joins may stand on
+        # pages that are marked as told.
+        known = all(self._hidden.run(want.sequence) is not None for want in wanted)
+        nobody_joins = known and not extending
         budget = self._refill_tokens
         for want in wanted:
+            if nobody_joins and want.max_nodes == 0 and self._may_wait(want.sequence):
+                continue
             news, num_tokens = self._news(want.sequence, budget)
             budget -= num_tokens
             # A draft that reads hidden states proposes after the last one that it is given.
@@ -217,6 +224,10 @@ class Drafting:
             budget -= num_tokens
             if num_tokens or news.HasField("begin"):
                 self._add(sequence, news)
+
+    def _may_wait(self, sequence: RequestSequence) -> bool:
+        told, run = self._of(sequence), self._hidden.run(sequence)
+        return run is not None and told.run is run and run.end - told.num_tokens < PATIENCE
 
     def _forget_slots(self) -> None:
         """A preempted sequence begins anew even where it gets its old slot back: the draft was told of its release."""

@@ -229,6 +229,23 @@ def test_refilling_keeps_to_its_budget(target: Path, refill: int) -> None:
     assert drafter.check(target) > 100
 
 
+def test_a_draft_that_is_not_asked_is_told_now_and_then(target: Path) -> None:
+    work = jobs(3, num_new=100)
+    drafter = HiddenDrafter(WIDTH)
+    drafter.texts = texts(target, work)
+    with engine_with(drafter, target, **FLAGS) as harness:
+        wait_for_draft(harness)
+        engine = harness.engine
+        asks = engine._wanted_nodes
+        engine._wanted_nodes = lambda seq: 0 if seq.num_output < 80 else asks(seq)
+        run(harness, drafter, work)
+        assert harness.engine._drafting._hidden._runs == {}
+    told = [request for request in drafter.requests if request.sequences]
+    assert len(told) < 50  # of more than 80 steps
+    assert drafter.check(target) > 1000
+    assert {view.start for view in drafter.views} == {0}
+
+
 def test_nothing_is_captured_for_drafts_that_read_nothing(target: Path) -> None:
     with running_engine(target, "NGRAM", **FLAGS) as harness:
         wait_for_draft(harness)
