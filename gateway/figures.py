@@ -150,9 +150,14 @@ def _scrape(host: str, port: int) -> list[Metric] | None:
         response = connection.getresponse()
         if response.status != 200:
             return None
-        page = response.read(MAX_PAGE_BYTES + 1)
-        if len(page) > MAX_PAGE_BYTES:
-            return None
+        page = b""
+        deadline = (
+            time.monotonic() + SCRAPE_SECONDS
+        )  # the connection's own timeout is for each read
+        while chunk := response.read1(1 << 16):
+            page += chunk
+            if len(page) > MAX_PAGE_BYTES or time.monotonic() > deadline:
+                return None
         return list(text_string_to_metric_families(page.decode()))
     except (OSError, http.client.HTTPException, ValueError) as error:
         logger.debug("no metrics at %s:%d: %s", host, port, error)

@@ -89,7 +89,9 @@ export class Transcript {
     if (!element) return;
     element.dataset.selected = "";
     for (const other of this.#output.querySelectorAll('.step[tabindex="0"]')) other.tabIndex = -1;
+    // One stop for Tab: the pass that is shown, not the box around it.
     element.tabIndex = 0;
+    this.#output.tabIndex = -1;
     if (focus) element.focus({ preventScroll: true });
     if (focus) element.scrollIntoView({ block: "nearest" });
   }
@@ -156,14 +158,16 @@ export class Transcript {
   #listen() {
     const output = this.#output;
     const indexOf = (target) => target.closest?.(".step")?.dataset.index;
-    output.onpointerover = output.onfocusin = output.onclick = (event) => {
-      const index = indexOf(event.target);
-      if (index !== undefined) this.#onSelect(this, Number(index));
-    };
-    output.onscroll = () => {
+    for (const kind of ["pointerover", "focusin", "click"]) {
+      output.addEventListener(kind, (event) => {
+        const index = indexOf(event.target);
+        if (index !== undefined) this.#onSelect(this, Number(index));
+      });
+    }
+    output.addEventListener("scroll", () => {
       this.#following = output.scrollTop + output.clientHeight > output.scrollHeight - 40;
-    };
-    output.onkeydown = (event) => {
+    });
+    output.addEventListener("keydown", (event) => {
       const current = Number(indexOf(document.activeElement) ?? -1);
       const last = this.steps.findLastIndex((step) => step.element);
       const target = {
@@ -178,7 +182,7 @@ export class Transcript {
       event.preventDefault();
       this.#following = false;
       this.mark(Math.min(Math.max(target, 0), last), true);
-    };
+    });
   }
 }
 

@@ -1,0 +1,352 @@
+"""The playground and the dashboard in a real Chromium, on the real services with the bundled model."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from foredraft.cli.stack import LocalStack, make_supervisor
+from foredraft.errors import Overloaded
+from gateway import errors
+from tests.support.browsers import Browser, browser, chromium
+
+PROMPT = "def add(a, b):\n    return a + b\n\n\n" * 4 + "def"
+TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[LocalStack]:
+    chromium()  # skips before the services start
+    stack = make_supervisor(
+        {"port": 0, "grpc_port": 0, "device": "cpu", "num_threads": 1, "max_total_tokens": 8192},
+        on_line=lambda name, line: print(f"{name}: {line}"),
+    )
+    try:
+        stack.start()
+        stack.wait_healthy()
+        yield stack
+    finally:
+        stack.stop()
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true"
+        time.sleep(0.05)
+
+
+def fill(page, max_tokens: int = TOKENS, mode: str = "turns", **fields: object) -> None:
+    page.wait_for_selector("#health[data-state=ok]")
+    page.fill("#prompt", PROMPT)
+    for name, value in {"max_tokens": max_tokens, "temperature": 0, **fields}.items():
+        page.fill(f"#{name}", str(value))
+    page.check(f"input[name=mode][value={mode}]", force=True)
+
+
+def run(page, **fields: object) -> None:
+    fill(page, **fields)
+    page.click("#run")
+    page.wait_for_selector("body[data-running=true]")
+    page.wait_for_selector("body[data-running=false]")
+
+
+def tab_to(page, condition: str) -> None:
+    """Presses Tab until the focused element fulfils a JavaScript condition on `e`."""
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate(f"(e => {condition})(document.activeElement)"):
+            return
+    pytest.fail(f"Tab does not reach {condition}")
+
+
+def output(page, index: int) -> str:
+    """The text of a run without its prompt, as it is copied."""
+    return (
+        page.locator(".output")
+        .nth(index)
+        .locator(".step")
+        .evaluate_all("steps => steps.map(step => step.textContent).join('')")
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "temperature", "seed"), [("turns", 0, 1), ("together", 0.8, 2**53 - 1)]
+)
+def test_both_runs_give_the_same_text(
+    stack: LocalStack, chrome: Browser, mode: str, temperature: float, seed: int
+) -> None:
+    with chrome.page(stack.urls["http"] + "/") as page:
+        run(page, mode=mode, temperature=temperature, seed=seed)
+        assert page.get_attribute("#verdict", "data-state") == "equal"
+        assert "speed" in page.inner_text("#verdict_title")
+        assert page.locator("#error").is_hidden()
+        assert output(page, 0) == output(page, 1) != ""
+        assert page.locator(".panel").nth(1).locator(".token.drafted").count() == 0
+        for panel in page.locator(".panel").all():
+            assert panel.locator("[data-stat=tokens]").inner_text() == str(TOKENS)
+            assert float(panel.locator("[data-stat=speed]").inner_text()) > 0
+            assert float(panel.locator("[data-stat=length]").inner_text()) >= 1
+
+
+def test_tokens_are_coloured_and_their_trees_drawn(stack: LocalStack, chrome: Browser) -> None:
+    with chrome.page(stack.urls["http"] + "/") as page:
+        run(page, mode="single")
+        drafted = page.locator(".output .token.drafted")
+        assert drafted.count() > 0
+        assert page.locator(".output .token.added").count() > 0
+        drafted.first.hover()
+        step = page.locator(".step[data-selected]")
+        num_tokens, num_drafted = (
+            step.locator(".token").count(),
+            step.locator(".token.drafted").count(),
+        )
+        assert num_tokens == num_drafted + 1
+        tree = page.locator("#tree svg")
+        assert tree.locator("g.accepted").count() == num_drafted
+        assert tree.locator("g.added").count() == 1
+        assert f"{num_drafted} accepted" in page.inner_text("#inspector_text")
+        assert page.inner_text("#inspector_text") == tree.get_attribute("aria-label")
+        # The path of the tree spells the step's own tokens.
+        titles = tree.locator("g.accepted title, g.added title").all_text_contents()
+        assert "".join(titles) == step.evaluate("step => step.textContent")
+
+        before = page.inner_text("#inspector_title")
+        page.click("#next")
+        assert page.inner_text("#inspector_title") != before
+        page.click("#previous")
+        assert page.inner_text("#inspector_title") == before
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_have_contrast_and_a_second_cue(
+    stack: LocalStack, chrome: Browser, scheme: str
+) -> None:
+    with chrome.page(stack.urls["http"] + "/") as page:
+        page.emulate_media(color_scheme=scheme)
+        run(page, mode="single")
+        looks = page.evaluate(CONTRAST)
+        page.goto(stack.urls["http"] + "/dashboard")
+        page.wait_for_selector("#health[data-state=ok]")
+        looks |= page.evaluate(CONTRAST)
+        assert all(ratio >= 4.5 for ratio in looks["contrasts"].values()), looks["contrasts"]
+        assert (looks["page"] < 0.2) == (scheme == "dark")
+        page.goto(stack.urls["http"] + "/")
+        cues = page.evaluate(
+            """() => ['drafted', 'added'].map(kind => {
+                const style = getComputedStyle(document.querySelector(`.legend .${kind}`));
+                return [style.backgroundColor, style.textDecorationLine + style.boxShadow.includes('inset')];
+            })"""
+        )
+        assert cues[0][0] != cues[1][0]
+        assert cues[0][1] != cues[1][1]
+
+
+# Contrast of text with what is behind it, by WCAG's formula, for each kind of element on the page.
+CONTRAST = """() => {
+  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const rgba = colour => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    return canvas.getImageData(0, 0, 1, 1).data;
+  };
+  const luminance = ([r, g, b]) => {
+    const [x, y, z] = [r, g, b].map(c => c / 255).map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * x + 0.7152 * y + 0.0722 * z;
+  };
+  const behind = element => {
+    for (let e = element; e; e = e.parentElement) {
+      const colour = rgba(getComputedStyle(e).backgroundColor);
+      if (colour[3] === 255) return luminance(colour);
+    }
+    return 1;
+  };
+  const contrasts = {};
+  for (const element of document.body.querySelectorAll('*')) {
+    const hasText = [...element.childNodes].some(n => n.nodeType === 3 && n.data.trim());
+    if (!hasText || element.disabled || !element.checkVisibility() || element.closest('svg, noscript, .skip')) continue;
+    const [a, b] = [luminance(rgba(getComputedStyle(element).color)), behind(element)];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    const name = `${element.tagName} ${element.className}`;
+    contrasts[name] = Math.min(contrasts[name] ?? 99, ratio);
+  }
+  return {contrasts, page: behind(document.body)};
+}"""
+
+
+def test_everything_works_by_keyboard(stack: LocalStack, chrome: Browser) -> None:
+    with chrome.page(stack.urls["http"] + "/") as page:
+        fill(page, mode="single")
+        page.evaluate("document.activeElement.blur()")
+        tab_to(page, "e.id === 'prompt'")
+        page.keyboard.press("Control+A")
+        page.keyboard.type("x = [")
+        page.keyboard.press("Control+Enter")
+        page.wait_for_selector("body[data-running=true]")
+        page.wait_for_selector("body[data-running=false]")
+        assert page.locator(".output .prompt").inner_text() == "x = ["
+        tab_to(page, "e.matches('.output, .step')")
+        page.keyboard.press("Home")
+        seen = []
+        for _ in range(4):
+            assert page.evaluate("document.activeElement.matches('.step[data-selected]')")
+            assert page.evaluate("document.activeElement.getAttribute('aria-label')")
+            seen.append(page.inner_text("#inspector_title"))
+            page.keyboard.press("ArrowRight")
+        assert len(set(seen)) == 4
+        tab_to(page, "e.id === 'tree'")
+
+        # Each control that a mouse can use has a name and can be reached.
+        names = page.evaluate(
+            "[...document.querySelectorAll('button, input, textarea')].filter(e => e.checkVisibility())"
+            ".map(e => e.labels?.[0]?.textContent || e.getAttribute('aria-label') || e.textContent)"
+        )
+        assert all(name.strip() for name in names)
+
+
+def test_a_run_can_be_stopped(stack: LocalStack, chrome: Browser) -> None:
+    with chrome.page(stack.urls["http"] + "/") as page:
+        fill(page, max_tokens=1900, temperature=1)
+        page.click("#run")
+        page.wait_for_selector(".output .token")
+        page.keyboard.press("Escape")
+        page.wait_for_selector("body[data-running=false]")
+        assert "Stopped" in page.inner_text("#verdict_title")
+        assert page.locator("#error").is_hidden()
+        assert page.locator("#stop").is_disabled()
+        page.wait_for_function(
+            "async () => (await (await fetch('/dashboard/figures')).json()).metrics.gateway_running_requests === 0"
+        )
+
+
+def test_a_phone_shows_all(stack: LocalStack, chrome: Browser) -> None:
+    with chrome.page(stack.urls["http"] + "/", width=360, height=740) as page:
+        run(page, mode="turns")
+        width = "document.documentElement.scrollWidth"
+        assert page.evaluate(width) <= 360
+        page.locator(".output .token").last.scroll_into_view_if_needed()
+        page.locator(".output").first.locator(".token").first.click()
+        box = page.locator("#inspector").bounding_box()
+        assert box["y"] >= 0
+        assert box["y"] + box["height"] <= 740
+        page.click("#hide")
+        assert page.locator(".step[data-selected]").count() == 0
+        page.goto(stack.urls["http"] + "/dashboard")
+        page.wait_for_selector("#health[data-state=ok]")
+        assert page.evaluate(width) <= 360
+
+
+def test_the_dashboards_numbers_move(stack: LocalStack, chrome: Browser) -> None:
+    with chrome.page(stack.urls["http"] + "/dashboard") as page:
+        page.wait_for_selector("#health[data-state=ok]")
+        assert page.locator("#partial").is_hidden()
+        assert page.inner_text("#draft") == "available"
+        before = page.inner_text("#speed_foot")
+        body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
+        request = urllib.request.Request(
+            stack.urls["http"] + "/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        urllib.request.urlopen(request, timeout=60).read()
+        page.wait_for_function(
+            "before => document.getElementById('speed_foot').textContent !== before", arg=before
+        )
+        page.wait_for_function("Number(document.getElementById('speed').textContent) > 0")
+        page.wait_for_function("Number(document.getElementById('length').textContent) >= 1")
+        assert "steps" in page.inner_text("#step_foot")
+        assert page.locator("#depth div").count() > 0
+        assert "ms" in page.inner_text("#split_keys")
+        for cell in ("first_50", "first_95", "inter_50", "inter_95"):
+            assert page.inner_text(f"#{cell}").endswith("s")
+        assert "length" in page.inner_text("#requests_foot")
+
+
+def test_errors_are_told_kindly(stack: LocalStack, chrome: Browser) -> None:
+    with chrome.page(stack.urls["http"] + "/") as page:
+        fill(page)
+        page.fill("#prompt", "word " * 3000)
+        page.click("#run")
+        page.wait_for_selector("#error:not([hidden])")
+        assert "too long" in page.inner_text("#error")
+
+        full = Overloaded("the queue is full", retry_after_seconds=3)
+        page.route(
+            "**/v1/completions",
+            lambda route: route.fulfill(
+                status=429, json=errors.envelope(full), headers=errors.headers(full)
+            ),
+            times=1,
+        )
+        fill(page, mode="single")
+        page.click("#run")
+        page.wait_for_selector("#error:has-text('full right now')")
+        assert "3 s" in page.inner_text("#error")
+        page.click("#error button")
+        page.wait_for_selector("#verdict_title:has-text('tokens')")
+        assert page.locator("#error").is_hidden()
+
+
+def test_a_gateway_without_a_verifier_says_so(chrome: Browser) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "gateway", "--port", str(port), "--grpc-port", "0"]
+    command += ["--verifier", "unix:/nonexistent/verify.sock"]
+    with subprocess.Popen(command) as process:
+        try:
+            eventually(lambda: is_listening(port))
+            with chrome.page(f"http://127.0.0.1:{port}/") as page:
+                page.wait_for_selector("#health:has-text('starting')")
+                page.click("#run")
+                page.wait_for_selector("#error:has-text('No model is ready')")
+        finally:
+            process.terminate()
+
+
+def test_trees_are_laid_out_without_overlap(stack: LocalStack, chrome: Browser) -> None:
+    with chrome.page(stack.urls["http"] + "/") as page:
+        worst = page.evaluate(
+            """async () => {
+                const {layOut} = await import('/web/tree.js');
+                let state = 1;
+                const random = n => (state = (state * 48271) % 2147483647) % n;
+                let faults = 0;
+                for (let round = 0; round < 200; round++) {
+                  const drafted = Array.from({length: random(40)}, (_, i) => ({text: 'x'.repeat(random(30)), parent: random(i + 1) - 1}));
+                  const accepted = [];
+                  for (let at = -1; ;) {
+                    const next = drafted.findIndex(node => node.parent === at && random(3));
+                    if (next < 0) break;
+                    accepted.push(at = next);
+                  }
+                  const {nodes, width, height} = layOut({before: 'so far', drafted, accepted, added: 'y'});
+                  for (const a of nodes) {
+                    if (a.x < 0 || a.x + a.width > width || a.y + 25 > height) faults++;
+                    if (a.parent !== null && a.x < nodes[a.parent].x + nodes[a.parent].width) faults++;
+                    for (const b of nodes) {
+                      if (a !== b && a.row === b.row && a.depth === b.depth) faults++;
+                    }
+                  }
+                }
+                return faults;
+            }"""
+        )
+        assert worst == 0
