@@ -156,7 +156,8 @@ class HiddenStates:
         Where the draft has lost more than may be computed again, it gets the last `refill_tokens`.
         """
         hit = len(pages) * self._page_size
-        if self._layers is None:
+        will_draft = sequence.speculation.enabled is not False and sequence.num_output_left > 1
+        if self._layers is None or not will_draft:
             return hit
         start = self._whole_pages_from(pages, len(pages))
         if start == 0 or hit - start >= self._refill_tokens:

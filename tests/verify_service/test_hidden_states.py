@@ -11,7 +11,7 @@ import torch
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
-from foredraft.types import SamplingParams
+from foredraft.types import SamplingParams, SpeculationParams
 from tests.support.checkpoints import SMALL, VOCAB_SIZE, make_checkpoint
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
@@ -227,6 +227,21 @@ def test_refilling_keeps_to_its_budget(target: Path, refill: int) -> None:
         # The second time nothing had to be computed again.
         assert result.finish.cached_tokens == 96
     assert drafter.check(target) > 100
+
+
+def test_nothing_is_computed_again_for_who_will_not_draft(target: Path) -> None:
+    prompt = [*range(2, 102)]
+    drafter = HiddenDrafter(WIDTH)
+    one = SamplingParams(temperature=0.0, max_new_tokens=1)
+    some = SamplingParams(temperature=0.0, max_new_tokens=9, ignore_eos=True)
+    off = SpeculationParams(enabled=False)
+    with engine_with(drafter, target, **FLAGS) as harness:
+        wait_for_draft(harness)
+        harness.run([Job(prompt, one)])  # the draft never hears of its last chunk
+        for job in (Job(prompt, one), Job(prompt, some, speculation=off)):
+            assert harness.run([job])[0].finish.cached_tokens == 96
+        assert harness.run([Job(prompt, some)])[0].finish.cached_tokens < 96
+        assert harness.run([Job(prompt, some)])[0].finish.cached_tokens == 96
 
 
 def test_a_draft_that_is_not_asked_is_told_now_and_then(target: Path) -> None:
