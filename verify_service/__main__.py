@@ -9,6 +9,7 @@ from foredraft.api.verify.v1.verify_pb2_grpc import add_VerifyServiceServicer_to
 from foredraft.config.options import parse
 from foredraft.config.services import VerifyConfig, with_tree_defaults
 from foredraft.errors import ForedraftError
+from foredraft.models.speculation import resolve
 from foredraft.rpc import lifetime
 from foredraft.rpc.server import RpcServer, serve
 from foredraft.telemetry import logging as telemetry_logging
@@ -32,7 +33,8 @@ def main() -> int:
     telemetry_logging.setup("verify", config.log_level, config.log_format)
     try:
         tracing.setup("verify", config.otlp_traces_endpoint)
-        return lifetime.run(lambda: _serve(config))
+        resolved = resolve(config)
+        return lifetime.run(lambda: _serve(resolved))
     except ForedraftError as error:
         logger.error("cannot start: %s", error)
         return 1

@@ -31,11 +31,9 @@ class LevelRunner(Protocol):
     """Runs the draft model for the tokens of one level.
 
     Attributes:
-        shift: How many fewer keys than tokens a sequence has: 1 for heads, whose slot p holds token p + 1.
         token_map: Target ids of the logits' columns; None for all of the target's.
     """
 
-    shift: int
     token_map: torch.Tensor | None
 
     def run(
@@ -119,7 +117,7 @@ class BeamDrafter:
         rows = []
         for i, wish in enumerate(group.wishes):
             sequence = wish.sequence
-            num_keys = sequence.num_tokens - self._runner.shift
+            num_keys = sequence.num_keys
             num_pages = -(-num_keys // self._page_size)
             scratch_start = num_pages * self._page_size
             gap = scratch_start - num_keys

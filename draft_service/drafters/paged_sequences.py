@@ -16,7 +16,8 @@ class PagedSequence:
         slot: Its number.
         sampling: How the target will choose its tokens.
         valid_from: Keys before this position are not attended.
-        num_tokens: Leading tokens whose KV is on the pages, or void before `valid_from`.
+        num_tokens: Leading tokens that are known.
+        num_keys: Keys on the pages, or void before `valid_from`: one for each token, or for heads one fewer.
         last_token: The newest of them; None before the first step's tokens.
         pages: The page table.
     """
@@ -25,6 +26,7 @@ class PagedSequence:
     sampling: SamplingParams
     valid_from: int
     num_tokens: int
+    num_keys: int
     last_token: int | None = None
     pages: list[int] = field(default_factory=list)
 
@@ -34,13 +36,15 @@ class Extension:
     """Committed tokens of one sequence whose KV is to be computed, and the tree wanted after them.
 
     Attributes:
-        start: Position of the first token.
+        start: Key index of the first token.
+        hidden: The target's hidden states before the tokens, where there are any.
         limits: (steps, topk, nodes) of the tree, each at least 1; None when none is wanted.
     """
 
     sequence: PagedSequence
     start: int
     tokens: list[int]
+    hidden: draft_pb2.HiddenRows | None
     limits: tuple[int, int, int] | None
 
 
@@ -50,11 +54,16 @@ class PagedSequences:
     Args:
         attach: The verifier's sizes.
         limits: (steps, topk, nodes) of the largest tree.
+        shift: How far a token's key index lies before its position: 1 for heads, whose key p belongs to the hidden state
+            of position p and the token after it.
     """
 
-    def __init__(self, attach: draft_pb2.AttachRequest, limits: tuple[int, int, int]) -> None:
+    def __init__(
+        self, attach: draft_pb2.AttachRequest, limits: tuple[int, int, int], shift: int = 0
+    ) -> None:
         self._attach = attach
         self._limits = limits
+        self._shift = shift
         self._sequences: dict[int, PagedSequence] = {}
 
     def __len__(self) -> int:
@@ -79,6 +88,7 @@ class PagedSequences:
                 _sampling_params(message.begin.sampling),
                 message.begin.valid_from,
                 message.position,
+                max(message.position - self._shift, 0),
             )
         sequence = self._sequences[message.slot]
         check_position(message, sequence.num_tokens)
@@ -87,6 +97,10 @@ class PagedSequences:
         start = message.position
         has_propose = message.HasField("propose")
         if has_propose and not tokens:
+            if self._shift:
+                raise InvalidRequest(
+                    "tokens", f"slot {message.slot}: a head proposes after a token with its state"
+                )
             # The tree continues after a token that is known; its row is computed again for the logits.
             if start != sequence.num_tokens or sequence.last_token is None:
                 raise InvalidRequest("tokens", f"slot {message.slot}: none to propose after")
@@ -94,16 +108,21 @@ class PagedSequences:
         if tokens or start < sequence.num_tokens:
             sequence.last_token = tokens[-1] if tokens else None
         sequence.num_tokens = start + len(tokens)
+        first_key = start - self._shift
+        if first_key < 0:  # nothing comes before token 0
+            first_key, tokens = 0, tokens[1:]
+        sequence.num_keys = first_key + len(tokens)
         # What is computed anew is valid, wherever it begins.
-        sequence.valid_from = min(sequence.valid_from, start)
-        if tokens and sequence.num_tokens > len(sequence.pages) * self._attach.page_size:
+        sequence.valid_from = min(sequence.valid_from, first_key)
+        if tokens and sequence.num_keys > len(sequence.pages) * self._attach.page_size:
             raise InvalidRequest(
                 "new_pages",
                 f"slot {message.slot}: {len(sequence.pages)} pages do not hold "
-                f"{sequence.num_tokens} tokens",
+                f"{sequence.num_keys} keys",
             )
         limits = self._tree_limits(message.propose, sequence) if has_propose else None
-        return Extension(sequence, start, tokens, limits)
+        hidden = message.hidden if message.HasField("hidden") else None
+        return Extension(sequence, first_key, tokens, hidden, limits)
 
     def _replace_pages(self, sequence: PagedSequence, message: draft_pb2.SequenceStep) -> None:
         new_pages = list(message.new_pages)

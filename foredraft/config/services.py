@@ -7,7 +7,7 @@ from typing import TypeVar
 from foredraft.config.options import option
 from foredraft.errors import ConfigError
 
-ALGORITHMS = ("NONE", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "MTP")
+ALGORITHMS = ("NONE", "NGRAM", "STANDALONE", "EAGLE", "NEXTN", "EAGLE3", "MTP")
 HEADS = ("EAGLE", "EAGLE3", "MTP")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -75,12 +75,13 @@ class SpeculationConfig:
 
     speculative_algorithm: str = option(
         "NGRAM",
-        "How tokens are drafted: NONE, NGRAM, STANDALONE, EAGLE (EAGLE-2), EAGLE3 or MTP.",
+        "How tokens are drafted: NONE, NGRAM, STANDALONE, EAGLE (EAGLE-2; NEXTN is another name of it), EAGLE3 or MTP.",
         choices=ALGORITHMS,
     )
     speculative_draft_model_path: str = option(
         "",
-        "Draft model of STANDALONE, or head of EAGLE and EAGLE3; MTP without one takes the target's own layer.",
+        "Draft model of STANDALONE, or head of EAGLE, EAGLE3 and MTP. Without one MTP takes the target's own layers, and so "
+        "does EAGLE.",
         aliases=("--speculative-draft-model",),
     )
     speculative_draft_model_revision: str = option("", "Like --revision, for the draft model.")
@@ -101,7 +102,24 @@ class SpeculationConfig:
         "Rows that the target verifies per step, the root included (heads of a Llama target: 8; STANDALONE: 4; NGRAM: 12).",
     )
     speculative_token_map: str = option(
-        "", "FR-Spec: file of the token ids that EAGLE or MTP may draft (.pt or .safetensors)."
+        "",
+        "FR-Spec: file of the token ids that EAGLE, MTP or STANDALONE may draft (.pt or .safetensors), or "
+        "foredraft-demo-token-map.",
+    )
+    enable_multi_layer_eagle: bool = option(
+        False,
+        "MTP: one module of the head for each depth, instead of its first for all; drafts chains.",
+    )
+    speculative_draft_model_quantization: str = option(
+        "unquant",
+        "Weights of the draft in memory; int8 quantizes them while loading, scales per output. On the CPU it saves memory, "
+        "not time.",
+        choices=("unquant", "int8", "fp8"),
+    )
+    speculative_attention_mode: str = option(
+        "prefill",
+        "Which attention backend verifies drafts. Prefill and decode have the same one here, so both values mean the same.",
+        choices=("prefill", "decode"),
     )
     speculative_draft_sampling: str = option(
         "coupled", "Order of drafted children at temperature > 0.", choices=("topk", "coupled")
@@ -137,6 +155,8 @@ class SpeculationConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.speculative_algorithm == "NEXTN":
+            object.__setattr__(self, "speculative_algorithm", "EAGLE")
         check_speculation(self)
 
     @property
@@ -264,7 +284,7 @@ def with_tree_defaults(config: C, architecture: str) -> C:
     """
     if config.speculative_algorithm not in HEADS or config.speculative_num_steps is not None:
         return config
-    if architecture != "LlamaForCausalLM":
+    if architecture != "LlamaForCausalLM" or config.enable_multi_layer_eagle:
         return config
     return dataclasses.replace(
         config,
@@ -277,16 +297,33 @@ def with_tree_defaults(config: C, architecture: str) -> C:
 def check_speculation(config: SpeculationConfig) -> None:
     """Raises ConfigError, naming the flags, for a combination that cannot be served."""
     algorithm = config.speculative_algorithm
-    if algorithm in ("STANDALONE", "EAGLE", "EAGLE3") and not config.speculative_draft_model_path:
+    if algorithm in ("STANDALONE", "EAGLE3") and not config.speculative_draft_model_path:
         raise ConfigError(
             f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path"
         )
-    if config.speculative_token_map and algorithm not in ("EAGLE", "MTP"):
-        reason = (
-            "its head brings its own map (d2t)" if algorithm == "EAGLE3" else "it has no use there"
-        )
+    if config.speculative_token_map and algorithm not in ("EAGLE", "MTP", "STANDALONE"):
+        reason = "its head brings its own map (d2t)" if algorithm == "EAGLE3" else "no model drafts"
         raise ConfigError(
             f"--speculative-token-map cannot go with --speculative-algorithm {algorithm}: {reason}"
+        )
+    if config.enable_multi_layer_eagle and algorithm not in ("EAGLE", "MTP"):
+        raise ConfigError(
+            f"--enable-multi-layer-eagle is for MTP layers, not --speculative-algorithm {algorithm}"
+        )
+    if config.enable_multi_layer_eagle and (config.speculative_eagle_topk or 1) > 1:
+        raise ConfigError(
+            "--enable-multi-layer-eagle drafts chains: --speculative-eagle-topk must be 1"
+        )
+    quantization = config.speculative_draft_model_quantization
+    if quantization == "fp8":
+        raise ConfigError(
+            "--speculative-draft-model-quantization fp8 needs GPU kernels, which this version does not have; "
+            "int8 works"
+        )
+    if quantization != "unquant" and algorithm in ("NONE", "NGRAM"):
+        raise ConfigError(
+            f"--speculative-draft-model-quantization has no use with --speculative-algorithm {algorithm}: "
+            "no model drafts"
         )
     if algorithm in ("NONE", "NGRAM") and config.speculative_draft_model_path:
         raise ConfigError(

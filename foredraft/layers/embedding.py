@@ -54,11 +54,11 @@ class LMHead(Linear):
         super().__init__(*size, False, dtype, device)
         if tied is not None:
             self.weight = tied.weight
-        self._softcap = softcap
+        self.softcap = softcap
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden] -> float32 [num_rows, vocab_size]."""
         logits = super().forward(x).float()
-        if self._softcap is not None:
-            logits = (logits / self._softcap).tanh_().mul_(self._softcap)
+        if self.softcap is not None:
+            logits = (logits / self.softcap).tanh_().mul_(self.softcap)
         return logits

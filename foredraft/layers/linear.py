@@ -1,5 +1,7 @@
 """Matrix products with weights stored as checkpoints store them, in the form that is fastest where they run."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,7 +19,10 @@ class Linear(nn.Module):
 
     Attributes:
         weight: [num_outputs, num_inputs].
+        multiply: Takes x, weight and bias; `quantization` replaces it together with the weight.
     """
+
+    multiply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
     def __init__(
         self,
@@ -30,13 +35,13 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = new_parameter((num_outputs, num_inputs), dtype, device)
         self.bias = new_parameter((num_outputs,), dtype, device) if bias else None
-        self._multiply = (
+        self.multiply = (
             float32_linear if device.type == "cpu" and dtype == torch.float32 else F.linear
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Contiguous [num_rows, num_inputs] -> contiguous [num_rows, num_outputs]."""
-        return self._multiply(x, self.weight, self.bias)
+        return self.multiply(x, self.weight, self.bias)
 
 
 def float32_linear(

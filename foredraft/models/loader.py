@@ -9,6 +9,8 @@ import torch
 from tqdm import tqdm
 
 from foredraft.errors import CheckpointError
+from foredraft.layers.attention import SelfAttention
+from foredraft.layers.mlp import GatedMLP
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.weights import checkpoint_files, open_checkpoint
@@ -63,7 +65,6 @@ def load_model(
 def checkpoint_targets(model: DecoderModel) -> dict[str, torch.Tensor]:
     """The memory that each tensor of a Hugging Face checkpoint fills; fused weights are several."""
     config = model.config
-    heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     targets: dict[str, torch.Tensor] = {
         "model.embed_tokens.weight": model.embedding.weight,
         "model.norm.weight": model.norm.weight,
@@ -72,29 +73,37 @@ def checkpoint_targets(model: DecoderModel) -> dict[str, torch.Tensor]:
         targets["lm_head.weight"] = model.lm_head.weight
     mlp_norm = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
     for index, layer in enumerate(model.decoder_layers):
-        attention, mlp = layer.attention, layer.mlp
-        parts: dict[str, tuple[torch.nn.Module | None, int, int]] = {
-            "self_attn.q_proj": (attention.qkv, 0, heads),
-            "self_attn.k_proj": (attention.qkv, heads, kv),
-            "self_attn.v_proj": (attention.qkv, heads + kv, kv),
-            "self_attn.o_proj": (attention.output, 0, config.hidden_size),
-            "mlp.gate_proj": (mlp.gate_up, 0, config.intermediate_size),
-            "mlp.up_proj": (mlp.gate_up, config.intermediate_size, config.intermediate_size),
-            "mlp.down_proj": (mlp.down, 0, config.hidden_size),
-            "self_attn.q_norm": (attention.q_norm, 0, config.head_dim),
-            "self_attn.k_norm": (attention.k_norm, 0, config.head_dim),
-            "input_layernorm": (layer.attention_norm, 0, config.hidden_size),
-            mlp_norm: (layer.mlp_norm, 0, config.hidden_size),
-        }
-        if config.sandwich_norms:
-            parts["post_attention_layernorm"] = (layer.attention_post_norm, 0, config.hidden_size)
-            parts["post_feedforward_layernorm"] = (layer.mlp_post_norm, 0, config.hidden_size)
-        for part, (module, start, size) in parts.items():
-            for name in ("weight", "bias"):
-                parameter = getattr(module, name, None)
-                if parameter is not None:
-                    key = f"model.layers.{index}.{part}.{name}"
-                    targets[key] = parameter[start : start + size]
+        prefix = f"model.layers.{index}."
+        targets |= block_targets(prefix, layer.attention, layer.mlp)
+        targets[f"{prefix}input_layernorm.weight"] = layer.attention_norm.weight
+        targets[f"{prefix}{mlp_norm}.weight"] = layer.mlp_norm.weight
+        if layer.attention_post_norm is not None and layer.mlp_post_norm is not None:
+            targets[f"{prefix}post_attention_layernorm.weight"] = layer.attention_post_norm.weight
+            targets[f"{prefix}post_feedforward_layernorm.weight"] = layer.mlp_post_norm.weight
+    return targets
+
+
+def block_targets(prefix: str, attention: SelfAttention, mlp: GatedMLP) -> dict[str, torch.Tensor]:
+    """The memory that the tensors of an attention block and of the MLP after it fill; names begin with `prefix`."""
+    kv = (attention.qkv.weight.shape[0] - attention.output.weight.shape[1]) // 2
+    heads, size = attention.output.weight.shape[1], mlp.gate_up.weight.shape[0] // 2
+    parts: dict[str, tuple[torch.nn.Module | None, slice]] = {
+        "self_attn.q_proj": (attention.qkv, slice(heads)),
+        "self_attn.k_proj": (attention.qkv, slice(heads, heads + kv)),
+        "self_attn.v_proj": (attention.qkv, slice(heads + kv, None)),
+        "self_attn.o_proj": (attention.output, slice(None)),
+        "mlp.gate_proj": (mlp.gate_up, slice(size)),
+        "mlp.up_proj": (mlp.gate_up, slice(size, None)),
+        "mlp.down_proj": (mlp.down, slice(None)),
+        "self_attn.q_norm": (attention.q_norm, slice(None)),
+        "self_attn.k_norm": (attention.k_norm, slice(None)),
+    }
+    targets = {}
+    for part, (module, rows) in parts.items():
+        for name in ("weight", "bias"):
+            parameter = getattr(module, name, None)
+            if parameter is not None:
+                targets[f"{prefix}{part}.{name}"] = parameter[rows]
     return targets
 
 
@@ -148,16 +157,21 @@ def copy_checkpoint(
         raise CheckpointError(f"{directory}: missing tensor {', '.join(missing[:3])}{more}")
 
 
-@torch.no_grad()
 def fill_randomly(model: torch.nn.Module) -> None:
+    """See `fill_tensors_randomly`; all parameters of a model."""
+    fill_tensors_randomly(dict(model.named_parameters()))
+
+
+@torch.no_grad()
+def fill_tensors_randomly(tensors: Mapping[str, torch.Tensor]) -> None:
     """Normal weights for matrices, ones for norms, zeros for biases; the same on every run on one device."""
-    device = next(model.parameters()).device
+    device = next(iter(tensors.values())).device
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(0.0, DUMMY_STD, generator=generator)
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1:
+            tensor.normal_(0.0, DUMMY_STD, generator=generator)
         else:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def _check_memory(

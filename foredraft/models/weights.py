@@ -97,6 +97,16 @@ class SafetensorsFile:
             del values
             self._forget(begin, begin + count * row_bytes)
 
+    def mapped(self, entry: TensorEntry) -> torch.Tensor | None:
+        """The tensor where it lies in the file, read when it is used; None where its bytes are not aligned.
+
+        The map lives as long as the tensor, so the file must not be closed.
+        """
+        if entry.begin % entry.dtype.itemsize:
+            return None
+        count = (entry.end - entry.begin) // entry.dtype.itemsize
+        return self._view(entry, entry.begin, count).view(entry.shape)
+
     def _view(self, entry: TensorEntry, begin: int, count: int) -> torch.Tensor:
         return torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=begin)
 

@@ -1,0 +1,271 @@
+"""What drafts that keep KV on the verifier's pages share: sizes and checks of an attach, and the rhythm of a step."""
+
+import logging
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from draft_service.drafters.base import Drafter, Proposer
+from draft_service.drafters.beam_drafting import BeamDrafter, LevelRunner, Scratch, Wish
+from draft_service.drafters.paged_sequences import Extension, PagedSequence, PagedSequences
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.config.services import DraftConfig
+from foredraft.errors import AttachRefused, ConfigError
+from foredraft.kvcache.paged_kv import KVShape, PagedKV
+from foredraft.runner.batch import SequenceRows
+from foredraft.speculation.draft_tree import DraftTree
+from foredraft.speculation.tree_building import Ordering
+
+# Rows of one forward while catching up, over all sequences.
+CHUNK_ROWS = 512
+
+Limits = tuple[int, int, int]
+
+logger = logging.getLogger(__name__)
+
+
+def device_of(config: DraftConfig) -> torch.device:
+    """Where the draft runs; on the CPU with as many threads as configured.
+
+    Raises:
+        ConfigError: A flag asks for what this machine does not have.
+    """
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: this process sees no CUDA device")
+    device = torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
+    return device
+
+
+def weight_bytes(*modules: torch.nn.Module) -> int:
+    """Bytes of all weights, shared ones counted once."""
+    weights = {weight for module in modules for weight in module.parameters()}
+    return sum(weight.numel() * weight.element_size() for weight in weights)
+
+
+class PagedDrafter(Drafter):
+    """Base of the drafters of one model with KV of its own, for one verifier at a time.
+
+    Args:
+        kv_shape: Of the model.
+        dtype: Of its KV.
+        device: Where it lies.
+        fingerprint: Of the tokenizer; empty when there is none.
+        limits: (steps, topk, draft tokens) where a verifier does not say.
+    """
+
+    max_sessions = 1
+
+    def __init__(
+        self,
+        kv_shape: KVShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        fingerprint: str,
+        limits: Limits,
+    ) -> None:
+        self._kv_shape = kv_shape
+        self._dtype = dtype
+        self._device = device
+        self._fingerprint = fingerprint
+        self._limits = limits
+
+    @property
+    def tree_limits(self) -> draft_pb2.TreeLimits:
+        """The largest trees."""
+        steps, topk, tokens = self._limits
+        return draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens)
+
+    def attach(self, request: draft_pb2.AttachRequest) -> tuple[Proposer, draft_pb2.AttachResponse]:
+        """Allocates KV for the verifier's pages, and scratch."""
+        self._check(request)
+        asked = request.limits
+        steps, topk, tokens = self._limits
+        limits = (
+            asked.num_steps or steps,
+            asked.topk or topk,
+            (asked.num_draft_tokens or tokens) - 1,
+        )
+        self._check_limits(limits)
+        scratch = Scratch(
+            request.num_pages, request.page_size, (limits[0] - 1) * limits[1], request.max_batch
+        )
+        try:
+            kv = PagedKV.for_model(
+                self._kv_shape,
+                request.num_pages,
+                request.page_size,
+                self._dtype,
+                self._device,
+                num_scratch_pages=scratch.num_pages,
+            )
+        except (RuntimeError, MemoryError) as error:
+            raise AttachRefused(
+                "num_pages", f"no memory for {request.num_pages} pages: {error}"
+            ) from error
+        kv_bytes = kv.bytes_per_page() * (request.num_pages + scratch.num_pages)
+        proposer = self._proposer(kv, request, limits, scratch)
+        return proposer, draft_pb2.AttachResponse(kv_bytes=kv_bytes)
+
+    @abstractmethod
+    def _proposer(
+        self, kv: PagedKV, attach: draft_pb2.AttachRequest, limits: Limits, scratch: Scratch
+    ) -> Proposer:
+        """What drafts for the verifier that attaches."""
+
+    @abstractmethod
+    def _check_target(self, request: draft_pb2.AttachRequest) -> None:
+        """Raises AttachRefused when the draft is for another target."""
+
+    def _check_limits(self, limits: Limits) -> None:
+        """Raises AttachRefused when no such trees can be built; limits are (steps, topk, nodes)."""
+        if limits[2] < 1:
+            raise AttachRefused("limits.num_draft_tokens", "must be at least 2, the root included")
+
+    def _check(self, request: draft_pb2.AttachRequest) -> None:
+        self._check_target(request)
+        if not request.tokenizer_fingerprint or not self._fingerprint:
+            logger.warning("no tokenizer files on one side; taking the tokenizers to be the same")
+        elif request.tokenizer_fingerprint != self._fingerprint:
+            raise AttachRefused(
+                "tokenizer_fingerprint",
+                "the tokenizers of target and draft give tokens different ids; a draft model needs the target's tokenizer",
+            )
+        if request.draft_sampling not in ("topk", "coupled"):
+            raise AttachRefused(
+                "draft_sampling", f"must be topk or coupled, not {request.draft_sampling!r}"
+            )
+        for name in ("page_size", "num_pages", "max_batch", "max_context"):
+            if not getattr(request, name):
+                raise AttachRefused(name, "must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows of consecutive keys of one sequence.
+
+    Attributes:
+        start: Key index of the first.
+        is_wanted: Whether the last row's logits are.
+    """
+
+    sequence: PagedSequence
+    start: int
+    tokens: Sequence[int]
+    is_wanted: bool
+
+    def rows(self, first: int, end: int) -> SequenceRows:
+        """Rows [first, end) of it."""
+        start = self.start + first
+        is_wanted = self.is_wanted and end == len(self.tokens)
+        return SequenceRows(
+            tokens=self.tokens[first:end],
+            positions=range(start, self.start + end),
+            pages=self.sequence.pages,
+            prefix_len=start,
+            write_index=start,
+            prefix_start=min(self.sequence.valid_from, start),
+            logits="last" if is_wanted else "none",
+        )
+
+
+def forwards(runs: Sequence[Run]) -> Iterator[list[tuple[int, int, int]]]:
+    """Cuts runs into forwards of at most CHUNK_ROWS rows, in order: (index of the run, first row, end row)."""
+    parts: list[tuple[int, int, int]] = []
+    room = CHUNK_ROWS
+    for index, run in enumerate(runs):
+        done = 0
+        while done < len(run.tokens):
+            end = min(len(run.tokens), done + room)
+            parts.append((index, done, end))
+            room -= end - done
+            done = end
+            if room == 0:
+                yield parts
+                parts, room = [], CHUNK_ROWS
+    if parts:
+        yield parts
+
+
+class PagedProposer(Proposer):
+    """Drafts trees for one verifier.
+
+    Args:
+        runner: Of the draft model; its KV includes the scratch pages.
+        attach: The verifier's sizes.
+        limits: (steps, topk, nodes) of the largest tree.
+        shift: See `PagedSequences`.
+    """
+
+    def __init__(
+        self,
+        runner: LevelRunner,
+        attach: draft_pb2.AttachRequest,
+        limits: Limits,
+        scratch: Scratch,
+        shift: int = 0,
+    ) -> None:
+        self._runner = runner
+        self._sequences = PagedSequences(attach, limits, shift)
+        self._ordering: Ordering = "coupled" if attach.draft_sampling == "coupled" else "topk"
+        self._drafter = BeamDrafter(runner, scratch, attach.page_size, self._ordering)
+
+    @torch.inference_mode()
+    def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
+        """Computes the KV of what was committed, then drafts."""
+        started = time.perf_counter_ns()
+        wishes = self._extend(self._sequences.apply(request))
+        extended = time.perf_counter_ns()
+        response = draft_pb2.StepResponse()
+        for wish, tree in zip(wishes, self._draft(wishes), strict=True):
+            if tree.tokens:
+                response.proposals.add(
+                    slot=wish.sequence.slot, tokens=tree.tokens, parents=tree.parents
+                )
+        response.extend_microseconds = (extended - started) // 1000
+        response.draft_microseconds = (time.perf_counter_ns() - extended) // 1000
+        return response
+
+    def close(self) -> None:
+        """Drops the KV."""
+        del self._runner, self._drafter
+
+    def _extend(self, extensions: Sequence[Extension]) -> list[Wish]:
+        """Computes the KV of committed tokens, in order; gives what is to be continued."""
+        runs = [
+            Run(extension.sequence, extension.start, extension.tokens, extension.limits is not None)
+            for extension in extensions
+        ]
+        features = [self._features(extension) for extension in extensions]
+        wishes: list[Wish] = []
+        for parts in forwards(runs):
+            read = [
+                part[first:end]
+                for index, first, end in parts
+                if (part := features[index]) is not None
+            ]
+            logits, following = self._runner.run(
+                [runs[index].rows(first, end) for index, first, end in parts],
+                torch.cat(read) if read else None,
+            )
+            ending = [i for i, _, end in parts if runs[i].is_wanted and end == len(runs[i].tokens)]
+            for row, index in enumerate(ending):
+                extension = extensions[index]
+                assert extension.limits is not None
+                feature = following[row] if following is not None else None
+                wishes.append(Wish(extension.sequence, extension.limits, logits[row], feature))
+        return wishes
+
+    def _features(self, extension: Extension) -> torch.Tensor | None:
+        """[n, H] that the rows of an extension read beside their tokens; None for a model that reads tokens alone."""
+        return None
+
+    def _draft(self, wishes: Sequence[Wish]) -> list[DraftTree]:
+        """Trees in the order of the wishes."""
+        return self._drafter.draft(wishes)
