@@ -90,7 +90,7 @@ async function run() {
   showProblem(null);
   forgetInspector();
   const repeated = rememberRun();
-  transcripts = makePanels(mode);
+  transcripts = makePanels(mode, at("chat").checked ? "" : at("prompt").value);
   say("running", mode === "single" ? "Running" : "Comparing", "Drafted tokens appear in blue, the target's own in orange.");
   const speculative = () => runOne(transcripts[0], true, controller.signal);
   const plain = () => runOne(transcripts[1], false, controller.signal);
@@ -120,9 +120,10 @@ async function run() {
   }
 }
 
-// The first pass whose tree says most: many accepted, and something rejected beside them.
+// The first pass whose tree says most: a few tokens accepted, and others rejected beside them.
 function mostTelling(transcript) {
-  const worth = (step) => (step.element ? step.accepted.length + (step.drafted.length > step.accepted.length ? 0.5 : 0) : -1);
+  const worth = ({ element, accepted, drafted }) =>
+    element ? 2 * Math.min(accepted.length, 4) + Math.min(drafted.length - accepted.length, 4) : -1;
   const steps = transcript.steps;
   return steps.reduce((best, step, index) => (worth(step) > worth(steps[best]) ? index : best), 0);
 }
@@ -134,10 +135,9 @@ function rememberRun() {
   return repeated;
 }
 
-function makePanels(mode) {
+function makePanels(mode, prompt) {
   const kinds = [{ title: "Speculative", note: draftNote() }];
   if (mode !== "single") kinds.push({ title: "Plain", note: "one token per pass" });
-  const prompt = at("chat").checked ? "" : at("prompt").value;
   ui.panels.replaceChildren();
   return kinds.map(({ title, note }) => {
     const panel = at("panel").content.firstElementChild.cloneNode(true);
@@ -304,7 +304,7 @@ document.addEventListener("keydown", (event) => {
     running.abort();
   }
 });
-transcripts = makePanels("turns");
+transcripts = makePanels("turns", "");
 introduce();
 watchHealth(({ state, text }) => {
   at("health").dataset.state = state;

@@ -28,10 +28,12 @@ export class Transcript {
     this.first = null;
     this.last = null;
     this.#output.replaceChildren();
-    const given = document.createElement("span");
-    given.className = "prompt";
-    given.textContent = prompt;
-    this.#output.append(given);
+    if (prompt) {
+      const given = document.createElement("span");
+      given.className = "prompt";
+      given.textContent = prompt;
+      this.#output.append(given);
+    }
     this.#listen();
   }
 

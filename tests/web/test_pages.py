@@ -127,6 +127,7 @@ def test_tokens_are_coloured_and_their_trees_drawn(stack: LocalStack, chrome: Br
         titles = tree.locator("g.accepted title, g.added title").all_text_contents()
         assert "".join(titles) == step.evaluate("step => step.textContent")
 
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         before = page.inner_text("#inspector_title")
         page.click("#next")
         assert page.inner_text("#inspector_title") != before
