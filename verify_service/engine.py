@@ -402,7 +402,7 @@ class Engine:
         self._scheduler.on_committed(sequence, num_chunk_tokens or num_kept)
         self._chooser.committed(sequence, tokens)
         if not live.request.is_probe:
-            metrics.GENERATION_TOKENS.inc(num_kept)
+            self._speculation.generated(num_kept)
         if num_chunk_tokens is None:
             self._record(sequence, live, rows, accepted, num_kept, outcome.is_lossy)
         output = StepOutput(
@@ -493,4 +493,5 @@ class Engine:
         metrics.WAITING.set(self._scheduler.num_waiting)
         metrics.PAGES_CACHED.set(pool.num_idle)
         metrics.PAGES_USED.set(pool.num_pages - pool.num_free - pool.num_idle)
+        self._speculation.flush()
         self._speculation.available.set(self._drafting is not None and self._drafting.available)

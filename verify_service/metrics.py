@@ -1,5 +1,7 @@
 """The verifier's metrics. Drafts, draft tokens and accepted tokens are counted as vLLM counts them."""
 
+import collections
+
 from prometheus_client import Counter
 
 from foredraft.telemetry.metrics import (
@@ -9,6 +11,7 @@ from foredraft.telemetry.metrics import (
     counter,
     gauge,
     histogram,
+    observe_many,
 )
 
 BY_ALGORITHM = ("algorithm",)
@@ -113,21 +116,45 @@ class SpeculationMetrics:
         self._accept_length = ACCEPT_LENGTH.labels(algorithm)
         self._lossy = LOSSY.labels(algorithm)
         self._by_position: list[Counter] = []
+        self._pending: list[tuple[int, int]] = []
+        self._num_lossy = self._num_generated = 0
 
     def verified(self, num_nodes: int, num_accepted: int, is_lossy: bool) -> None:
-        """Counts one verification of one sequence."""
-        self._verifies.inc()
-        self._emitted.inc(num_accepted + 1)
-        self._accept_length.observe(num_accepted + 1)
-        if is_lossy:
-            self._lossy.inc()
-        if num_nodes == 0:
+        """Notes one verification of one sequence."""
+        self._pending.append((num_nodes, num_accepted))
+        self._num_lossy += is_lossy
+
+    def generated(self, num_tokens: int) -> None:
+        """Notes output tokens of one sequence."""
+        self._num_generated += num_tokens
+
+    def flush(self) -> None:
+        """Counts what was noted. Once a step: a counter's lock for every sequence would take longer than the rest."""
+        if self._num_generated:
+            GENERATION_TOKENS.inc(self._num_generated)
+            self._num_generated = 0
+        pending, self._pending = self._pending, []
+        if not pending:
             return
-        self._drafts.inc()
-        self._draft_tokens.inc(num_nodes)
+        by_length = collections.Counter(num_accepted for _, num_accepted in pending)
+        num_accepted = sum(accepted * count for accepted, count in by_length.items())
+        self._verifies.inc(len(pending))
+        self._emitted.inc(num_accepted + len(pending))
+        for accepted, count in by_length.items():
+            observe_many(self._accept_length, accepted + 1, count)
+        if self._num_lossy:
+            self._lossy.inc(self._num_lossy)
+            self._num_lossy = 0
+        nodes = [num_nodes for num_nodes, _ in pending if num_nodes]
+        if not nodes:
+            return
+        self._drafts.inc(len(nodes))
+        self._draft_tokens.inc(sum(nodes))
         self._accepted_tokens.inc(num_accepted)
-        while len(self._by_position) < num_accepted:
+        while len(self._by_position) < max(by_length):
             position = str(len(self._by_position))
             self._by_position.append(ACCEPTED_BY_POSITION.labels(self._algorithm, position))
-        for accepted in self._by_position[:num_accepted]:
-            accepted.inc()
+        deeper = 0
+        for depth in range(max(by_length), 0, -1):
+            deeper += by_length[depth]
+            self._by_position[depth - 1].inc(deeper)

@@ -3,6 +3,7 @@
 Each service declares its metrics in its own metrics.py; none are declared here but the version and the process's own.
 """
 
+import bisect
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,6 +132,13 @@ def histogram(
     """Declares a histogram over one of the bucket sets above, in seconds, tokens or bytes."""
     _declare(Family(name, "histogram", help, tuple(labels), tuple(buckets)))
     return Histogram(name, help, labels, registry=REGISTRY, buckets=buckets)
+
+
+def observe_many(histogram: Histogram, value: float, count: int) -> None:
+    """`count` equal observations at the price of one; the client library has no call for it."""
+    index = bisect.bisect_left(histogram._upper_bounds, value)
+    histogram._sum.inc(value * count)
+    histogram._buckets[index].inc(count)
 
 
 def families() -> list[Family]:

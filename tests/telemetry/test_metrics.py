@@ -3,6 +3,7 @@ import re
 import urllib.error
 import urllib.request
 
+import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -97,3 +98,23 @@ def test_buckets_ascend(buckets: tuple[float, ...]) -> None:
 def test_two_milliseconds_lie_in_fine_buckets() -> None:
     near = [bound for bound in metrics.TOKEN_BUCKETS if 0.001 <= bound <= 0.004]
     assert all(upper / lower <= 1.5 for lower, upper in itertools.pairwise(near))
+
+
+def test_many_equal_observations_count_as_one_by_one() -> None:
+    bounds = (1.0, 2.0, 4.0)
+    once = prometheus_client.Histogram("once", "x", buckets=bounds, registry=None)
+    one_by_one = prometheus_client.Histogram("once", "x", buckets=bounds, registry=None)
+    for value, count in ((0.5, 3), (1.0, 1), (2, 5), (3.5, 2), (9.0, 4)):
+        metrics.observe_many(once, value, count)
+        for _ in range(count):
+            one_by_one.observe(value)
+
+    def samples(histogram: prometheus_client.Histogram) -> list[tuple[str, float]]:
+        (family,) = histogram.collect()
+        return [
+            (s.name + s.labels.get("le", ""), s.value)
+            for s in family.samples
+            if not s.name.endswith("_created")
+        ]
+
+    assert samples(once) == samples(one_by_one)

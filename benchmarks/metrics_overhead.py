@@ -1,0 +1,68 @@
+"""How much of an engine step goes into counting? Times the metric calls of one step against a step of the bundled model.
+
+python benchmarks/metrics_overhead.py --batch 8 --step-ms 20
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from foredraft.telemetry import metrics as telemetry
+from verify_service import metrics
+
+REPEATS = 2000
+
+
+def step(speculation: metrics.SpeculationMetrics, batch: int) -> None:
+    """What the engine counts in one step of `batch` sequences that drafted four tokens and got two accepted."""
+    for _ in range(batch):
+        speculation.verified(4, 2, False)
+        speculation.generated(3)
+    for histogram in (
+        metrics.DRAFT_SECONDS,
+        metrics.DRAFT_WAIT_SECONDS,
+        metrics.FORWARD_SECONDS,
+        metrics.VERIFY_SECONDS,
+        metrics.STEP_SECONDS,
+    ):
+        histogram.observe(0.003)
+    for gauge in (metrics.RUNNING, metrics.WAITING, metrics.PAGES_CACHED, metrics.PAGES_USED):
+        gauge.set(3)
+    speculation.flush()
+    speculation.available.set(1)
+
+
+def best_seconds(call: Callable[[], object], repeats: int) -> float:
+    """The shortest of five means."""
+    means = []
+    for _ in range(5):
+        started = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        means.append((time.perf_counter() - started) / repeats)
+    return min(means)
+
+
+def main() -> int:
+    """Prints microseconds and the part of a step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--step-ms", type=float, default=20.0, help="length of a step")
+    arguments = parser.parse_args()
+    speculation = metrics.SpeculationMetrics("NGRAM")
+    counted = best_seconds(lambda: step(speculation, arguments.batch), REPEATS)
+    page = best_seconds(telemetry.render, 50)
+    part = 100 * counted / (arguments.step_ms * 1e-3)
+    print(
+        f"a step of {arguments.batch}: {counted * 1e6:.0f} us, {part:.2f} % of {arguments.step_ms:g} ms"
+    )
+    print(f"a page for Prometheus: {page * 1e3:.1f} ms")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Counting of verifications against a plain count."""
+
+import random
+
+from foredraft.telemetry.metrics import value
+from verify_service.metrics import SpeculationMetrics
+
+
+def test_verifications_are_counted_once_a_step() -> None:
+    algorithm = "COUNTED"
+    metrics = SpeculationMetrics(algorithm)
+    choose = random.Random(0)
+    generated = value("foredraft_generation_tokens_total")
+    seen = []
+    for _ in range(20):
+        for _ in range(choose.randrange(5)):
+            num_nodes = choose.randrange(6)
+            num_accepted = choose.randint(0, num_nodes)
+            metrics.verified(num_nodes, num_accepted, num_nodes == 3)
+            metrics.generated(num_accepted + 1)
+            seen.append((num_nodes, num_accepted))
+        metrics.flush()
+    metrics.flush()
+
+    def counted(name: str, **labels: str) -> float:
+        return value(f"foredraft_{name}", algorithm=algorithm, **labels)
+
+    trees = [(nodes, accepted) for nodes, accepted in seen if nodes]
+    assert counted("verifies_total") == counted("accept_length_tokens_count") == len(seen)
+    assert counted("emitted_tokens_total") == sum(accepted + 1 for _, accepted in seen)
+    assert counted("accept_length_tokens_sum") == counted("emitted_tokens_total")
+    assert value("foredraft_generation_tokens_total") - generated == counted("emitted_tokens_total")
+    assert counted("drafts_total") == len(trees)
+    assert counted("draft_tokens_total") == sum(nodes for nodes, _ in trees)
+    assert counted("accepted_tokens_total") == sum(accepted for _, accepted in trees)
+    assert counted("lossy_verifies_total") == sum(nodes == 3 for nodes, _ in seen)
+    for depth in range(5):
+        reached = sum(accepted > depth for _, accepted in trees)
+        position = {"position": str(depth)}
+        assert counted("accepted_tokens_per_position_total", **position) == reached
+        # A bucket holds what is at most its bound.
+        short = sum(accepted + 1 <= depth + 1 for _, accepted in seen)
+        assert counted("accept_length_tokens_bucket", le=f"{depth + 1}.0") == short
