@@ -20,7 +20,12 @@ from foredraft.models.eagle3 import Eagle3Head
 from foredraft.models.head_config import HeadAlgorithm, HeadConfig
 from foredraft.models.loader import fill_tensors_randomly
 from foredraft.models.mtp import MTPHead
-from foredraft.models.weights import SafetensorsFile, TensorEntry, checkpoint_files
+from foredraft.models.weights import (
+    SafetensorsFile,
+    TensorEntry,
+    checkpoint_files,
+    first_line,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +186,7 @@ def _load_bin(path: Path) -> dict[str, torch.Tensor]:
             f"{path}: holds more than tensors, which could be code; it is not loaded"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
     if not isinstance(loaded, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor)
         for name, tensor in loaded.items()

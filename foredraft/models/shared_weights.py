@@ -17,7 +17,7 @@ from foredraft.models.config import ModelConfig
 from foredraft.models.draft_head import SharedWeights
 from foredraft.models.loader import fill_randomly
 from foredraft.models.registry import BUNDLED
-from foredraft.models.weights import SafetensorsFile, checkpoint_files
+from foredraft.models.weights import SafetensorsFile, checkpoint_files, first_line
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -106,8 +106,7 @@ def _load_ids(file: Path) -> torch.Tensor:
     try:
         loaded = torch.load(file, weights_only=True, map_location="cpu")
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{file}: not a list of token ids: {reason}") from error
+        raise CheckpointError(f"{file}: not a list of token ids: {first_line(error)}") from error
     try:
         ids = torch.as_tensor(loaded)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -152,6 +152,11 @@ def checkpoint_files(directory: Path) -> list[Path]:
     raise CheckpointError(f"{directory}: no model.safetensors and no index of several{hint}")
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, without the pages that torch adds."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def _read_header(start: bytes, file: object, size: int, path: Path) -> dict[str, TensorEntry]:
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
     if not 2 <= length <= MAX_HEADER_BYTES:
