@@ -1,0 +1,249 @@
+"""`foredraft generate`: one prompt, its continuation streamed to the terminal, drafted tokens in another colour."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from foredraft.cli import stack
+from foredraft.cli.serve import read_values
+from foredraft.config.options import add_arguments
+from foredraft.errors import ConfigError, ForedraftError, Unavailable
+from foredraft.telemetry.logging import setup
+
+DESCRIPTION = """\
+Prints the continuation of a prompt as it comes, drafted tokens in green, and how fast it was.
+
+Starts the services for this one call, with the flags of `foredraft serve`; with --server it asks
+a gateway that runs already and starts nothing.
+"""
+EXAMPLES = """\
+examples:
+  foredraft generate "The quick brown fox"
+  foredraft generate --chat "Why is the sky blue?" --max-tokens 200 --temperature 0.7 --seed 1
+  foredraft generate --server http://127.0.0.1:30000 "Once upon a time"
+  foredraft generate --speculative-algorithm NONE "The same text, only slower"
+  cat notes.txt | foredraft generate -
+"""
+DRAFTED_STYLE = "green"
+# Longer than any deadline of a gateway: it is the server that ends a request.
+SILENCE_SECONDS = 3600.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status: 0, 1 for a failure, 2 for a wrong flag, 130 after Ctrl-C."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.prompt == "-":
+        arguments.prompt = sys.stdin.read()
+    try:
+        if arguments.system and not arguments.chat:
+            raise ConfigError("--system needs --chat")
+        values = read_values(arguments)
+        if not arguments.server:
+            # The usual ports may belong to a gateway that runs.
+            values = {"port": 0, "grpc_port": 0, **values}
+            stack.check(values)
+        elif values_given := _service_flags(arguments):
+            raise ConfigError(f"--server starts no services: {values_given[0]} has no use with it")
+    except ConfigError as error:
+        parser.error(str(error))
+    console = Console(stderr=True, highlight=False)
+    setup("generate", "warning")
+    try:
+        with contextlib.ExitStack() as running:
+            url = arguments.server or running.enter_context(_services(values, console))
+            _print_stream(url.rstrip("/"), arguments, console)
+    except ForedraftError as error:
+        console.print(Text(f"foredraft generate: {error}", style="bold red"), soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read the text has seen enough; the interpreter must not try to flush what is left.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of one generation, then those of the services it starts."""
+    parser = argparse.ArgumentParser(
+        prog="foredraft generate",
+        usage="foredraft generate [flags] PROMPT",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "prompt", metavar="PROMPT", help="The text to continue; - reads it from standard input."
+    )
+    parser.add_argument(
+        "--server",
+        default="",
+        metavar="URL",
+        help="A gateway that runs already, such as http://127.0.0.1:30000.",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="Send the prompt as a user's message, through the model's chat template.",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="With --chat, a system message before it.")
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, metavar="INT", help="Tokens at most (default: 128)."
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="FLOAT",
+        help="0 always takes the likeliest token (default: 0).",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="FLOAT",
+        help="Smallest set of tokens whose probability reaches this.",
+    )
+    parser.add_argument("--top-k", type=int, metavar="INT", help="So many of the likeliest tokens.")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="INT",
+        help="Same seed, same text; random and printed when absent.",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="Text that ends the output; may be given several times.",
+    )
+    services = parser.add_argument_group("services, as in foredraft serve")
+    add_arguments(services, stack.ServeConfig, hide_internal=True)
+    return parser
+
+
+def _service_flags(arguments: argparse.Namespace) -> list[str]:
+    """Flags of services that were given; unlike variables they were meant for this call."""
+    names = [field.name for field in dataclasses.fields(stack.ServeConfig)]
+    return ["--" + name.replace("_", "-") for name in names if hasattr(arguments, name)]
+
+
+@contextlib.contextmanager
+def _services(values: Mapping[str, Any], console: Console) -> Iterator[str]:
+    """Runs a gateway, a verifier and a draft; gives the gateway's URL."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with console.status("preparing the model"):
+        resolved = stack.resolve_models(values)
+    with stack.make_supervisor(resolved) as supervisor:
+        with console.status("starting the services"):
+            supervisor.wait_healthy()
+        yield supervisor.urls["http"]
+
+
+def _print_stream(url: str, arguments: argparse.Namespace, console: Console) -> None:
+    """Prints the text to standard output and the closing line to standard error."""
+    output = Console(highlight=False, soft_wrap=True)
+    started = time.monotonic()
+    first = last = 0.0
+    num_tokens = 0
+    end: dict[str, Any] = {}
+    for event in _events(url, _body(arguments), arguments.chat):
+        for choice in event["choices"]:
+            if choice["provenance"] and not num_tokens:
+                first = time.monotonic()
+            for token in choice["provenance"]:
+                num_tokens += 1
+                _print_token(output, token["text"], token["drafted"])
+            sys.stdout.flush()
+            last = time.monotonic()
+            end = choice if choice["finish_reason"] else end
+    output.print()
+    if not end:
+        raise Unavailable("the stream ended without a reason")
+    line = _closing_line(end, num_tokens, first - started, last - first)
+    console.print(Text(line, style="dim"), soft_wrap=True)
+
+
+def _print_token(output: Console, text: str, drafted: bool) -> None:
+    if not output.is_terminal:
+        sys.stdout.write(text)
+        return
+    # What a model writes must not steer the terminal.
+    shown = "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+    output.print(Text(shown, style=DRAFTED_STYLE if drafted else ""), end="")
+
+
+def _closing_line(
+    end: Mapping[str, Any], num_tokens: int, wait_seconds: float, stream_seconds: float
+) -> str:
+    parts = [f"{num_tokens} tokens", f"the first after {wait_seconds:.2f} s"]
+    if num_tokens > 1 and stream_seconds > 0:
+        parts.append(f"then {(num_tokens - 1) / stream_seconds:.1f} tokens/s")
+    speculation = end["speculation"]
+    parts.append(f"accept length {speculation['accept_length']:.2f}")
+    if drafted := speculation["drafted_tokens"]:
+        parts.append(f"{speculation['accepted_tokens']} of {drafted} drafted tokens accepted")
+    return " · ".join([*parts, f"seed {end['seed']}", f"ended by {end['finish_reason']}"])
+
+
+def _body(arguments: argparse.Namespace) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "stream": True,
+        "return_provenance": True,
+        "max_tokens": arguments.max_tokens,
+        "temperature": arguments.temperature,
+        "top_p": arguments.top_p,
+        "top_k": arguments.top_k,
+        "seed": arguments.seed,
+        "stop": arguments.stop,
+    }
+    if not arguments.chat:
+        return {**body, "prompt": arguments.prompt}
+    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    return {**body, "messages": [*system, {"role": "user", "content": arguments.prompt}]}
+
+
+def _events(url: str, body: Mapping[str, Any], chat: bool) -> Iterator[dict[str, Any]]:
+    """The events of a streamed answer.
+
+    Raises:
+        ForedraftError: The gateway refused, failed, or cannot be reached.
+    """
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as response:
+            for line in response:
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
+                    return
+                if data:
+                    event = json.loads(data)
+                    _raise_error(event)
+                    yield event
+    except urllib.error.HTTPError as error:
+        with contextlib.suppress(ValueError):
+            _raise_error(json.loads(error.read()))
+        raise ForedraftError(f"{url} answers {error.code} {error.reason}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise Unavailable(f"no answer from {url}: {reason}") from error
+
+
+def _raise_error(event: Mapping[str, Any]) -> None:
+    if "error" in event:
+        raise ForedraftError(str(event["error"]["message"]))
