@@ -74,8 +74,7 @@ async def _serve(config: GatewayConfig) -> int:
 
     async def drain() -> None:
         health_task.cancel()
-        if serving.is_ready:
-            await serving.generator.wait_idle()
+        await serving.drain()
 
     await serve(rpc, drain_timeout=config.drain_timeout, drain=drain, stop=stop)
     http.should_exit = True

@@ -1,7 +1,6 @@
 """The HTTP application: routes, health, metrics, and errors in OpenAI's envelope."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -14,12 +13,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from foredraft import __version__
 from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.telemetry import metrics as telemetry_metrics
-from foredraft.telemetry.logging import bind_request_id, new_request_id
-from foredraft.telemetry.tracing import bind_traceparent
 from foredraft.types import SamplingParams
-from gateway import native, pages
-from gateway.http import error_response
-from gateway.openai import routes
+from gateway import pages
+from gateway.http import RequestNames, error_response
+from gateway.native import routes as native
+from gateway.openai import routes as openai
 from gateway.serving import Serving
 
 PROBE_SECONDS = 20.0
@@ -28,7 +26,7 @@ PROBE_SECONDS = 20.0
 def make_app(serving: Serving) -> FastAPI:
     """The application over one model."""
     app = FastAPI(title="Foredraft", version=__version__, docs_url=None, redoc_url=None)
-    app.include_router(routes.make_router(serving))
+    app.include_router(openai.make_router(serving))
     app.include_router(native.make_router(serving))
     app.include_router(pages.make_router(serving))
     _add_health(app, serving)
@@ -67,17 +65,7 @@ def _add_health(app: FastAPI, serving: Serving) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    @app.middleware("http")
-    async def with_request_id(
-        request: Request, call_next: Callable[[Request], Awaitable[Response]]
-    ) -> Response:
-        given = request.headers.get("x-request-id", "")
-        name = given if 0 < len(given) <= 128 and given.isprintable() else new_request_id()
-        traceparent = request.headers.get("traceparent", "")
-        with bind_request_id(name), bind_traceparent(traceparent):
-            response = await call_next(request)
-        response.headers["x-request-id"] = name
-        return response
+    app.add_middleware(RequestNames)
 
     async def on_error(request: Request, error: Exception) -> Response:
         if isinstance(error, ExceptionGroup):

@@ -186,12 +186,12 @@ class SequenceDecoder:
         tokens: list[OutputToken] = []
         self._unassigned += len(text)
         pending = self._pending
-        # After a match `flush` cuts the texts. A last token without text may still get some.
+        # After a match `flush` cuts the texts. The last token gets what the detokenizer still holds.
         while (
             self._matcher.matched is None
             and pending
             and len(pending[0].text) <= self._unassigned
-            and (pending[0].text or len(pending) > 1)
+            and (len(pending) > 1 or not self._detokenizer.holds)
         ):
             self._unassigned -= len(pending[0].text)
             tokens.append(pending.popleft())

@@ -19,14 +19,15 @@ from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from gateway import metrics
 from gateway.decoding import Chunk, Completion, SequenceDecoder
-from gateway.errors import RequestTimeout, outcome
+from gateway.errors import RequestTimeout
+from gateway.merging import merge
+from gateway.stopwatch import Stopwatch
 from gateway.verifier_pool import Ticket, VerifierConnection, VerifierLost, VerifierPool
 
 # How long a request that finds no verifier waits for one.
 FRESH_PATIENCE = 1.0
 # How long the account of a continuation that met a stop string is waited for.
 ACCOUNT_SECONDS = 2.0
-MAX_MERGED_CHUNKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +94,33 @@ class Generator:
         running = self._running[job.name] = _Running()
         self._idle.clear()
         try:
-            if job.num_choices == 1:
-                choices = self._choice(job, 0, running, whole)
-            else:
-                choices = self._merge(job, running, whole)
-            async with contextlib.aclosing(choices):
-                async for chunk in choices:
+            choices = [self._choice(job, i, running, whole) for i in range(job.num_choices)]
+            async with contextlib.aclosing(merge(choices)) as chunks:
+                async for _, chunk in chunks:
                     yield chunk
         finally:
             del self._running[job.name]
             if not self._running:
                 self._idle.set()
+
+    async def stream_all(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Chunk], None]:
+        """Like `stream` for several jobs; each chunk comes with its job's index."""
+        async with contextlib.aclosing(merge([self.stream(job) for job in jobs])) as chunks:
+            async for item in chunks:
+                yield item
+
+    async def complete(self, jobs: Sequence[Job]) -> list[list[Chunk]]:
+        """Every job's continuations, each as one chunk.
+
+        Raises:
+            ForedraftError: As `stream`; one job that fails ends all.
+        """
+        found: list[list[Chunk]] = [[] for _ in jobs]
+        streams = [self.stream(job, whole=True) for job in jobs]
+        async with contextlib.aclosing(merge(streams)) as chunks:
+            async for i, chunk in chunks:
+                found[i].append(chunk)
+        return [sorted(chunks, key=lambda chunk: chunk.index) for chunks in found]
 
     def abort(self, name: str) -> bool:
         """Ends a job; its continuations finish as cancelled. Returns whether it was running."""
@@ -122,41 +139,11 @@ class Generator:
         """Returns when no job runs."""
         await self._idle.wait()
 
-    async def _merge(
-        self, job: Job, running: "_Running", whole: bool
-    ) -> AsyncGenerator[Chunk, None]:
-        chunks: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue(MAX_MERGED_CHUNKS)
-
-        async def pump(choice: int) -> None:
-            try:
-                async with contextlib.aclosing(self._choice(job, choice, running, whole)) as stream:
-                    async for chunk in stream:
-                        await chunks.put(chunk)
-                await chunks.put(None)
-            except Exception as error:
-                await chunks.put(error)
-
-        tasks = [asyncio.create_task(pump(choice)) for choice in range(job.num_choices)]
-        try:
-            remaining = job.num_choices
-            while remaining:
-                item = await chunks.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    remaining -= 1
-                else:
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
     async def _choice(
         self, job: Job, choice: int, running: "_Running", whole: bool
     ) -> AsyncGenerator[Chunk, None]:
         """One continuation, with retries and measurements."""
-        watch = _Stopwatch(job)
+        watch = Stopwatch(job.name, job.arrived, job.timeout, job.traceparent)
         given = False
         patience = FRESH_PATIENCE
         try:
@@ -183,7 +170,7 @@ class Generator:
             watch.stop()
 
     async def _attempt(
-        self, job: Job, choice: int, running: "_Running", watch: "_Stopwatch", patience: float
+        self, job: Job, choice: int, running: "_Running", watch: "Stopwatch", patience: float
     ) -> AsyncGenerator[Chunk, None]:
         """One continuation at one verifier."""
         connection = await self._pool.pick(min(patience, max(watch.remaining(), 0.0)))
@@ -246,74 +233,6 @@ class _Running:
         self._aborted = True
         for ticket in self._tickets:
             ticket.cancel()
-
-
-class _Stopwatch:
-    """What is measured of one continuation."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._last = 0.0  # time of the newest token; 0 before the first
-        self._outcome: str | None = None
-        self._first: float | None = None
-        self._figures: dict[str, tracing.Value] = {}
-        self.span = tracing.begin("generate", "server", job.traceparent)
-        metrics.queued_requests.inc()
-
-    def remaining(self) -> float:
-        """Seconds until the deadline."""
-        return self._job.arrived + self._job.timeout - time.monotonic()
-
-    def tokens(self, count: int) -> None:
-        """So many tokens came together."""
-        if not count:
-            return
-        now = time.monotonic()
-        if not self._last:
-            self._first = now - self._job.arrived
-            metrics.first_token_seconds.observe(self._first)
-            metrics.queued_requests.dec()
-            metrics.running_requests.inc()
-            self._last = now
-            count -= 1
-        if count:
-            gap = (now - self._last) / count
-            for _ in range(count):
-                metrics.inter_token_seconds.observe(gap)
-        self._last = now
-
-    def finish(self, completion: Completion) -> None:
-        """The continuation came to its end."""
-        reason = completion.reason
-        self._outcome = "abort" if reason is FinishReason.CANCELLED else reason.value
-        metrics.end_to_end_seconds.observe(time.monotonic() - self._job.arrived)
-        metrics.prompt_tokens.inc(completion.account.prompt_tokens)
-        metrics.cached_tokens.inc(completion.account.cached_tokens)
-        metrics.output_tokens.inc(completion.completion_tokens)
-        account = completion.account
-        self._figures = {
-            "gen_ai.usage.input_tokens": account.prompt_tokens,
-            "gen_ai.usage.output_tokens": completion.completion_tokens,
-            "gen_ai.response.finish_reasons": self._outcome,
-            "foredraft.verify_steps": account.verify_steps,
-            "foredraft.drafted_tokens": account.drafted_tokens,
-            "foredraft.accepted_tokens": account.accepted_tokens,
-        }
-
-    def fail(self, error: BaseException) -> None:
-        """It came to nothing, unless it had ended before."""
-        self._outcome = self._outcome or outcome(error)
-
-    def stop(self) -> None:
-        """Nothing more comes."""
-        name = self._outcome or "cancelled"
-        metrics.requests.labels(name).inc()
-        error = "" if self._figures else name
-        self._figures["gen_ai.request.id"] = self._job.name
-        if self._first is not None:
-            self._figures["gen_ai.server.time_to_first_token"] = self._first
-        self.span.end(self._figures, error=error)
-        (metrics.running_requests if self._last else metrics.queued_requests).dec()
 
 
 async def _collect(attempt: AsyncGenerator[Chunk, None], choice: int) -> Chunk:

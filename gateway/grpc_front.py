@@ -10,7 +10,9 @@ from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.errors import InvalidRequest
 from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from gateway.decoding import Chunk, Completion, OutputToken
+from gateway.errors import RequestTimeout, SlowClient, UnknownModel
 from gateway.generation import Job
+from gateway.http import naming
 from gateway.serving import Serving, seed_or_random
 
 SERVICE_NAME = "foredraft.api.inference.v1.InferenceService"
@@ -26,10 +28,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        job = await self._job(request, context.time_remaining())
-        async with contextlib.aclosing(self._serving.generator.stream(job)) as chunks:
-            async for chunk in chunks:
-                yield _response(job, chunk)
+        try:
+            with naming(_names(request)):
+                job = await self._job(request, context.time_remaining())
+                async with contextlib.aclosing(self._serving.generator.stream(job)) as chunks:
+                    async for chunk in chunks:
+                        if _was_aborted(chunk):
+                            await context.abort(grpc.StatusCode.ABORTED, "it was aborted by name")
+                        yield _response(job, chunk)
+        except RequestTimeout as error:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+        except SlowClient as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except UnknownModel as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
@@ -41,7 +53,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.GetModelInfoResponse:
-        self._serving.check_model(request.model)
+        try:
+            self._serving.check_model(request.model)
+        except UnknownModel as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         info = self._serving.info
         return inference_pb2.GetModelInfoResponse(
             model=info.model,
@@ -110,9 +125,23 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if kind == "chat":
             messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
             if not messages:
-                raise InvalidRequest("chat", "it has no messages")
+                raise InvalidRequest("messages", "it has no messages")
             return await self._serving.encode_chat(messages)
         raise InvalidRequest("prompt", "give one of text, chat, token_ids")
+
+
+def _names(request: inference_pb2.GenerateRequest) -> dict[str, str]:
+    """Our field names as paths in the message."""
+    fields = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+    return {
+        **{name: f"sampling.{name}" for name in fields},
+        "prompt": request.WhichOneof("prompt") or "prompt",
+        "messages": "chat.messages",
+    }
+
+
+def _was_aborted(chunk: Chunk) -> bool:
+    return chunk.completion is not None and chunk.completion.reason is FinishReason.CANCELLED
 
 
 def _response(job: Job, chunk: Chunk) -> inference_pb2.GenerateResponse:

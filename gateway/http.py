@@ -1,19 +1,24 @@
 """What the HTTP routes share: bounded bodies, validation with the client's field names, server-sent events, disconnects."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foredraft.errors import ForedraftError, InvalidRequest
+from foredraft.telemetry.logging import bind_request_id, new_request_id
+from foredraft.telemetry.tracing import bind_traceparent
 from gateway import errors
-from gateway.errors import BodyTooLarge
+from gateway.errors import BodyTooLarge, SlowClient
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +26,8 @@ M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+BODY_SECONDS = 30.0  # for a body to arrive
+SEND_SECONDS = 30.0  # for a client to take what is sent
 _FIELD = re.compile(r"(?!(?:str|int|float|bool|dict|list)$)[a-z][a-z0-9_]*")
 
 
@@ -35,6 +42,7 @@ async def read(request: Request, model: type[M], max_bytes: int) -> M:
 
     Raises:
         BodyTooLarge: Over `max_bytes`.
+        SlowClient: It did not arrive in time.
         InvalidRequest: Not JSON, or a field is wrong; names it.
     """
     length = request.headers.get("content-length", "0")
@@ -42,11 +50,15 @@ async def read(request: Request, model: type[M], max_bytes: int) -> M:
         raise BodyTooLarge(f"the body has {length} bytes; at most {max_bytes} are taken")
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise BodyTooLarge(f"the body has more than {max_bytes} bytes")
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > max_bytes:
+                    raise BodyTooLarge(f"the body has more than {max_bytes} bytes")
+                chunks.append(chunk)
+    except TimeoutError:
+        raise SlowClient(f"the body did not arrive within {BODY_SECONDS:g} s") from None
     try:
         return model.model_validate_json(b"".join(chunks) or b"{}")
     except ValidationError as error:
@@ -82,33 +94,76 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(errors.envelope(error), http.status, errors.headers(error))
 
 
-async def events(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    """Objects as server-sent events, an error as the last of them, then [DONE]."""
-    try:
-        yield _event(first)
-        async for item in rest:
-            yield _event(item)
-    except Exception as error:
-        if not isinstance(error, ForedraftError):
-            logger.error("a stream failed", exc_info=error)
-        yield _event(errors.envelope(error))
-    yield DONE
+class EventStream(Response):
+    """Objects as server-sent events, an error as the last of them, then [DONE].
+
+    A client that goes away closes `items` at once; one that takes nothing for SEND_SECONDS is dropped.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: Any, rest: AsyncGenerator[Any, None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        sender = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(_wait_for_disconnect(receive))
+        try:
+            await asyncio.wait({sender, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sender, gone):
+                task.cancel()
+            await asyncio.gather(sender, gone, return_exceptions=True)
+
+    async def _send(self, send: Send) -> None:
+        async with contextlib.aclosing(self._events()) as events:
+            async for event in events:
+                try:
+                    async with asyncio.timeout(SEND_SECONDS):
+                        await send({"type": "http.response.body", "body": event, "more_body": True})
+                except TimeoutError:
+                    logger.info("a client took nothing for %g s: dropped", SEND_SECONDS)
+                    return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        async with contextlib.aclosing(self._rest) as rest:
+            try:
+                yield _event(self._first)
+                async for item in rest:
+                    yield _event(item)
+            except Exception as error:
+                if not isinstance(error, ForedraftError):
+                    logger.error("a stream failed", exc_info=error)
+                yield _event(errors.envelope(error))
+            yield DONE
 
 
 def _event(item: Any) -> bytes:
-    return (
-        b"data: " + json.dumps(item, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+    return b"data: %b\n\n" % json.dumps(item, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-async def event_stream(items: AsyncIterator[Any]) -> StreamingResponse:
+async def event_stream(request: Request, items: AsyncGenerator[Any, None]) -> EventStream:
     """Streams objects. What fails before the first of them is raised, so that it gets a status of its own."""
+
+    async def first() -> Any:
+        return await anext(items)
+
     try:
-        first = await anext(items)
-    except StopAsyncIteration:
-        return StreamingResponse(iter([DONE]), media_type="text/event-stream")
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(events(first, items), media_type="text/event-stream", headers=headers)
+        return EventStream(await unless_disconnected(request, first()), items)
+    except BaseException:
+        await items.aclose()
+        raise
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
@@ -118,7 +173,7 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
         ClientDisconnect: It has gone.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_for_disconnect(request))
+    gone = asyncio.ensure_future(_wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -130,6 +185,40 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
+
+
+@contextlib.contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors raised inside name fields as the client wrote them: `names` maps ours to theirs."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.field not in names:
+            raise
+        raise type(error)(names[error.field], error.message) from error
+
+
+class RequestNames:
+    """ASGI middleware: every request has a name, the client's x-request-id or a new one, in logs and in the answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        name = given if 0 < len(given) <= 128 and given.isprintable() else new_request_id()
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = name
+            await send(message)
+
+        with bind_request_id(name), bind_traceparent(headers.get("traceparent", "")):
+            await self._app(scope, receive, named)

@@ -8,7 +8,7 @@ from typing import Any
 
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.config.services import GatewayConfig
-from foredraft.errors import InvalidRequest, Unavailable
+from foredraft.errors import InvalidRequest, PromptTooLong, Unavailable
 from foredraft.models.hub import tokenizer_directory
 from foredraft.speculation.seeds import random_seed
 from foredraft.text.tokenizer import EncodingPool, Tokenizer
@@ -31,6 +31,7 @@ class Serving:
         self.pool = pool
         self._encoding = EncodingPool()
         self._opened: tuple[Tokenizer, Generator] | None = None
+        self._draining = False
 
     def open(self) -> None:
         """Loads the tokenizer.
@@ -44,6 +45,12 @@ class Serving:
         tokenizer = Tokenizer.from_dir(path, source)
         self._opened = (tokenizer, Generator(self.pool, tokenizer))
 
+    async def drain(self) -> None:
+        """Refuses new requests from now on; returns when none runs."""
+        self._draining = True
+        if self._opened is not None:
+            await self._opened[1].wait_idle()
+
     def close(self) -> None:
         """Drops what waits for the tokenizer."""
         self._encoding.close()
@@ -51,7 +58,7 @@ class Serving:
     @property
     def is_ready(self) -> bool:
         """Whether a request could be served now."""
-        return self._opened is not None and self.pool.num_usable > 0
+        return self._opened is not None and not self._draining and self.pool.num_usable > 0
 
     @property
     def info(self) -> verify_pb2.GetModelInfoResponse:
@@ -76,7 +83,17 @@ class Serving:
             raise UnknownModel(name)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text.
+
+        Raises:
+            PromptTooLong: It can be told from its length, without the work.
+        """
+        limit = self.info.context_length * self.tokenizer.longest_token
+        if len(text) > limit:
+            raise PromptTooLong(
+                "prompt",
+                f"it has {len(text)} characters; no more than {limit} can fit the context length",
+            )
         return await self._encoding.run(self.tokenizer.encode, text, add_special_tokens)
 
     async def encode_chat(
@@ -114,6 +131,8 @@ class Serving:
         Raises:
             InvalidRequest: A field is wrong.
         """
+        if self._draining:
+            raise Unavailable("the gateway is stopping")
         info = self.info
         for token in (max(prompt, default=0), min(prompt, default=0)):
             if not 0 <= token < info.vocab_size:
@@ -136,7 +155,7 @@ class Serving:
         fitting = fitted(sampling, len(prompt), info.context_length)
         if max_new_tokens_given and sampling.max_new_tokens > info.context_length:
             raise InvalidRequest(
-                "max_tokens",
+                "max_new_tokens",
                 f"{sampling.max_new_tokens} is more than the context length {info.context_length}",
             )
         return Job(
@@ -157,6 +176,17 @@ class Serving:
         if self._opened is None:
             raise Unavailable("no verifier has answered yet")
         return self._opened
+
+
+def check_batch(field: str, num_prompts: int, num_choices: int) -> None:
+    """Raises InvalidRequest, naming the field, where one call asks for nothing or for too many continuations."""
+    if num_prompts < 1:
+        raise InvalidRequest(field, "give at least one prompt")
+    if num_prompts * num_choices > MAX_BATCH:
+        raise InvalidRequest(
+            field,
+            f"at most {MAX_BATCH} continuations in one call, not {num_prompts * num_choices}",
+        )
 
 
 def seed_or_random(seed: int | None) -> int:

@@ -188,6 +188,9 @@ class VerifierConnection:
                 reason = f"{error.code().name}: {error.details()}"
             except ForedraftError as error:
                 reason = str(error)
+            except Exception as error:
+                logger.exception("the stream of the verifier at %s failed", self.target)
+                reason = str(error)
             finally:
                 self._lose()
             if reason != said:

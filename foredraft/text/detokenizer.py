@@ -59,6 +59,11 @@ class Detokenizer:
             pieces = stage.feed(pieces)
         return "".join(pieces)
 
+    @property
+    def holds(self) -> bool:
+        """Whether a character is incomplete: `flush` now would give some text."""
+        return any(stage.holds for stage in self._stages)
+
     def flush(self) -> str:
         """The sequence ended: what is left, with a replacement character for half a character."""
         pieces: list[str] = []
@@ -89,6 +94,11 @@ def token_bytes(tokenizer: "Tokenizer", token: int) -> bytes:
 class _Stage(Protocol):
     """One decoder of the library, made incremental."""
 
+    @property
+    def holds(self) -> bool:
+        """Whether something is held."""
+        ...
+
     def feed(self, pieces: list[str]) -> list[str]:
         """Takes the next pieces; returns those that became final."""
         ...
@@ -103,6 +113,8 @@ class _Stage(Protocol):
 
 
 class _Stateless:
+    holds = False
+
     def flush(self) -> list[str]:
         return []
 
@@ -156,6 +168,10 @@ class _ByteFallback:
     def __init__(self) -> None:
         self._run = bytearray()
 
+    @property
+    def holds(self) -> bool:
+        return bool(self._run)
+
     def feed(self, pieces: list[str]) -> list[str]:
         result: list[str] = []
         for piece in pieces:
@@ -188,6 +204,10 @@ class _ByteLevel:
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._decoder.getstate()[0])
 
     def feed(self, pieces: list[str]) -> list[str]:
         return [self._decoder.decode(_byte_level_bytes(piece)) for piece in pieces]

@@ -44,10 +44,10 @@ def usage(ends: Sequence[Completion], num_choices: int) -> dict[str, Any]:
 
 
 def finish_reason(completion: Completion | None) -> str | None:
-    """OpenAI knows stop and length; an aborted request stopped."""
+    """stop, length, or abort for a request that was ended by name (an extension)."""
     if completion is None:
         return None
-    return "length" if completion.reason is FinishReason.LENGTH else "stop"
+    return "abort" if completion.reason is FinishReason.CANCELLED else completion.reason.value
 
 
 def stop_reason(completion: Completion | None) -> str | int | None:
@@ -68,6 +68,11 @@ def speculation(completion: Completion) -> dict[str, Any]:
         "accept_rate": completion.accept_rate,
         "lossy": account.lossy,
     }
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; like OpenAI's, this says -9999 for a token that cannot be."""
+    return max(logprob, -9999.0)
 
 
 def provenance(tokens: Sequence[OutputToken]) -> list[dict[str, Any]]:
@@ -104,8 +109,11 @@ class Reply(ABC):
         if body.return_provenance:
             common["provenance"] = provenance(chunk.tokens)
             common["steps"] = [self._step(step) for step in chunk.steps]
+        if body.return_token_ids:
+            common["token_ids"] = [token.id for token in chunk.tokens]
         if end is not None:
             common["speculation"] = speculation(end)
+            common["seed"] = end.seed
         return common
 
     def _step(self, step: Step) -> dict[str, Any]:
@@ -137,6 +145,7 @@ class CompletionReply(Reply):
     def __init__(self, tokenizer: Tokenizer, echoes: Sequence[str]) -> None:
         super().__init__(tokenizer)
         self._echoes = echoes
+        self._offsets: dict[int, int] = {}  # characters of each choice given so far
 
     def choice(self, index: int, prompt: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
         return self.deltas(index, prompt, chunk, body, True)[0]
@@ -148,33 +157,40 @@ class CompletionReply(Reply):
         return [
             {
                 "text": echo + chunk.text,
-                "logprobs": self._logprobs(chunk.tokens),
+                "logprobs": self._logprobs(chunk.tokens, index),
                 **self._common(index, chunk, body),
             }
         ]
 
-    def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[OutputToken], index: int) -> dict[str, Any] | None:
         if not tokens or tokens[0].logprob is None:
             return None
-        offsets, offset = [], 0
+        offsets, offset = [], self._offsets.get(index, 0)
         for token in tokens:
             offsets.append(offset)
             offset += len(token.text)
+        self._offsets[index] = offset
         return {
-            "tokens": [self._text(token.id) for token in tokens],
-            "token_logprobs": [token.logprob.logprob for token in tokens if token.logprob],
-            "top_logprobs": [
-                {
-                    self._text(other): logprob
-                    for other, logprob in zip(
-                        token.logprob.top_tokens, token.logprob.top_logprobs, strict=True
-                    )
-                }
-                for token in tokens
-                if token.logprob
-            ],
+            "tokens": [self._key(token.id) for token in tokens],
+            "token_logprobs": [finite(token.logprob.logprob) for token in tokens if token.logprob],
+            "top_logprobs": [self._top(token.logprob) for token in tokens if token.logprob],
             "text_offset": offsets,
         }
+
+    def _top(self, logprob: verify_pb2.TokenLogprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token, value in zip(logprob.top_tokens, logprob.top_logprobs, strict=True):
+            # Ids without text, which padded vocabularies have, look alike: the likeliest stays.
+            top.setdefault(self._key(token), finite(value))
+        return top
+
+    def _key(self, token: int) -> str:
+        """A token's text; half a character as OpenAI writes it, so that no two of them look alike."""
+        raw = self._tokenizer.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 class ChatReply(Reply):
@@ -220,4 +236,8 @@ class ChatReply(Reply):
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._tokenizer.token_bytes(token)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+        return {
+            "token": raw.decode("utf-8", "replace"),
+            "logprob": finite(logprob),
+            "bytes": list(raw),
+        }

@@ -1,10 +1,9 @@
 """POST /v1/completions and /v1/chat/completions, GET /v1/models."""
 
-import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +11,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from foredraft.errors import InvalidRequest
-from gateway.decoding import Chunk, Completion
+from gateway.decoding import Completion
 from gateway.generation import Job
-from gateway.http import event_stream, read, unless_disconnected
+from gateway.http import event_stream, naming, read, unless_disconnected
 from gateway.openai import replies
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
-from gateway.serving import MAX_BATCH, Serving
+from gateway.serving import Serving, check_batch
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
@@ -55,12 +54,14 @@ def make_router(serving: Serving) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def completions(request: Request) -> Response:
         body = await read(request, CompletionBody, limit)
-        return await _answer(serving, request, await _completion_call(serving, body))
+        with naming(body.names()):
+            return await _answer(serving, request, await _completion_call(serving, body))
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat_completions(request: Request) -> Response:
         body = await read(request, ChatBody, limit)
-        return await _answer(serving, request, await _chat_call(serving, body))
+        with naming(body.names()):
+            return await _answer(serving, request, await _chat_call(serving, body))
 
     return router
 
@@ -69,16 +70,25 @@ async def _completion_call(serving: Serving, body: CompletionBody) -> Call:
     serving.check_model(body.model)
     body.check()
     prompts = body.prompts()
-    if not 1 <= len(prompts) <= MAX_BATCH:
-        raise InvalidRequest("prompt", f"give 1 to {MAX_BATCH} prompts, not {len(prompts)}")
+    check_batch("prompt", len(prompts), body.n or 1)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = body.sampling(max_tokens, body.logprobs)
-    call_id = f"cmpl-{uuid.uuid4().hex}"
+    call_id = body.request_id or f"cmpl-{uuid.uuid4().hex}"
     jobs, echoes = [], []
     for i, prompt in enumerate(prompts):
-        ids = await serving.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            ids = await serving.encode(prompt, body.add_special_tokens is not False)
+        else:
+            ids = prompt
         jobs.append(
-            _job(serving, body, ids, sampling, f"{call_id}-{i}", body.max_tokens is not None)
+            _job(
+                serving,
+                body,
+                ids,
+                sampling,
+                f"{call_id}-{i}" if i else call_id,
+                body.max_tokens is not None,
+            )
         )
         if body.echo:
             echoes.append(prompt if isinstance(prompt, str) else await serving.decode(ids))
@@ -90,15 +100,18 @@ async def _chat_call(serving: Serving, body: ChatBody) -> Call:
     serving.check_model(body.model)
     body.check()
     messages = [message.rendered() for message in body.messages]
+    variables = dict(body.chat_template_kwargs or {})
+    if body.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = body.add_generation_prompt
     try:
-        ids = await serving.encode_chat(messages, **(body.chat_template_kwargs or {}))
+        ids = await serving.encode_chat(messages, **variables)
     except TypeError as error:
         raise InvalidRequest("chat_template_kwargs", str(error)) from None
     given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     max_tokens = max(1, serving.info.context_length - len(ids)) if given is None else given
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = body.sampling(max_tokens, logprobs)
-    call_id = f"chatcmpl-{uuid.uuid4().hex}"
+    call_id = body.request_id or f"chatcmpl-{uuid.uuid4().hex}"
     job = _job(serving, body, ids, sampling, call_id, given is not None, "messages")
     return Call(call_id, int(time.time()), body, [job], replies.ChatReply(serving.tokenizer))
 
@@ -133,24 +146,15 @@ async def _answer(serving: Serving, request: Request, call: Call) -> Response:
     if call.body.stream_options is not None and not call.body.stream:
         raise InvalidRequest("stream_options", "needs stream: true")
     if call.body.stream:
-        return await event_stream(_events(serving, call))
+        return await event_stream(request, _events(serving, call))
     return JSONResponse(await unless_disconnected(request, _whole(serving, call)))
 
 
 async def _whole(serving: Serving, call: Call) -> dict[str, Any]:
     """All choices at once."""
-
-    async def collect(job: Job) -> list[Chunk]:
-        stream = serving.generator.stream(job, whole=True)
-        async with contextlib.aclosing(stream) as chunks:
-            found = [chunk async for chunk in chunks]
-        return sorted(found, key=lambda chunk: chunk.index)
-
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(collect(job)) for job in call.jobs]
     choices, ends = [], []
-    for i, task in enumerate(tasks):
-        for chunk in task.result():
+    for i, chunks in enumerate(await serving.generator.complete(call.jobs)):
+        for chunk in chunks:
             assert chunk.completion is not None
             ends.append(chunk.completion)
             index = i * call.num_choices + chunk.index
@@ -166,7 +170,7 @@ async def _whole(serving: Serving, call: Call) -> dict[str, Any]:
     }
 
 
-async def _events(serving: Serving, call: Call) -> AsyncIterator[dict[str, Any]]:
+async def _events(serving: Serving, call: Call) -> AsyncGenerator[dict[str, Any], None]:
     """Chunks of all choices as they come."""
     include_usage = call.body.stream_options is not None and call.body.stream_options.include_usage
     base = {
@@ -179,7 +183,7 @@ async def _events(serving: Serving, call: Call) -> AsyncIterator[dict[str, Any]]
         base["usage"] = None
     ends: list[Completion] = []
     started: set[int] = set()
-    async with contextlib.aclosing(_merged(serving, call)) as merged:
+    async with contextlib.aclosing(serving.generator.stream_all(call.jobs)) as merged:
         async for i, chunk in merged:
             index = i * call.num_choices + chunk.index
             is_first = index not in started
@@ -190,38 +194,3 @@ async def _events(serving: Serving, call: Call) -> AsyncIterator[dict[str, Any]]
                 ends.append(chunk.completion)
     if include_usage:
         yield {**base, "choices": [], "usage": replies.usage(ends, call.num_choices)}
-
-
-async def _merged(serving: Serving, call: Call) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """Chunks of all jobs, each with its job's index."""
-    if len(call.jobs) == 1:
-        async with contextlib.aclosing(serving.generator.stream(call.jobs[0])) as chunks:
-            async for chunk in chunks:
-                yield 0, chunk
-        return
-    queue: asyncio.Queue[tuple[int, Chunk] | BaseException | None] = asyncio.Queue(64)
-
-    async def pump(i: int, job: Job) -> None:
-        try:
-            async with contextlib.aclosing(serving.generator.stream(job)) as chunks:
-                async for chunk in chunks:
-                    await queue.put((i, chunk))
-            await queue.put(None)
-        except Exception as error:
-            await queue.put(error)
-
-    tasks = [asyncio.create_task(pump(i, job)) for i, job in enumerate(call.jobs)]
-    try:
-        remaining = len(tasks)
-        while remaining:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                remaining -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

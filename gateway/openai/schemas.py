@@ -70,7 +70,9 @@ class GenerationBody(Body):
     priority: int | None = None
     timeout: float | None = None
     return_provenance: bool | None = None
+    return_token_ids: bool | None = None
     speculation: Speculation | None = None
+    request_id: str | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -78,6 +80,10 @@ class GenerationBody(Body):
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def names(self) -> dict[str, str]:
+        """Our field names, as this body has them."""
+        return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
     def sampling(self, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
         """How tokens are chosen; OpenAI's defaults where a field is absent."""
@@ -107,10 +113,14 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
+    add_special_tokens: bool | None = None
 
     def check(self) -> None:
         """Raises InvalidRequest for a field that cannot be honoured."""
-        refuse({"suffix": self.suffix}, {"suffix": "models here complete text; they do not insert"})
+        refuse(
+            {"suffix": self.suffix or None},
+            {"suffix": "models here complete text; they do not insert"},
+        )
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequest(
                 "best_of", "is not supported beyond n: ask for n choices and pick one"
@@ -178,6 +188,13 @@ class ChatBody(GenerationBody):
     verbosity: str | None = None
     web_search_options: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+    def names(self) -> dict[str, str]:
+        names = {"prompt": "messages", "logprobs": "top_logprobs", **super().names()}
+        if self.max_tokens is None:
+            names["max_new_tokens"] = "max_completion_tokens"
+        return names
 
     def check(self) -> None:
         """Raises InvalidRequest for a field that cannot be honoured."""

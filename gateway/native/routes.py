@@ -1,0 +1,239 @@
+"""POST /generate and the other routes that SGLang's users know."""
+
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from foredraft import __version__
+from foredraft.errors import InvalidRequest
+from foredraft.types import SamplingParams
+from gateway.generation import Job
+from gateway.http import event_stream, naming, read, refuse, unless_disconnected
+from gateway.native.answers import Answer
+from gateway.native.schemas import (
+    REFUSED,
+    REFUSED_SAMPLING,
+    AbortBody,
+    DetokenizeBody,
+    GenerateBody,
+    NativeSampling,
+    TokenizeBody,
+)
+from gateway.serving import MAX_BATCH, Serving, check_batch, seed_or_random
+
+
+def make_router(serving: Serving) -> APIRouter:
+    """The routes over one model."""
+    router = APIRouter(tags=["native"])
+    limit = serving.config.max_body_bytes
+
+    @router.api_route("/generate", methods=["POST", "PUT"], response_model=None)
+    async def generate(request: Request) -> Response:
+        body = await read(request, GenerateBody, limit)
+        with naming(body.names()):
+            jobs, is_batch = await _jobs(serving, body)
+            if body.stream:
+                return await event_stream(request, _events(serving, body, jobs, is_batch))
+            answers = await unless_disconnected(request, _whole(serving, body, jobs))
+            return JSONResponse(answers if is_batch else answers[0])
+
+    @router.post("/tokenize", response_model=None)
+    async def tokenize(request: Request) -> dict[str, Any]:
+        body = await read(request, TokenizeBody, limit)
+        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        ids = [await serving.encode(text, body.add_special_tokens) for text in texts]
+        counts = [len(tokens) for tokens in ids]
+        single = isinstance(body.prompt, str)
+        return {
+            "tokens": ids[0] if single else ids,
+            "count": counts[0] if single else counts,
+            "max_model_len": serving.info.context_length,
+        }
+
+    @router.post("/detokenize", response_model=None)
+    async def detokenize(request: Request) -> dict[str, Any]:
+        body = await read(request, DetokenizeBody, limit)
+        batch = _token_batch(body.tokens)
+        for token in (token for tokens in batch for token in tokens):
+            if not 0 <= token < serving.info.vocab_size:
+                raise InvalidRequest("tokens", f"{token} is not in the vocabulary")
+        texts = [await serving.decode(tokens, body.skip_special_tokens) for tokens in batch]
+        return {"text": texts if _is_nested(body.tokens) else texts[0]}
+
+    @router.post("/abort_request")
+    async def abort_request(request: Request) -> dict[str, Any]:
+        body = await read(request, AbortBody, limit)
+        if body.abort_all:
+            return {"aborted": serving.generator.abort_all()}
+        if not body.rid:
+            raise InvalidRequest("rid", "give a request's id, or abort_all: true")
+        return {"aborted": int(serving.generator.abort(body.rid))}
+
+    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache() -> dict[str, Any]:
+        return {"pages": await serving.pool.flush_cache()}
+
+    @router.get("/get_model_info")
+    @router.get("/model_info")
+    async def model_info() -> dict[str, Any]:
+        info = serving.info
+        return {
+            "model_path": info.model_path,
+            "tokenizer_path": serving.config.tokenizer_path or info.model_path,
+            "is_generation": True,
+            "served_model_name": info.model,
+            "architecture": info.architecture,
+            "context_length": info.context_length,
+            "vocab_size": info.vocab_size,
+            "has_chat_template": serving.tokenizer.chat_template is not None,
+        }
+
+    @router.get("/get_server_info")
+    @router.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        info = serving.info
+        return {
+            "version": __version__,
+            "model_path": info.model_path,
+            "served_model_name": info.model,
+            "device": info.device,
+            "dtype": info.dtype,
+            "max_total_num_tokens": info.kv_tokens,
+            "page_size": info.page_size,
+            "context_length": info.context_length,
+            "max_running_requests": info.max_running_requests,
+            "speculative_algorithm": info.speculative_algorithm,
+            "speculative_draft_model_path": info.draft_model,
+            "speculative_num_steps": info.speculative_num_steps,
+            "speculative_eagle_topk": info.speculative_eagle_topk,
+            "speculative_num_draft_tokens": info.speculative_num_draft_tokens,
+            "verifiers": {
+                target: {
+                    "waiting": load.waiting,
+                    "running": load.running,
+                    "free_pages": load.free_pages,
+                    "total_pages": load.total_pages,
+                    "draft_available": load.draft_available,
+                }
+                for target, load in serving.pool.loads.items()
+            },
+        }
+
+    return router
+
+
+async def _jobs(serving: Serving, body: GenerateBody) -> tuple[list[Job], bool]:
+    """One job for each prompt, and whether the answer is a list."""
+    refuse(body.model_dump(include=set(REFUSED)), REFUSED)
+    if body.return_logprob and body.logprob_start_len != -1:
+        raise InvalidRequest(
+            "logprob_start_len", "log-probabilities of the prompt are not computed"
+        )
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("text", "give exactly one of text and input_ids")
+    if body.text is not None:
+        is_batch = isinstance(body.text, list)
+        texts = body.text if isinstance(body.text, list) else [body.text]
+        prompts = [await serving.encode(text) for text in texts[: MAX_BATCH + 1]]
+        field = "text"
+    else:
+        assert body.input_ids is not None
+        is_batch = _is_nested(body.input_ids)
+        prompts, field = _token_batch(body.input_ids), "input_ids"
+    check_batch(field, len(prompts), 1)
+    given = body.sampling_params or NativeSampling()
+    samplings = given if isinstance(given, list) else [given] * len(prompts)
+    names = body.rid if isinstance(body.rid, list) else [body.rid or ""]
+    if not isinstance(body.rid, list) and len(prompts) > 1:
+        names = [f"{body.rid}-{i}" if body.rid else "" for i in range(len(prompts))]
+    for name, values in (("sampling_params", samplings), ("rid", names)):
+        if len(values) != len(prompts):
+            raise InvalidRequest(name, f"{len(values)} given for {len(prompts)} prompts")
+    jobs = [
+        _job(serving, body, prompt, sampling, name, field)
+        for prompt, sampling, name in zip(prompts, samplings, names, strict=True)
+    ]
+    check_batch("sampling_params.n", len(jobs), max(job.num_choices for job in jobs))
+    return jobs, is_batch or any(job.num_choices > 1 for job in jobs)
+
+
+def _job(
+    serving: Serving,
+    body: GenerateBody,
+    prompt: list[int],
+    given: NativeSampling,
+    name: str,
+    field: str,
+) -> Job:
+    refuse(given.model_dump(include=set(REFUSED_SAMPLING)), REFUSED_SAMPLING)
+    biases = {}
+    for key, bias in (given.logit_bias or {}).items():
+        if not key.isdecimal() or len(key) > 9:
+            raise InvalidRequest("logit_bias", f"{key!r} is not a token id")
+        biases[int(key)] = bias
+    sampling = SamplingParams(
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        frequency_penalty=given.frequency_penalty,
+        presence_penalty=given.presence_penalty,
+        logit_bias=biases,
+        seed=seed_or_random(given.sampling_seed),
+        max_new_tokens=128 if given.max_new_tokens is None else given.max_new_tokens,
+        min_new_tokens=given.min_new_tokens,
+        stop_token_ids=tuple(given.stop_token_ids or ()),
+        ignore_eos=given.ignore_eos,
+        logprobs=body.top_logprobs_num if body.return_logprob else None,
+    )
+    stop = (given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ())
+    return serving.job(
+        prompt,
+        sampling,
+        prompt_field=field,
+        max_new_tokens_given=given.max_new_tokens is not None,
+        name=name,
+        stop=stop,
+        num_choices=given.n,
+        skip_special_tokens=given.skip_special_tokens,
+        keep_stop=given.no_stop_trim,
+        return_provenance=body.return_provenance,
+        speculation=None if body.speculation is None else body.speculation.params(),
+        priority=body.priority,
+        timeout=body.timeout,
+    )
+
+
+async def _whole(serving: Serving, body: GenerateBody, jobs: list[Job]) -> list[dict[str, Any]]:
+    found = await serving.generator.complete(jobs)
+    return [
+        Answer(job, body, serving.tokenizer).add(chunk)
+        for job, chunks in zip(jobs, found, strict=True)
+        for chunk in chunks
+    ]
+
+
+async def _events(
+    serving: Serving, body: GenerateBody, jobs: list[Job], is_batch: bool
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Each chunk holds the whole answer so far, and its index in a batch."""
+    answers = [
+        [Answer(job, body, serving.tokenizer) for _ in range(job.num_choices)] for job in jobs
+    ]
+    async with contextlib.aclosing(serving.generator.stream_all(jobs)) as chunks:
+        async for i, chunk in chunks:
+            answer = answers[i][chunk.index].add(chunk)
+            index = sum(job.num_choices for job in jobs[:i]) + chunk.index
+            yield {"index": index, **answer} if is_batch else answer
+
+
+def _is_nested(tokens: list[int] | list[list[int]]) -> bool:
+    return bool(tokens) and isinstance(tokens[0], list)
+
+
+def _token_batch(tokens: list[int] | list[list[int]]) -> list[list[int]]:
+    return list(tokens) if _is_nested(tokens) else [list(tokens)]  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+"""Bodies of the native routes: SGLang's fields and defaults, and what of them cannot be honoured."""
+
+from typing import Any
+
+from foredraft.types import SamplingParams
+from gateway.http import Body
+from gateway.openai.schemas import Speculation
+
+REFUSED = {
+    "input_embeds": "prompts are text or token ids",
+    "image_data": "only text can be honoured",
+    "video_data": "only text can be honoured",
+    "audio_data": "only text can be honoured",
+    "lora_path": "LoRA adapters are not served",
+    "session_params": "sessions are not served; prefixes are cached by themselves",
+    "custom_logit_processor": "code in requests is not run",
+    "return_hidden_states": "hidden states do not leave the verifier",
+    "token_ids_logprob": "log-probabilities of chosen ids are not computed",
+}
+REFUSED_SAMPLING = {
+    "json_schema": "grammars cannot be honoured",
+    "regex": "grammars cannot be honoured",
+    "ebnf": "grammars cannot be honoured",
+    "structural_tag": "grammars cannot be honoured",
+    "stop_regex": "stop expressions cannot be honoured; use stop",
+    "custom_params": "there is no custom logit processor",
+}
+
+
+class NativeSampling(Body):
+    """sampling_params of /generate, with SGLang's names and defaults."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    n: int = 1
+    logit_bias: dict[str, float] | None = None
+    sampling_seed: int | None = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+    stop_regex: Any = None
+    custom_params: Any = None
+
+
+class GenerateBody(Body):
+    """POST /generate."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    stream: bool = False
+    rid: str | list[str] | None = None
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    return_text_in_logprobs: bool = False
+    priority: int = 0
+    log_metrics: bool = True
+    input_embeds: Any = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    lora_path: Any = None
+    session_params: Any = None
+    custom_logit_processor: Any = None
+    return_hidden_states: bool = False
+    token_ids_logprob: Any = None
+    # Extensions.
+    return_provenance: bool = False
+    speculation: Speculation | None = None
+    timeout: float | None = None
+
+    def names(self) -> dict[str, str]:
+        """Our field names, as this body has them."""
+        names = {
+            name: f"sampling_params.{name}"
+            for name in NativeSampling.model_fields
+            if name in SamplingParams.__dataclass_fields__ or name in ("stop", "n")
+        }
+        return {
+            **names,
+            "seed": "sampling_params.sampling_seed",
+            "prompt": "text" if self.input_ids is None else "input_ids",
+            "logprobs": "top_logprobs_num",
+            "request_id": "rid",
+        }
+
+
+class TokenizeBody(Body):
+    """POST /tokenize."""
+
+    prompt: str | list[str]
+    add_special_tokens: bool = True
+    model: str = ""
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: list[int] | list[list[int]]
+    skip_special_tokens: bool = True
+    model: str = ""
+
+
+class AbortBody(Body):
+    """POST /abort_request."""
+
+    rid: str = ""
+    abort_all: bool = False

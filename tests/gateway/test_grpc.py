@@ -1,0 +1,204 @@
+"""The public gRPC against the running stack, by generated stubs and by reflection alone."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from google.protobuf import descriptor_pool, json_format, message_factory
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+from grpc_status import rpc_status
+
+from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
+from foredraft.cli.stack import LocalStack
+from foredraft.text.tokenizer import Tokenizer
+from tests.support import tiny_tokenizers
+from tests.support.stack import CONTEXT_LENGTH, eventually
+
+TOKENIZER = Tokenizer(tiny_tokenizers.byte_level())
+TEXT = "The quick brown fox"
+SERVICE = "foredraft.api.inference.v1.InferenceService"
+
+
+@pytest.fixture(scope="module")
+def channel(stack: LocalStack) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(stack.urls["grpc"]) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="module")
+def stub(channel: grpc.Channel) -> inference_pb2_grpc.InferenceServiceStub:
+    return inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+def request(**fields: Any) -> inference_pb2.GenerateRequest:
+    """A request from its JSON form."""
+    sampling = {"temperature": 0.8, "seed": 7, "max_new_tokens": 30, **fields.pop("sampling", {})}
+    return json_format.ParseDict(
+        {"text": TEXT, "sampling": sampling, **fields}, inference_pb2.GenerateRequest()
+    )
+
+
+def collected(stream: Any) -> tuple[str, list[inference_pb2.Token], inference_pb2.Completion]:
+    responses = list(stream)
+    text = "".join(response.text for response in responses)
+    tokens = [token for response in responses for token in response.tokens]
+    assert not any(response.HasField("completion") for response in responses[:-1])
+    return text, tokens, responses[-1].completion
+
+
+def test_equals_http(stub: Any, http: httpx.Client) -> None:
+    body = {
+        "text": TEXT,
+        "sampling_params": {"temperature": 0.8, "sampling_seed": 7, "max_new_tokens": 30},
+    }
+    expected = http.post("/generate", json=body).json()
+    text, tokens, completion = collected(stub.Generate(request()))
+    assert text == expected["text"] == "".join(token.text for token in tokens)
+    assert [token.id for token in tokens] == expected["output_ids"]
+    assert completion.completion_tokens == len(tokens)
+    assert completion.prompt_tokens == expected["meta_info"]["prompt_tokens"]
+    assert completion.seed == 7
+    assert completion.speculation.verify_steps > 0
+
+
+def test_every_form_of_prompt(stub: Any) -> None:
+    text = collected(stub.Generate(request()))[0]
+    ids = request()
+    ids.token_ids.ids.extend(TOKENIZER.encode(TEXT))
+    assert collected(stub.Generate(ids))[0] == text
+    chat = request()
+    chat.chat.messages.add(role="user", content="Hi")
+    completion = collected(stub.Generate(chat))[2]
+    templated = Tokenizer(
+        tiny_tokenizers.byte_level(), {"bos_token": "<s>"}, tiny_tokenizers.CHAT_TEMPLATE
+    ).encode_chat([{"role": "user", "content": "Hi"}])
+    assert completion.prompt_tokens == len(templated)
+
+
+def test_provenance_and_log_probabilities(stub: Any) -> None:
+    asked = request(
+        text="ab ab ab ab", return_provenance=True, sampling={"logprobs": 2, "max_new_tokens": 60}
+    )
+    collected(stub.Generate(asked))
+    _, tokens, completion = collected(stub.Generate(asked))
+    drafted = [token for token in tokens if token.provenance == inference_pb2.PROVENANCE_DRAFT]
+    assert len(drafted) == completion.speculation.accepted_tokens > 0
+    assert all(token.provenance for token in tokens)
+    assert all(len(token.alternatives) == 2 and token.logprob <= 0 for token in tokens)
+    _, plain, _ = collected(stub.Generate(request()))
+    assert not any(token.provenance or token.HasField("logprob") for token in plain)
+
+
+def test_choices_and_stop(stub: Any) -> None:
+    texts = {0: "", 1: ""}
+    for response in stub.Generate(request(sampling={"n": 2})):
+        texts[response.index] += response.text
+    assert texts[0] != texts[1]
+    whole = collected(stub.Generate(request()))[0]
+    spans = (whole[i : i + 3] for i in range(5, len(whole) - 3))
+    stop = next(span for span in spans if "�" not in span)
+    text, _, completion = collected(stub.Generate(request(sampling={"stop": [stop]})))
+    assert text == whole[: whole.index(stop)]
+    assert completion.stop_text == stop
+    assert completion.finish_reason == inference_pb2.FINISH_REASON_STOP
+
+
+def test_models(stub: Any) -> None:
+    models = stub.ListModels(inference_pb2.ListModelsRequest()).models
+    assert [(model.id, model.context_length) for model in models] == [("tiny", CONTEXT_LENGTH)]
+    info = stub.GetModelInfo(inference_pb2.GetModelInfoRequest(model="tiny"))
+    assert info.speculative_algorithm == "NGRAM"
+    assert info.has_chat_template
+    with pytest.raises(grpc.RpcError) as unknown:
+        stub.GetModelInfo(inference_pb2.GetModelInfoRequest(model="other"))
+    assert unknown.value.code() == grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"sampling": {"temperature": -1}}, "sampling.temperature"),
+        ({"sampling": {"temperature": "NaN"}}, "sampling.temperature"),
+        ({"sampling": {"top_p": 0}}, "sampling.top_p"),
+        ({"sampling": {"max_new_tokens": 0}}, "sampling.max_new_tokens"),
+        ({"sampling": {"max_new_tokens": 100_000}}, "sampling.max_new_tokens"),
+        ({"sampling": {"n": 0}}, "sampling.n"),
+        ({"sampling": {"n": 1000}}, "sampling.n"),
+        ({"sampling": {"stop": [""]}}, "sampling.stop"),
+        ({"sampling": {"stop_token_ids": [100_000]}}, "sampling.stop_token_ids"),
+        ({"sampling": {"logit_bias": {"100000": 1.0}}}, "sampling.logit_bias"),
+        ({"sampling": {"logprobs": 21}}, "sampling.logprobs"),
+        ({"text": "x" * 100_000}, "text"),
+    ],
+)
+def test_refusals_name_the_field(stub: Any, fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        list(stub.Generate(request(**fields)))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    status = rpc_status.from_call(refused.value)
+    assert status is not None
+    details = error_details_pb2.BadRequest()
+    assert any(detail.Unpack(details) for detail in status.details)
+    assert details.field_violations[0].field == field
+
+
+@pytest.mark.parametrize("kind", ["nothing", "no messages", "no tokens", "unknown token"])
+def test_wrong_prompts(stub: Any, kind: str) -> None:
+    asked = request()
+    asked.ClearField("prompt")
+    if kind == "no messages":
+        asked.chat.SetInParent()
+    elif kind == "no tokens":
+        asked.token_ids.SetInParent()
+    elif kind == "unknown token":
+        asked.token_ids.ids.append(4_000_000_000)
+    with pytest.raises(grpc.RpcError) as refused:
+        list(stub.Generate(asked))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+
+
+def test_deadline_and_cancellation_free_the_place(stub: Any, http: httpx.Client) -> None:
+    def is_idle() -> bool:
+        loads = http.get("/get_server_info").json()["verifiers"].values()
+        return all(load["running"] + load["waiting"] == 0 for load in loads)
+
+    long = request(sampling={"max_new_tokens": 480, "ignore_eos": True, "n": 8})
+    with pytest.raises(grpc.RpcError) as late:
+        list(stub.Generate(long, timeout=0.1))
+    assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
+    eventually(is_idle)
+    call = stub.Generate(long)
+    next(call)
+    call.cancel()
+    eventually(is_idle)
+
+
+def test_health(channel: grpc.Channel) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    for name in ("", SERVICE):
+        answer = stub.Check(health_pb2.HealthCheckRequest(service=name))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_client_that_knows_reflection_alone(channel: grpc.Channel) -> None:
+    database = ProtoReflectionDescriptorDatabase(channel)
+    assert SERVICE in database.get_services()
+    pool = descriptor_pool.DescriptorPool(database)
+    method = pool.FindServiceByName(SERVICE).FindMethodByName("Generate")
+    kinds = [
+        message_factory.GetMessageClass(kind) for kind in (method.input_type, method.output_type)
+    ]
+    call = channel.unary_stream(
+        f"/{SERVICE}/Generate",
+        request_serializer=kinds[0].SerializeToString,
+        response_deserializer=kinds[1].FromString,
+    )
+    asked = kinds[0](text=TEXT)
+    asked.sampling.max_new_tokens = 3
+    assert sum(len(response.tokens) for response in call(asked)) <= 3

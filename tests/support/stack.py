@@ -1,0 +1,87 @@
+"""A tiny model and the shipped services on it, as real processes."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from foredraft.cli.stack import LocalStack, make_supervisor
+from foredraft.rpc.lifetime import child_environment
+from tests.support.tiny_tokenizers import byte_level, save
+
+VOCAB_SIZE = 600
+CONTEXT_LENGTH = 512
+
+
+def make_model(directory: Path) -> Path:
+    """A random Llama with a byte-level tokenizer and a chat template; its text is nonsense, broken UTF-8 included."""
+    from tests.support.checkpoints import make_checkpoint  # brings torch
+
+    make_checkpoint(directory, vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT_LENGTH)
+    save(byte_level(VOCAB_SIZE), directory)
+    return directory
+
+
+@contextlib.contextmanager
+def running_stack(model: Path, **flags: Any) -> Iterator[LocalStack]:
+    """Gateway, verifier and an n-gram draft on free ports, until the block ends."""
+    values = {
+        "model_path": str(model),
+        "served_model_name": "tiny",
+        "device": "cpu",
+        "num_threads": 1,
+        "max_total_tokens": 8192,
+        "page_size": 16,
+        "port": 0,
+        "grpc_port": 0,
+        **flags,
+    }
+    lines: list[str] = []
+    stack = make_supervisor(values, on_line=lambda name, line: lines.append(f"{name}: {line}"))
+    try:
+        with stack:
+            stack.wait_healthy(timeout=120)
+            yield stack
+    finally:
+        # pytest shows it beside a failure.
+        print("\n".join(lines))
+
+
+@contextlib.contextmanager
+def running_gateway(*verifiers: str, **flags: Any) -> Iterator[tuple[str, str]]:
+    """A gateway process alone; gives the HTTP URL and the address of its gRPC once it listens."""
+    http, grpc = free_port(), free_port()
+    options = {"port": http, "grpc_port": grpc, **flags}
+    command = [sys.executable, "-m", "gateway", *(f"--verifier={where}" for where in verifiers)]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    process = subprocess.Popen(command, env=child_environment())
+    try:
+        eventually(lambda: _listens(grpc))
+        yield f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}"
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def free_port() -> int:
+    """A TCP port that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def eventually(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    """Returns once the condition holds; fails after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
