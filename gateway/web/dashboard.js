@@ -98,7 +98,7 @@ function show(sample) {
   line(at("speed_chart"), rates.speed, SPAN, "tokens per second");
   at("speed_foot").textContent = `${short(metrics.gateway_output_tokens_total ?? 0)} tokens answered since the start`;
 
-  at("length").textContent = short(rates.length.findLast((value) => value !== null) ?? recentRatio("emitted_tokens_total", "verifies_total"));
+  at("length").textContent = short(mean(rates.length.slice(-SMOOTH)) ?? recentRatio("emitted_tokens_total", "verifies_total"));
   line(at("length_chart"), rates.length, SPAN, "tokens per verification");
   const rate = recentRatio("accepted_tokens_total", "draft_tokens_total");
   at("length_foot").textContent = rate === null ? "" : `${percent(rate)} of drafted tokens accepted`;

@@ -116,7 +116,11 @@ async function run() {
     judge(mode, stopped.value, repeated);
   }
   if (transcripts[0].steps.some((step) => step.element)) {
-    if (!isPinned) select(transcripts[0], mostTelling(transcripts[0]));
+    const index = mostTelling(transcripts[0]);
+    if (!isPinned) {
+      select(transcripts[0], index);
+      transcripts[0].reveal(index);
+    }
   }
 }
 
@@ -185,11 +189,14 @@ function judge(mode, stopped, repeated) {
     say("differs", `The texts differ from token ${where + 1} on`, why);
     return;
   }
-  const ratio = drafted.speed && plain.speed ? drafted.speed / plain.speed : null;
+  const isBunched = drafted.isBunched || plain.isBunched;
+  const speeds = [drafted.speed(isBunched), plain.speed(isBunched)];
+  const ratio = speeds[0] && speeds[1] ? speeds[0] / speeds[1] : null;
   const same = isWhole ? "Same text" : `Same text so far (${common} tokens)`;
   say("equal", ratio ? `${same}, ${ratio.toFixed(2)}× the speed` : same, [
     isWhole ? `${drafted.numTokens} tokens, equal one for one.` : "",
     ratio && ratio < 1 ? "Drafting did not pay on this prompt." : "",
+    isBunched ? "Timed with the prompt's pass: tokens came in bunches." : "",
     mode === "together" ? "Both shared the machine." : "",
     repeated && server?.speculative_algorithm === "NGRAM" ? "This prompt ran before, and n-gram drafts remember it." : "",
   ].filter(Boolean).join(" "));

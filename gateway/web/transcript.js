@@ -6,6 +6,8 @@ export class Transcript {
   #stats;
   #onSelect;
   #following = true;
+  #filled = 0; // index of the pass that gets the next token
+  #arrivals = 0; // times at which tokens came
 
   constructor(panel, { title, note, prompt, label, onSelect }) {
     const heading = panel.querySelector("h2");
@@ -26,7 +28,7 @@ export class Transcript {
     this.finish = null;
     this.started = performance.now();
     this.first = null;
-    this.last = null;
+    this.last = 0;
     this.#output.replaceChildren();
     if (prompt) {
       const given = document.createElement("span");
@@ -46,6 +48,7 @@ export class Transcript {
     const tokens = choice.provenance ?? [];
     if (tokens.length) {
       this.first ??= { time: now, tokens: tokens.length };
+      if (now - this.last >= 1) this.#arrivals += 1;
       this.last = now;
     }
     for (const token of tokens) this.#addToken(token);
@@ -60,10 +63,20 @@ export class Transcript {
     return this.ids.length;
   }
 
-  /** Tokens per second after the first ones: prefill, the queue and the prefix cache do not count. */
-  get speed() {
-    const seconds = this.first && (this.last - this.first.time) / 1000;
-    return seconds > 0 ? (this.numTokens - this.first.tokens) / seconds : null;
+  /** Whether tokens of many passes came at once, because something on the way was held up: then gaps say nothing. */
+  get isBunched() {
+    return this.#arrivals * 4 < this.steps.length;
+  }
+
+  /**
+   * Tokens per second from the first ones on, so that prefill, the queue and the prefix cache do not count; of the whole
+   * request where that cannot be told.
+   */
+  speed(isWhole = this.isBunched) {
+    if (!this.first) return null;
+    const [from, before] = isWhole ? [this.started, 0] : [this.first.time, this.first.tokens];
+    const seconds = (this.last - from) / 1000;
+    return seconds > 0 ? (this.numTokens - before) / seconds : null;
   }
 
   /** Tokens per pass of the target. The prompt's pass gave the first token and verified nothing. */
@@ -96,6 +109,12 @@ export class Transcript {
     this.#output.tabIndex = -1;
     if (focus) element.focus({ preventScroll: true });
     if (focus) element.scrollIntoView({ block: "nearest" });
+  }
+
+  /** Scrolls the box, and nothing else, to a pass. */
+  reveal(index) {
+    const { element } = this.steps[index];
+    this.#output.scrollTop += element.getBoundingClientRect().top - this.#output.getBoundingClientRect().top - 80;
   }
 
   unmark() {
@@ -140,10 +159,9 @@ export class Transcript {
     step.element.append(span);
   }
 
-  #filled = 0;
-
   #show() {
-    const { account, speed, acceptLength } = this;
+    const { account, acceptLength } = this;
+    const speed = this.speed();
     const drafted = account?.drafted_tokens ?? this.steps.reduce((sum, step) => sum + step.drafted.length, 0);
     const accepted = account?.accepted_tokens ?? this.steps.reduce((sum, step) => sum + step.accepted.length, 0);
     const values = {
