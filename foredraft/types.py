@@ -9,6 +9,7 @@ from foredraft.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64
+MAX_COUNT = 2**31 - 1  # what the protos' fields hold
 
 
 class FinishReason(enum.StrEnum):
@@ -64,8 +65,8 @@ class SamplingParams:
             (
                 "top_k",
                 self.top_k,
-                self.top_k == -1 or self.top_k >= 1,
-                "must be -1 (all) or at least 1",
+                self.top_k == -1 or 1 <= self.top_k <= MAX_COUNT,
+                f"must be -1 (all) or in [1, {MAX_COUNT}]",
             ),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "must be in (0, 1]"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "must be in [0, 1]"),
@@ -88,7 +89,12 @@ class SamplingParams:
                 "must be in [-2, 2]",
             ),
             ("seed", self.seed, 0 <= self.seed < MAX_SEED, "must be in [0, 2^64)"),
-            ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "must be at least 1"),
+            (
+                "max_new_tokens",
+                self.max_new_tokens,
+                1 <= self.max_new_tokens <= MAX_COUNT,
+                f"must be in [1, {MAX_COUNT}]",
+            ),
             (
                 "min_new_tokens",
                 self.min_new_tokens,
@@ -97,7 +103,8 @@ class SamplingParams:
             ),
         )
         for name, value, fits, message in ranges:
-            if not math.isfinite(value) or not fits:
+            # No range holds NaN, and all are bounded.
+            if not fits:
                 raise InvalidRequest(name, f"{message}, not {value}")
         if self.logprobs is not None and not 0 <= self.logprobs <= min(MAX_LOGPROBS, vocab_size):
             raise InvalidRequest("logprobs", f"must be in [0, {MAX_LOGPROBS}], not {self.logprobs}")
