@@ -87,6 +87,44 @@ ILLEGAL: list[tuple[dict[str, Any], list[str]]] = [
         ["--speculative-ngram-min-bfs-breadth", "--speculative-ngram-max-bfs-breadth"],
     ),
     ({"speculative_ngram_capacity": 10}, ["--speculative-ngram-capacity"]),
+    (
+        {"speculative_algorithm": "EAGLE3"},
+        ["--speculative-algorithm EAGLE3", "--speculative-draft-model-path"],
+    ),
+    (
+        {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": "m",
+            "speculative_token_map": "t",
+        },
+        ["--speculative-token-map", "--speculative-algorithm EAGLE3", "d2t"],
+    ),
+    (
+        {"speculative_token_map": "t"},
+        ["--speculative-token-map", "--speculative-algorithm NGRAM"],
+    ),
+    (
+        {"enable_multi_layer_eagle": True},
+        ["--enable-multi-layer-eagle", "--speculative-algorithm NGRAM"],
+    ),
+    (
+        {
+            "speculative_algorithm": "MTP",
+            "enable_multi_layer_eagle": True,
+            "speculative_num_steps": 2,
+            "speculative_eagle_topk": 2,
+            "speculative_num_draft_tokens": 4,
+        },
+        ["--enable-multi-layer-eagle", "--speculative-eagle-topk"],
+    ),
+    (
+        {"speculative_draft_model_quantization": "fp8"},
+        ["--speculative-draft-model-quantization fp8", "GPU"],
+    ),
+    (
+        {"speculative_draft_model_quantization": "int8"},
+        ["--speculative-draft-model-quantization", "--speculative-algorithm NGRAM"],
+    ),
 ]
 STANDALONE = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "m"}
 ILLEGAL_TREES: list[tuple[dict[str, Any], list[str]]] = [
@@ -145,6 +183,10 @@ def test_what_cannot_be_served_is_refused_by_its_flags(
 )
 def test_tree_limits(values: dict[str, Any], limits: tuple[int, int, int]) -> None:
     assert SpeculationConfig(**values).tree_limits == limits
+
+
+def test_nextn_is_eagle() -> None:
+    assert SpeculationConfig(speculative_algorithm="NEXTN").speculative_algorithm == "EAGLE"
 
 
 def test_both_names_of_the_window_are_understood() -> None:
