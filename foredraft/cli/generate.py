@@ -33,7 +33,7 @@ examples:
   foredraft generate "The quick brown fox"
   foredraft generate --chat "Why is the sky blue?" --max-tokens 200 --temperature 0.7 --seed 1
   foredraft generate --server http://127.0.0.1:30000 "Once upon a time"
-  foredraft generate --speculative-algorithm NONE "The same text, only slower"
+  foredraft generate --no-speculation "The same text, only slower"
   cat notes.txt | foredraft generate -
 """
 DRAFTED_STYLE = "green"
@@ -64,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with contextlib.ExitStack() as running:
             url = arguments.server or running.enter_context(_services(values, console))
+            url = url if "://" in url else f"http://{url}"
             _print_stream(url.rstrip("/"), arguments, console)
     except ForedraftError as error:
         console.print(Text(f"foredraft generate: {error}", style="bold red"), soft_wrap=True)
@@ -93,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--server",
         default="",
         metavar="URL",
-        help="A gateway that runs already, such as http://127.0.0.1:30000.",
+        help="A gateway that runs already, such as http://127.0.0.1:30000 or 127.0.0.1:30000.",
     )
     parser.add_argument(
         "--chat",
@@ -129,6 +130,11 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         metavar="TEXT",
         help="Text that ends the output; may be given several times.",
+    )
+    parser.add_argument(
+        "--no-speculation",
+        action="store_true",
+        help="Draft nothing for this prompt: the same text, only slower.",
     )
     services = parser.add_argument_group("services, as in foredraft serve")
     add_arguments(services, stack.ServeConfig, hide_internal=True)
@@ -209,6 +215,7 @@ def _body(arguments: argparse.Namespace) -> dict[str, Any]:
         "top_k": arguments.top_k,
         "seed": arguments.seed,
         "stop": arguments.stop,
+        "speculation": {"enabled": False} if arguments.no_speculation else None,
     }
     if not arguments.chat:
         return {**body, "prompt": arguments.prompt}
