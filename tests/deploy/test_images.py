@@ -89,7 +89,9 @@ load_model(resolve_model_path("foredraft-demo"), dtype=torch.float32, device=tor
 
 def _build(directory: Path, stage: str) -> Path:
     if not os.environ.get("FOREDRAFT_TEST_IMAGES"):
-        pytest.skip("installs everything anew, which takes minutes: set FOREDRAFT_TEST_IMAGES to run it")
+        pytest.skip(
+            "installs everything anew, which takes minutes: set FOREDRAFT_TEST_IMAGES to run it"
+        )
     if sys.version_info[:2] != (3, 11):
         pytest.skip("the image has Python 3.11")
     arguments = {"TORCH_INDEX": ""}  # no other index than pip's own configuration
