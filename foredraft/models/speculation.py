@@ -27,7 +27,9 @@ def resolve(config: C) -> C:
     path = None
     if config.speculative_draft_model_path:
         path = resolve_model_path(
-            config.speculative_draft_model_path, config.speculative_draft_model_revision
+            config.speculative_draft_model_path,
+            config.speculative_draft_model_revision,
+            bins=True,
         )
     return complete(config, target, path)
 

@@ -195,6 +195,21 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         thread.join()
 
 
+def test_a_head_without_safetensors_comes_as_bin(server: Hub) -> None:
+    del server.files[COMMIT]["model.safetensors"]
+    with pytest.raises(CheckpointError, match="no safetensors files"):
+        resolve_model_path("org/tiny")
+    assert server.fetched("pytorch_model.bin") == []
+    found = resolve_model_path("org/tiny", bins=True)
+    assert (found / "pytorch_model.bin").read_bytes() == b"pickle"
+    server.is_down = True
+    assert resolve_model_path("org/tiny", bins=True) == found
+    server.is_down = False
+    del server.files[OLDER]["model.safetensors"]
+    with pytest.raises(CheckpointError, match=r"neither safetensors files nor pytorch_model\.bin"):
+        resolve_model_path("org/tiny", OLDER, bins=True)
+
+
 def test_a_model_is_fetched_once_and_nothing_else_with_it(server: Hub) -> None:
     found = resolve_model_path("org/tiny")
     assert found.name == COMMIT
