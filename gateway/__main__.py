@@ -19,6 +19,7 @@ from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from gateway.app import make_app
 from gateway.grpc_front import SERVICE_NAME, InferenceService
+from gateway.protocol import BoundedHttpProtocol
 from gateway.serving import Serving
 from gateway.verifier_pool import VerifierPool
 
@@ -60,6 +61,7 @@ async def _serve(config: GatewayConfig) -> int:
     http = _HttpServer(
         uvicorn.Config(
             make_app(serving),
+            http=BoundedHttpProtocol,
             log_config=None,
             access_log=False,
             server_header=False,

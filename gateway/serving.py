@@ -20,6 +20,7 @@ from gateway.verifier_pool import VerifierPool
 MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 1024
 MAX_CHOICES = 64
+MAX_NAME_CHARACTERS = 128
 MAX_BATCH = 256
 
 
@@ -138,8 +139,9 @@ class Serving:
             if not 0 <= token < info.vocab_size:
                 raise InvalidRequest(prompt_field, f"token id {token} is not in the vocabulary")
         sampling.validate(info.vocab_size)
-        if not 1 <= num_choices <= MAX_CHOICES:
-            raise InvalidRequest("n", f"must be in [1, {MAX_CHOICES}], not {num_choices}")
+        check_choices(num_choices)
+        if len(name) > MAX_NAME_CHARACTERS:
+            raise InvalidRequest("request_id", f"at most {MAX_NAME_CHARACTERS} characters")
         if len(stop) > MAX_STOPS:
             raise InvalidRequest("stop", f"at most {MAX_STOPS} stop strings, not {len(stop)}")
         for text in stop:
@@ -178,10 +180,17 @@ class Serving:
         return self._opened
 
 
+def check_choices(num_choices: int) -> None:
+    """Raises InvalidRequest for no continuation or too many of one prompt."""
+    if not 1 <= num_choices <= MAX_CHOICES:
+        raise InvalidRequest("n", f"must be in [1, {MAX_CHOICES}], not {num_choices}")
+
+
 def check_batch(field: str, num_prompts: int, num_choices: int) -> None:
     """Raises InvalidRequest, naming the field, where one call asks for nothing or for too many continuations."""
     if num_prompts < 1:
         raise InvalidRequest(field, "give at least one prompt")
+    check_choices(num_choices)
     if num_prompts * num_choices > MAX_BATCH:
         raise InvalidRequest(
             field,

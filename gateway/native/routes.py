@@ -22,6 +22,7 @@ from gateway.native.schemas import (
     NativeSampling,
     TokenizeBody,
 )
+from gateway.openai.schemas import logit_bias
 from gateway.serving import MAX_BATCH, Serving, check_batch, seed_or_random
 
 
@@ -169,11 +170,6 @@ def _job(
     field: str,
 ) -> Job:
     refuse(given.model_dump(include=set(REFUSED_SAMPLING)), REFUSED_SAMPLING)
-    biases = {}
-    for key, bias in (given.logit_bias or {}).items():
-        if not key.isdecimal() or len(key) > 9:
-            raise InvalidRequest("logit_bias", f"{key!r} is not a token id")
-        biases[int(key)] = bias
     sampling = SamplingParams(
         temperature=given.temperature,
         top_k=given.top_k,
@@ -182,7 +178,7 @@ def _job(
         repetition_penalty=given.repetition_penalty,
         frequency_penalty=given.frequency_penalty,
         presence_penalty=given.presence_penalty,
-        logit_bias=biases,
+        logit_bias=logit_bias(given.logit_bias or {}),
         seed=seed_or_random(given.sampling_seed),
         max_new_tokens=128 if given.max_new_tokens is None else given.max_new_tokens,
         min_new_tokens=given.min_new_tokens,

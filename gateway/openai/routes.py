@@ -70,7 +70,7 @@ async def _completion_call(serving: Serving, body: CompletionBody) -> Call:
     serving.check_model(body.model)
     body.check()
     prompts = body.prompts()
-    check_batch("prompt", len(prompts), body.n or 1)
+    check_batch("prompt", len(prompts), 1 if body.n is None else body.n)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = body.sampling(max_tokens, body.logprobs)
     call_id = body.request_id or f"cmpl-{uuid.uuid4().hex}"

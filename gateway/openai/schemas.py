@@ -95,7 +95,7 @@ class GenerationBody(Body):
             repetition_penalty=_or(self.repetition_penalty, 1.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             presence_penalty=_or(self.presence_penalty, 0.0),
-            logit_bias=_logit_bias(self.logit_bias or {}),
+            logit_bias=logit_bias(self.logit_bias or {}),
             seed=seed_or_random(self.seed),
             max_new_tokens=max_new_tokens,
             min_new_tokens=_or(self.min_tokens, 0),
@@ -229,10 +229,11 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+def logit_bias(given: dict[str, float]) -> dict[int, float]:
+    """JSON's keys are strings; these are token ids."""
     biases = {}
     for key, bias in given.items():
-        if not key.isdecimal() or len(key) > 9:
+        if not (key.isascii() and key.isdecimal()) or len(key) > 9:
             raise InvalidRequest("logit_bias", f"{key!r} is not a token id")
         biases[int(key)] = bias
     return biases

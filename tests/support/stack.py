@@ -14,6 +14,7 @@ from foredraft.rpc.lifetime import child_environment
 from tests.support.tiny_tokenizers import byte_level, save
 
 VOCAB_SIZE = 600
+gateway_processes: list[subprocess.Popen[bytes]] = []  # started by running_gateway, newest last
 CONTEXT_LENGTH = 512
 
 
@@ -59,6 +60,7 @@ def running_gateway(*verifiers: str, **flags: Any) -> Iterator[tuple[str, str]]:
     command = [sys.executable, "-m", "gateway", *(f"--verifier={where}" for where in verifiers)]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     process = subprocess.Popen(command, env=child_environment())
+    gateway_processes.append(process)
     try:
         eventually(lambda: _listens(grpc))
         yield f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}"
