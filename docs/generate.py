@@ -15,10 +15,10 @@ from foredraft.config.services import (
     DraftConfig,
     GatewayConfig,
     LogConfig,
-    SpeculationConfig,
     TargetConfig,
     VerifyConfig,
 )
+from foredraft.config.speculation import SpeculationConfig
 from foredraft.telemetry.metrics import Family, families
 
 NOTICE = "<!-- Written by `make docs`; edit the code instead. -->\n"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from foredraft.api.verify.v1.verify_pb2_grpc import add_VerifyServiceServicer_to_server
 from foredraft.config.options import parse
-from foredraft.config.services import VerifyConfig, with_tree_defaults
+from foredraft.config.services import VerifyConfig
+from foredraft.config.speculation import with_tree_defaults
 from foredraft.errors import ForedraftError
 from foredraft.models.speculation import resolve
 from foredraft.rpc import lifetime

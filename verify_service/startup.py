@@ -10,7 +10,8 @@ import torch
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.sdpa import SdpaAttention
-from foredraft.config.services import VerifyConfig, with_tree_defaults
+from foredraft.config.services import VerifyConfig
+from foredraft.config.speculation import with_tree_defaults
 from foredraft.errors import ConfigError
 from foredraft.kvcache.draft_marks import DraftMarks
 from foredraft.kvcache.page_pool import PagePool

@@ -9,7 +9,7 @@ from draft_service.metrics import TRIE_NODES
 from foredraft import __version__
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
-from foredraft.config.services import SpeculationConfig
+from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import AttachRefused
 from foredraft.speculation import ngram
 

@@ -21,10 +21,10 @@ from foredraft.config.options import add_arguments, given_values
 from foredraft.config.services import (
     GatewayConfig,
     LogConfig,
-    SpeculationConfig,
     TargetConfig,
     VerifyConfig,
 )
+from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.telemetry.logging import setup
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from foredraft.cli.supervisor import Service, Supervisor
 from foredraft.config.options import flag_of, option, to_flags
-from foredraft.config.services import HEADS, DraftConfig, GatewayConfig, VerifyConfig
+from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
+from foredraft.config.speculation import HEADS
 from foredraft.errors import ConfigError
 from foredraft.models.hub import is_repository
 from foredraft.models.registry import resolve_model_path

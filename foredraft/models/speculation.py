@@ -4,7 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import TypeVar
 
-from foredraft.config.services import HEADS, SpeculationConfig, TargetConfig, with_tree_defaults
+from foredraft.config.services import TargetConfig
+from foredraft.config.speculation import HEADS, SpeculationConfig, with_tree_defaults
 from foredraft.errors import ConfigError
 from foredraft.models.config import ModelConfig
 from foredraft.models.head_config import HeadConfig

@@ -12,9 +12,9 @@ from foredraft.config.options import add_arguments, flag_of, given_values, to_fl
 from foredraft.config.services import (
     DraftConfig,
     GatewayConfig,
-    SpeculationConfig,
     VerifyConfig,
 )
+from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import ConfigError
 
 CONFIGS = (GatewayConfig, VerifyConfig, DraftConfig)

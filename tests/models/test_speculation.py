@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from foredraft.config.services import DraftConfig, SpeculationConfig, VerifyConfig
+from foredraft.config.services import DraftConfig, VerifyConfig
+from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.models.speculation import resolve
 from tests.support.draft_heads import tiny_head

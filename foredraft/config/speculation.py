@@ -1,0 +1,260 @@
+"""What is drafted: the flags of speculation, and which combinations of them can be served."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TypeVar
+
+from foredraft.config.options import option
+from foredraft.errors import ConfigError
+
+ALGORITHMS = ("NONE", "NGRAM", "STANDALONE", "EAGLE", "NEXTN", "EAGLE3", "MTP")
+HEADS = ("EAGLE", "EAGLE3", "MTP")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """What is drafted; the same flags go to the verifier and to the draft."""
+
+    speculative_algorithm: str = option(
+        "NGRAM",
+        "How tokens are drafted: NONE, NGRAM, STANDALONE, EAGLE (EAGLE-2; NEXTN is another name of it), EAGLE3 or MTP.",
+        choices=ALGORITHMS,
+    )
+    speculative_draft_model_path: str = option(
+        "",
+        "Draft model of STANDALONE, or head of EAGLE, EAGLE3 and MTP. Without one MTP takes the target's own layers, and so "
+        "does EAGLE.",
+        aliases=("--speculative-draft-model",),
+    )
+    speculative_draft_model_revision: str = option("", "Like --revision, for the draft model.")
+    speculative_draft_load_format: str = option(
+        "auto", "Like --load-format, for the draft model.", choices=("auto", "dummy")
+    )
+    speculative_num_steps: int | None = option(
+        None,
+        "Depth of the draft tree (heads: 5 for a Llama target, else 3; STANDALONE: 3; NGRAM: "
+        "--speculative-num-draft-tokens - 1).",
+    )
+    speculative_eagle_topk: int | None = option(
+        None,
+        "Children per node and beams per level of a model's draft tree (heads of a Llama target: 4; 1: a chain).",
+    )
+    speculative_num_draft_tokens: int | None = option(
+        None,
+        "Rows that the target verifies per step, the root included (heads of a Llama target: 8; STANDALONE: 4; NGRAM: 12).",
+    )
+    speculative_token_map: str = option(
+        "",
+        "FR-Spec: file of the token ids that EAGLE, MTP or STANDALONE may draft (.pt or .safetensors), or "
+        "foredraft-demo-token-map.",
+    )
+    enable_multi_layer_eagle: bool = option(
+        False,
+        "MTP: one module of the head for each depth, instead of its first for all; drafts chains.",
+    )
+    speculative_draft_model_quantization: str = option(
+        "unquant",
+        "Weights of the draft in memory; int8 quantizes them while loading, scales per output. On the CPU it saves memory, "
+        "not time.",
+        choices=("unquant", "int8", "fp8"),
+    )
+    speculative_attention_mode: str = option(
+        "prefill",
+        "Which attention backend verifies drafts. Prefill and decode have the same one here, so both values mean the same.",
+        choices=("prefill", "decode"),
+    )
+    speculative_draft_sampling: str = option(
+        "coupled", "Order of drafted children at temperature > 0.", choices=("topk", "coupled")
+    )
+    speculative_accept_threshold_single: float = option(
+        1.0, "LOSSY below 1: accept a drafted token whose target probability reaches this."
+    )
+    speculative_accept_threshold_acc: float = option(
+        1.0, "LOSSY below 1: raise the acceptance of drafted tokens to min(1, P/acc)."
+    )
+    speculative_ngram_min_match_window_size: int = option(1, "Shortest suffix that is matched.")
+    speculative_ngram_max_match_window_size: int | None = option(
+        None, "Longest suffix that is matched (12)."
+    )
+    speculative_ngram_min_bfs_breadth: int = option(1, "Children taken at the deepest level.")
+    speculative_ngram_max_bfs_breadth: int = option(10, "Children taken next to the root.")
+    speculative_ngram_branch_length: int | None = option(
+        None, "Tokens of a window inserted in the trie (18)."
+    )
+    speculative_ngram_max_trie_depth: int | None = option(
+        None, "SGLang's newer name of the window: sets match window and branch length together."
+    )
+    speculative_ngram_match_type: str = option(
+        "BFS", "Expand matches by recency (BFS) or by frequency (PROB).", choices=("BFS", "PROB")
+    )
+    speculative_ngram_scope: str = option(
+        "key",
+        "Whose text feeds whose drafts: one request, one API key, or all.",
+        choices=("request", "key", "server"),
+    )
+    speculative_ngram_capacity: int = option(
+        10_000_000, "Nodes of the trie at most; the least recently used go first."
+    )
+
+    def __post_init__(self) -> None:
+        if self.speculative_algorithm == "NEXTN":
+            object.__setattr__(self, "speculative_algorithm", "EAGLE")
+        check_speculation(self)
+
+    @property
+    def ngram_window(self) -> tuple[int, int]:
+        """(longest matched suffix, inserted window)."""
+        depth = self.speculative_ngram_max_trie_depth
+        if depth is not None:
+            return depth, depth
+        return (
+            self.speculative_ngram_max_match_window_size or 12,
+            self.speculative_ngram_branch_length or 18,
+        )
+
+    @property
+    def tree_limits(self) -> tuple[int, int, int]:
+        """(steps, topk, draft tokens) with the algorithm's defaults filled in."""
+        if self.speculative_algorithm == "NONE":
+            return 0, 0, 1
+        if self.speculative_algorithm == "NGRAM":
+            tokens = self.speculative_num_draft_tokens or 12
+            return tokens - 1, self.speculative_ngram_max_bfs_breadth, tokens
+        if self.speculative_num_steps is None:
+            return 3, 1, 4
+        steps, topk = self.speculative_num_steps, self.speculative_eagle_topk or 1
+        return steps, topk, self.speculative_num_draft_tokens or steps + 1
+
+
+C = TypeVar("C", bound=SpeculationConfig)
+
+
+def with_tree_defaults(config: C, architecture: str) -> C:
+    """Fills in the tree of a head where no flag gives one: (5, 4, 8) for a Llama target, as SGLang does.
+
+    Args:
+        architecture: Of the target.
+    """
+    if config.speculative_algorithm not in HEADS or config.speculative_num_steps is not None:
+        return config
+    if architecture != "LlamaForCausalLM" or config.enable_multi_layer_eagle:
+        return config
+    return dataclasses.replace(
+        config,
+        speculative_num_steps=5,
+        speculative_eagle_topk=4,
+        speculative_num_draft_tokens=8,
+    )
+
+
+def check_speculation(config: SpeculationConfig) -> None:
+    """Raises ConfigError, naming the flags, for a combination that cannot be served."""
+    algorithm = config.speculative_algorithm
+    if algorithm in ("STANDALONE", "EAGLE3") and not config.speculative_draft_model_path:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path"
+        )
+    if config.speculative_token_map and algorithm not in ("EAGLE", "MTP", "STANDALONE"):
+        reason = "its head brings its own map (d2t)" if algorithm == "EAGLE3" else "no model drafts"
+        raise ConfigError(
+            f"--speculative-token-map cannot go with --speculative-algorithm {algorithm}: {reason}"
+        )
+    if config.enable_multi_layer_eagle and algorithm not in ("EAGLE", "MTP"):
+        raise ConfigError(
+            f"--enable-multi-layer-eagle is for MTP layers, not --speculative-algorithm {algorithm}"
+        )
+    if config.enable_multi_layer_eagle and (config.speculative_eagle_topk or 1) > 1:
+        raise ConfigError(
+            "--enable-multi-layer-eagle drafts chains: --speculative-eagle-topk must be 1"
+        )
+    quantization = config.speculative_draft_model_quantization
+    if quantization == "fp8":
+        raise ConfigError(
+            "--speculative-draft-model-quantization fp8 needs GPU kernels, which this version does not have; "
+            "int8 works"
+        )
+    if quantization != "unquant" and algorithm in ("NONE", "NGRAM"):
+        raise ConfigError(
+            f"--speculative-draft-model-quantization has no use with --speculative-algorithm {algorithm}: "
+            "no model drafts"
+        )
+    if algorithm in ("NONE", "NGRAM") and config.speculative_draft_model_path:
+        raise ConfigError(
+            f"--speculative-draft-model-path has no use with --speculative-algorithm {algorithm}"
+        )
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if not 0 < getattr(config, name) <= 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be in (0, 1], not {getattr(config, name)}"
+            )
+    for name in ("speculative_num_steps", "speculative_eagle_topk"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    tokens = config.speculative_num_draft_tokens
+    if tokens is not None and not 2 <= tokens <= 256:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens must be in [2, 256], the root included, not {tokens}"
+        )
+    if algorithm == "STANDALONE" or algorithm in HEADS:
+        _check_tree(config)
+    if algorithm == "NGRAM":
+        _check_ngram(config)
+
+
+def _check_tree(config: SpeculationConfig) -> None:
+    steps, topk, tokens = (
+        config.speculative_num_steps,
+        config.speculative_eagle_topk,
+        config.speculative_num_draft_tokens,
+    )
+    given = [value is not None for value in (steps, topk, tokens)]
+    if any(given) and not given[0]:
+        raise ConfigError(
+            "--speculative-eagle-topk and --speculative-num-draft-tokens need --speculative-num-steps beside them"
+        )
+    if steps is None:
+        return
+    topk = topk or 1
+    candidates = topk + (steps - 1) * topk * topk
+    if topk > 1 and tokens is None:
+        raise ConfigError("--speculative-eagle-topk above 1 needs --speculative-num-draft-tokens")
+    if topk == 1 and tokens is not None and tokens != steps + 1:
+        raise ConfigError(
+            f"with --speculative-eagle-topk 1 the chain has --speculative-num-steps + 1 = {steps + 1} rows; "
+            f"--speculative-num-draft-tokens {tokens} does not fit"
+        )
+    if tokens is not None and tokens - 1 > candidates:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens {tokens} is more than the {candidates + 1} that "
+            f"--speculative-num-steps {steps} and --speculative-eagle-topk {topk} can make"
+        )
+
+
+def _check_ngram(config: SpeculationConfig) -> None:
+    depth = config.speculative_ngram_max_trie_depth
+    if depth is not None:
+        for name in ("speculative_ngram_max_match_window_size", "speculative_ngram_branch_length"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f"--speculative-ngram-max-trie-depth and --{name.replace('_', '-')} name the same thing: give one"
+                )
+        if depth < 2:
+            raise ConfigError("--speculative-ngram-max-trie-depth must be at least 2")
+    window, branch = config.ngram_window
+    if not 1 <= config.speculative_ngram_min_match_window_size <= window:
+        raise ConfigError(
+            "--speculative-ngram-min-match-window-size must be in [1, --speculative-ngram-max-match-window-size]"
+        )
+    if branch < 2 or window > 64 or branch > 64:
+        raise ConfigError("the n-gram windows must be in [2, 64]")
+    if (
+        not 1
+        <= config.speculative_ngram_min_bfs_breadth
+        <= config.speculative_ngram_max_bfs_breadth
+    ):
+        raise ConfigError(
+            "--speculative-ngram-min-bfs-breadth must be in [1, --speculative-ngram-max-bfs-breadth]"
+        )
+    if config.speculative_ngram_capacity < 1000:
+        raise ConfigError("--speculative-ngram-capacity must be at least 1000 nodes")
