@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.config.services import GatewayConfig
@@ -163,6 +164,12 @@ def send(handler: Any, body: bytes, status: int = 200, **headers: str) -> None:
 
 def gather(*addresses: str) -> dict[str, Any]:
     return asyncio.run(Figures(Serving(), addresses).get())
+
+
+@pytest.fixture(autouse=True)
+def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process leave figures in the registry, which a gateway would add up too."""
+    monkeypatch.setattr(figures_module, "REGISTRY", CollectorRegistry())
 
 
 def test_pages_are_added_up_and_only_known_metrics_leave(metrics_page: Any) -> None:
