@@ -1,127 +1,241 @@
-"""`foredraft generate`, as a user runs it: against a gateway, and with services of its own."""
+"""`foredraft generate` with the real services, in a pipe and in a terminal."""
 
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
-from foredraft.cli.stack import LocalStack
-from tests.support import stack as stacks
+from tests.support.stack import eventually, make_model, running_stack
 
-PROMPT = "ab ab ab ab"
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "foredraft.cli.main", "generate"]
+SERVICES = ("--device=cpu", "--num-threads=1", "--max-total-tokens=2048", "--page-size=16")
+PROMPT = "The quick brown fox"
+REPEATING = "ab ab ab ab ab ab"
+# Text that nobody drafted and text that somebody did, as a terminal gets them.
+GREEN = re.compile("\x1b\\[32m(.*?)\x1b\\[0m", re.S)
+STYLE = re.compile("\x1b\\[[0-9;]*m")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stacks.make_model(tmp_path_factory.mktemp("generate") / "model")
+    return make_model(tmp_path_factory.mktemp("generate") / "model")
 
 
 @pytest.fixture(scope="module")
-def stack(model: Path) -> Iterator[LocalStack]:
-    with stacks.running_stack(model) as running:
-        yield running
+def server(model: Path) -> Iterator[str]:
+    with running_stack(model) as stack:
+        yield stack.urls["http"]
 
 
-def generate(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "foredraft.cli.main", "generate", *arguments]
+def generate(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, input=text, capture_output=True, text=True, check=False, timeout=120
+        [*COMMAND, *arguments],
+        cwd=ROOT,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
-def test_text_and_closing_line(stack: LocalStack) -> None:
-    flags = (
-        "--server",
-        stack.urls["http"],
-        "--max-tokens",
-        "60",
-        "--seed",
-        "5",
-        "--temperature",
-        "0.8",
-    )
-    first = generate(PROMPT, *flags)
-    assert first.returncode == 0, first.stderr
-    again = generate("-", *flags, text=PROMPT)
-    assert again.stdout == first.stdout
-    closing = re.search(r"(\d+) tokens .* tokens/s · accept length ([\d.]+) .*seed 5", again.stderr)
-    assert closing, again.stderr
-    assert int(closing[1]) <= 60
-    assert float(closing[2]) >= 1
-
-
-def test_drafted_tokens_have_a_colour_on_a_terminal(stack: LocalStack) -> None:
-    command = [sys.executable, "-m", "foredraft.cli.main", "generate", PROMPT, "--max-tokens", "80"]
+def in_terminal(*arguments: str) -> str:
+    """What a terminal shows of both streams."""
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": ""}
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
+    environment.pop("NO_COLOR", None)
     process = subprocess.Popen(
-        [*command, "--server", stack.urls["http"]], stdout=theirs, stderr=theirs, env=environment
+        [*COMMAND, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
     )
     os.close(theirs)
-    shown = bytearray()
-
-    def read() -> None:
-        while True:
-            try:
-                shown.extend(os.read(ours, 65536))
-            except OSError:  # the other end is closed
-                return
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    assert process.wait(60) == 0
-    reader.join()
+    shown = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        shown += part
     os.close(ours)
-    assert b"\x1b[32m" in shown
-    assert b"accept length" in shown
+    assert process.wait(60) == 0
+    return shown.decode().replace("\r\n", "\n")
 
 
-def test_chats(stack: LocalStack) -> None:
-    flags = ("--server", stack.urls["http"], "--chat", "--max-tokens", "8")
-    plain, system = generate("Hi", *flags), generate("Hi", "--system", "Be brief.", *flags)
-    assert plain.returncode == system.returncode == 0
-    assert plain.stdout != system.stdout
+def expected(server: str, prompt: str, **fields: object) -> str:
+    body = {"prompt": prompt, "temperature": 0, **fields}
+    answer = httpx.post(f"{server}/v1/completions", json=body, timeout=60)
+    return str(answer.json()["choices"][0]["text"])
 
 
-def test_starts_and_stops_services_of_its_own(model: Path) -> None:
-    done = generate(
-        PROMPT, "--model-path", str(model), "--max-tokens", "5", "--num-threads", "1",
-        "--max-total-tokens", "2048", "--device", "cpu",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"\b5 tokens\b", done.stderr)
+def test_one_shot_starts_the_services_and_prints_the_models_text(model: Path, server: str) -> None:
+    flags = ("--max-tokens=24", "--temperature=0.8", "--seed=3")
+    one = generate(f"--model-path={model}", *SERVICES, *flags, PROMPT)
+    assert one.returncode == 0, one.stderr
+    text = expected(server, PROMPT, max_tokens=24, temperature=0.8, seed=3)
+    assert one.stdout == text + "\n"
+    # No log line and no style: the closing line is all there is.
+    (line,) = one.stderr.splitlines()
+    assert re.search(
+        r"^\d+ tokens · .* · then [\d.]+ tokens/s · accept length \d\.\d\d .* seed 3 ·", line
+    )
+    assert "\x1b" not in one.stdout + one.stderr
+
+
+def test_a_server_that_runs_is_asked_without_starting_any(server: str) -> None:
+    text = expected(server, PROMPT, max_tokens=20)
+    for where in (server, server + "/", server.removeprefix("http://")):
+        asked = generate(f"--server={where}", "--max-tokens=20", PROMPT)
+        assert (asked.returncode, asked.stdout) == (0, text + "\n"), asked.stderr
+    piped = generate(f"--server={server}", "--max-tokens=20", "-", stdin=PROMPT)
+    assert piped.stdout == text + "\n"
+
+
+def test_no_speculation_gives_the_same_text(server: str) -> None:
+    flags = (f"--server={server}", "--max-tokens=60", "--temperature=0.7", "--seed=5")
+    with_draft = generate(*flags, REPEATING)
+    with_draft = generate(*flags, REPEATING)  # the draft knows the text now
+    without = generate(*flags, "--no-speculation", REPEATING)
+    assert without.stdout == with_draft.stdout
+    assert "drafted tokens accepted" in with_draft.stderr
+    assert "drafted tokens accepted" not in without.stderr
+    # The prompt's own pass gives a token too, so that it is a little more than one a step.
+    assert "accept length 1.0" in without.stderr
+
+
+def test_chat_and_stop(server: str) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    body = {"messages": messages, "temperature": 0, "max_tokens": 30}
+    answer = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=60).json()
+    text = answer["choices"][0]["message"]["content"]
+    chat = generate(f"--server={server}", "--chat", "--system=Be brief.", "--max-tokens=30", "Hi")
+    assert chat.stdout == text + "\n"
+    stop = text[6:9]
+    cut = generate(
+        f"--server={server}", "--chat", "--system=Be brief.", f"--stop={stop}", "--stop=zzzz", "Hi"
+    )
+    assert cut.stdout == text[: text.index(stop)] + "\n"
+    assert "ended by stop" in cut.stderr
+
+
+def test_a_terminal_shows_drafted_tokens_in_green(server: str) -> None:
+    flags = (f"--server={server}", "--max-tokens=60", REPEATING)
+    plain = generate(*flags)
+    shown = in_terminal(*flags)
+    text, _, closing = shown.rstrip("\n").rpartition("\n")
+    # Control characters that the model wrote are not passed on.
+    safe = "".join(c if c.isprintable() or c in "\n\t" else "�" for c in plain.stdout)
+    assert STYLE.sub("", text) + "\n" == safe
+    accepted = re.search(r"(\d+) of \d+ drafted tokens accepted", closing)
+    assert accepted
+    # A token can be half a character, and such a token has no text of its own.
+    assert 0 < len(GREEN.findall(text)) <= int(accepted[1])
+    assert not set("\x1b") & set(STYLE.sub("", text))
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(server: str) -> None:
+    with subprocess.Popen(
+        [*COMMAND, f"--server={server}", "--max-tokens=400", PROMPT],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert process.wait(60) in (0, 1)
+        assert b"Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("when", ["starting", "streaming"])
+def test_ctrl_c_leaves_nothing_behind(model: Path, when: str) -> None:
+    flags = ("--max-tokens=500", "--temperature=1", "--no-speculation", "--seed=1")
+    process = subprocess.Popen(
+        [*COMMAND, f"--model-path={model}", *SERVICES, *flags, PROMPT],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout
+    eventually(lambda: process.poll() is not None or len(children_of(process.pid)) == 3)
+    children = children_of(process.pid)
+    if when == "streaming":
+        assert process.stdout.read(1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors.decode()
+    assert b"Traceback" not in errors
+    eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+
+
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "message"),
+    ("arguments", "said"),
     [
-        (("x", "--server", "http://127.0.0.1:1"), 1, "no answer"),
-        (("x", "--server", "http://127.0.0.1:1", "--dtype", "float32"), 2, "--dtype"),
-        (("x", "--system", "y"), 2, "--chat"),
-        (("x", "--model-path", "/nowhere/at/all"), 2, "--model-path"),
-        ((), 2, "PROMPT"),
+        (["--server=http://127.0.0.1:9", "x"], "no answer from http://127.0.0.1:9"),
+        (["--server=SERVER", "--temperature=-1", "x"], "temperature: must be in"),
+        (["--server=SERVER", "--top-p=7", "x"], "top_p: must be in"),
+        (["--server=SERVER", "--max-tokens=100000", "x"], "max_tokens: 100000 is more than"),
+        (["--server=SERVER", "--seed", str(2**70), "x"], "seed: must fit 64 bits"),
+        (["--server=SERVER/nothing", "x"], "POST /nothing/v1/completions: Not Found"),
     ],
 )
-def test_errors(arguments: tuple[str, ...], status: int, message: str) -> None:
-    done = generate(*arguments)
-    assert done.returncode == status
-    assert message in done.stderr
+def test_failures_are_one_line(server: str, arguments: list[str], said: str) -> None:
+    failed = generate(*(argument.replace("SERVER", server) for argument in arguments))
+    assert failed.returncode == 1
+    assert said in failed.stderr
+    assert len(failed.stderr.splitlines()) == 1
+    assert failed.stdout == ""
 
 
-def test_a_refusal_is_shown(stack: LocalStack) -> None:
-    done = generate("x", "--server", stack.urls["http"], "--top-p", "7")
-    assert done.returncode == 1
-    assert "top_p" in done.stderr
+def test_services_that_cannot_start_show_why(model: Path, tmp_path: Path) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[:1000])
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    failed = generate(f"--model-path={tmp_path}", *SERVICES, "--speculative-algorithm=NONE", "x")
+    assert failed.returncode == 1
+    assert f"{tmp_path}/model.safetensors: truncated" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "PROMPT"),
+        (["--system=x", "y"], "--system needs --chat"),
+        (["--max-tokens=many", "x"], "--max-tokens"),
+        (["--server=http://x", "--model-path=y", "z"], "--model-path has no use with it"),
+        (["--server=http://x", "--dtype=float32", "z"], "--dtype has no use with it"),
+        (["--model-path=/no/such/model", "x"], "no such directory"),
+        (["--no-such-flag", "x"], "--no-such-flag"),
+    ],
+)
+def test_wrong_flags(arguments: list[str], said: str) -> None:
+    wrong = generate(*arguments)
+    assert wrong.returncode == 2
+    assert said in wrong.stderr
 
 
 def test_help_teaches() -> None:
-    done = generate("--help")
-    assert done.returncode == 0
-    assert "examples:" in done.stdout
-    assert "--speculative-algorithm" in done.stdout
+    shown = generate("--help")
+    assert shown.returncode == 0
+    assert "examples:" in shown.stdout
+    assert "--speculative-algorithm" in shown.stdout
