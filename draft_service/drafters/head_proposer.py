@@ -26,7 +26,7 @@ class HeadLevels:
         """See LevelRunner."""
         assert features is not None
         output = self._runner.forward(rows, features)
-        return output.logits, output.wanted_features
+        return output.logits, output.features
 
 
 class HeadProposer(PagedProposer):

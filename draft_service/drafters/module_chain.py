@@ -158,6 +158,7 @@ class ModuleChainProposer(HeadProposer):
                     [self._windows[index].features[first:end] for index, first, end in parts]
                 ),
                 depth,
+                all_features=True,
             )
             sizes = [end - first for _, first, end in parts]
             for (index, _, _), part in zip(parts, output.features.split(sizes), strict=True):

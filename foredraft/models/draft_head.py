@@ -45,29 +45,27 @@ class HeadOutput:
 
     Attributes:
         logits: float32 [the rows asked for, columns of `DraftHead.token_map`].
-        features: [num_rows, hidden_size] of all rows, for those that continue them.
-        logit_rows: int64, the rows asked for; None for all.
+        features: [rows, hidden_size], for those that continue them: of the rows asked for, or of all where that was asked.
     """
 
     logits: torch.Tensor
     features: torch.Tensor
-    logit_rows: torch.Tensor | None = None
-
-    @property
-    def wanted_features(self) -> torch.Tensor:
-        """Of the rows asked for."""
-        return self.features if self.logit_rows is None else self.features[self.logit_rows]
 
 
 @dataclass(slots=True)
 class Pass:
-    """What the layers of one forward share."""
+    """What the layers of one forward share.
+
+    Attributes:
+        kept_rows: int64, the rows that the last layer gives; None for all. Of the others only keys and values matter.
+    """
 
     angles: Mapping[RopeConfig, Angles]
     batch: Batch
     kv: PagedKV
     attention: AttentionBackend
     plan: object
+    kept_rows: torch.Tensor | None
 
 
 class HeadLayer(nn.Module):
@@ -113,8 +111,10 @@ class HeadLayer(nn.Module):
         )
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, False, dtype, device)
 
-    def forward(self, x: torch.Tensor, stream: torch.Tensor, run: Pass) -> torch.Tensor:
-        """The stream [num_rows, hidden_size] after the layer.
+    def forward(
+        self, x: torch.Tensor, stream: torch.Tensor, run: Pass, is_last: bool
+    ) -> torch.Tensor:
+        """The stream [num_rows, hidden_size] after the layer; after the last one that of the kept rows.
 
         Args:
             x: [num_rows, input_size], read by attention.
@@ -124,6 +124,8 @@ class HeadLayer(nn.Module):
         stream = stream + self.attention(
             x, angles, self._index, run.batch, run.kv, run.attention, run.plan
         )
+        if is_last and run.kept_rows is not None:
+            stream = stream[run.kept_rows]
         return stream.add_(self.mlp(self.mlp_norm(stream)))
 
 
@@ -193,7 +195,7 @@ class DraftHead(nn.Module, ABC):
     def compute(
         self, embeds: torch.Tensor, features: torch.Tensor, run: Pass, module: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the LM head reads, the features of the next rows), [num_rows, hidden_size] each."""
+        """(what the LM head reads, the features of the next rows), [kept rows, hidden_size] each."""
 
     def forward(
         self,
@@ -202,20 +204,22 @@ class DraftHead(nn.Module, ABC):
         kv: PagedKV,
         attention: AttentionBackend,
         module: int = 0,
+        all_features: bool = False,
     ) -> HeadOutput:
         """Computes the batch's rows and writes their keys and values to `kv`.
 
         Args:
             features: [num_rows, hidden_size]: of `fuse`, or `HeadOutput.features` of the rows before.
             module: Which of `num_modules`.
+            all_features: The features of all rows are wanted, not those of the rows whose logits are alone.
         """
         angles = {rope: r.angles(batch.positions, self._dtype) for rope, r in self._rotary.items()}
         plan = attention.plan(batch, kv, self._windows, self._group_size)
-        run = Pass(angles, batch, kv, attention, plan)
+        run = Pass(angles, batch, kv, attention, plan, None if all_features else batch.logit_rows)
         scored, following = self.compute(self.embedding(batch.tokens), features, run, module)
-        if batch.logit_rows is not None:
+        if all_features and batch.logit_rows is not None:
             scored = scored[batch.logit_rows]
-        return HeadOutput(self.lm_head(scored), following, batch.logit_rows)
+        return HeadOutput(self.lm_head(scored), following)
 
     def make_norm(self, size: int) -> RMSNorm:
         """A norm over `size` elements."""

@@ -54,5 +54,5 @@ class EagleHead(DraftHead):
         stream = self.fc(torch.cat((embeds, features), -1))
         for index, layer in enumerate(self._layers):
             x = self._norms[index - 1](stream) if index else stream
-            stream = layer(x, stream, run)
+            stream = layer(x, stream, run, layer is self._layers[-1])
         return stream, stream

@@ -106,6 +106,6 @@ class Eagle3Head(DraftHead):
         for index, layer in enumerate(self._layers):
             if index:
                 x = self._norms[index](stream)
-            stream = layer(x, stream, run)
+            stream = layer(x, stream, run, layer is self._layers[-1])
         out = self.norm(stream)
         return out, out if self.config.norm_output else stream

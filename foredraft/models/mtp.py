@@ -29,7 +29,7 @@ class MTPModule(nn.Module):
         stream = self.projection(
             torch.cat((self.hidden_norm(features), self.token_norm(embeds)), -1)
         )
-        return self.final_norm(self.layer(self.attention_norm(stream), stream, run))
+        return self.final_norm(self.layer(self.attention_norm(stream), stream, run, True))
 
 
 class MTPHead(DraftHead):

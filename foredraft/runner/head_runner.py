@@ -31,7 +31,11 @@ class HeadRunner:
 
     @torch.inference_mode()
     def forward(
-        self, rows: Sequence[SequenceRows], features: torch.Tensor, module: int = 0
+        self,
+        rows: Sequence[SequenceRows],
+        features: torch.Tensor,
+        module: int = 0,
+        all_features: bool = False,
     ) -> HeadOutput:
         """Computes the rows of some sequences and writes their KV.
 
@@ -39,10 +43,11 @@ class HeadRunner:
             rows: At least one sequence; no two write the same slot.
             features: [num_rows, hidden_size], see `DraftHead.forward`.
             module: Which of the head's modules.
+            all_features: See `DraftHead.forward`.
 
         Raises:
             ValueError: Rows that contradict themselves or the cache.
         """
         num_slots = self.kv.data.shape[2]
         batch = build_batch(rows, self.kv.page_size, num_slots, self.kv.data.device)
-        return self.head.forward(batch, features, self.kv, self.attention, module)
+        return self.head.forward(batch, features, self.kv, self.attention, module, all_features)

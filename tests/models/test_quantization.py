@@ -20,7 +20,7 @@ def random_linear(num_outputs: int, num_inputs: int, bias: bool, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 7, 8, 40])
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 8, 40])
 def test_products_of_rounded_weights(num_rows: int, bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(num_rows)
     linear = random_linear(96, 64, bias, dtype)
