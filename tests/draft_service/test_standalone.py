@@ -457,6 +457,33 @@ def test_one_verifier_at_a_time(draft: DraftProcess) -> None:
         assert stream.attached.kv_bytes > 0
 
 
+def test_a_token_map_drafts_its_tokens_alone(
+    make: Callable[[str], Path], reference: Reference, tmp_path: Path
+) -> None:
+    ids = random.Random(2).sample(range(VOCAB_SIZE), 50)
+    torch.save(ids, tmp_path / "map.pt")
+    others = [token for token in range(VOCAB_SIZE) if token not in ids]
+
+    class Reduced(Reference):
+        def logits(self, tokens: list[int], valid_from: int = 0) -> np.ndarray:
+            row = reference.logits(tokens, valid_from).copy()
+            row[others] = -np.inf
+            return row
+
+    reduced = Reduced.__new__(Reduced)
+    sequences = Sequences()
+    with (
+        DraftProcess(
+            *flags(make("LlamaForCausalLM")), f"--speculative-token-map={tmp_path / 'map.pt'}"
+        ) as process,
+        open_stream(process.target, attach(3, 3, 9)) as stream,
+    ):
+        for slot, length in enumerate((3, 11)):
+            text = prompt(slot, length)
+            tree = stream.step(sequences.begin(slot, text, **BUSHY))[slot]
+            assert paths_of(tree) == reduced.paths(text, 3, 3, 8)
+
+
 def test_another_tokenizer_is_refused(make: Callable[[str], Path], tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "draft")
     tiny_tokenizers.save(tiny_tokenizers.byte_level(), path)
