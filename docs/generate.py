@@ -1,10 +1,11 @@
-"""Writes docs/flags.md and docs/metrics.md from the code. `python docs/generate.py --check` only compares.
+"""Writes docs/flags.md, docs/metrics.md and docs/openapi.json from the code. `python docs/generate.py --check` only compares.
 
 Run from the repository's root.
 """
 
 import dataclasses
 import importlib
+import json
 import sys
 import typing
 from pathlib import Path
@@ -101,6 +102,15 @@ def metrics_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def openapi_document() -> str:
+    """What the gateway serves as /openapi.json."""
+    # Imported late: the gateway's metrics belong to its section of the page above.
+    app = importlib.import_module("gateway.app")
+    pool = importlib.import_module("gateway.verifier_pool").VerifierPool(())
+    serving = importlib.import_module("gateway.serving").Serving(GatewayConfig(), pool)
+    return json.dumps(app.make_app(serving).openapi(), indent=1) + "\n"
+
+
 def _table(config: type, names: list[str]) -> list[str]:
     hints = typing.get_type_hints(config)
     fields = {field.name: field for field in dataclasses.fields(config)}
@@ -134,7 +144,12 @@ def _metric_row(family: Family) -> str:
 def main(argv: list[str]) -> int:
     """Returns 1 when a page was stale under --check."""
     stale = []
-    for name, text in (("flags.md", flags_page()), ("metrics.md", metrics_page())):
+    pages = {
+        "flags.md": flags_page(),
+        "metrics.md": metrics_page(),
+        "openapi.json": openapi_document(),
+    }
+    for name, text in pages.items():
         path = Path(__file__).with_name(name)
         if path.exists() and path.read_text() == text:
             continue

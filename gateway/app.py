@@ -14,13 +14,16 @@ from foredraft import __version__
 from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.telemetry import metrics as telemetry_metrics
 from foredraft.types import SamplingParams
-from gateway import pages
+from gateway import openapi, pages
 from gateway.http import RequestNames, error_response
 from gateway.native import routes as native
+from gateway.native.schemas import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody
 from gateway.openai import routes as openai
+from gateway.openai.schemas import ChatBody, CompletionBody
 from gateway.serving import Serving
 
 PROBE_SECONDS = 20.0
+BODIES = (CompletionBody, ChatBody, GenerateBody, TokenizeBody, DetokenizeBody, AbortBody)
 
 
 def make_app(serving: Serving) -> FastAPI:
@@ -31,6 +34,7 @@ def make_app(serving: Serving) -> FastAPI:
     app.include_router(pages.make_router(serving))
     _add_health(app, serving)
     _add_errors(app)
+    openapi.install(app, BODIES)
     return app
 
 
@@ -57,7 +61,7 @@ def _add_health(app: FastAPI, serving: Serving) -> None:
                 pass
         return {"status": "ok"}
 
-    @app.get("/metrics", tags=["health"])
+    @app.get("/metrics", tags=["health"], response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text format."""
         page = await asyncio.to_thread(telemetry_metrics.render)

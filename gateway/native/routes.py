@@ -23,6 +23,7 @@ from gateway.native.schemas import (
     TokenizeBody,
 )
 from gateway.openai.schemas import logit_bias
+from gateway.openapi import reads
 from gateway.serving import MAX_BATCH, Serving, check_batch, seed_or_random
 
 
@@ -31,7 +32,8 @@ def make_router(serving: Serving) -> APIRouter:
     router = APIRouter(tags=["native"])
     limit = serving.config.max_body_bytes
 
-    @router.api_route("/generate", methods=["POST", "PUT"], response_model=None)
+    @router.post("/generate", response_model=None, openapi_extra=reads(GenerateBody))
+    @router.put("/generate", response_model=None, openapi_extra=reads(GenerateBody))
     async def generate(request: Request) -> Response:
         body = await read(request, GenerateBody, limit)
         with naming(body.names()):
@@ -41,7 +43,7 @@ def make_router(serving: Serving) -> APIRouter:
             answers = await unless_disconnected(request, _whole(serving, body, jobs))
             return JSONResponse(answers if is_batch else answers[0])
 
-    @router.post("/tokenize", response_model=None)
+    @router.post("/tokenize", response_model=None, openapi_extra=reads(TokenizeBody))
     async def tokenize(request: Request) -> dict[str, Any]:
         body = await read(request, TokenizeBody, limit)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -54,7 +56,7 @@ def make_router(serving: Serving) -> APIRouter:
             "max_model_len": serving.info.context_length,
         }
 
-    @router.post("/detokenize", response_model=None)
+    @router.post("/detokenize", response_model=None, openapi_extra=reads(DetokenizeBody))
     async def detokenize(request: Request) -> dict[str, Any]:
         body = await read(request, DetokenizeBody, limit)
         batch = _token_batch(body.tokens)
@@ -64,7 +66,7 @@ def make_router(serving: Serving) -> APIRouter:
         texts = [await serving.decode(tokens, body.skip_special_tokens) for tokens in batch]
         return {"text": texts if _is_nested(body.tokens) else texts[0]}
 
-    @router.post("/abort_request")
+    @router.post("/abort_request", openapi_extra=reads(AbortBody))
     async def abort_request(request: Request) -> dict[str, Any]:
         body = await read(request, AbortBody, limit)
         if body.abort_all:
@@ -73,7 +75,8 @@ def make_router(serving: Serving) -> APIRouter:
             raise InvalidRequest("rid", "give a request's id, or abort_all: true")
         return {"aborted": int(serving.generator.abort(body.rid))}
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    @router.get("/flush_cache")
+    @router.post("/flush_cache")
     async def flush_cache() -> dict[str, Any]:
         return {"pages": await serving.pool.flush_cache()}
 

@@ -16,6 +16,7 @@ from gateway.generation import Job
 from gateway.http import event_stream, naming, read, unless_disconnected
 from gateway.openai import replies
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
+from gateway.openapi import reads
 from gateway.serving import Serving, check_batch
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -51,13 +52,13 @@ def make_router(serving: Serving) -> APIRouter:
         serving.check_model(name)
         return replies.model(serving)
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, openapi_extra=reads(CompletionBody))
     async def completions(request: Request) -> Response:
         body = await read(request, CompletionBody, limit)
         with naming(body.names()):
             return await _answer(serving, request, await _completion_call(serving, body))
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, openapi_extra=reads(ChatBody))
     async def chat_completions(request: Request) -> Response:
         body = await read(request, ChatBody, limit)
         with naming(body.names()):

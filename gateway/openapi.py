@@ -1,0 +1,77 @@
+"""The OpenAPI document: what FastAPI cannot see, since the routes read their bodies and write their errors themselves."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+REF = "#/components/schemas/{model}"
+_JSON = "application/json"
+
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code", "retryable"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "The field at fault."},
+                "code": {"type": ["string", "null"]},
+                "retryable": {
+                    "type": "boolean",
+                    "description": "The same request may succeed later.",
+                },
+            },
+        }
+    },
+}
+
+
+def reads(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route whose body is `model`."""
+    schema = {"$ref": REF.format(model=model.__name__)}
+    extra: dict[str, Any] = {
+        "requestBody": {"required": True, "content": {_JSON: {"schema": schema}}}
+    }
+    if "stream" in model.model_fields:
+        stream = {"schema": {"type": "string"}}
+        extra["responses"] = {"200": {"content": {"text/event-stream": stream}}}
+    return extra
+
+
+def install(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
+    """Makes /openapi.json the whole document; `bodies` are the models that `reads` was given."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app, bodies)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    found: dict[str, Any] = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in bodies], ref_template=REF
+    )
+    schemas = found.setdefault("components", {}).setdefault("schemas", {})
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    schemas.update(definitions["$defs"], Error=ERROR)
+    error = {"$ref": REF.format(model="Error")}
+    for operations in found["paths"].values():
+        for operation in operations.values():
+            # A wrong field is 400 here, with the envelope of all errors.
+            operation["responses"].pop("422", None)
+            operation["responses"]["default"] = {
+                "description": "An error.",
+                "content": {_JSON: {"schema": error}},
+            }
+    return found

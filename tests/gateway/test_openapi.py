@@ -1,0 +1,101 @@
+"""The OpenAPI document tells what the gateway takes; whatever fits it, or nearly does, gets an answer that is no defect."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import hypothesis
+import pytest
+import schemathesis
+
+from foredraft.cli.stack import LocalStack
+from tests.support.stack import eventually
+
+PATH = Path(__file__).parents[2] / "docs" / "openapi.json"
+DOCUMENT: dict[str, Any] = json.loads(PATH.read_text())
+SCHEMA = schemathesis.openapi.from_path(PATH)
+# A fuzzed deadline may pass, and a name that nobody serves be asked for.
+ANSWERS = {200, 400, 404, 405, 413, 504}
+
+
+def references(node: Any) -> set[str]:
+    if isinstance(node, dict):
+        own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
+        return own.union(*map(references, node.values()))
+    return set().union(*map(references, node)) if isinstance(node, list) else set()
+
+
+def test_what_is_served_is_what_is_documented(http: httpx.Client) -> None:
+    # tests/docs holds the file against the code.
+    assert http.get("/openapi.json").json() == DOCUMENT
+
+
+def test_references_resolve() -> None:
+    schemas = {f"#/components/schemas/{name}" for name in DOCUMENT["components"]["schemas"]}
+    assert references(DOCUMENT) <= schemas
+
+
+def test_every_route_with_a_body_describes_it_and_every_route_its_errors() -> None:
+    operations = [
+        (method, operation)
+        for operations in DOCUMENT["paths"].values()
+        for method, operation in operations.items()
+    ]
+    names = [operation["operationId"] for _, operation in operations]
+    assert len(set(names)) == len(names)
+    for method, operation in operations:
+        assert "default" in operation["responses"]
+        assert "422" not in operation["responses"]
+        if method in ("post", "put") and "flush_cache" not in operation["operationId"]:
+            assert "requestBody" in operation
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path, methods in DOCUMENT["paths"].items()
+        if "requestBody" in methods.get("post", {})
+    ],
+)
+def test_an_empty_body_gets_the_documented_error(http: httpx.Client, path: str) -> None:
+    answer = http.post(path, json={})
+    assert answer.status_code == 400
+    shape = DOCUMENT["components"]["schemas"]["Error"]["properties"]["error"]
+    assert set(answer.json()["error"]) == set(shape["required"])
+
+
+@pytest.mark.slow
+@SCHEMA.parametrize()
+@hypothesis.settings(
+    max_examples=25,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+def test_fuzzed(case: schemathesis.Case, stack: LocalStack) -> None:
+    if isinstance(case.body, dict):
+        # So that more than the first check is reached, and nothing runs for long.
+        if isinstance(case.body.get("model"), str):
+            del case.body["model"]
+        for field in ("max_tokens", "max_completion_tokens"):
+            if isinstance(case.body.get(field), int):
+                case.body[field] %= 9
+    answer = case.call(base_url=stack.urls["http"], timeout=60)
+    assert answer.status_code in ANSWERS, answer.text
+    if answer.status_code >= 400 and case.method != "HEAD":
+        error = answer.json()["error"]
+        assert error["message"]
+        assert error["code"] != "internal_error"
+
+
+@pytest.mark.slow
+def test_nothing_is_left_after_the_fuzzing(http: httpx.Client) -> None:
+    def is_idle() -> bool:
+        loads = http.get("/get_server_info").json()["verifiers"].values()
+        return all(load["running"] + load["waiting"] == 0 for load in loads)
+
+    eventually(is_idle)
+    assert http.get("/health").json()["status"] == "ok"
