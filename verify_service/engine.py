@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 import torch
 
 from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
-from foredraft.runner.batch import SequenceRows
-from foredraft.runner.model_runner import ModelRunner
 from foredraft.speculation.draft_tree import EMPTY, DraftTree
 from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from verify_service import metrics
-from verify_service.chooser import Chooser, Outcome, VerifyRows
+from verify_service.chooser import Outcome, VerifyRows
 from verify_service.draft_policy import DraftPolicy
 from verify_service.drafting import NOTHING, Drafted, Drafting, Wanted
 from verify_service.hidden_states import committed_rows
@@ -26,6 +24,7 @@ from verify_service.request import Sequence
 from verify_service.scheduler import Scheduler
 from verify_service.self_test import SelfTest
 from verify_service.step_plan import StepPlan
+from verify_service.target_step import TargetStep
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +79,7 @@ class Engine:
     """Runs every step. `start`, `submit`, `cancel`, `load`, `flush_cache` and `stop` are for other threads.
 
     Args:
+        target: Runs the target's part of each step.
         drafting: The draft's side, or None for plain decoding.
         policy: How much to draft.
         self_test: Of each draft that is attached, while the engine idles.
@@ -87,9 +87,8 @@ class Engine:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        target: TargetStep,
         scheduler: Scheduler,
-        chooser: Chooser,
         drafting: Drafting | None,
         policy: DraftPolicy,
         limits: EngineLimits,
@@ -97,9 +96,8 @@ class Engine:
         self_test: SelfTest | None = None,
     ) -> None:
         self.limits = limits
-        self._runner = runner
+        self._target = target
         self._scheduler = scheduler
-        self._chooser = chooser
         self._drafting = drafting
         self._policy = policy
         self._speculation = speculation
@@ -280,27 +278,28 @@ class Engine:
         metrics.DRAFT_WAIT_SECONDS.observe(drafted - started)
         if plan.is_empty:
             return
-        batch, rows = self._rows(plan, trees)
+        batch = self._batch(plan, trees)
+        starts = [slot.seq.num_computed for slot in plan.decode]
         capture = self._drafting.capture if self._drafting is not None else None
-        output = self._runner.forward(rows, capture or ())
-        forwarded = time.perf_counter()
+        result = self._target.run(batch, plan.prefill, capture or ())
+        verified = time.perf_counter()
         if not plan.prefill:
-            self._policy.observe(len(output.logits), forwarded - drafted)
-        outcomes = self._chooser.choose(batch, output.logits) if batch else []
+            self._policy.observe(result.num_logit_rows, result.forward_seconds)
         for chunk in plan.prefill:
             if not chunk.is_last:
                 self._scheduler.on_committed(chunk.seq, chunk.num_tokens)
         num_chunk_tokens = {chunk.seq.request_id: chunk.num_tokens for chunk in plan.prefill}
-        for verify_rows, outcome in zip(batch, outcomes, strict=True):
+        for verify_rows, outcome in zip(batch, result.outcomes, strict=True):
             self._commit(
                 verify_rows, outcome, num_chunk_tokens.get(verify_rows.sequence.request_id)
             )
         if self._drafting is not None and capture is not None:
-            paths = [outcome.verified.path for outcome in outcomes[: len(plan.decode)]]
-            self._drafting.keep(output, committed_rows(plan, rows, paths))
+            paths = [outcome.verified.path for outcome in result.outcomes[: len(plan.decode)]]
+            committed = committed_rows(plan, result.first_rows, starts, paths)
+            self._drafting.keep(result.output, committed)
         ended = time.perf_counter()
-        metrics.FORWARD_SECONDS.observe(forwarded - drafted)
-        metrics.VERIFY_SECONDS.observe(ended - forwarded)
+        metrics.FORWARD_SECONDS.observe(result.forward_seconds)
+        metrics.VERIFY_SECONDS.observe(verified - drafted - result.forward_seconds)
         metrics.STEP_SECONDS.observe(ended - started)
         self._observe()
 
@@ -361,29 +360,15 @@ class Engine:
         wanted = [Wanted(slot.seq, slot.max_tree_nodes) for slot in plan.decode]
         return self._drafting.propose(wanted, [chunk.seq for chunk in plan.prefill])
 
-    def _rows(
-        self, plan: StepPlan, trees: dict[int, Drafted]
-    ) -> tuple[list[VerifyRows], list[SequenceRows]]:
-        """The rows whose logits choose tokens, and all rows of the forward, in the same order."""
-        batch: list[VerifyRows] = []
-        rows: list[SequenceRows] = []
+    def _batch(self, plan: StepPlan, trees: dict[int, Drafted]) -> list[VerifyRows]:
+        """The sequences for which tokens are chosen: decoding ones, then those whose prompt ends."""
+        batch = []
         for slot in plan.decode:
-            seq = slot.seq
-            drafted = trees.get(seq.request_id, NOTHING)
-            tree = self._worthwhile(seq, drafted)
-            batch.append(VerifyRows(seq, tree, drafted.confidence))
-            rows.append(SequenceRows.tree(seq.pages, seq.num_computed, seq.tokens[-1], tree))
-        for chunk in plan.prefill:
-            seq, end = chunk.seq, chunk.start + chunk.num_tokens
-            if chunk.is_last:
-                batch.append(VerifyRows(seq, EMPTY))
-            tokens = seq.tokens[chunk.start : end]
-            rows.append(
-                SequenceRows.chunk(
-                    seq.pages, chunk.start, tokens, "last" if chunk.is_last else "none"
-                )
-            )
-        return batch, rows
+            drafted = trees.get(slot.seq.request_id, NOTHING)
+            tree = self._worthwhile(slot.seq, drafted)
+            batch.append(VerifyRows(slot.seq, tree, drafted.confidence))
+        batch.extend(VerifyRows(chunk.seq, EMPTY) for chunk in plan.prefill if chunk.is_last)
+        return batch
 
     def _commit(self, rows: VerifyRows, outcome: Outcome, num_chunk_tokens: int | None) -> None:
         """Takes what the rule gave for one sequence.
@@ -395,12 +380,10 @@ class Engine:
         sequence, tree, verified = rows.sequence, rows.tree, outcome.verified
         live = self._live[sequence.request_id]
         accepted = [row - 1 for row in verified.path[1:]]
-        if tree.tokens:
-            self._runner.commit_path(sequence.pages, sequence.num_computed, verified.path)
         num_kept, reason = sequence.append_tokens(verified.tokens)
         tokens = verified.tokens[:num_kept]
         self._scheduler.on_committed(sequence, num_chunk_tokens or num_kept)
-        self._chooser.committed(sequence, tokens)
+        self._target.committed(sequence, tokens)
         if not live.request.is_probe:
             self._speculation.generated(num_kept)
         if num_chunk_tokens is None:
@@ -452,7 +435,7 @@ class Engine:
     ) -> None:
         """The last output of a sequence that has left the scheduler."""
         del self._live[sequence.request_id]
-        self._chooser.forget(sequence)
+        self._target.forget(sequence)
         if self._drafting is not None:
             self._drafting.forget(sequence)
         if not live.request.is_probe:

@@ -5,19 +5,18 @@ they reach the draft is the arena's.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from foredraft.kvcache.draft_marks import DraftMarks
-from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ForwardOutput
 from foredraft.transport.base import HiddenWriter
 from verify_service.arena import Arena
 from verify_service.request import Sequence as RequestSequence
 from verify_service.request import Status
-from verify_service.step_plan import DecodeSlot, PrefillChunk, StepPlan
+from verify_service.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,24 +190,32 @@ class HiddenStates:
 
 
 def committed_rows(
-    plan: StepPlan, rows: Sequence[SequenceRows], paths: Iterable[Sequence[int]]
+    plan: StepPlan,
+    first_rows: Sequence[int],
+    starts: Sequence[int],
+    paths: Sequence[Sequence[int]],
 ) -> list[CommittedRows]:
     """Which rows of a step's forward were committed to sequences that go on.
 
     Args:
-        rows: As they were computed: of `plan.decode`, then of `plan.prefill`.
-        paths: Accepted rows of each tree, in the order of `plan.decode`.
+        first_rows: Of each sequence of the step: of `plan.decode`, then of `plan.prefill`.
+        starts: Position of each root of `plan.decode`.
+        paths: Accepted rows of each of these.
     """
     committed = []
-    offset = 0
-    slots: list[DecodeSlot | PrefillChunk] = [*plan.decode, *plan.prefill]
-    whole = (range(len(chunk.tokens)) for chunk in rows[len(plan.decode) :])
-    for slot, computed, path in zip(slots, rows, [*paths, *whole], strict=True):
-        sequence, start = slot.seq, computed.prefix_len
+    num_trees = len(plan.decode)
+    for slot, first, start, path in zip(
+        plan.decode, first_rows[:num_trees], starts, paths, strict=True
+    ):
+        sequence = slot.seq
         if sequence.status is Status.RUNNING:
             kept = path[: sequence.num_computed - start]
-            committed.append(CommittedRows(sequence, start, [offset + row for row in kept]))
-        offset += len(computed.tokens)
+            committed.append(CommittedRows(sequence, start, [first + row for row in kept]))
+    for chunk, first in zip(plan.prefill, first_rows[num_trees:], strict=True):
+        sequence = chunk.seq
+        if sequence.status is Status.RUNNING:
+            num_kept = min(chunk.num_tokens, sequence.num_computed - chunk.start)
+            committed.append(CommittedRows(sequence, chunk.start, range(first, first + num_kept)))
     return committed
 
 

@@ -34,6 +34,7 @@ from verify_service.memory import CPU_FRACTION, GPU_FRACTION, available_host_byt
 from verify_service.metrics import SpeculationMetrics
 from verify_service.scheduler import Scheduler
 from verify_service.self_test import SelfTest, built_in_prompts
+from verify_service.target_step import TargetStep
 
 logger = logging.getLogger(__name__)
 
@@ -256,9 +257,8 @@ def build_engine(
         pages * target_bytes / 2**20,
     )
     return Engine(
-        runner,
+        TargetStep(runner, Chooser(limits.vocab_size, device, limits.eos_token_ids, thresholds)),
         scheduler,
-        Chooser(limits.vocab_size, device, limits.eos_token_ids, thresholds),
         drafting,
         DraftPolicy(_measure(runner, pool) if drafting is not None else None),
         limits,

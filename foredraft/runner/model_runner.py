@@ -53,22 +53,21 @@ class ModelRunner:
         return self.model.forward(batch, self.kv, self.attention, capture)
 
     @torch.inference_mode()
-    def commit_path(self, pages: Sequence[int], committed_len: int, path: Sequence[int]) -> None:
-        """Moves the KV of a tree's accepted rows to follow the committed keys.
+    def commit_paths(self, paths: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> None:
+        """Moves the KV of trees' accepted rows to follow the committed keys.
 
         Args:
-            pages: The page table that the tree's rows were computed with.
-            committed_len: Keys before the tree; row i of the tree lies at key index committed_len + i.
-            path: Accepted rows from the root (row 0) on, ascending.
+            paths: For each tree the page table that its rows were computed with, the number of keys before it, and the
+                accepted rows from the root (row 0) on, ascending. Row i lies at key index committed + i.
         """
-        moves = [(row, index) for index, row in enumerate(path) if row != index]
-        if not moves:
-            return
         size = self.kv.page_size
-
-        def slots(indexes: list[int]) -> torch.Tensor:
-            keys = [committed_len + index for index in indexes]
-            numbers = [pages[key // size] * size + key % size for key in keys]
-            return torch.tensor(numbers, device=self.kv.data.device)
-
-        self.kv.copy_slots(slots([row for row, _ in moves]), slots([index for _, index in moves]))
+        sources, targets = [], []
+        for pages, committed, path in paths:
+            for index, row in enumerate(path):
+                if row != index:
+                    source, target = committed + row, committed + index
+                    sources.append(pages[source // size] * size + source % size)
+                    targets.append(pages[target // size] * size + target % size)
+        if sources:
+            slots = torch.tensor([sources, targets]).to(self.kv.data.device)
+            self.kv.copy_slots(slots[0], slots[1])

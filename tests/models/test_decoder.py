@@ -89,7 +89,7 @@ def test_tree_rows_equal_their_paths(variant):
     for row, path in enumerate(node_paths):
         close(output.logits[row], reference(model, [*prefix, *path])[-1])
     # rows 0, 1, 3, 5, 7 are root, 5, 7, 9, 11
-    runner.commit_path(pages, len(prefix) - 1, [0, 1, 3, 5, 7])
+    runner.commit_paths([(pages, len(prefix) - 1, [0, 1, 3, 5, 7])])
     taken = [*prefix, 5, 7, 9, 11]
     output = runner.forward([SequenceRows.chunk(pages, len(taken), [33, 34], "all")])
     close(output.logits, reference(model, [*taken, 33, 34])[-2:])

@@ -138,7 +138,7 @@ def test_logits_of_some_rows(runner):
     close(output.hidden, everything.hidden)
 
 
-def test_commit_path_moves_only_what_must(runner):
+def test_commit_paths_moves_only_what_must(runner):
     pages = [3, 8, 2]
     data = runner.kv.data
     data.normal_(generator=torch.Generator().manual_seed(0))
@@ -147,9 +147,9 @@ def test_commit_path_moves_only_what_must(runner):
     def slot(key):
         return pages[key // PAGE_SIZE] * PAGE_SIZE + key % PAGE_SIZE
 
-    runner.commit_path(pages, 5, [0, 1, 2])
+    runner.commit_paths([(pages, 5, [0, 1, 2])])
     assert torch.equal(data, before)
-    runner.commit_path(pages, 5, [0, 2, 3, 6])
+    runner.commit_paths([(pages, 5, [0, 2, 3, 6])])
     for index, row in enumerate([0, 2, 3, 6]):
         assert torch.equal(data[:, :, slot(5 + index)], before[:, :, slot(5 + row)])
     changed = (data != before).any(3).any(1).any(0).nonzero().flatten().tolist()

@@ -1,0 +1,103 @@
+"""Runs the target for one engine step: forward, choice of tokens, and the KV of accepted rows moved to its place.
+
+Which sequences take part and what becomes of their tokens is the engine's.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foredraft.runner.batch import SequenceRows
+from foredraft.runner.model_runner import ForwardOutput, ModelRunner
+from verify_service.chooser import Chooser, Outcome, VerifyRows
+from verify_service.request import Sequence as RequestSequence
+from verify_service.step_plan import PrefillChunk
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step of the target gave.
+
+    Attributes:
+        outcomes: One for each of the rows that choose, in their order.
+        output: Hidden states and captured streams; valid until the next step.
+        first_rows: Where in `output` each sequence's rows begin, in the order of the step.
+        num_logit_rows: Rows whose logits were computed.
+        forward_seconds: Until the logits were there.
+    """
+
+    outcomes: list[Outcome]
+    output: ForwardOutput
+    first_rows: Sequence[int]
+    num_logit_rows: int
+    forward_seconds: float
+
+
+class TargetStep:
+    """Runs any step, operation by operation.
+
+    Args:
+        runner: Of the target.
+        chooser: Applies the sampling rule.
+    """
+
+    def __init__(self, runner: ModelRunner, chooser: Chooser) -> None:
+        self._runner = runner
+        self._chooser = chooser
+
+    def committed(self, sequence: RequestSequence, tokens: Sequence[int]) -> None:
+        """Says which tokens were kept of a sequence."""
+        self._chooser.committed(sequence, tokens)
+
+    def forget(self, sequence: RequestSequence) -> None:
+        """Says that a sequence has ended."""
+        self._chooser.forget(sequence)
+
+    def run(
+        self,
+        batch: Sequence[VerifyRows],
+        chunks: Sequence[PrefillChunk],
+        capture: Sequence[int],
+    ) -> StepResult:
+        """Computes one step.
+
+        Args:
+            batch: Sequences that verify a tree, then those of `chunks` that are their last.
+            chunks: Prompt tokens, computed after the trees.
+            capture: Layers whose entering residual stream is wanted.
+        """
+        started = time.perf_counter()
+        num_last = sum(chunk.is_last for chunk in chunks)
+        decoding = batch[: len(batch) - num_last]
+        rows = [*map(_tree_rows, decoding), *map(_chunk_rows, chunks)]
+        output = self._runner.forward(rows, capture)
+        forwarded = time.perf_counter()
+        num_logit_rows = len(output.logits)
+        outcomes = self._chooser.choose(batch, output.logits) if batch else []
+        self._runner.commit_paths(
+            [
+                (one.sequence.pages, one.sequence.num_computed, outcome.verified.path)
+                for one, outcome in zip(decoding, outcomes, strict=False)
+                if one.tree.tokens
+            ]
+        )
+        first_rows, first = [], 0
+        for sequence_rows in rows:
+            first_rows.append(first)
+            first += len(sequence_rows.tokens)
+        return StepResult(outcomes, output, first_rows, num_logit_rows, forwarded - started)
+
+
+def _tree_rows(rows: VerifyRows) -> SequenceRows:
+    sequence = rows.sequence
+    return SequenceRows.tree(sequence.pages, sequence.num_computed, sequence.tokens[-1], rows.tree)
+
+
+def _chunk_rows(chunk: PrefillChunk) -> SequenceRows:
+    sequence = chunk.seq
+    return SequenceRows.chunk(
+        sequence.pages,
+        chunk.start,
+        sequence.tokens[chunk.start : chunk.start + chunk.num_tokens],
+        "last" if chunk.is_last else "none",
+    )
