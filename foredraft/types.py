@@ -99,7 +99,7 @@ class SamplingParams:
                 "min_new_tokens",
                 self.min_new_tokens,
                 0 <= self.min_new_tokens <= self.max_new_tokens,
-                "must be in [0, max_new_tokens]",
+                f"must be in [0, {self.max_new_tokens}]",
             ),
         )
         for name, value, fits, message in ranges:

@@ -107,6 +107,8 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._num_sent = 0
+        self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send(
@@ -119,21 +121,31 @@ class EventStream(Response):
         sender = asyncio.ensure_future(self._send(send))
         gone = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
-            await asyncio.wait({sender, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await self._watch(sender, gone)
         finally:
             for task in (sender, gone):
                 task.cancel()
             await asyncio.gather(sender, gone, return_exceptions=True)
 
+    async def _watch(self, sender: asyncio.Future[None], gone: asyncio.Future[None]) -> None:
+        """Returns when all is sent, the client has gone, or it takes nothing any more."""
+        stuck = -1
+        while not (sender.done() or gone.done()):
+            await asyncio.wait(
+                {sender, gone}, timeout=SEND_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self._is_sending and self._num_sent == stuck:
+                logger.info("a client took nothing for %g s: dropped", SEND_SECONDS)
+                return
+            stuck = self._num_sent
+
     async def _send(self, send: Send) -> None:
         async with contextlib.aclosing(self._events()) as events:
             async for event in events:
-                try:
-                    async with asyncio.timeout(SEND_SECONDS):
-                        await send({"type": "http.response.body", "body": event, "more_body": True})
-                except TimeoutError:
-                    logger.info("a client took nothing for %g s: dropped", SEND_SECONDS)
-                    return
+                self._is_sending = True
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                self._is_sending = False
+                self._num_sent += 1
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
@@ -149,8 +161,11 @@ class EventStream(Response):
             yield DONE
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def _event(item: Any) -> bytes:
-    return b"data: %b\n\n" % json.dumps(item, ensure_ascii=False, separators=(",", ":")).encode()
+    return f"data: {_encode(item)}\n\n".encode()
 
 
 async def event_stream(request: Request, items: AsyncGenerator[Any, None]) -> EventStream:

@@ -98,7 +98,7 @@ class Serving:
         return await self._encoding.run(self.tokenizer.encode, text, add_special_tokens)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], /, **variables: Any
     ) -> list[int]:
         """Token ids of a conversation, by the model's chat template."""
         return await self._encoding.run(self.tokenizer.encode_chat, messages, **variables)
@@ -140,8 +140,10 @@ class Serving:
                 raise InvalidRequest(prompt_field, f"token id {token} is not in the vocabulary")
         sampling.validate(info.vocab_size)
         check_choices(num_choices)
-        if len(name) > MAX_NAME_CHARACTERS:
-            raise InvalidRequest("request_id", f"at most {MAX_NAME_CHARACTERS} characters")
+        if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
+            raise InvalidRequest(
+                "request_id", f"must have at most {MAX_NAME_CHARACTERS} characters, all printable"
+            )
         if len(stop) > MAX_STOPS:
             raise InvalidRequest("stop", f"at most {MAX_STOPS} stop strings, not {len(stop)}")
         for text in stop:

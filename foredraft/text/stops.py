@@ -24,6 +24,8 @@ class StopMatcher:
 
         After a match (`matched` is set) it returns what stood before the stop string, then nothing.
         """
+        if not self._stops:
+            return text
         if self.matched is not None:
             return ""
         if not self._held and not any(first in text for first in self._firsts):

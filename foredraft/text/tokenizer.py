@@ -90,7 +90,7 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> list[int]:
         """Token ids of a conversation. Special tokens come from the template alone, so that BOS is not doubled.
 
         Raises:
@@ -155,7 +155,7 @@ class EncodingPool:
         self._waiting = 0
         self._lock = threading.Lock()
 
-    async def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    async def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Calls the function in a thread.
 
         Raises:

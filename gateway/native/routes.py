@@ -46,7 +46,9 @@ def make_router(serving: Serving) -> APIRouter:
     @router.post("/tokenize", response_model=None, openapi_extra=reads(TokenizeBody))
     async def tokenize(request: Request) -> dict[str, Any]:
         body = await read(request, TokenizeBody, limit)
+        serving.check_model(body.model)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        check_batch("prompt", len(texts), 1)
         ids = [await serving.encode(text, body.add_special_tokens) for text in texts]
         counts = [len(tokens) for tokens in ids]
         single = isinstance(body.prompt, str)
@@ -59,7 +61,9 @@ def make_router(serving: Serving) -> APIRouter:
     @router.post("/detokenize", response_model=None, openapi_extra=reads(DetokenizeBody))
     async def detokenize(request: Request) -> dict[str, Any]:
         body = await read(request, DetokenizeBody, limit)
+        serving.check_model(body.model)
         batch = _token_batch(body.tokens)
+        check_batch("tokens", len(batch), 1)
         for token in (token for tokens in batch for token in tokens):
             if not 0 <= token < serving.info.vocab_size:
                 raise InvalidRequest("tokens", f"{token} is not in the vocabulary")

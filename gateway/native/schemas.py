@@ -89,7 +89,9 @@ class GenerateBody(Body):
         names = {
             name: f"sampling_params.{name}"
             for name in NativeSampling.model_fields
-            if name in SamplingParams.__dataclass_fields__ or name in ("stop", "n")
+            if name in SamplingParams.__dataclass_fields__
+            or name in REFUSED_SAMPLING
+            or name in ("stop", "n")
         }
         return {
             **names,

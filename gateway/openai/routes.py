@@ -104,10 +104,7 @@ async def _chat_call(serving: Serving, body: ChatBody) -> Call:
     variables = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
-    try:
-        ids = await serving.encode_chat(messages, **variables)
-    except TypeError as error:
-        raise InvalidRequest("chat_template_kwargs", str(error)) from None
+    ids = await serving.encode_chat(messages, **variables)
     given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     max_tokens = max(1, serving.info.context_length - len(ids)) if given is None else given
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

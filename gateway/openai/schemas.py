@@ -219,6 +219,9 @@ class ChatBody(GenerationBody):
                 "web_search_options": "there is no web search",
             },
         )
+        for name in ("messages", "self"):
+            if name in (self.chat_template_kwargs or {}):
+                raise InvalidRequest("chat_template_kwargs", f"{name} is not for requests to set")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs", "needs logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens):
