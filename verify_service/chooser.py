@@ -12,6 +12,7 @@ from foredraft.speculation.sampling import SamplingRows, choose, log_probs, prob
 from foredraft.speculation.verification import Verified, walk, walk_batch, walk_lossy
 from verify_service.outputs import TokenLogprob
 from verify_service.request import Sequence as RequestSequence
+from verify_service.simulation import SimulatedAcceptance
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Chooser:
         vocab_size: Of the target.
         eos_token_ids: The model's end tokens, masked before min_new_tokens.
         thresholds: Lossy acceptance; does nothing at 1.0.
+        simulated: Replaces what the rule chooses, for benchmarks.
     """
 
     def __init__(
@@ -66,12 +68,19 @@ class Chooser:
         device: torch.device,
         eos_token_ids: frozenset[int],
         thresholds: Thresholds,
+        simulated: SimulatedAcceptance | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._eos_token_ids = eos_token_ids
         self._thresholds = thresholds
+        self._simulated = simulated
         self._penalties: dict[int, penalties.PenaltyState] = {}
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether a token may be accepted that the rule did not choose."""
+        return self._thresholds.lossy
 
     def forget(self, sequence: RequestSequence) -> None:
         """Drops the state of a sequence that ended."""
@@ -102,7 +111,14 @@ class Chooser:
         for rows, (first, last) in zip(batch, spans, strict=True):
             self._penalise(rows, logits[first:last])
         sampling = SamplingRows.from_params(params, positions, self._device)
-        if self._thresholds.lossy:
+        if self._simulated is not None:
+            trees = [rows.tree for rows in batch]
+            choose(logits, sampling)  # its cost is part of the step
+            walked = [
+                (walk(tree, forced), False)
+                for tree, forced in zip(trees, self._simulated.forced(trees), strict=True)
+            ]
+        elif self._thresholds.lossy:
             walked = self._walk_lossy(batch, spans, logits, sampling)
         elif sampling.any_sampled and self._device.type == "cpu":
             walked = [(v, False) for v in self._walk_lazily(batch, spans, logits, sampling)]

@@ -87,7 +87,7 @@ class PageTables:
             node, page = self._tree.extend(node, seq.page_keys[i], seq.pages[i])
             if page != seq.pages[i]:
                 seq.pages[i] = page
-                seq.pages_changed_from = min(seq.pages_changed_from, i)
+                seq.pages_changed(i)
         seq.node = node
 
     def grow(self, seq: Sequence, num_keys: int) -> int:
@@ -110,7 +110,7 @@ class PageTables:
         if len(seq.pages) > num_pages:
             surplus = seq.pages[num_pages:]
             del seq.pages[num_pages:]
-            seq.pages_changed_from = min(seq.pages_changed_from, num_pages)
+            seq.pages_changed(num_pages)
             # The prefix tree wants pages back deepest first.
             self._pool.release(reversed(surplus))
 

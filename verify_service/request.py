@@ -44,6 +44,7 @@ class Sequence:
         pages: Page table; may cover more than `num_computed` (draft trees, pages matched ahead).
         pages_changed_from: Index of the first entry of `pages` that changed since whoever keeps
             a copy (a draft) set this to len(pages).
+        device_pages_from: The same for the page tables on a GPU.
         slot: Small number while it runs, else None.
         finish_reason: Set when it has ended.
         stop_token: The end or stop token that ended it; the last of `tokens`.
@@ -71,6 +72,7 @@ class Sequence:
     num_cached: int = 0
     pages: list[int] = field(default_factory=list)
     pages_changed_from: int = 0
+    device_pages_from: int = 0
     slot: int | None = None
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -88,6 +90,11 @@ class Sequence:
         self.tokens = list(self.prompt)
         eos = frozenset() if self.sampling.ignore_eos else self.eos_token_ids
         self._stops = eos.union(self.sampling.stop_token_ids)
+
+    def pages_changed(self, first: int) -> None:
+        """Says that entries of `pages` from `first` on are not what they were."""
+        self.pages_changed_from = min(self.pages_changed_from, first)
+        self.device_pages_from = min(self.device_pages_from, first)
 
     @property
     def num_prompt(self) -> int:

@@ -281,7 +281,7 @@ class Scheduler:
     def _start(self, seq: Sequence, node: PrefixNode) -> None:
         seq.status = Status.RUNNING
         seq.slot = heapq.heappop(self._free_slots)
-        seq.pages_changed_from = 0
+        seq.pages_changed(0)
         bisect.insort(self._running, seq, key=_rank)
         self._tables.take_prefix(seq, node)
 

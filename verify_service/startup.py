@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.attention.sdpa import SdpaAttention
+from foredraft.attention.choice import attention_for
 from foredraft.config.services import VerifyConfig
 from foredraft.config.speculation import with_tree_defaults
 from foredraft.errors import ConfigError
@@ -34,6 +34,7 @@ from verify_service.memory import CPU_FRACTION, GPU_FRACTION, available_host_byt
 from verify_service.metrics import SpeculationMetrics
 from verify_service.scheduler import Scheduler
 from verify_service.self_test import SelfTest, built_in_prompts
+from verify_service.simulation import SimulatedAcceptance
 from verify_service.target_step import TargetStep
 
 logger = logging.getLogger(__name__)
@@ -211,8 +212,10 @@ def build_engine(
         eos_token_ids=frozenset(model_config.eos_token_ids),
         max_nodes=config.tree_limits[2] - 1,
     )
-    kv = PagedKV.for_model(model_config, pages, page_size, target.dtype, device)
-    runner = ModelRunner(target.model, kv, SdpaAttention())
+    # The scratch page takes what padding rows of captured steps write.
+    scratch = 0 if device.type == "cpu" else 1
+    kv = PagedKV.for_model(model_config, pages, page_size, target.dtype, device, scratch)
+    runner = ModelRunner(target.model, kv, attention_for(device))
     pool = PagePool(pages, page_size)
     marks = DraftMarks(pool)
     hidden = None
@@ -260,11 +263,52 @@ def build_engine(
         TargetStep(runner, Chooser(limits.vocab_size, device, limits.eos_token_ids, thresholds)),
         scheduler,
         drafting,
-        DraftPolicy(_measure(runner, pool) if drafting is not None else None),
+        DraftPolicy(
+            _measure(runner, pool) if drafting is not None and device.type == "cpu" else None
+        ),
         limits,
         metrics,
         self_test,
     )
+
+
+def _target_step(
+    config: VerifyConfig,
+    runner: ModelRunner,
+    limits: EngineLimits,
+    thresholds: Thresholds,
+    info: draft_pb2.GetDraftInfoResponse | None,
+) -> TargetStep:
+    """Runs the target, on a GPU by captured graphs unless these are switched off."""
+    simulated = None
+    if config.simulate_accept_length is not None:
+        logger.warning("acceptance is simulated: the text is meaningless")
+        simulated = SimulatedAcceptance(config.simulate_accept_length)
+    device = runner.model.device
+    chooser = Chooser(limits.vocab_size, device, limits.eos_token_ids, thresholds, simulated)
+    if device.type == "cpu" or config.disable_cuda_graph:
+        return TargetStep(runner, chooser)
+    from foredraft.runner.decode_graphs import DecodeGraphs  # needs triton
+    from verify_service.graph_step import GraphStep
+
+    started = time.monotonic()
+    max_rows = limits.max_nodes + 1 if info is not None else 1
+    graphs = DecodeGraphs(
+        runner.model,
+        runner.kv,
+        runner.attention,
+        max_batch=min(
+            config.cuda_graph_max_bs or limits.max_running_requests, limits.max_running_requests
+        ),
+        max_rows=max_rows,
+        max_tokens=limits.context_length,
+        num_slots=limits.max_running_requests,
+        simulate=simulated is not None,
+    )
+    layers = tuple(info.hidden.layers) if info is not None and info.HasField("hidden") else ()
+    graphs.warm_up(sorted({1, max_rows}), layers)
+    logger.info("captured CUDA graphs in %.1f s", time.monotonic() - started)
+    return GraphStep(runner, chooser, graphs, simulated)
 
 
 def _kv_budget(

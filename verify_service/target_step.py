@@ -73,7 +73,16 @@ class TargetStep:
         output = self._runner.forward(rows, capture)
         forwarded = time.perf_counter()
         num_logit_rows = len(output.logits)
-        outcomes = self._chooser.choose(batch, output.logits) if batch else []
+        outcomes = self._chooser.choose(batch, output.logits.float()) if batch else []
+        self._commit(decoding, outcomes)
+        first_rows, first = [], 0
+        for sequence_rows in rows:
+            first_rows.append(first)
+            first += len(sequence_rows.tokens)
+        return StepResult(outcomes, output, first_rows, num_logit_rows, forwarded - started)
+
+    def _commit(self, decoding: Sequence[VerifyRows], outcomes: Sequence[Outcome]) -> None:
+        """Moves the KV of accepted rows to follow the committed keys."""
         self._runner.commit_paths(
             [
                 (one.sequence.pages, one.sequence.num_computed, outcome.verified.path)
@@ -81,11 +90,6 @@ class TargetStep:
                 if one.tree.tokens
             ]
         )
-        first_rows, first = [], 0
-        for sequence_rows in rows:
-            first_rows.append(first)
-            first += len(sequence_rows.tokens)
-        return StepResult(outcomes, output, first_rows, num_logit_rows, forwarded - started)
 
 
 def _tree_rows(rows: VerifyRows) -> SequenceRows:

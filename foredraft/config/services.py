@@ -94,6 +94,19 @@ class VerifyConfig(LogConfig, MetricsConfig, TargetConfig, SpeculationConfig):
         512, "Prompt tokens computed per step at most, over all requests."
     )
     disable_radix_cache: bool = option(False, "Do not share prefixes between requests.")
+    cuda_graph_max_bs: int | None = option(
+        None,
+        "Largest batch for which a decode step is captured as CUDA graphs; --max-running-requests when absent. Larger "
+        "batches run operation by operation.",
+    )
+    disable_cuda_graph: bool = option(
+        False, "Run every step operation by operation, for debugging on a GPU."
+    )
+    simulate_accept_length: float | None = option(
+        None,
+        "For benchmarks with --load-format dummy: replace what is accepted, so that a verification gives this many tokens "
+        "on average. The text is meaningless.",
+    )
     draft_wait: float = option(
         60.0, "Seconds to wait at start for the draft before serving without it."
     )

@@ -3,12 +3,13 @@
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from foredraft.config.options import to_flags
-from foredraft.config.services import VerifyConfig
+from foredraft.config.services import DraftConfig, VerifyConfig
+from foredraft.models.speculation import resolve
 from foredraft.types import SamplingParams, SpeculationParams
 from tests.support.drafts import DraftProcess
 from verify_service.engine import Engine, EngineRequest
@@ -16,17 +17,7 @@ from verify_service.metrics import SpeculationMetrics
 from verify_service.outputs import Finish, Load, StepOutput, TokenLogprob
 from verify_service.startup import build_engine, connect_draft, load_target
 
-DRAFT_FLAGS = {
-    "model_path",
-    "speculative_algorithm",
-    "speculative_draft_model_path",
-    "speculative_num_steps",
-    "speculative_eagle_topk",
-    "speculative_num_draft_tokens",
-    "speculative_draft_sampling",
-    "speculative_ngram_scope",
-    "num_threads",
-}
+DRAFT_FLAGS = {field.name for field in fields(DraftConfig)} - {"listen"}
 
 
 @dataclass(slots=True)
@@ -139,10 +130,10 @@ def running_engine(model_path: Path, algorithm: str = "NONE", **flags: Any) -> I
         draft = None
         if algorithm != "NONE":
             draft_flags = {name: value for name, value in flags.items() if name in DRAFT_FLAGS}
-            draft = DraftProcess(*to_flags({**draft_flags, "device": "cpu"}))
+            draft = DraftProcess(*to_flags(draft_flags))
             stack.enter_context(draft)
             flags["draft"] = draft.target
-        config = VerifyConfig(**flags)
+        config = resolve(VerifyConfig(**flags))
         metrics = SpeculationMetrics(algorithm)
         target = load_target(config)
         engine = build_engine(config, target, metrics, connect_draft(config, target, metrics))

@@ -1,0 +1,227 @@
+"""Decoding speed on one GPU at the shape of Llama-3.1-8B, with simulated acceptance, beside the floor and SGLang.
+
+    python -m benchmarks.gpu.decode --modes none chain tree --batch 1 8 32 --mps --peer /opt/sglpeer
+
+Random weights accept nothing, so the accept length is SIMULATED (`--simulate-accept-length`): drafting, verification and
+the moves of KV are real, only their result is replaced. Verifier and draft are two processes, as in production. 256-token
+prompts, 512 output tokens, temperature 0. The peer runs flashinfer attention.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.mps import mps
+from benchmarks.gpu.shapes import head_bytes, target_bytes, write_checkpoints
+from foredraft.types import SamplingParams
+from tests.support.engines import Harness, Job, running_engine
+
+BANDWIDTH = 4.49e12  # bytes/s, measured on an H200
+MODES = {"none": (0, 0, 0, 1.0), "chain": (3, 1, 4, 2.8), "tree": (5, 8, 32, 4.7)}
+PEER_MODES = {"none": "none", "chain": "eagle3_chain", "tree": "eagle3_tree"}
+
+
+@dataclass(slots=True)
+class Row:
+    """One measurement; accept lengths above 1 are simulated."""
+
+    mode: str
+    batch: int
+    ms_per_step: float
+    tokens_per_second: float
+    accept_length: float
+    p99_ms: float
+    floor_ms: float
+    peer_tokens_per_second: float | None = None
+    peer_ms_per_step: float | None = None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--output", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
+    parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
+    parser.add_argument("--peer", type=Path, help="folder of the SGLang bundle")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--flags", type=json.loads, default={}, help="more flags, as JSON")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        target, head = write_checkpoints(Path(folder), args.layers)
+        rows = []
+        for mode in args.modes:
+            with mps(args.mps and mode != "none") as has_mps:
+                rows += _measure(mode, target, head, args)
+    if args.peer:
+        for mode in args.modes:
+            _measure_peer(mode, [row for row in rows if row.mode == mode], args)
+    report(rows, args.out, {"mps": has_mps, "layers": args.layers})
+    return 0
+
+
+def _measure(mode: str, target: Path, head: Path, args: argparse.Namespace) -> list[Row]:
+    steps, topk, tokens, length = MODES[mode]
+    flags: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "context_length": 4096,
+        "max_running_requests": max(args.batch),
+        "max_total_tokens": max(args.batch) * (args.prompt + args.output + 64) + 4096,
+        "chunked_prefill_size": 4096,
+        "disable_radix_cache": True,
+        "draft_step_timeout": 60.0,
+        "num_threads": None,
+    }
+    algorithm = "NONE"
+    if mode != "none":
+        algorithm = "EAGLE3"
+        flags |= {
+            "speculative_draft_model_path": str(head),
+            "speculative_draft_load_format": "dummy",
+            "speculative_num_steps": steps,
+            "speculative_eagle_topk": topk,
+            "speculative_num_draft_tokens": tokens,
+            "speculative_draft_sampling": "topk",
+            "simulate_accept_length": length,
+        }
+    rows = []
+    with running_engine(target, algorithm, **flags, **args.flags) as harness:
+        for batch in args.batch:
+            best: Row | None = None
+            for _ in range(args.repeats):
+                row = _run(harness, mode, batch, args)
+                if best is None or row.tokens_per_second > best.tokens_per_second:
+                    best = row
+            assert best is not None
+            print(json.dumps(asdict(best)), flush=True)
+            rows.append(best)
+    return rows
+
+
+def _run(harness: Harness, mode: str, batch: int, args: argparse.Namespace) -> Row:
+    rng = random.Random(1)
+
+    def jobs(num_tokens: int) -> list[Job]:
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
+        prompts = [[rng.randrange(128000) for _ in range(args.prompt)] for _ in range(batch)]
+        return [Job(prompt, sampling) for prompt in prompts]
+
+    started = time.perf_counter()
+    harness.run(jobs(1), timeout=600)
+    prefill = time.perf_counter() - started
+    arrivals: list[float] = []
+    engine = harness.engine
+    emit = engine._emit
+
+    def timed() -> None:
+        arrivals.append(time.perf_counter())
+        emit()
+
+    engine._emit = timed  # type: ignore[method-assign]
+    started = time.perf_counter()
+    results = harness.run(jobs(args.output), timeout=600)
+    seconds = time.perf_counter() - started - prefill
+    engine._emit = emit  # type: ignore[method-assign]
+    num_tokens = sum(len(result.tokens) for result in results)
+    verifies = [result.finish.verify_steps for result in results if result.finish]
+    gaps = np.diff(arrivals[2:]) * 1e3
+    steps, _, _, _ = MODES[mode]
+    step_bytes, extend_bytes = head_bytes()
+    floor = target_bytes(args.layers) + (extend_bytes + (steps - 1) * step_bytes if steps else 0)
+    return Row(
+        mode,
+        batch,
+        seconds / max(verifies) * 1e3,
+        (num_tokens - batch) / seconds,
+        (num_tokens - batch) / sum(verifies),
+        float(np.percentile(gaps, 99)),
+        floor / BANDWIDTH * 1e3,
+    )
+
+
+def _measure_peer(mode: str, rows: list[Row], args: argparse.Namespace) -> None:
+    batches = " ".join(str(batch) for batch in args.batch)
+    length = MODES[mode][3]
+    command = (
+        f". {args.peer}/env.sh; cd {args.peer}; python3 bench_sgl.py {PEER_MODES[mode]} {batches} "
+        f"--acc-len {length if mode != 'none' else 0} --prompt-len {args.prompt} --out-len {args.output} "
+        f"--log-level error"
+    )
+    if args.layers != 32:
+        command += f" --layers {args.layers}"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, env=environment, check=False
+    )
+    results = [
+        json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")
+    ]
+    if not results:
+        print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
+    for result in results:
+        print("peer", json.dumps(result), flush=True)
+        for row in rows:
+            if row.batch == result.get("bs", result.get("batch_size")):
+                row.peer_tokens_per_second = result["decode_tok_s"]
+                row.peer_ms_per_step = result["ms_per_step"]
+
+
+def report(rows: list[Row], out: Path, about: dict[str, Any]) -> None:
+    """Table, JSON and plot."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu_decode.json").write_text(
+        json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1)
+    )
+    print("accept lengths above 1 are SIMULATED", about)
+    print(
+        f"{'mode':6} {'batch':>5} {'ms/step':>8} {'p99':>7} {'tokens/s':>9} {'accept':>6} "
+        f"{'floor':>6} {'x floor':>7} {'peer t/s':>9} {'ratio':>6}"
+    )
+    for row in rows:
+        peer = row.peer_tokens_per_second
+        print(
+            f"{row.mode:6} {row.batch:5} {row.ms_per_step:8.2f} {row.p99_ms:7.2f} "
+            f"{row.tokens_per_second:9.0f} {row.accept_length:6.2f} {row.floor_ms:6.2f} "
+            f"{row.ms_per_step / row.floor_ms:7.2f} "
+            + (f"{peer:9.0f} {row.tokens_per_second / peer:6.2f}" if peer else f"{'-':>9} {'-':>6}")
+        )
+    _plot(rows, out / "gpu_decode.png")
+
+
+def _plot(rows: list[Row], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    labels = [f"{row.mode} {row.batch}" for row in rows]
+    x = np.arange(len(rows))
+    figure, axes = plt.subplots(figsize=(8, 3.5))
+    axes.bar(x - 0.2, [row.tokens_per_second for row in rows], 0.4, label="Foredraft")
+    axes.bar(x + 0.2, [row.peer_tokens_per_second or 0 for row in rows], 0.4, label="SGLang")
+    axes.set_xticks(x, labels, rotation=45)
+    axes.set_ylabel("tokens/s (simulated acceptance)")
+    axes.set_yscale("log")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
