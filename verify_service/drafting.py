@@ -5,7 +5,7 @@ empty trees.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from foredraft.api.draft.v1 import draft_pb2
@@ -164,35 +164,51 @@ class Drafting:
         self._client.close()
 
     def propose(
-        self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]
+        self,
+        wanted: Sequence[Wanted],
+        extending: Sequence[RequestSequence],
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[int, Drafted]:
         """Runs one draft step.
 
         Args:
             wanted: Sequences that decode now. Those whose draft has not caught up are not asked for.
             extending: Other running sequences, with tokens that the draft may not have seen.
+            meanwhile: Called once, while the draft works.
 
         Returns:
             Proposals by request id; a sequence without one has no entry.
         """
         if self._epoch == 0:
             self._released.clear()
+            meanwhile()
             return {}
-        self._request = draft_pb2.StepRequest(released_slots=self._released)
-        self._forget_slots()
-        self._asked, self._trees = {}, {}
         try:
-            self._tell(wanted, extending)
-            if self._request.sequences or self._request.released_slots:
-                self._send()
+            self._ask(wanted, extending)
+        except (DraftError, ArenaError) as error:
+            return self._lost(error)
+        finally:
+            meanwhile()
+        try:
             # Where nothing was asked for, nothing is in the answer; it is read before the next one that matters.
             while self._asked and self._num_unread:
                 self._receive()
         except (DraftError, ArenaError) as error:
-            logger.warning("drafting stopped: %s; decoding goes on without a draft", error)
-            self._metrics.failures.inc()
-            return {}
+            return self._lost(error)
         return self._trees
+
+    def _lost(self, error: DraftError | ArenaError) -> dict[int, Drafted]:
+        logger.warning("drafting stopped: %s; decoding goes on without a draft", error)
+        self._metrics.failures.inc()
+        return {}
+
+    def _ask(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
+        self._request = draft_pb2.StepRequest(released_slots=self._released)
+        self._forget_slots()
+        self._asked, self._trees = {}, {}
+        self._tell(wanted, extending)
+        if self._request.sequences or self._request.released_slots:
+            self._send()
 
     def _tell(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
         """Puts all news into the request; sends it where the hidden states of one step do not fit the arena."""

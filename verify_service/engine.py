@@ -192,7 +192,9 @@ class Engine:
                 self._take_inbox()
                 if self._scheduler.has_work:
                     self.step()
-                self._emit()
+                # While a draft works there is time to emit, so that it need not wait for that.
+                if self._drafting is None or not self._scheduler.has_work:
+                    self._emit()
         except BaseException as error:
             logger.exception("the engine failed; the verifier has to be restarted")
             self._failure = error
@@ -358,7 +360,8 @@ class Engine:
         if self._drafting is None:
             return {}
         wanted = [Wanted(slot.seq, slot.max_tree_nodes) for slot in plan.decode]
-        return self._drafting.propose(wanted, [chunk.seq for chunk in plan.prefill])
+        extending = [chunk.seq for chunk in plan.prefill]
+        return self._drafting.propose(wanted, extending, meanwhile=self._emit)
 
     def _batch(self, plan: StepPlan, trees: dict[int, Drafted]) -> list[VerifyRows]:
         """The sequences for which tokens are chosen: decoding ones, then those whose prompt ends."""
