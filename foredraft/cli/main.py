@@ -16,6 +16,7 @@ usage: foredraft COMMAND [flags]
 commands:
   serve      serve a model on this machine over HTTP (OpenAI's API) and gRPC
   generate   print one answer, with the drafted tokens in another colour
+  bench      load a server and show its latencies
   train      train the models that come with Foredraft
 
   foredraft COMMAND --help     its flags and examples
@@ -67,6 +68,7 @@ def _lazily(module: str) -> Callable[[Sequence[str]], int]:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _lazily("foredraft.cli.serve"),
     "generate": _lazily("foredraft.cli.generate"),
+    "bench": _lazily("foredraft.cli.bench"),
     "train": _lazily("training.cli"),
 }
 

@@ -1,0 +1,135 @@
+"""What is said to and asked of a server beside the answers themselves: its kind, its model, request bodies, its own figures."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from foredraft.bench.http_client import ConnectionBroken, HttpClient
+from foredraft.bench.prompts import Prompt
+from foredraft.bench.records import Speculation
+from foredraft.errors import ConfigError
+
+# Route by backend; the names in brackets are those of SGLang's and vLLM's benchmarks.
+ROUTES = {
+    "openai": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+    "native": "/generate",
+}
+ALIASES = {
+    "foredraft": "openai",
+    "sglang": "native",
+    "sglang-native": "native",
+    "sglang-oai": "openai",
+    "sglang-oai-chat": "openai-chat",
+    "vllm": "openai",
+    "vllm-chat": "openai-chat",
+}
+# Servers that take `ignore_eos`; a strict one answers 400 to a field that it does not know.
+_KINDS = ("foredraft", "vllm", "sglang", "llamacpp")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A server under test.
+
+    Attributes:
+        kind: What /v1/models says who owns the model.
+        model: Its name there.
+        backend: Key of ROUTES.
+    """
+
+    kind: str
+    model: str
+    backend: str
+
+    @property
+    def path(self) -> str:
+        """Route of the requests."""
+        return ROUTES[self.backend]
+
+    def body(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        temperature: float,
+        *,
+        ignore_eos: bool,
+        extra: Mapping[str, Any],
+    ) -> bytes:
+        """The JSON of a streamed request."""
+        if self.backend == "native":
+            sampling = {
+                "max_new_tokens": max_tokens,
+                "temperature": temperature,
+                "ignore_eos": ignore_eos,
+            }
+            told: dict[str, Any] = {"text": prompt.text, "sampling_params": sampling}
+            return json.dumps({**told, "stream": True, **extra}).encode()
+        options: dict[str, Any] = {"include_usage": True}
+        told = {
+            "model": self.model,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "stream": True,
+            "stream_options": options,
+        }
+        if self.backend == "openai-chat":
+            told["messages"] = prompt.conversation
+        else:
+            told["prompt"] = prompt.text
+        if self.kind in _KINDS and ignore_eos:
+            told["ignore_eos"] = True
+        # So that each read's tokens are known and need not be apportioned.
+        if self.kind == "foredraft":
+            told["return_token_ids"] = True
+        elif self.kind in ("vllm", "sglang"):
+            options["continuous_usage_stats"] = True
+        return json.dumps({**told, **extra}).encode()
+
+
+async def discover(client: HttpClient, backend: str, model: str = "") -> Peer:
+    """Asks a server who it is.
+
+    Args:
+        backend: Key of ROUTES or ALIASES.
+        model: Name to ask for; the first that the server lists when empty.
+
+    Raises:
+        ConfigError: It does not answer, or names no model.
+    """
+    kind, listed = "", ""
+    try:
+        response = await client.get("/v1/models")
+        if response.status == 200:
+            first = response.json()["data"][0]
+            kind, listed = str(first.get("owned_by", "")), str(first["id"])
+    except ConnectionBroken as error:
+        raise ConfigError(f"no server to measure: {error}") from None
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        pass
+    if not (model or listed) and ALIASES.get(backend, backend) != "native":
+        raise ConfigError("the server's /v1/models names no model: give --model")
+    return Peer(kind.lower(), model or listed, ALIASES.get(backend, backend))
+
+
+async def spoken_of(client: HttpClient) -> Speculation | None:
+    """What a server's own counters say of speculation since it started, for servers whose answers do not.
+
+    Knows vLLM's /metrics. None where there is nothing.
+    """
+    try:
+        response = await client.get("/metrics")
+    except ConnectionBroken:
+        return None
+    if response.status != 200:
+        return None
+    totals: dict[str, float] = {}
+    for line in response.body.decode("utf-8", "replace").splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name.startswith("vllm:spec_decode_num_"):
+            totals[name] = totals.get(name, 0.0) + float(line.rpartition(" ")[2])
+    steps = int(totals.get("vllm:spec_decode_num_drafts_total", 0))
+    accepted = int(totals.get("vllm:spec_decode_num_accepted_tokens_total", 0))
+    drafted = int(totals.get("vllm:spec_decode_num_draft_tokens_total", 0))
+    return Speculation(steps, steps + accepted, drafted, accepted) if totals else None

@@ -1,0 +1,30 @@
+"""`foredraft bench`: measures servers."""
+
+import difflib
+import sys
+from collections.abc import Sequence
+
+HELP = """\
+usage: foredraft bench COMMAND [flags]
+
+commands:
+  serve         load a running server (this one, or any with OpenAI's API): latencies, throughput, goodput
+
+  foredraft bench COMMAND --help     its flags and examples
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status."""
+    command, *rest = argv or ["--help"]
+    if command in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if command == "serve":
+        from foredraft.cli import bench_serve
+
+        return bench_serve.main(rest)
+    near = difflib.get_close_matches(command, ("serve",), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    print(f"foredraft bench: there is no command {command!r}{hint}", file=sys.stderr)
+    return 2

@@ -1,0 +1,235 @@
+"""`foredraft bench serve` against the real stack, and against a server of another make."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foredraft.bench import peers
+from foredraft.bench.http_client import HttpClient
+from foredraft.bench.load import LoadGenerator, Stage, StageResult
+from foredraft.bench.prompts import Prompt
+from foredraft.bench.records import Record
+from foredraft.bench.statistics import summarize
+from foredraft.bench.stream import AnswerReader
+from foredraft.cli import bench, stack
+from tests.support.peer_server import PeerServer
+from tests.support.stack import running_stack
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The bundled model, drafted from n-grams."""
+    with running_stack(Path(stack.resolve_models({})["model_path"])) as services:
+        yield services.urls["http"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    code = bench.main(["serve", "--disable-tqdm", *argv])
+    caught = capsys.readouterr()
+    return code, caught.out + caught.err
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["openai", "openai-chat", "native"])
+def test_ten_prompts_at_the_real_stack(
+    url: str, backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "found.jsonl"
+    argv = ["--base-url", url, "--backend", backend, "--num-prompts", "10", "--output-len", "12"]
+    argv += ["--max-concurrency", "4", "--goodput", "ttft:60000", "--output-file", str(output)]
+    code, text = run(capsys, *argv, "--output-details", "--plot", str(tmp_path / "plot.png"))
+    assert code == 0, text
+    (found,) = lines(output)
+    assert (found["completed"], found["failures"]) == (10, {})
+    assert found["total_output_tokens"] == 120 == sum(found["output_lens"])
+    assert found["total_input_tokens"] > 20
+    assert found["exact_token_times"] is True
+    assert found["accept_length"] >= 1
+    assert found["request_goodput"] == pytest.approx(found["request_throughput"])
+    assert 0 < found["median_ttft_ms"] <= found["median_e2e_latency_ms"]
+    assert sum(count for gaps in found["itls"] for _, count in gaps) <= 120 - 10
+    assert "10 of 10 requests" in text
+    assert "accept length" in text
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["openai", "native"])
+def test_accept_length_is_the_servers_own(url: str, backend: str) -> None:
+    async def ask() -> tuple[Record, bytes]:
+        client = HttpClient(url)
+        peer = await peers.discover(client, backend)
+        prompt = Prompt("one two three one two three one two")
+        body = peer.body(prompt, 24, 0.0, ignore_eos=True, extra={})
+        record, raw = Record(0, 0.0, 0.0), b""
+        reader = AnswerReader(record)
+
+        def on_body(now: float, data: bytes) -> None:
+            nonlocal raw
+            raw += data
+            reader.feed(now, data)
+
+        await client.post(peer.path, body, on_body)
+        reader.finish()
+        client.close()
+        return record, raw
+
+    record, raw = asyncio.run(ask())
+    told = re.findall(rb'accept_length":([0-9.]+)', raw)
+    assert summarize(StageResult(Stage(1), [record], 1.0)).accept_length == pytest.approx(
+        float(told[-1])
+    )
+    assert record.output_tokens == 24
+
+
+@pytest.mark.parametrize("backend", ["openai", "vllm-chat"])
+def test_a_foreign_server(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "found.jsonl"
+    with PeerServer().running() as peer:
+        argv = ["--base-url", peer.url, "--backend", backend, "--num-prompts", "10"]
+        code, text = run(
+            capsys,
+            *argv,
+            "--output-len",
+            "5",
+            "--max-concurrency",
+            "2",
+            "--output-file",
+            str(output),
+        )
+    assert code == 0, text
+    (found,) = lines(output)
+    assert found["completed"] == 10
+    assert found["total_output_tokens"] == 50
+    assert found["model"] == "words-1"
+    assert found["accept_length"] is None
+    # The server's own pauses are the least that can be measured.
+    assert found["median_ttft_ms"] >= 50
+    assert found["median_itl_ms"] >= 9
+    assert found["median_e2e_latency_ms"] >= 50 + 4 * 10 - 1
+    assert "apportioned" in text
+
+
+def test_random_prompts_have_the_wanted_number_of_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "found.jsonl"
+    for dataset in (["random", "--random-input-len", "90"], ["generated-shared-prefix"]):
+        with PeerServer(0.0, 0.0).running() as peer:
+            argv = ["--base-url", peer.url, "--num-prompts", "6", "--output-len", "1"]
+            argv += ["--dataset-name", *dataset, "--output-file", str(output), "--output-details"]
+            code, text = run(capsys, *argv)
+            assert code == 0, text
+        prompts = [body["prompt"] for body in peer.bodies[-6:]]
+        assert len(set(prompts)) == 6
+    found, _ = lines(output)
+    assert found["input_lens"] == [90] * 6
+
+
+def test_latency_counts_from_when_a_request_was_due() -> None:
+    """A server that works on one request at a time: who is due while it works waits, whether sent or not."""
+
+    async def ask(url: str, limit: int | None) -> StageResult:
+        client = HttpClient(url)
+        peer = await peers.discover(client, "openai")
+
+        def request() -> tuple[Prompt, bytes]:
+            return Prompt("a"), peer.body(Prompt("a"), 1, 0.0, ignore_eos=False, extra={})
+
+        stage = Stage(8, rate=1000.0, max_concurrency=limit)
+        result = await LoadGenerator(client, peer, request).run(stage)
+        client.close()
+        return result
+
+    for limit in (None, 1):
+        with PeerServer(first=0.1, slots=1).running() as peer:
+            result = asyncio.run(ask(peer.url, limit))
+        waits = sorted(record.ttft or 0.0 for record in result.records)
+        # All were due within a few milliseconds, so the last waited for all before it.
+        for place, wait in enumerate(waits):
+            assert wait >= 0.1 * (place + 1) - 0.03
+        if limit is None:
+            # They were sent then, too: the client does not wait for answers.
+            assert max(peer.arrived) - min(peer.arrived) < waits[-1] / 2
+
+
+def test_failures_are_counted_and_kept_out_of_latencies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "found.jsonl"
+    with PeerServer(0.0, 0.0).running() as peer:
+        peer.fail_every = 4
+        argv = ["--base-url", peer.url, "--num-prompts", "12", "--output-len", "2"]
+        code, text = run(capsys, *argv, "--warmup-requests", "0", "--output-file", str(output))
+    assert code == 0
+    (found,) = lines(output)
+    assert (found["completed"], found["failures"]) == (9, {"HTTP 500": 3})
+    assert "out of luck" in text
+
+
+def test_prompts_of_a_file_are_sent_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    texts = ["one", "zwei ü", "three\nlines"]
+    told = [{"prompt": texts[0]}, {"text": texts[1]}, {"turns": [texts[2], "more"]}]
+    path.write_text("\n".join(map(json.dumps, told)))
+    with PeerServer(0.0, 0.0).running() as peer:
+        argv = ["--base-url", peer.url, "--num-prompts", "6", "--output-len", "1"]
+        extra = ["--extra-request-body", '{"temperature": 0.25}']
+        code, text = run(
+            capsys, *argv, "--dataset-path", str(path), "--warmup-requests", "0", *extra
+        )
+    assert code == 0, text
+    assert sorted(body["prompt"] for body in peer.bodies) == sorted(texts * 2)
+    assert {body["temperature"] for body in peer.bodies} == {0.25}
+    assert "more than once" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--request-rate", "0"], "--request-rate"),
+        (["--max-concurrency", "0"], "--max-concurrency"),
+        (["--num-prompts", "0"], "--num-prompts"),
+        (["--goodput", "ttft"], "--goodput"),
+        (["--ramp-up-strategy", "linear"], "--ramp-up-start-rps"),
+        (["--ramp-up-end-rps", "3"], "--ramp-up-strategy"),
+        (["--base-url", "localhost:3"], "--base-url"),
+        (["--port", "1"], "no server to measure"),
+        (["--header", "x"], "--header"),
+    ],
+)
+def test_wrong_flags_and_no_server_are_told(
+    argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(capsys, *argv)
+    assert code == 2
+    assert reason in text
+
+
+def test_a_file_that_holds_no_prompts_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "fine"}\n{"question": "not known"}\n')
+    with PeerServer().running() as peer:
+        code, text = run(capsys, "--base-url", peer.url, "--dataset-path", str(path))
+    assert code == 2
+    assert "line 2" in text
+
+
+def test_commands_are_taught(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main([]) == 0
+    assert "serve" in capsys.readouterr().out
+    assert bench.main(["serv"]) == 2
+    assert "did you mean serve?" in capsys.readouterr().err
