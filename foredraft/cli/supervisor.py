@@ -41,6 +41,7 @@ class Service:
         max_backoff_seconds: See `backoff_seconds`.
         hang_checks: So many health checks in a row without any answer, 2 s each, and it is killed and restarted.
         stop_seconds: Time between SIGTERM and SIGKILL when everything stops.
+        environment: Variables of this service alone.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Service:
     max_backoff_seconds: float = 10.0
     hang_checks: int = 10
     stop_seconds: float = 35.0
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -229,7 +231,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=self._environment,
+                env={**self._environment, **child.service.environment},
                 # Ctrl-C in a terminal goes to the supervisor alone, which stops the children in order.
                 process_group=0,
             )
@@ -293,9 +295,11 @@ class Supervisor:
             raise self._failure
 
     def _watch_health(self, child: _Child) -> None:
-        service = child.service
+        service, spent = child.service, 0.0
         while not child.ended.is_set():
-            child.wake.wait(_HEALTH_SECONDS if child.is_up else _START_POLL_SECONDS)
+            # One check in 2 s, whether it is answered at once or not at all.
+            pause = _HEALTH_SECONDS - spent if child.is_up else _START_POLL_SECONDS
+            child.wake.wait(max(pause, 0.0))
             child.wake.clear()
             if self._stopping.is_set():
                 return
@@ -303,7 +307,9 @@ class Supervisor:
             if process is None or process.poll() is not None:
                 child.misses = 0
                 continue
+            started = time.monotonic()
             status = check_health(service.health, timeout=_HEALTH_SECONDS)
+            spent = time.monotonic() - started
             if child.process is not process or process.poll() is not None:
                 continue
             self._note_health(child, status)

@@ -1,0 +1,164 @@
+"""What breaks when things break? Runs `foredraft serve` under load, does seeded faults to it, and checks every answer.
+
+python benchmarks/chaos.py --faults 500 --seed 1
+python benchmarks/chaos.py --list
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tqdm import tqdm
+
+from benchmarks.chaos_suite import leaks, report, room
+from benchmarks.chaos_suite.cases import Asker, make_cases
+from benchmarks.chaos_suite.faults import FAULTS, Fault, plan
+from benchmarks.chaos_suite.load import Load
+from benchmarks.chaos_suite.rig import START_SECONDS, Rig
+from benchmarks.chaos_suite.room import Room
+from benchmarks.chaos_suite.trial import GRACE_SECONDS, Trial
+from foredraft.errors import ForedraftError
+
+ALGORITHMS = ("NGRAM", "EAGLE3", "STANDALONE")
+WARM_SECONDS = 2.0
+
+
+def main() -> int:
+    """Exit status 0 when nothing was wrong, nothing leaked and the stack always came back."""
+    arguments = _parser().parse_args()
+    if arguments.list:
+        print("\n".join(f"{fault.weight:3} {fault.name}" for fault in FAULTS))
+        return 0
+    names = arguments.only or [fault.name for fault in FAULTS]
+    reason = room.enter([os.path.abspath(__file__), *sys.argv[1:]])
+    if reason:
+        left_out = [fault.name for fault in FAULTS if fault.needs_room and fault.name in names]
+        print(f"left out: {', '.join(left_out)}: {reason}", file=sys.stderr)
+        names = [name for name in names if name not in left_out]
+    faults = plan(names, arguments.faults, arguments.seed)
+    blocks: dict[str, list[tuple[int, Fault]]] = {name: [] for name in arguments.algorithms}
+    for number, fault in enumerate(faults):
+        index = number * len(blocks) // len(faults)
+        blocks[arguments.algorithms[index]].append((number, fault))
+    own_room = Room()
+    reports = _read(arguments.output) if arguments.resume else []
+    try:
+        asyncio.run(_run(arguments, blocks, own_room, reports))
+    finally:
+        own_room.close()
+    print(report.table(reports))
+    if arguments.plot and reports:
+        report.draw(arguments.plot, reports)
+    bad = [one for one in reports if one["wrong"] or one["leaks"] or one["complaint"]]
+    for one in bad:
+        print(f"\n{one['number']} {one['algorithm']} {one['fault']}:")
+        print("\n".join(f"  {line}" for line in (*one["wrong"], *one["leaks"], one["complaint"])))
+    return 1 if bad or any(one["recovered"] is None for one in reports) else 0
+
+
+async def _run(
+    arguments: argparse.Namespace,
+    blocks: dict[str, list[tuple[int, Fault]]],
+    own_room: Room,
+    reports: list[dict[str, Any]],
+) -> None:
+    """Runs the faults of each algorithm on a stack of its own; `reports` grows."""
+    known = {one["number"] for one in reports}
+    about = {
+        "seed": arguments.seed,
+        "faults": arguments.faults,
+        "clients": arguments.clients,
+        "cpus": os.cpu_count(),
+    }
+    bar = tqdm(total=arguments.faults, initial=len(known), unit="fault", disable=arguments.quiet)
+    with bar:
+        for algorithm, block in blocks.items():
+            todo = [(number, fault) for number, fault in block if number not in known]
+            if not todo:
+                continue
+            rng = random.Random(f"rig {arguments.seed} {algorithm}")
+            rig = Rig(
+                algorithm,
+                own_room,
+                arguments.log,
+                arguments.deadline,
+                arguments.threads,
+                rng,
+            )
+            try:
+                bar.set_description(f"{algorithm}: starting")
+                trial = await _prepare(rig, arguments)
+                for number, fault in todo:
+                    bar.set_description(f"{algorithm}: {fault.name}")
+                    found = await trial.run(
+                        number, fault, random.Random(f"{arguments.seed} {number}")
+                    )
+                    reports.append(found.as_dict())
+                    if arguments.output:
+                        report.write(arguments.output, about, reports)
+                    bar.update()
+                    if not found.is_good:
+                        bar.write(f"{number} {fault.name}: {json.dumps(found.as_dict())}")
+                    if found.recovered is None:
+                        bar.write("the stack did not come back: starting another")
+                        await rig.close()
+                        trial = await _prepare(rig, arguments)
+            finally:
+                await rig.close()
+
+
+async def _prepare(rig: Rig, arguments: argparse.Namespace) -> Trial:
+    """Starts the stack, learns the right answers, and sees that load without faults gives them."""
+    await rig.start()
+    await rig.wait_healthy(START_SECONDS)
+    asker = Asker(rig.http, rig.grpc, arguments.deadline, GRACE_SECONDS)
+    cases = [await asker.answered(case) for case in make_cases(random.Random(arguments.seed))]
+    load = Load(asker, cases, random.Random(arguments.seed), arguments.clients)
+    load.start()
+    started = time.monotonic()
+    while time.monotonic() - started < WARM_SECONDS or len(load.results) < 2 * arguments.clients:
+        await asyncio.sleep(0.1)
+    for result in await load.stop():
+        if result.outcome != "right":
+            raise ForedraftError(f"without any fault: {result.outcome} {result.detail}")
+    # What is idle now may close a moment later; the check allows for what opens again.
+    await asyncio.sleep(0.5)
+    return Trial(rig, asker, cases, await leaks.measure(rig), arguments.clients)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="+", choices=[f.name for f in FAULTS], metavar="FAULT")
+    parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS, choices=ALGORITHMS)
+    parser.add_argument("--clients", type=int, default=4, help="requests at a time")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each model")
+    parser.add_argument("--deadline", type=float, default=30.0, help="seconds of each request")
+    parser.add_argument("--output", type=Path, help="JSON file, written after every fault")
+    parser.add_argument("--resume", action="store_true", help="go on with --output")
+    parser.add_argument("--plot", type=Path, help="PNG file")
+    parser.add_argument("--log", type=Path, default=Path(os.devnull), help="the services' lines")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--list", action="store_true", help="print the faults and their weights")
+    return parser
+
+
+def _read(path: Path | None) -> list[dict[str, Any]]:
+    if path is None or not path.exists():
+        return []
+    return list(json.loads(path.read_text(encoding="utf-8"))["faults"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What must be as before once all is quiet: processes, descriptors, threads, segments, sockets, pages, the arena."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from benchmarks.chaos_suite import processes
+from benchmarks.chaos_suite.processes import Footprint
+from benchmarks.chaos_suite.rig import MARK, SERVICES, Rig
+
+SETTLE_SECONDS = 10.0
+_POLL_SECONDS = 0.1
+# gRPC and thread pools open a few more when they are first needed; what leaks grows with every fault.
+SLACK_DESCRIPTORS = 8
+SLACK_THREADS = 8
+
+
+@dataclass(slots=True)
+class Baseline:
+    """What a quiet stack holds.
+
+    Attributes:
+        footprints: Of each service and of "serve".
+        arena_bytes: Of the draft's attach.
+    """
+
+    footprints: dict[str, Footprint] = field(default_factory=dict)
+    arena_bytes: float = 0.0
+
+
+async def measure(rig: Rig) -> Baseline:
+    """Takes the baseline of a stack that is healthy and quiet."""
+    pids = {**rig.pids(), "serve": rig.pid}
+    page = await rig.page("verify")
+    return Baseline(
+        {name: processes.footprint(pid) for name, pid in pids.items()},
+        page.get("foredraft_arena_bytes", 0.0),
+    )
+
+
+async def check(rig: Rig, baseline: Baseline, seconds: float = SETTLE_SECONDS) -> list[str]:
+    """What is left over; it is given some time to go."""
+    deadline = time.monotonic() + seconds
+    while found := await _look(rig, baseline):
+        if time.monotonic() > deadline:
+            return found
+        await asyncio.sleep(_POLL_SECONDS)
+    return []
+
+
+async def _look(rig: Rig, baseline: Baseline) -> list[str]:
+    pids = rig.pids()
+    expected = {rig.pid, *pids.values()}
+    own = set(processes.descendants(rig.pid)) | set(processes.marked(MARK, rig.mark))
+    found = [f"process {pid}: {processes.service_of(pid) or 'a zombie'}" for pid in own - expected]
+    if missing := set(SERVICES) - pids.keys():
+        found.append(f"not running: {', '.join(sorted(missing))}")
+    for name, pid in {**pids, "serve": rig.pid}.items():
+        found += _grown(name, pid, baseline)
+    found += [f"segment {name}" for name in rig.room.segments()]
+    folders = sorted(path.name for path in rig.room.disk.glob("foredraft-*"))
+    if len(folders) != 1:
+        found.append(f"directories of sockets: {folders}")
+    sockets = sorted(path.name for path in rig.room.disk.glob("foredraft-*/*"))
+    if sockets != ["draft.sock", "verify.sock"]:
+        found.append(f"sockets: {sockets}")
+    if rig.link.num_open != 1:
+        found.append(f"{rig.link.num_open} connections to the draft")
+    return found + await _held(rig, baseline)
+
+
+def _grown(name: str, pid: int, baseline: Baseline) -> list[str]:
+    before = baseline.footprints[name]
+    try:
+        now = processes.footprint(pid)
+    except OSError:
+        return [f"{name} ended"]
+    found: list[str] = []
+    if now.descriptors > before.descriptors + SLACK_DESCRIPTORS:
+        found.append(f"{name}: {now.descriptors} descriptors, {before.descriptors} before")
+    if now.threads > before.threads + SLACK_THREADS:
+        found.append(f"{name}: {now.threads} threads, {before.threads} before")
+    if now.segments > before.segments:
+        found.append(f"{name}: {now.segments} segments mapped, {before.segments} before")
+    return found
+
+
+async def _held(rig: Rig, baseline: Baseline) -> list[str]:
+    """What the services say of themselves."""
+    verify, draft = await rig.page("verify"), await rig.page("draft")
+    wanted = {
+        "foredraft_kv_pages_used": 0.0,
+        "foredraft_running_sequences": 0.0,
+        "foredraft_queue_depth": 0.0,
+        "foredraft_arena_bytes": baseline.arena_bytes,
+        "foredraft_draft_available": 1.0,
+    }
+    found = [f"{name}: {verify.get(name)}" for name in wanted if verify.get(name) != wanted[name]]
+    if draft.get("foredraft_drafter_sessions") != 1.0:
+        found.append(f"foredraft_drafter_sessions: {draft.get('foredraft_drafter_sessions')}")
+    gateway = await rig.page("gateway")
+    idle = ("foredraft_gateway_running_requests", "foredraft_gateway_queued_requests")
+    return found + [f"{name}: {gateway.get(name)}" for name in idle if gateway.get(name) != 0.0]
