@@ -44,7 +44,12 @@ class DraftProcess:
 
     def start(self, ready: bool = True) -> None:
         command = [sys.executable, "-m", "draft_service", "--listen", self.target, *self._flags]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment)
         if ready:
             self.wait_ready()
