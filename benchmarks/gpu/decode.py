@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.mps import mps
 from benchmarks.gpu.shapes import head_bytes, target_bytes, write_checkpoints
+from foredraft.cli import mps
 from foredraft.types import SamplingParams
 from tests.support.engines import Harness, Job, running_engine
 
@@ -65,12 +65,15 @@ def main() -> int:
         target, head = write_checkpoints(Path(folder), args.layers)
         rows = []
         for mode in args.modes:
-            with mps(args.mps and mode != "none") as has_mps:
+            with mps.running(args.mps and mode != "none") as variables:
+                os.environ.update(variables)
                 rows += _measure(mode, target, head, args)
+            for name in variables:
+                del os.environ[name]
     if args.peer:
         for mode in args.modes:
             _measure_peer(mode, [row for row in rows if row.mode == mode], args)
-    report(rows, args.out, {"mps": has_mps, "layers": args.layers})
+    report(rows, args.out, {"mps": args.mps, "layers": args.layers})
     return 0
 
 

@@ -1,0 +1,88 @@
+"""A private daemon of NVIDIA's Multi-Process Service: with it two processes on one GPU hand over without a time slice.
+
+Measured on an H200, a hand-over costs about 160 microseconds more without it. The daemon changes no setting of the card.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+
+CONTROL = "nvidia-cuda-mps-control"
+SECONDS = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class Mps:
+    """One daemon and the directory that it and its clients meet in.
+
+    Attributes:
+        variables: For the environment of its clients; empty where there is no daemon.
+    """
+
+    def __init__(self) -> None:
+        self.variables: dict[str, str] = {}
+        self._directory = ""
+
+    def start(self) -> bool:
+        """Starts the daemon; False, with a warning that says what it costs, where this machine has none."""
+        if shutil.which(CONTROL) is None:
+            logger.warning(
+                "--mps: there is no %s here; every hand-over between verifier and draft costs about 0.16 ms more",
+                CONTROL,
+            )
+            return False
+        self._directory = tempfile.mkdtemp(prefix="foredraft-mps-")
+        self.variables = {
+            "CUDA_MPS_PIPE_DIRECTORY": self._directory,
+            "CUDA_MPS_LOG_DIRECTORY": self._directory,
+        }
+        done = subprocess.run(
+            [CONTROL, "-d"],
+            env={**os.environ, **self.variables},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        if done.returncode == 0:
+            return True
+        logger.warning("--mps: %s did not start: %s", CONTROL, (done.stderr or done.stdout).strip())
+        self._remove()
+        return False
+
+    def stop(self) -> None:
+        """Ends the daemon and its server. May be called twice; its clients should have ended."""
+        if not self.variables:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                [CONTROL],
+                input="quit\n",
+                env={**os.environ, **self.variables},
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
+        self._remove()
+
+    def _remove(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self.variables = {}
+
+
+@contextlib.contextmanager
+def running(enabled: bool) -> Iterator[dict[str, str]]:
+    """Runs a daemon while the block runs, if asked to and possible; gives the variables for its clients."""
+    mps = Mps()
+    try:
+        if enabled:
+            mps.start()
+        yield mps.variables
+    finally:
+        mps.stop()

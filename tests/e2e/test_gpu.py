@@ -1,0 +1,114 @@
+"""The GPU path against the CPU's: captured graphs, Triton kernels and drafts on the device, in float32."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from foredraft.models.registry import resolve_model_path
+from foredraft.text.tokenizer import Tokenizer
+from foredraft.types import SamplingParams
+from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
+from tests.support.engines import Job, running_engine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+TEXTS = (
+    "def quicksort(values):\n    ",
+    "The engine owns a thread. The engine",
+    "import os\nimport sys\n\n\ndef main():\n",
+    "Once upon a time there was",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+)
+DRAFTS = {
+    "NGRAM": {},
+    "STANDALONE": {"speculative_draft_model_path": "foredraft-demo-draft"},
+    "EAGLE3": {"speculative_draft_model_path": "foredraft-demo-eagle3"},
+    "EAGLE": {"speculative_draft_model_path": "foredraft-demo-eagle"},
+    "MTP": {"speculative_draft_model_path": "foredraft-demo-mtp"},
+}
+
+
+def jobs(path: Path, num_tokens: int = 48) -> list[Job]:
+    tokenizer = Tokenizer.from_dir(path)
+    made = []
+    for i, text in enumerate(TEXTS):
+        for temperature in (0.0, 1.0):
+            sampling = SamplingParams(
+                temperature=temperature, seed=i, max_new_tokens=num_tokens, ignore_eos=True
+            )
+            made.append(Job(tokenizer.encode(text), sampling))
+    filtered = SamplingParams(
+        temperature=0.8, top_p=0.9, top_k=40, seed=7, max_new_tokens=num_tokens, logprobs=2
+    )
+    punished = SamplingParams(
+        temperature=0.7, repetition_penalty=1.2, seed=8, max_new_tokens=num_tokens
+    )
+    return [*made, Job(made[0].prompt, filtered), Job(made[2].prompt, punished)]
+
+
+def texts_of(path: Path, algorithm: str, device: str, **flags) -> list[list[int]]:
+    settings = {
+        "device": device,
+        "dtype": "float32",
+        "max_total_tokens": 16384,
+        "max_running_requests": 16,
+        "draft_step_timeout": 60.0,
+        **flags,
+    }
+    with running_engine(path, algorithm, **settings) as harness:
+        results = harness.run(jobs(path), timeout=300)
+        assert all(result.finish is not None for result in results)
+        harness.check_nothing_left()
+        if algorithm != "NONE":
+            assert sum(result.finish.accepted_tokens for result in results if result.finish) > 0
+        return [result.tokens for result in results]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Path:
+    return resolve_model_path("foredraft-demo")
+
+
+@pytest.fixture(scope="module")
+def expected(demo: Path) -> list[list[int]]:
+    return texts_of(demo, "NONE", "cpu")
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_plain_decoding_equals_the_cpus(demo, expected, graphs):
+    assert texts_of(demo, "NONE", "cuda", disable_cuda_graph=not graphs) == expected
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 4), (4, 4, 12)], ids=["chain", "tree"])
+@pytest.mark.parametrize("algorithm", list(DRAFTS))
+def test_speculation_changes_no_token(demo, expected, algorithm, shape):
+    steps, topk, tokens = shape
+    if algorithm == "NGRAM":
+        flags = {"speculative_num_draft_tokens": tokens}
+    else:
+        flags = {
+            "speculative_draft_model_path": str(
+                resolve_model_path(DRAFTS[algorithm]["speculative_draft_model_path"])
+            ),
+            "speculative_num_steps": steps,
+            "speculative_eagle_topk": topk,
+            "speculative_num_draft_tokens": tokens,
+        }
+    assert texts_of(demo, algorithm, "cuda", **flags) == expected
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_every_architecture_equals_the_cpus(architecture, tmp_path):
+    path = make_checkpoint(tmp_path, architecture)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
+    prompts = [[(7 * i + j * j) % 97 for j in range(5 + 9 * i)] for i in range(4)]
+
+    def run(device: str, **flags) -> list[list[int]]:
+        settings = {"device": device, "dtype": "float32", "chunked_prefill_size": 16, **flags}
+        with running_engine(path, "NONE", **settings) as harness:
+            return [r.tokens for r in harness.run([Job(p, sampling) for p in prompts])]
+
+    assert run("cuda") == run("cpu")
