@@ -13,6 +13,7 @@ from draft_service.metrics import DrafterMetrics
 from draft_service.session import Session
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.errors import AttachRefused, InvalidRequest, Overloaded, Unavailable
+from foredraft.transport.process import own_identity
 
 SERVICE_NAME = "foredraft.api.draft.v1.DraftService"
 
@@ -37,7 +38,8 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._drafter = drafter
         self._info = drafter.info()
         del self._info.transports[:]
-        self._info.transports.extend(supported_transports(self._info))
+        self._info.transports.extend(supported_transports(self._info, drafter.device))
+        self._info.process.CopyFrom(own_identity())
         self._metrics = DrafterMetrics(self._info.algorithm)
 
     async def GetDraftInfo(
@@ -114,7 +116,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self, drafter: Drafter, attach: draft_pb2.AttachRequest
     ) -> tuple[Session, draft_pb2.AttachResponse]:
         """In the drafter's thread: maps the arena, then makes the proposer."""
-        reader = open_reader(self._info, attach)
+        reader = open_reader(self._info, attach, drafter.device)
         try:
             proposer, response = drafter.attach(attach)
         except BaseException:

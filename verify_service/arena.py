@@ -1,19 +1,22 @@
-"""The arena's exchange regions: a new one for every attach of a draft that reads hidden states, gone with its stream.
+"""The arena: weights that the draft shares, and an exchange region for every attach of a draft that reads hidden states.
 
 Made and freed in the draft client's thread, written by the engine's. Which rows go through is not decided here.
 """
 
 import ipaddress
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import AttachRefused, ForedraftError, InvalidRequest
 from foredraft.rpc import address
-from foredraft.transport import choice, shared_memory
+from foredraft.transport import choice, cuda, shared_memory, weights
 from foredraft.transport.base import ArenaError, HiddenWriter, RowFormat
+from foredraft.transport.process import Peer
 from verify_service import metrics
 
 logger = logging.getLogger(__name__)
@@ -27,11 +30,13 @@ class Exchange:
         epoch: Number of the attach.
         layers: Layers whose entering residual stream it reads; empty for the state after the final norm.
         writer: Where the rows go.
+        peer: The draft's process.
     """
 
     epoch: int
     layers: tuple[int, ...]
     writer: HiddenWriter
+    peer: Peer
 
 
 class Arena:
@@ -44,6 +49,8 @@ class Arena:
         max_bytes: Of a region.
         useful_rows: More rows than this are never under way.
         required: Name of the only transport to use; "any" for the best that both ends can do.
+        device: Where the target runs.
+        shared: Its weights that a draft may use, by name.
     """
 
     def __init__(
@@ -54,12 +61,18 @@ class Arena:
         max_bytes: int,
         useful_rows: int,
         required: str,
+        device: torch.device = choice.CPU,
+        shared: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self._own = [
-            transport
-            for transport in choice.supported(is_same_host(draft))
-            if required in ("any", choice.NAMES[transport])
-        ]
+        supported = choice.supported(is_same_host(draft), device)
+        self._own = [t for t in supported if required in ("any", choice.NAMES[t])]
+        self._device = device
+        self._uuid = ""
+        if tensor_pb2.TRANSPORT_CUDA_IPC in supported:
+            self._uuid = cuda.uuid_of(device)
+        self._shared = dict(shared or {})
+        self._left: list[Exchange] = []  # over, but their drafts may still read them
+        self._was_answered = False
         self._hidden_size = hidden_size
         self._num_layers = num_layers
         self._max_bytes = max_bytes
@@ -78,24 +91,50 @@ class Arena:
         """
         if not info.HasField("hidden"):
             return None
+        self._free_left()
         row, layers = self._row(info.hidden), tuple(info.hidden.layers)
         usable = [t for t in self._own if t in info.transports and t not in self._refused]
+        if not self._is_on_same_gpu(info):
+            usable = [t for t in usable if t != tensor_pb2.TRANSPORT_CUDA_IPC]
         try:
             writer = self._open(usable, row, epoch)
         except ArenaError as error:
             raise AttachRefused("transports", error.message) from error
-        self._exchange = Exchange(epoch, layers, writer)
+        self._exchange = Exchange(epoch, layers, writer, Peer(info.process))
+        self._was_answered = False
         return writer.arena
 
+    def weights(self, info: draft_pb2.GetDraftInfoResponse, epoch: int) -> list[tensor_pb2.Arena]:
+        """The weights that a draft on the same GPU can use as they lie; none where it has to load its own."""
+        names = [name for name in info.shared_weights if name in self._shared]
+        if not names or len(names) < len(info.shared_weights) or not self._is_on_same_gpu(info):
+            return []
+        try:
+            return weights.export({name: self._shared[name] for name in names}, epoch)
+        except ArenaError as error:
+            logger.warning("the draft has to load the target's %s: %s", " and ".join(names), error)
+            return []
+
     def attached(self, epoch: int) -> None:
-        """The draft has mapped the region."""
+        """The draft has mapped the region.
+
+        Raises:
+            AttachRefused: It has mapped something else.
+        """
         exchange = self.exchange(epoch)
         if exchange is None:
             return
-        exchange.writer.attached()
+        self._was_answered = True
+        try:
+            exchange.writer.attached()
+        except ArenaError as error:
+            raise AttachRefused(f"arena.{error.field}", error.message) from error
         self._refused.clear()
+        self._free_left(exchange.peer)
         arena = exchange.writer.arena
         name = choice.NAMES[arena.transport]
+        if self._device.type == "cuda" and arena.transport != tensor_pb2.TRANSPORT_CUDA_IPC:
+            logger.warning("hidden states leave the GPU: the draft cannot map its memory")
         metrics.TRANSPORT.labels(name).set(1)
         metrics.ARENA_BYTES.set(arena.size)
         logger.info(
@@ -109,7 +148,8 @@ class Arena:
     def ended(self, epoch: int, error: ForedraftError | None) -> None:
         """The stream of an attach has ended, or was refused: its region goes.
 
-        A draft that still lives may go on reading its own mapping; nobody else uses those bytes again.
+        A draft that still lives may go on reading its own mapping; nobody else uses those bytes again. On a GPU they
+        stay until the draft is known to be gone, or to have unmapped them.
         """
         exchange = self.exchange(epoch)
         if exchange is None:
@@ -120,6 +160,14 @@ class Arena:
             self._refused.add(transport)
         self._exchange = None
         exchange.writer.close()
+        self._left.append(exchange)
+        was_refused = isinstance(error, AttachRefused) and not self._was_answered
+        if was_refused or transport != tensor_pb2.TRANSPORT_CUDA_IPC:
+            self._free(
+                exchange
+            )  # whoever refuses has unmapped it; a mapping of host memory is the draft's own
+        else:
+            self._free_left()
         metrics.TRANSPORT.labels(choice.NAMES[transport]).set(0)
         metrics.ARENA_BYTES.set(0)
 
@@ -127,6 +175,21 @@ class Arena:
         """The region of an attach, while it lives."""
         exchange = self._exchange
         return exchange if exchange is not None and exchange.epoch == epoch else None
+
+    def _is_on_same_gpu(self, info: draft_pb2.GetDraftInfoResponse) -> bool:
+        return bool(self._uuid) and info.device_uuid == self._uuid
+
+    def _free_left(self, attached: Peer | None = None) -> None:
+        """Frees regions whose drafts are gone. One that attaches again has unmapped what it had: it serves one verifier."""
+        for exchange in list(self._left):
+            came_back = attached is not None and attached.identity == exchange.peer.identity
+            if exchange.peer.is_gone or (came_back and exchange.peer.identity.pid):
+                self._free(exchange)
+
+    def _free(self, exchange: Exchange) -> None:
+        self._left.remove(exchange)
+        exchange.writer.free()
+        exchange.peer.close()
 
     def _row(self, needs: draft_pb2.HiddenNeeds) -> RowFormat:
         try:
@@ -153,7 +216,7 @@ class Arena:
             raise AttachRefused(
                 "hidden.width", f"a row of {row.num_bytes} bytes does not fit --arena-mb"
             )
-        return choice.open_writer(transports, row, capacity, epoch)
+        return choice.open_writer(transports, row, capacity, epoch, self._device)
 
 
 def is_same_host(draft: str) -> bool:

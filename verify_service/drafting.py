@@ -278,10 +278,10 @@ class Drafting:
     def _send(self) -> None:
         self._step += 1
         self._request.step = self._step
-        self._client.send(self._request, self._epoch)
-        self._num_unread += 1
         if self._hidden.writer is not None:
             self._hidden.writer.sent(self._step)
+        self._client.send(self._request, self._epoch)
+        self._num_unread += 1
         self._request = draft_pb2.StepRequest()
 
     def _receive(self) -> None:

@@ -134,6 +134,11 @@ class DraftLink:
             # Of a step and of the one before it, whose answer may not have been read.
             useful_rows=2 * (config.chunked_prefill_size + config.max_running_requests * nodes),
             required=config.require_transport,
+            device=target.device,
+            shared={
+                "embedding": target.model.embedding.weight,
+                "lm_head": target.model.lm_head.weight,
+            },
         )
         self.client = DraftClient(
             config.draft,
@@ -173,6 +178,7 @@ class DraftLink:
             limits=draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens),
             draft_sampling=self._config.speculative_draft_sampling,
             arena=self.arena.open(info, epoch),
+            weights=self.arena.weights(info, epoch),
         )
 
 

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 
 from foredraft.api.draft.v1 import draft_pb2
 
-if TYPE_CHECKING:  # it needs torch, which not every drafter does
+if TYPE_CHECKING:  # they need torch, which not every drafter does
+    import torch
+
     from foredraft.transport.base import HiddenReader
 
 
@@ -41,9 +43,11 @@ class Drafter(ABC):
 
     Attributes:
         max_sessions: Verifiers that may be attached at a time; None when their number does not matter.
+        device: Where it runs; None for one without torch.
     """
 
     max_sessions: int | None = None
+    device: "torch.device | None" = None
 
     @abstractmethod
     def info(self) -> draft_pb2.GetDraftInfoResponse:

@@ -123,8 +123,8 @@ class VerifyConfig(LogConfig, MetricsConfig, TargetConfig, SpeculationConfig):
     arena_mb: int = option(64, "Most MiB of memory for hidden states on their way to the draft.")
     require_transport: str = option(
         "any",
-        "Attach a draft only if its hidden states can go this way: shared memory or inside messages.",
-        choices=("any", "shm", "inline"),
+        "Attach a draft only if its hidden states can go this way: memory of the GPU, shared memory, inside messages.",
+        choices=("any", "cuda_ipc", "shm", "inline"),
     )
     drain_timeout: float = option(30.0, "Seconds that running requests get to finish on SIGTERM.")
 

@@ -129,6 +129,8 @@ class HiddenWriter(ABC):
     def write(self, rows: torch.Tensor) -> draft_pb2.HiddenRows:
         """Puts rows [n, width] where the draft can read them, n at least 1 and at most `num_free`.
 
+        Rows on a GPU may be read as late as at `sent`.
+
         Returns:
             What goes into the next step.
 
@@ -141,7 +143,7 @@ class HiddenWriter(ABC):
         return self._put(first, rows.to(self.row.dtype))
 
     def sent(self, step: int) -> None:
-        """The rows written since the last call went with `step`."""
+        """The rows written since the last call go with `step`, whose message is sent after this."""
         self._ring.sent(step)
 
     def answered(self, step: int) -> None:
@@ -152,14 +154,61 @@ class HiddenWriter(ABC):
     def _put(self, first: int, rows: torch.Tensor) -> draft_pb2.HiddenRows: ...
 
     def attached(self) -> None:  # noqa: B027
-        """Both ends have mapped the memory: its name may go."""
+        """Both ends have mapped the memory: its name may go.
+
+        Raises:
+            ArenaError: They have not mapped the same.
+        """
 
     def close(self) -> None:  # noqa: B027
-        """Gives the memory back. May be called twice."""
+        """Takes no more rows. Gives the memory back where the draft cannot be hurt by that. May be called twice."""
+
+    def free(self) -> None:  # noqa: B027
+        """Gives back what `close` could not: the draft has unmapped it. Called once, after `close`."""
+
+
+class RingWriter(HiddenWriter):
+    """A writer whose rows lie in a ring. Those on a GPU are put there together, once per step."""
+
+    def __init__(self, row: RowFormat, capacity: int) -> None:
+        super().__init__(row, capacity)
+        self._first = 0
+        self._collected: list[torch.Tensor] = []
+
+    def sent(self, step: int) -> None:
+        """See HiddenWriter."""
+        if self._collected:
+            rows, self._collected = self._collected, []
+            self._store(self._first, rows)
+        self._publish(step)
+        super().sent(step)
+
+    def _put(self, first: int, rows: torch.Tensor) -> draft_pb2.HiddenRows:
+        if rows.is_cuda:
+            if not self._collected:
+                self._first = first
+            self._collected.append(rows)
+        else:
+            self._store(first, [rows])
+        return draft_pb2.HiddenRows(arena_row=first, num_rows=len(rows))
+
+    @abstractmethod
+    def _store(self, first: int, rows: list[torch.Tensor]) -> None:
+        """Puts rows one after another from row `first` of the ring on.
+
+        Raises:
+            ArenaError: The writer was closed.
+        """
+
+    def _publish(self, step: int) -> None:
+        """Says in the ring that the rows of a step are there."""
 
 
 class HiddenReader(ABC):
     """The draft's end of one attach."""
+
+    def expect(self, step: int) -> None:  # noqa: B027
+        """What is read from now on belongs to a step whose message has come."""
 
     @abstractmethod
     def read(self, rows: draft_pb2.HiddenRows) -> torch.Tensor:
@@ -169,5 +218,50 @@ class HiddenReader(ABC):
             InvalidRequest: There are no such rows.
         """
 
+    def abandon(self) -> None:  # noqa: B027
+        """Ends a wait for rows that do not come. From any thread."""
+
     def close(self) -> None:  # noqa: B027
         """Gives the memory back. May be called twice."""
+
+
+def check_ring(arena: tensor_pb2.Arena, row: RowFormat, epoch: int, header: int) -> tuple[int, int]:
+    """(offset, capacity) of the ring in a description that makes sense.
+
+    Args:
+        header: Bytes before the first row, at least.
+
+    Raises:
+        ArenaError: It makes none; names the field.
+    """
+    if arena.epoch != epoch:
+        raise ArenaError("epoch", f"the arena is of attach {arena.epoch}, not {epoch}")
+    ring = next((tensor for tensor in arena.tensors if tensor.name == HIDDEN), None)
+    if ring is None:
+        raise ArenaError("tensors", f"there is none named {HIDDEN!r}")
+    if len(ring.shape) != 2 or ring.shape[1] != row.width:
+        raise ArenaError("tensors", f"the rows are {list(ring.shape)}, not [n, {row.width}]")
+    if ring.dtype != codec.to_message(row.dtype):
+        raise ArenaError("tensors", f"the rows are not {row.dtype}")
+    capacity = ring.shape[0]
+    if capacity < 1 or ring.offset < header or ring.offset % row.dtype.itemsize:
+        raise ArenaError("tensors", f"{capacity} rows at offset {ring.offset}")
+    if ring.offset + capacity * row.num_bytes > arena.size:
+        raise ArenaError("size", f"{capacity} rows do not end within {arena.size} bytes")
+    return ring.offset, capacity
+
+
+def check_rows(rows: draft_pb2.HiddenRows, capacity: int) -> tuple[int, int]:
+    """First row and number of rows that a message names in a ring.
+
+    Raises:
+        InvalidRequest: There are no such rows.
+    """
+    first, num_rows = rows.arena_row, rows.num_rows
+    if rows.WhichOneof("source") != "arena_row":
+        raise InvalidRequest("hidden", "the rows are not in the arena, as was agreed")
+    if not (first < capacity and num_rows <= capacity):
+        raise InvalidRequest(
+            "hidden", f"{num_rows} rows from row {first} on, in a ring of {capacity}"
+        )
+    return first, num_rows

@@ -1,42 +1,53 @@
 """Which transport both ends can do, and its two ends."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+import torch
 
 from foredraft.api.tensor.v1 import tensor_pb2
-from foredraft.transport import shared_memory
+from foredraft.transport import cuda, shared_memory
 from foredraft.transport.base import ArenaError, HiddenReader, HiddenWriter, RowFormat
 from foredraft.transport.inline import InlineReader, InlineWriter
 from foredraft.transport.shared_memory import SharedMemoryReader, SharedMemoryWriter
 
 NAMES: dict[tensor_pb2.Transport, str] = {
+    tensor_pb2.TRANSPORT_CUDA_IPC: "cuda_ipc",
     tensor_pb2.TRANSPORT_SHM: "shm",
     tensor_pb2.TRANSPORT_INLINE: "inline",
 }
-
-_WRITERS: dict[tensor_pb2.Transport, Callable[[RowFormat, int, int], HiddenWriter]] = {
-    tensor_pb2.TRANSPORT_SHM: SharedMemoryWriter,
-    tensor_pb2.TRANSPORT_INLINE: InlineWriter,
-}
+CPU = torch.device("cpu")
 
 logger = logging.getLogger(__name__)
 
 
-def supported(same_host: bool = True) -> list[tensor_pb2.Transport]:
-    """What this process can do, best first, with a peer on the same host or on any."""
-    found: list[tensor_pb2.Transport] = [tensor_pb2.TRANSPORT_INLINE]
+def supported(same_host: bool = True, device: torch.device = CPU) -> list[tensor_pb2.Transport]:
+    """What this process can do, best first.
+
+    Args:
+        same_host: Whether the peer is on this host.
+        device: Where this process's model runs.
+    """
+    found: list[tensor_pb2.Transport] = []
+    if same_host and cuda.is_supported(device):
+        found.append(tensor_pb2.TRANSPORT_CUDA_IPC)
     if same_host and shared_memory.is_supported():
-        found.insert(0, tensor_pb2.TRANSPORT_SHM)
-    return found
+        found.append(tensor_pb2.TRANSPORT_SHM)
+    return [*found, tensor_pb2.TRANSPORT_INLINE]
 
 
 def open_writer(
-    transports: Sequence[tensor_pb2.Transport], row: RowFormat, capacity: int, epoch: int
+    transports: Sequence[tensor_pb2.Transport],
+    row: RowFormat,
+    capacity: int,
+    epoch: int,
+    device: torch.device = CPU,
 ) -> HiddenWriter:
     """The verifier's end of the first of `transports` that can be had.
 
     Args:
         capacity: Rows in use at most.
+        device: Where the target runs.
 
     Raises:
         ArenaError: None can be had.
@@ -44,19 +55,35 @@ def open_writer(
     reason = ArenaError("transport", "the draft and the verifier have none in common")
     for transport in transports:
         try:
-            return _WRITERS[transport](row, capacity, epoch)
+            if transport == tensor_pb2.TRANSPORT_CUDA_IPC:
+                # Imported only where there is a GPU that can share memory.
+                from foredraft.transport.cuda_ipc import CudaIpcWriter
+
+                return CudaIpcWriter(row, capacity, epoch, device)
+            if transport == tensor_pb2.TRANSPORT_SHM:
+                return SharedMemoryWriter(row, capacity, epoch)
+            return InlineWriter(row, capacity, epoch)
         except ArenaError as error:
             logger.warning("no %s transport: %s", NAMES[transport], error)
             reason = error
     raise reason
 
 
-def open_reader(arena: tensor_pb2.Arena, row: RowFormat, epoch: int) -> HiddenReader:
+def open_reader(
+    arena: tensor_pb2.Arena, row: RowFormat, epoch: int, device: torch.device = CPU
+) -> HiddenReader:
     """The draft's end of an arena.
+
+    Args:
+        device: Where the draft runs.
 
     Raises:
         ArenaError: It cannot be mapped; names the field.
     """
+    if arena.transport == tensor_pb2.TRANSPORT_CUDA_IPC and cuda.is_supported(device):
+        from foredraft.transport.cuda_ipc import CudaIpcReader
+
+        return CudaIpcReader(arena, row, epoch)
     if arena.transport == tensor_pb2.TRANSPORT_SHM and shared_memory.is_supported():
         return SharedMemoryReader(arena, row, epoch)
     if arena.transport == tensor_pb2.TRANSPORT_INLINE:

@@ -24,9 +24,12 @@ from foredraft.transport.base import (
     HIDDEN,
     ArenaError,
     HiddenReader,
-    HiddenWriter,
+    RingWriter,
     RowFormat,
+    check_ring,
+    check_rows,
 )
+from foredraft.transport.process import pid_namespace, start_time
 
 FOLDER = Path("/dev/shm")
 _NAME = re.compile(
@@ -44,7 +47,7 @@ def is_supported() -> bool:
     return FOLDER.is_dir() and Path("/proc/self/stat").exists()
 
 
-class SharedMemoryWriter(HiddenWriter):
+class SharedMemoryWriter(RingWriter):
     """Makes a new segment, which has a name until `attached`.
 
     Args:
@@ -90,15 +93,15 @@ class SharedMemoryWriter(HiddenWriter):
         self.attached()
         self._rows = self._map = None
 
-    def _put(self, first: int, rows: torch.Tensor) -> draft_pb2.HiddenRows:
+    def _store(self, first: int, rows: list[torch.Tensor]) -> None:
         ring = self._rows
         if ring is None:
             raise ArenaError("epoch", f"attach {self.arena.epoch} has ended")
-        data = codec.raw(rows).numpy().reshape(len(rows), self.row.num_bytes)
-        fitting = min(len(rows), self.capacity - first)
+        joined = rows[0] if len(rows) == 1 else torch.cat(rows)
+        data = codec.raw(joined).numpy().reshape(len(joined), self.row.num_bytes)
+        fitting = min(len(data), self.capacity - first)
         ring[first : first + fitting] = data[:fitting]
-        ring[: len(rows) - fitting] = data[fitting:]
-        return draft_pb2.HiddenRows(arena_row=first, num_rows=len(rows))
+        ring[: len(data) - fitting] = data[fitting:]
 
 
 class SharedMemoryReader(HiddenReader):
@@ -114,7 +117,7 @@ class SharedMemoryReader(HiddenReader):
     """
 
     def __init__(self, arena: tensor_pb2.Arena, row: RowFormat, epoch: int) -> None:
-        offset, capacity = _check(arena, row, epoch)
+        offset, capacity = check_ring(arena, row, epoch, _HEADER.size)
         self._row = row
         self._map: mmap.mmap | None = _open(arena)
         if _HEADER.unpack_from(self._map) != (_MAGIC, epoch, arena.size):
@@ -129,13 +132,8 @@ class SharedMemoryReader(HiddenReader):
         ring = self._rows
         if ring is None:
             raise InvalidRequest("hidden", "the attach has ended")
-        first, num_rows, capacity = rows.arena_row, rows.num_rows, len(ring)
-        if rows.WhichOneof("source") != "arena_row":
-            raise InvalidRequest("hidden", "the rows are not in the arena, as was agreed")
-        if not (first < capacity and num_rows <= capacity):
-            raise InvalidRequest(
-                "hidden", f"{num_rows} rows from row {first} on, in a ring of {capacity}"
-            )
+        capacity = len(ring)
+        first, num_rows = check_rows(rows, capacity)
         data = np.empty((num_rows, self._row.num_bytes), dtype=np.uint8)
         fitting = min(num_rows, capacity - first)
         data[:fitting] = ring[first : first + fitting]
@@ -157,9 +155,9 @@ def remove_leftovers() -> int:
     removed = 0
     for path in FOLDER.glob("foredraft-*"):
         match = _NAME.fullmatch(path.name)
-        if match is None or int(match[3]) != _pid_namespace():
+        if match is None or int(match[3]) != pid_namespace():
             continue
-        if _start_time(int(match[1])) == int(match[2]):
+        if start_time(int(match[1])) == int(match[2]):
             continue
         try:
             path.unlink()
@@ -171,21 +169,7 @@ def remove_leftovers() -> int:
 
 def _new_name() -> str:
     pid = os.getpid()
-    return f"foredraft-{pid}-{_start_time(pid)}-{_pid_namespace()}-{secrets.token_hex(8)}"
-
-
-def _start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a process, which tell it from a later one of the same pid; None if dead."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *fields = text.rpartition(")")[2].split()  # from field 3 on, proc_pid_stat(5)
-    return None if state in "ZX" else int(fields[18])
-
-
-def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
+    return f"foredraft-{pid}-{start_time(pid)}-{pid_namespace()}-{secrets.token_hex(8)}"
 
 
 def _create(path: Path, size: int) -> mmap.mmap:
@@ -215,24 +199,7 @@ def _open(arena: tensor_pb2.Arena) -> mmap.mmap:
         if not stat.S_ISREG(status.st_mode) or status.st_size != arena.size:
             raise ArenaError("size", f"the segment has {status.st_size} bytes, not {arena.size}")
         return mmap.mmap(descriptor, arena.size, prot=mmap.PROT_READ)
+    except OSError as error:  # mmap takes a descriptor of its own, and there may be none left
+        raise ArenaError("handle", f"cannot map the segment: {error.strerror}") from error
     finally:
         os.close(descriptor)
-
-
-def _check(arena: tensor_pb2.Arena, row: RowFormat, epoch: int) -> tuple[int, int]:
-    """(offset, capacity) of the ring in a description that makes sense."""
-    if arena.epoch != epoch:
-        raise ArenaError("epoch", f"the arena is of attach {arena.epoch}, not {epoch}")
-    ring = next((tensor for tensor in arena.tensors if tensor.name == HIDDEN), None)
-    if ring is None:
-        raise ArenaError("tensors", f"there is none named {HIDDEN!r}")
-    if len(ring.shape) != 2 or ring.shape[1] != row.width:
-        raise ArenaError("tensors", f"the rows are {list(ring.shape)}, not [n, {row.width}]")
-    if ring.dtype != codec.to_message(row.dtype):
-        raise ArenaError("tensors", f"the rows are not {row.dtype}")
-    capacity = ring.shape[0]
-    if capacity < 1 or ring.offset < _HEADER.size or ring.offset % row.dtype.itemsize:
-        raise ArenaError("tensors", f"{capacity} rows at offset {ring.offset}")
-    if ring.offset + capacity * row.num_bytes > arena.size:
-        raise ArenaError("size", f"{capacity} rows do not end within {arena.size} bytes")
-    return ring.offset, capacity

@@ -24,21 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$foredraft/api/tensor/v1/tensor.proto\x12\x17\x66oredraft.api.tensor.v1\"W\n\x06Tensor\x12\x30\n\x05\x64type\x18\x01 \x01(\x0e\x32!.foredraft.api.tensor.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"l\n\x0b\x41renaTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x30\n\x05\x64type\x18\x03 \x01(\x0e\x32!.foredraft.api.tensor.v1.DataType\x12\r\n\x05shape\x18\x04 \x03(\x04\"\xb7\x01\n\x05\x41rena\x12\x35\n\ttransport\x18\x01 \x01(\x0e\x32\".foredraft.api.tensor.v1.Transport\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x35\n\x07tensors\x18\x06 \x03(\x0b\x32$.foredraft.api.tensor.v1.ArenaTensor*\xa9\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x05\x12\x12\n\x0e\x44\x41TA_TYPE_BOOL\x10\x06*g\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x14\n\x10TRANSPORT_INLINE\x10\x01\x12\x11\n\rTRANSPORT_SHM\x10\x02\x12\x16\n\x12TRANSPORT_CUDA_IPC\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$foredraft/api/tensor/v1/tensor.proto\x12\x17\x66oredraft.api.tensor.v1\"W\n\x06Tensor\x12\x30\n\x05\x64type\x18\x01 \x01(\x0e\x32!.foredraft.api.tensor.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"l\n\x0b\x41renaTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x30\n\x05\x64type\x18\x03 \x01(\x0e\x32!.foredraft.api.tensor.v1.DataType\x12\r\n\x05shape\x18\x04 \x03(\x04\"\xb7\x01\n\x05\x41rena\x12\x35\n\ttransport\x18\x01 \x01(\x0e\x32\".foredraft.api.tensor.v1.Transport\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x35\n\x07tensors\x18\x06 \x03(\x0b\x32$.foredraft.api.tensor.v1.ArenaTensor\"A\n\x07Process\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x12\n\nstart_time\x18\x02 \x01(\x04\x12\x15\n\rpid_namespace\x18\x03 \x01(\x04*\xa9\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x05\x12\x12\n\x0e\x44\x41TA_TYPE_BOOL\x10\x06*g\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x14\n\x10TRANSPORT_INLINE\x10\x01\x12\x11\n\rTRANSPORT_SHM\x10\x02\x12\x16\n\x12TRANSPORT_CUDA_IPC\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'foredraft.api.tensor.v1.tensor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATATYPE']._serialized_start=451
-  _globals['_DATATYPE']._serialized_end=620
-  _globals['_TRANSPORT']._serialized_start=622
-  _globals['_TRANSPORT']._serialized_end=725
+  _globals['_DATATYPE']._serialized_start=518
+  _globals['_DATATYPE']._serialized_end=687
+  _globals['_TRANSPORT']._serialized_start=689
+  _globals['_TRANSPORT']._serialized_end=792
   _globals['_TENSOR']._serialized_start=65
   _globals['_TENSOR']._serialized_end=152
   _globals['_ARENATENSOR']._serialized_start=154
   _globals['_ARENATENSOR']._serialized_end=262
   _globals['_ARENA']._serialized_start=265
   _globals['_ARENA']._serialized_end=448
+  _globals['_PROCESS']._serialized_start=450
+  _globals['_PROCESS']._serialized_end=515
 # @@protoc_insertion_point(module_scope)

@@ -72,3 +72,13 @@ class Arena(_message.Message):
     epoch: int
     tensors: _containers.RepeatedCompositeFieldContainer[ArenaTensor]
     def __init__(self, transport: _Optional[_Union[Transport, str]] = ..., handle: _Optional[bytes] = ..., size: _Optional[int] = ..., device_uuid: _Optional[str] = ..., epoch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[ArenaTensor, _Mapping]]] = ...) -> None: ...
+
+class Process(_message.Message):
+    __slots__ = ("pid", "start_time", "pid_namespace")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    START_TIME_FIELD_NUMBER: _ClassVar[int]
+    PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    start_time: int
+    pid_namespace: int
+    def __init__(self, pid: _Optional[int] = ..., start_time: _Optional[int] = ..., pid_namespace: _Optional[int] = ...) -> None: ...

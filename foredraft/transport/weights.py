@@ -1,0 +1,100 @@
+"""Weights of the target that its draft maps instead of loading them: torch's own allocations, shared as they lie."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from foredraft.api.tensor.v1 import tensor_pb2
+from foredraft.errors import InvalidRequest
+from foredraft.transport import codec, cuda
+from foredraft.transport.base import ArenaError
+
+
+def export(weights: Mapping[str, torch.Tensor], epoch: int) -> list[tensor_pb2.Arena]:
+    """Describes weights on a GPU, one arena for each allocation; they must stay where they are.
+
+    Raises:
+        ArenaError: An allocation cannot be shared.
+    """
+    arenas: dict[int, tensor_pb2.Arena] = {}
+    for name, weight in weights.items():
+        if not weight.is_contiguous():
+            raise ArenaError("tensors", f"{name} is not contiguous")
+        try:
+            start, size = cuda.allocation_of(weight.data_ptr())
+            if start not in arenas:
+                arenas[start] = tensor_pb2.Arena(
+                    transport=tensor_pb2.TRANSPORT_CUDA_IPC,
+                    handle=cuda.handle_of(start),
+                    size=size,
+                    device_uuid=cuda.uuid_of(weight.device),
+                    epoch=epoch,
+                )
+        except cuda.CudaError as error:
+            raise ArenaError("handle", f"{name} cannot be shared: {error}") from error
+        arenas[start].tensors.add(
+            name=name,
+            offset=weight.data_ptr() - start,
+            dtype=codec.to_message(weight.dtype),
+            shape=weight.shape,
+        )
+    return list(arenas.values())
+
+
+class MappedWeights:
+    """A verifier's weights in this process.
+
+    Args:
+        arenas: As the verifier describes them.
+
+    Attributes:
+        tensors: By name. To be read only: the verifier computes with the same bytes.
+
+    Raises:
+        ArenaError: A description contradicts itself, or an allocation cannot be mapped.
+    """
+
+    def __init__(self, arenas: Iterable[tensor_pb2.Arena]) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._mappings: list[cuda.Mapping] = []
+        try:
+            for arena in arenas:
+                self._map(arena)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unmaps them; nothing may compute with them."""
+        self.tensors.clear()
+        while self._mappings:
+            mapping = self._mappings.pop()
+            torch.cuda.synchronize(mapping.device)
+            mapping.close()
+
+    def _map(self, arena: tensor_pb2.Arena) -> None:
+        device = cuda.device_of(arena.device_uuid)
+        if device is None:
+            raise ArenaError("device_uuid", f"this process does not see GPU {arena.device_uuid}")
+        if len(arena.handle) != cuda.HANDLE_BYTES:
+            raise ArenaError("handle", f"{len(arena.handle)} bytes are no handle")
+        try:
+            mapping = cuda.Mapping(arena.handle, arena.size, device)
+        except cuda.CudaError as error:
+            raise ArenaError("handle", f"cannot map the weights: {error}") from error
+        self._mappings.append(mapping)
+        for tensor in arena.tensors:
+            self.tensors[tensor.name] = _view(mapping.bytes, tensor)
+
+
+def _view(data: torch.Tensor, tensor: tensor_pb2.ArenaTensor) -> torch.Tensor:
+    try:
+        dtype = codec.to_torch(tensor.dtype)
+    except InvalidRequest as error:
+        raise ArenaError("tensors", error.message) from error
+    shape = tuple(tensor.shape)
+    end = tensor.offset + math.prod(shape) * dtype.itemsize
+    if end > len(data) or tensor.offset % dtype.itemsize:
+        raise ArenaError("tensors", f"{tensor.name} does not lie within {len(data)} bytes")
+    return data[tensor.offset : end].view(dtype).view(shape)
