@@ -59,6 +59,7 @@ class Batch:
         spans: One per sequence.
         logit_rows: int64, the rows whose logits are wanted; None for all.
         embeddings: [num_rows, hidden] to use instead of the tokens' own, or None.
+        plan: What the backend's `plan` shall return, made by a graph runner; `spans` are not read then.
     """
 
     tokens: torch.Tensor
@@ -67,6 +68,7 @@ class Batch:
     spans: Sequence[SequenceSpan]
     logit_rows: torch.Tensor | None = None
     embeddings: torch.Tensor | None = None
+    plan: object | None = None
 
     @property
     def num_rows(self) -> int:

@@ -1,0 +1,219 @@
+"""Attention on NVIDIA GPUs by the Triton kernels of `triton_kernels`, which this module imports only when it is used."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
+from foredraft.kvcache.paged_kv import PagedKV
+
+MAX_SPLITS = 32
+MIN_KEYS = 64  # of one program's part of the keys; fewer are not worth another one
+# Compute units assumed where there is no GPU, which is where Triton's interpreter runs the kernels.
+_INTERPRETED_UNITS = 16
+
+
+@dataclass(slots=True)
+class TritonPlan:
+    """What the kernels read of a batch of B sequences with T rows; all tensors are on the device.
+
+    A CUDA graph makes its own from buffers whose content changes between replays. A sequence without rows is padding.
+
+    Attributes:
+        page_tables: int32 [B, P].
+        first_row, num_rows, prefix_start, prefix_len, write_index: int32 [B], see `SequenceSpan`.
+        positions: int64 [T], of the rows.
+        tail_mask: bool or uint8 [T, W]: which keys from prefix_len on each row sees. None where all are causal.
+        is_causal: int8 [B]: sequences to which the mask does not apply; None for none of them.
+        tail_positions: int32 [B, W]: positions of those keys; None where they are the key indexes.
+        max_rows: No sequence has more rows.
+        num_splits: Parts into which the keys are cut, computed side by side; a power of two. See `splits_for`.
+    """
+
+    kv: PagedKV
+    page_tables: torch.Tensor
+    first_row: torch.Tensor
+    num_rows: torch.Tensor
+    prefix_start: torch.Tensor
+    prefix_len: torch.Tensor
+    write_index: torch.Tensor
+    positions: torch.Tensor
+    tail_mask: torch.Tensor | None
+    is_causal: torch.Tensor | None
+    tail_positions: torch.Tensor | None
+    max_rows: int
+    num_splits: int
+
+
+def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int) -> int:
+    """How many parts to cut the keys into, so that the whole device works and each part is worth it.
+
+    Args:
+        batch: Sequences.
+        max_rows: Of a sequence.
+        kv: The cache.
+        max_tokens: No sequence has more keys.
+    """
+    device = kv.data.device
+    units = _INTERPRETED_UNITS
+    if device.type == "cuda":
+        units = torch.cuda.get_device_properties(device).multi_processor_count
+    programs = max(1, batch) * kv.num_kv_heads * -(-max_rows // 32)
+    wanted = min(MAX_SPLITS, 2 * units // programs, max_tokens // MIN_KEYS)
+    return 1 << max(0, wanted.bit_length() - 1)
+
+
+class TritonAttention(AttentionBackend):
+    """Two kernels per layer: attention over parts of the keys, and their sum where there are several parts."""
+
+    def plan(
+        self, batch: Batch, kv: PagedKV, windows: Sequence[int | None], group_size: int
+    ) -> TritonPlan:
+        """See AttentionBackend. A batch that brings its plan keeps it; from others' spans one is made by one upload."""
+        if batch.plan is not None:
+            return cast(TritonPlan, batch.plan)
+        return _plan_of_spans(batch, kv)
+
+    def attend(
+        self,
+        plan: TritonPlan,
+        queries: torch.Tensor,
+        layer: int,
+        window: int | None,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """See AttentionBackend. Reads no value of the device, so that it can be captured."""
+        from foredraft.attention import triton_kernels
+
+        kv, splits = plan.kv, plan.num_splits
+        keys, values = kv.keys(layer), kv.values(layer)
+        num_tokens, num_heads, head_dim = queries.shape
+        num_kv_heads = keys.shape[0]
+        group = num_heads // num_kv_heads
+        tiles = _tiles(plan.max_rows * group, head_dim, queries.dtype)
+        row_blocks = -(-plan.max_rows * group // tiles["BLOCK_M"])
+        batch = plan.num_rows.shape[0]
+        mask = plan.tail_mask
+        parts: Any = out  # not read where there is one part
+        best: Any = out
+        total: Any = out
+        if splits > 1:
+            shape = (num_tokens, num_heads, splits)
+            parts = out.new_empty((*shape, head_dim), dtype=torch.float32)
+            best, total = out.new_empty((2, *shape), dtype=torch.float32)
+        block_d = max(16, _power_of_two(head_dim))
+        triton_kernels.attend[(batch * row_blocks, num_kv_heads, splits)](
+            queries, keys, values, out, parts, best, total,
+            plan.page_tables, plan.first_row, plan.num_rows, plan.prefix_start, plan.prefix_len,
+            plan.write_index, plan.positions,
+            plan.positions if mask is None else mask.view(torch.uint8),
+            plan.positions if plan.is_causal is None else plan.is_causal,
+            plan.positions if plan.tail_positions is None else plan.tail_positions,
+            scale * math.log2(math.e), window or 0, keys.stride(0), queries.stride(0),
+            queries.stride(1), plan.page_tables.stride(0),
+            0 if mask is None else mask.stride(0), 0 if mask is None else mask.shape[1],
+            0 if plan.tail_positions is None else plan.tail_positions.stride(0),
+            GROUP=group, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
+            BLOCK_D=block_d, ROW_BLOCKS=row_blocks, NUM_SPLITS=splits,
+            WINDOWED=window is not None, MASKED=mask is not None, MIXED=plan.is_causal is not None,
+            PLACED=plan.tail_positions is not None,
+            PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
+            **tiles,
+        )  # fmt: skip
+        if splits > 1:
+            triton_kernels.combine[(batch * plan.max_rows, num_heads)](
+                out, parts, best, total, plan.first_row, plan.num_rows, plan.max_rows,
+                HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, NUM_SPLITS=splits,
+                num_warps=4 if splits > 4 else 2,
+            )  # fmt: skip
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+def _tiles(folded_rows: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Rows and keys of a tile, warps and stages: what fits registers and shared memory of current GPUs."""
+    if dtype == torch.float32:  # no matrix units: small tiles, or the compiler spills
+        return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
+    wide = head_dim > 128
+    block_m = min(max(16, _power_of_two(folded_rows)), 64 if wide else 128)
+    few_rows = block_m <= 32
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": 32 if wide or few_rows else 64,
+        "num_warps": 8 if block_m == 128 else 4,
+        "num_stages": 2 if wide else 3,
+    }
+
+
+def _plan_of_spans(batch: Batch, kv: PagedKV) -> TritonPlan:
+    spans, device = batch.spans, kv.data.device
+    masks = [_mask(span) for span in spans]
+    num_spans, num_tokens = len(spans), batch.num_rows
+    width = max((mask.shape[1] for mask in masks if mask is not None), default=0)
+    num_pages = max(len(span.pages) for span in spans)
+    # One block: B records of page table, five numbers, whether it is causal, and tail positions; then the masks.
+    record = num_pages + 6 + width
+    num_ints = num_spans * record
+    num_bytes = 4 * num_ints + num_tokens * width
+    block = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    ints = block[: 4 * num_ints].view(torch.int32).view(num_spans, record).numpy()
+    rows = block[4 * num_ints :].view(num_tokens, width).numpy()
+    for line, span, mask in zip(ints, spans, masks, strict=True):
+        line[: len(span.pages)] = span.pages
+        line[num_pages : num_pages + 6] = (
+            span.first_row,
+            span.num_rows,
+            span.prefix_start,
+            span.prefix_len,
+            span.write_index,
+            mask is None,
+        )
+        if mask is None:
+            continue
+        num_tail = mask.shape[1]
+        rows[span.first_row : span.first_row + span.num_rows, :num_tail] = mask
+        line[num_pages + 6 : num_pages + 6 + num_tail] = (
+            np.arange(span.prefix_len, span.num_keys)
+            if span.tail_positions is None
+            else span.tail_positions
+        )
+    uploaded = block.to(device, non_blocking=True)
+    table = uploaded[: 4 * num_ints].view(torch.int32).view(num_spans, record)
+    numbers = table[:, num_pages : num_pages + 6].t().contiguous()
+    has_mask = width > 0
+    num_keys = max(span.num_keys for span in spans)
+    max_rows = max(span.num_rows for span in spans)
+    return TritonPlan(
+        kv=kv,
+        page_tables=table[:, :num_pages],
+        first_row=numbers[0],
+        num_rows=numbers[1],
+        prefix_start=numbers[2],
+        prefix_len=numbers[3],
+        write_index=numbers[4],
+        positions=batch.positions,
+        tail_mask=uploaded[4 * num_ints :].view(num_tokens, width) if has_mask else None,
+        is_causal=numbers[5].to(torch.int8)
+        if has_mask and any(mask is None for mask in masks)
+        else None,
+        tail_positions=table[:, num_pages + 6 :] if has_mask else None,
+        max_rows=max_rows,
+        num_splits=splits_for(num_spans, max_rows, kv, num_keys),
+    )
+
+
+def _mask(span: SequenceSpan) -> npt.NDArray[np.bool_] | None:
+    """A span's mask; causal ones have none, unless their keys stand elsewhere than their indexes."""
+    if span.tail_mask is not None:
+        return span.tail_mask.numpy()
+    if span.tail_positions is not None:
+        return np.tri(span.num_rows, dtype=np.bool_)
+    return None

@@ -1,0 +1,179 @@
+"""Flash-decoding over KV pages in Triton (Dao et al. 2023): every length is read from device memory, none from the host."""
+
+# mypy: ignore-errors
+# ruff: noqa: SIM108 (what the compiler decides stays a statement)
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tile(
+    acc, best, total, q, k_ptr, v_ptr, table, keys, end, seen, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over one tile of keys; `scale` includes log2(e)."""
+    in_range = keys < end
+    pages = tl.load(table + keys // PAGE_SIZE, mask=in_range, other=0)
+    slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
+    dims = tl.arange(0, BLOCK_D)
+    offsets = slots[:, None] * HEAD_DIM + dims[None, :]
+    wanted = in_range[:, None] & (dims < HEAD_DIM)[None, :]
+    k = tl.load(k_ptr + offsets, mask=wanted, other=0.0).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    scores = tl.where(seen & in_range[None, :], scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    # A row that has seen no key yet stands at minus infinity, which must not be subtracted from itself.
+    base = tl.where(new_best == float("-inf"), 0.0, new_best)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(best - base)
+    v = tl.load(v_ptr + offsets, mask=wanted, other=0.0).to(q.dtype)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
+    return acc, new_best, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def attend(
+    q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total,
+    tables, first_rows, nums_rows, prefix_starts, prefix_lens, write_indexes, positions,
+    tail_masks, is_causal, tail_positions,
+    scale, window, kv_head_stride, q_row_stride, q_head_stride, table_stride, mask_stride, mask_width,
+    tail_positions_stride,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ROW_BLOCKS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, MIXED: tl.constexpr,
+    PLACED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of one sequence's rows, one KV head and its query heads, one part of the keys.
+
+    Row m of a block is row m // GROUP of the sequence under query head m % GROUP of the group.
+    """
+    sequence = tl.program_id(0) // ROW_BLOCKS
+    block = ROW_BLOCKS - 1 - tl.program_id(0) % ROW_BLOCKS  # of causal rows the longest first
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    num_rows = tl.load(nums_rows + sequence)
+    if block * BLOCK_M >= num_rows * GROUP:
+        return
+    first_row = tl.load(first_rows + sequence)
+    prefix_len = tl.load(prefix_lens + sequence)
+    begin = tl.load(prefix_starts + sequence)
+
+    folded = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = folded // GROUP
+    is_row = row < num_rows
+    head = kv_head * GROUP + folded % GROUP
+    token = (first_row + row).to(tl.int64)
+
+    last_row = tl.minimum(num_rows - 1, (block * BLOCK_M + BLOCK_M - 1) // GROUP)
+    end = prefix_len + last_row + 1
+    causal = True
+    if MASKED:
+        if MIXED:
+            causal = tl.load(is_causal + sequence) != 0
+        else:
+            causal = False
+        if not causal:
+            end = tl.load(write_indexes + sequence) + num_rows
+    oldest = tl.zeros([BLOCK_M], tl.int32)
+    if WINDOWED:
+        oldest = tl.load(positions + token, mask=is_row, other=0x3FFFFFFF).to(tl.int32) - window + 1
+        begin = tl.maximum(begin, tl.min(oldest, 0))
+        if MASKED:  # the tail's positions are any
+            begin = tl.minimum(begin, prefix_len)
+    if NUM_SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), NUM_SPLITS) * BLOCK_N
+        begin = begin + split * share
+        end = tl.minimum(end, begin + share)
+
+    dims = tl.arange(0, BLOCK_D)
+    wanted = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    q_offsets = token[:, None] * q_row_stride + head[:, None] * q_head_stride + dims[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=wanted, other=0.0)
+    k_ptr += kv_head.to(tl.int64) * kv_head_stride
+    v_ptr += kv_head.to(tl.int64) * kv_head_stride
+    table = tables + sequence.to(tl.int64) * table_stride
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+
+    prefix_end = tl.minimum(end, prefix_len)
+    for start in tl.range(begin, prefix_end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        seen = is_row[:, None]
+        if WINDOWED:
+            seen = seen & (keys[None, :] >= oldest[:, None])
+        acc, best, total = _tile(
+            acc, best, total, q, k_ptr, v_ptr, table, keys, prefix_end, seen, scale,
+            HEAD_DIM, BLOCK_D, PAGE_SIZE, PRECISION,
+        )  # fmt: skip
+    for start in tl.range(tl.maximum(begin, prefix_len), end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        tail = keys - prefix_len
+        seen = tail[None, :] <= row[:, None]
+        if MASKED:
+            allowed = is_row[:, None] & (tail < mask_width)[None, :]
+            if MIXED:
+                allowed = allowed & (not causal)
+            offsets = token[:, None] * mask_stride + tail[None, :]
+            masked = tl.load(tail_masks + offsets, mask=allowed, other=0) != 0
+            if MIXED:
+                seen = (seen & causal) | masked
+            else:
+                seen = masked
+        seen = seen & is_row[:, None]
+        if WINDOWED:
+            places = keys
+            if PLACED:
+                at = tail_positions + sequence.to(tl.int64) * tail_positions_stride + tail
+                placed = tail < mask_width
+                if MIXED:
+                    placed = placed & (not causal)
+                places = tl.load(at, mask=placed, other=0)
+                if MIXED:
+                    places = tl.where(causal, keys, places)
+            seen = seen & (places[None, :] >= oldest[:, None])
+        acc, best, total = _tile(
+            acc, best, total, q, k_ptr, v_ptr, table, keys, end, seen, scale,
+            HEAD_DIM, BLOCK_D, PAGE_SIZE, PRECISION,
+        )  # fmt: skip
+
+    line = token * (KV_HEADS * GROUP) + head
+    if NUM_SPLITS == 1:
+        acc = acc / total[:, None]
+        result = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + line[:, None] * HEAD_DIM + dims[None, :], result, mask=wanted)
+    else:
+        part = line * NUM_SPLITS + split
+        tl.store(part_best + part, best, mask=is_row)
+        tl.store(part_total + part, total, mask=is_row)
+        if begin < end:
+            tl.store(part_acc + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=wanted)
+
+
+@triton.jit
+def combine(
+    out_ptr, part_acc, part_best, part_total, first_rows, nums_rows, max_rows,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Adds up the parts of one row under one head."""
+    sequence = tl.program_id(0) // max_rows
+    row = tl.program_id(0) % max_rows
+    if row >= tl.load(nums_rows + sequence):
+        return
+    token = (tl.load(first_rows + sequence) + row).to(tl.int64)
+    line = token * HEADS + tl.program_id(1)
+    splits = tl.arange(0, NUM_SPLITS)
+    dims = tl.arange(0, BLOCK_D)
+    best = tl.load(part_best + line * NUM_SPLITS + splits)
+    total = tl.load(part_total + line * NUM_SPLITS + splits)
+    has_any = total > 0
+    weight = tl.where(has_any, tl.exp2(best - tl.max(best, 0)), 0.0)
+    offsets = (line * NUM_SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
+    wanted = has_any[:, None] & (dims < HEAD_DIM)[None, :]
+    parts = tl.load(part_acc + offsets, mask=wanted, other=0.0)
+    result = tl.sum(parts * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(
+        out_ptr + line * HEAD_DIM + dims,
+        result.to(out_ptr.dtype.element_ty),
+        mask=dims < HEAD_DIM,
+    )
