@@ -107,8 +107,10 @@ def openapi_document() -> str:
     # Imported late: the gateway's metrics belong to its section of the page above.
     app = importlib.import_module("gateway.app")
     pool = importlib.import_module("gateway.verifier_pool").VerifierPool(())
-    serving = importlib.import_module("gateway.serving").Serving(GatewayConfig(), pool)
-    return json.dumps(app.make_app(serving).openapi(), indent=1) + "\n"
+    config = GatewayConfig()
+    serving = importlib.import_module("gateway.serving").Serving(config, pool)
+    gate = importlib.import_module("gateway.security.gate").Gate(config)
+    return json.dumps(app.make_app(serving, gate).openapi(), indent=1) + "\n"
 
 
 def _table(config: type, names: list[str]) -> list[str]:

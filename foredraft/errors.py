@@ -48,6 +48,10 @@ class Unavailable(ForedraftError):
     """A service that is needed is down; the request may be retried."""
 
 
+class Unauthenticated(ForedraftError):
+    """The caller gave no API key, or one that is not known."""
+
+
 class AttachRefused(ForedraftError):
     """A draft cannot serve a verifier.
 

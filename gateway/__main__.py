@@ -19,11 +19,14 @@ from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from gateway.app import make_app
 from gateway.grpc_front import SERVICE_NAME, InferenceService
-from gateway.protocol import BoundedHttpProtocol
+from gateway.protocol import bounded_protocol
+from gateway.security.gate import Gate
 from gateway.serving import Serving
 from gateway.verifier_pool import VerifierPool
 
 DESCRIPTION = """The gateway: takes text over HTTP (OpenAI-compatible and native) and gRPC, and streams text back."""
+
+FILES_SECONDS = 1.0  # between looks at files that may change
 
 logger = logging.getLogger(__name__)
 
@@ -51,17 +54,20 @@ class _HttpServer(uvicorn.Server):
 
 
 async def _serve(config: GatewayConfig) -> int:
+    gate = Gate(config)
+    if not gate.asks_for_keys and config.host not in ("127.0.0.1", "::1", "localhost"):
+        logger.warning("no API keys: whoever reaches %s may use it", config.host)
     pool = VerifierPool(config.verifier)
     serving = Serving(config, pool)
     listener = _listen(config)
     grpc_host = f"[{config.host}]" if ":" in config.host else config.host
     rpc = RpcServer(f"{grpc_host}:{config.grpc_port}", max_message_bytes=config.max_body_bytes)
-    rpc.add(add_InferenceServiceServicer_to_server, InferenceService(serving), SERVICE_NAME)
+    rpc.add(add_InferenceServiceServicer_to_server, InferenceService(serving, gate), SERVICE_NAME)
     await rpc.start()
     http = _HttpServer(
         uvicorn.Config(
-            make_app(serving),
-            http=BoundedHttpProtocol,
+            make_app(serving, gate),
+            http=bounded_protocol(config.client_timeout),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -72,10 +78,12 @@ async def _serve(config: GatewayConfig) -> int:
     )
     http_task = asyncio.create_task(http.serve([listener]))
     health_task = asyncio.create_task(_follow_health(serving, rpc))
+    files_task = asyncio.create_task(_follow_files(gate))
     stop = lifetime.stop_event()
 
     async def drain() -> None:
         health_task.cancel()
+        files_task.cancel()
         await serving.drain()
 
     await serve(rpc, drain_timeout=config.drain_timeout, drain=drain, stop=stop)
@@ -102,6 +110,13 @@ async def _follow_health(serving: Serving, rpc: RpcServer) -> None:
             await rpc.set_serving(was_ready)
             logger.info("a verifier is usable" if was_ready else "no verifier is usable")
         await asyncio.sleep(0.05)
+
+
+async def _follow_files(gate: Gate) -> None:
+    """Takes changed files without a restart."""
+    while True:
+        await asyncio.sleep(FILES_SECONDS)
+        gate.reload()
 
 
 def _listen(config: GatewayConfig) -> socket.socket:

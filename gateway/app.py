@@ -20,19 +20,22 @@ from gateway.native import routes as native
 from gateway.native.schemas import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody
 from gateway.openai import routes as openai
 from gateway.openai.schemas import ChatBody, CompletionBody
+from gateway.security.gate import Gate
+from gateway.security.http import GateMiddleware
 from gateway.serving import Serving
 
 PROBE_SECONDS = 20.0
 BODIES = (CompletionBody, ChatBody, GenerateBody, TokenizeBody, DetokenizeBody, AbortBody)
 
 
-def make_app(serving: Serving) -> FastAPI:
-    """The application over one model."""
+def make_app(serving: Serving, gate: Gate) -> FastAPI:
+    """The application over one model, behind a gate."""
     app = FastAPI(title="Foredraft", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(openai.make_router(serving))
     app.include_router(native.make_router(serving))
     app.include_router(pages.make_router(serving))
     _add_health(app, serving)
+    app.add_middleware(GateMiddleware, gate=gate, protect_metrics=serving.config.protect_metrics)
     _add_errors(app)
     openapi.install(app, BODIES)
     return app

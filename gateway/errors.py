@@ -4,7 +4,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from foredraft.errors import ForedraftError, InvalidRequest, Overloaded, PromptTooLong, Unavailable
+from foredraft.errors import (
+    ForedraftError,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    Unauthenticated,
+    Unavailable,
+)
 
 
 class UnknownModel(InvalidRequest):
@@ -20,6 +27,10 @@ class BodyTooLarge(ForedraftError):
 
 class RequestTimeout(ForedraftError):
     """The request's deadline passed."""
+
+
+class RateLimited(Overloaded):
+    """The caller has more running, asks or generates more than its key may."""
 
 
 class SlowClient(ForedraftError):
@@ -49,6 +60,11 @@ _HTTP: tuple[tuple[type[ForedraftError], HttpError], ...] = (
     (PromptTooLong, HttpError(400, "invalid_request_error", "context_length_exceeded")),
     (InvalidRequest, HttpError(400, "invalid_request_error")),
     (BodyTooLarge, HttpError(413, "invalid_request_error", "body_too_large")),
+    (Unauthenticated, HttpError(401, "invalid_request_error", "invalid_api_key")),
+    (
+        RateLimited,
+        HttpError(429, "rate_limit_error", "rate_limit_exceeded", retryable=True),
+    ),
     (Overloaded, HttpError(429, "rate_limit_error", "overloaded", retryable=True)),
     (Unavailable, HttpError(503, "server_error", "unavailable", retryable=True)),
     (RequestTimeout, HttpError(504, "server_error", "deadline_exceeded")),
@@ -79,7 +95,9 @@ def envelope(error: Exception) -> dict[str, Any]:
 
 
 def headers(error: Exception) -> dict[str, str]:
-    """Retry-After, where trying again makes sense."""
+    """Retry-After, where trying again makes sense; how to authenticate, where that was missing."""
+    if isinstance(error, Unauthenticated):
+        return {"www-authenticate": "Bearer"}
     if isinstance(error, Overloaded):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_seconds)))}
     return {"retry-after": "1"} if isinstance(error, Unavailable) else {}
@@ -89,6 +107,7 @@ def outcome(error: BaseException) -> str:
     """Label of the requests metric."""
     for kind, label in (
         (InvalidRequest, "invalid"),
+        (RateLimited, "rate_limited"),
         (Overloaded, "overloaded"),
         (Unavailable, "unavailable"),
         (RequestTimeout, "deadline"),

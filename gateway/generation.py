@@ -21,6 +21,7 @@ from gateway import metrics
 from gateway.decoding import Chunk, Completion, SequenceDecoder
 from gateway.errors import RequestTimeout
 from gateway.merging import merge
+from gateway.security.limits import Caller, Charge, current_caller
 from gateway.stopwatch import Stopwatch
 from gateway.verifier_pool import Ticket, VerifierConnection, VerifierLost, VerifierPool
 
@@ -42,7 +43,7 @@ class Job:
         num_choices: Independent continuations.
         keep_stop: Leave the stop string or token in the text.
         timeout: Seconds until the request ends with RequestTimeout.
-        key_label: Whose text may feed whose drafts.
+        caller: Who asked: whose limits hold, and whose text may feed whose drafts.
         arrived: time.monotonic() of the arrival.
         traceparent: Trace context that the client sent; empty without one.
     """
@@ -58,7 +59,7 @@ class Job:
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     priority: int = 0
     timeout: float = 600.0
-    key_label: str = ""
+    caller: Caller = field(default_factory=current_caller)
     arrived: float = field(default_factory=time.monotonic)
     traceparent: str = field(default_factory=tracing.incoming)
 
@@ -74,7 +75,7 @@ class Generator:
     def __init__(self, pool: VerifierPool, tokenizer: Tokenizer) -> None:
         self._pool = pool
         self._tokenizer = tokenizer
-        self._running: dict[str, _Running] = {}
+        self._running: dict[tuple[str, str], _Running] = {}  # by caller and name
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -89,17 +90,22 @@ class Generator:
         Raises:
             ForedraftError: The verifier refused the job, it was lost, or the deadline passed.
         """
-        if job.name in self._running:
+        name = (job.caller.name, job.name)
+        if name in self._running:
             raise InvalidRequest("request_id", f"{job.name!r} is running already")
-        running = self._running[job.name] = _Running()
+        running = self._running[name] = _Running()
         self._idle.clear()
         try:
-            choices = [self._choice(job, i, running, whole) for i in range(job.num_choices)]
-            async with contextlib.aclosing(merge(choices)) as chunks:
-                async for _, chunk in chunks:
-                    yield chunk
+            most = job.sampling.max_new_tokens * job.num_choices
+            with job.caller.charge(len(job.prompt), most) as charge:
+                choices = [
+                    self._choice(job, i, running, whole, charge) for i in range(job.num_choices)
+                ]
+                async with contextlib.aclosing(merge(choices)) as chunks:
+                    async for _, chunk in chunks:
+                        yield chunk
         finally:
-            del self._running[job.name]
+            del self._running[name]
             if not self._running:
                 self._idle.set()
 
@@ -123,27 +129,29 @@ class Generator:
         return [sorted(chunks, key=lambda chunk: chunk.index) for chunks in found]
 
     def abort(self, name: str) -> bool:
-        """Ends a job; its continuations finish as cancelled. Returns whether it was running."""
-        running = self._running.get(name)
+        """Ends a job of the current caller; its continuations finish as cancelled. Returns whether it was running."""
+        running = self._running.get((current_caller().name, name))
         if running is not None:
             running.abort()
         return running is not None
 
     def abort_all(self) -> int:
-        """Ends all jobs; returns how many there were."""
-        for running in self._running.values():
+        """Ends all jobs of the current caller; returns how many there were."""
+        mine = current_caller().name
+        jobs = [running for (owner, _), running in self._running.items() if owner == mine]
+        for running in jobs:
             running.abort()
-        return len(self._running)
+        return len(jobs)
 
     async def wait_idle(self) -> None:
         """Returns when no job runs."""
         await self._idle.wait()
 
     async def _choice(
-        self, job: Job, choice: int, running: "_Running", whole: bool
+        self, job: Job, choice: int, running: "_Running", whole: bool, charge: Charge
     ) -> AsyncGenerator[Chunk, None]:
         """One continuation, with retries and measurements."""
-        watch = Stopwatch(job.name, job.arrived, job.timeout, job.traceparent)
+        watch = Stopwatch(job.name, job.arrived, job.timeout, job.traceparent, charge)
         given = False
         patience = FRESH_PATIENCE
         try:
@@ -323,7 +331,7 @@ def _submit_request(job: Job, choice: int) -> verify_pb2.SubmitRequest:
             num_draft_tokens=speculation.num_draft_tokens,
         ),
         priority=job.priority,
-        key_label=job.key_label,
+        key_label=job.caller.name,
         return_provenance=job.return_provenance,
         request_name=job.name,
     )

@@ -13,6 +13,7 @@ from gateway.decoding import Chunk, Completion, OutputToken
 from gateway.errors import RequestTimeout, SlowClient, UnknownModel
 from gateway.generation import Job
 from gateway.http import naming
+from gateway.security.gate import Gate
 from gateway.serving import Serving, seed_or_random
 
 SERVICE_NAME = "foredraft.api.inference.v1.InferenceService"
@@ -22,14 +23,15 @@ _DEFAULT = SamplingParams()
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Answers public gRPC calls. Deadlines and cancellation of a call reach the verifier."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, gate: Gate) -> None:
         self._serving = serving
+        self._gate = gate
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         try:
-            with naming(_names(request)):
+            with self._gate.admit(_authorization(context)), naming(_names(request)):
                 job = await self._job(request, context.time_remaining())
                 async with contextlib.aclosing(self._serving.generator.stream(job)) as chunks:
                     async for chunk in chunks:
@@ -46,6 +48,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.ListModelsResponse:
+        self._gate.identify(_authorization(context))
         info = self._serving.info
         model = inference_pb2.Model(id=info.model, context_length=info.context_length)
         return inference_pb2.ListModelsResponse(models=[model])
@@ -53,6 +56,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.GetModelInfoResponse:
+        self._gate.identify(_authorization(context))
         try:
             self._serving.check_model(request.model)
         except UnknownModel as error:
@@ -128,6 +132,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 raise InvalidRequest("messages", "it has no messages")
             return await self._serving.encode_chat(messages)
         raise InvalidRequest("prompt", "give one of text, chat, token_ids")
+
+
+def _authorization(context: grpc.aio.ServicerContext) -> str:
+    found = dict(context.invocation_metadata() or ()).get("authorization", "")
+    return found if isinstance(found, str) else ""
 
 
 def _names(request: inference_pb2.GenerateRequest) -> dict[str, str]:

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -26,8 +27,6 @@ M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-BODY_SECONDS = 30.0  # for a body to arrive
-SEND_SECONDS = 30.0  # for a client to take what is sent
 _FIELD = re.compile(r"(?!(?:str|int|float|bool|dict|list)$)[a-z][a-z0-9_]*")
 
 
@@ -37,28 +36,42 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-async def read(request: Request, model: type[M], max_bytes: int) -> M:
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the server puts up with.
+
+    Attributes:
+        body_bytes: Largest body.
+        seconds: For a body to arrive, and for a client to take something of what is sent.
+    """
+
+    body_bytes: int
+    seconds: float
+
+
+async def read(request: Request, model: type[M], bounds: Bounds) -> M:
     """The body as a model.
 
     Raises:
-        BodyTooLarge: Over `max_bytes`.
+        BodyTooLarge: Over `bounds.body_bytes`.
         SlowClient: It did not arrive in time.
         InvalidRequest: Not JSON, or a field is wrong; names it.
     """
+    max_bytes = bounds.body_bytes
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > max_bytes:
         raise BodyTooLarge(f"the body has {length} bytes; at most {max_bytes} are taken")
     chunks: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(bounds.seconds):
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > max_bytes:
                     raise BodyTooLarge(f"the body has more than {max_bytes} bytes")
                 chunks.append(chunk)
     except TimeoutError:
-        raise SlowClient(f"the body did not arrive within {BODY_SECONDS:g} s") from None
+        raise SlowClient(f"the body did not arrive within {bounds.seconds:g} s") from None
     try:
         return model.model_validate_json(b"".join(chunks) or b"{}")
     except ValidationError as error:
@@ -97,16 +110,17 @@ def error_response(error: Exception) -> JSONResponse:
 class EventStream(Response):
     """Objects as server-sent events, an error as the last of them, then [DONE].
 
-    A client that goes away closes `items` at once; one that takes nothing for SEND_SECONDS is dropped.
+    A client that goes away closes `items` at once; one that takes nothing for `seconds` is dropped.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Any, rest: AsyncGenerator[Any, None]) -> None:
+    def __init__(self, first: Any, rest: AsyncGenerator[Any, None], seconds: float) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._seconds = seconds
         self._num_sent = 0
         self._is_sending = False
 
@@ -132,10 +146,10 @@ class EventStream(Response):
         stuck = -1
         while not (sender.done() or gone.done()):
             await asyncio.wait(
-                {sender, gone}, timeout=SEND_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                {sender, gone}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED
             )
             if self._is_sending and self._num_sent == stuck:
-                logger.info("a client took nothing for %g s: dropped", SEND_SECONDS)
+                logger.info("a client took nothing for %g s: dropped", self._seconds)
                 return
             stuck = self._num_sent
 
@@ -168,14 +182,17 @@ def _event(item: Any) -> bytes:
     return f"data: {_encode(item)}\n\n".encode()
 
 
-async def event_stream(request: Request, items: AsyncGenerator[Any, None]) -> EventStream:
+async def event_stream(
+    request: Request, items: AsyncGenerator[Any, None], bounds: Bounds
+) -> EventStream:
     """Streams objects. What fails before the first of them is raised, so that it gets a status of its own."""
 
     async def first() -> Any:
         return await anext(items)
 
     try:
-        return EventStream(await unless_disconnected(request, first()), items)
+        head = await unless_disconnected(request, first())
+        return EventStream(head, items, bounds.seconds)
     except BaseException:
         await items.aclose()
         raise

@@ -7,6 +7,16 @@ requests = metrics.counter(
     "Continuations by how they ended: stop, length, abort, cancelled, or the kind of error.",
     ["outcome"],
 )
+key_tokens = metrics.counter(
+    "foredraft_gateway_key_tokens_total",
+    "Tokens of each API key: of prompts, and of outputs.",
+    ["key", "kind"],
+)
+refused = metrics.counter(
+    "foredraft_gateway_refused_requests_total",
+    "Requests refused at the gate: no known key, or over the limit that is named, and whose key it was.",
+    ["limit", "key"],
+)
 first_token_seconds = metrics.histogram(
     "foredraft_gateway_time_to_first_token_seconds",
     "From the arrival of a request to its first token.",

@@ -62,6 +62,9 @@ def _document(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]
         [(model, "validation") for model in bodies], ref_template=REF
     )
     schemas = found.setdefault("components", {}).setdefault("schemas", {})
+    # Keys are asked for where the server has any.
+    found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    found["security"] = [{"key": []}, {}]
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     schemas.update(definitions["$defs"], Error=ERROR)

@@ -5,12 +5,17 @@ import asyncio
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
-HEAD_SECONDS = 30.0
+
+
+def bounded_protocol(seconds: float) -> type[HttpToolsProtocol]:
+    """The protocol with a time of its own for heads."""
+    return type("Protocol", (BoundedHttpProtocol,), {"head_seconds": seconds})
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Answers 400 to a head over MAX_HEAD_BYTES; drops a connection whose head is not whole after HEAD_SECONDS."""
+    """Answers 400 to a head over MAX_HEAD_BYTES; drops a connection whose head is not whole after `head_seconds`."""
 
+    head_seconds = 30.0
     _head_bytes = 0
     _timer: asyncio.TimerHandle | None = None
 
@@ -55,7 +60,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise ValueError("the request's head is too large")  # the parser turns it into 400
 
     def _start_timer(self) -> None:
-        self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        self._timer = self.loop.call_later(self.head_seconds, self.transport.close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -3,6 +3,7 @@
 import math
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from foredraft.text.tokenizer import EncodingPool, Tokenizer
 from foredraft.types import SamplingParams, SpeculationParams
 from gateway.errors import UnknownModel
 from gateway.generation import Generator, Job, fitted
+from gateway.http import Bounds
 from gateway.verifier_pool import VerifierPool
 
 MAX_STOPS = 32
@@ -82,6 +84,11 @@ class Serving:
         """Raises UnknownModel for a name that is not served; an empty one means the only model."""
         if name and name != self.info.model:
             raise UnknownModel(name)
+
+    @property
+    def bounds(self) -> Bounds:
+        """What HTTP clients may do."""
+        return Bounds(self.config.max_body_bytes, self.config.client_timeout)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
@@ -156,11 +163,26 @@ class Serving:
         limit = self.config.request_timeout
         if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
             raise InvalidRequest("timeout", "must be a positive number of seconds")
+        longest = self.config.max_prompt_tokens
+        if longest and len(prompt) > longest:
+            raise PromptTooLong(
+                "prompt", f"it has {len(prompt)} tokens; {longest} are taken here at most"
+            )
         fitting = fitted(sampling, len(prompt), info.context_length)
-        if max_new_tokens_given and sampling.max_new_tokens > info.context_length:
+        most = self.config.max_output_tokens or info.context_length
+        if max_new_tokens_given and sampling.max_new_tokens > most:
             raise InvalidRequest(
                 "max_new_tokens",
-                f"{sampling.max_new_tokens} is more than the context length {info.context_length}",
+                f"{sampling.max_new_tokens} is more than "
+                + (
+                    f"the {most} tokens that are given here at most"
+                    if self.config.max_output_tokens
+                    else f"the context length {info.context_length}"
+                ),
+            )
+        if fitting.max_new_tokens > most:
+            fitting = replace(
+                fitting, max_new_tokens=most, min_new_tokens=min(fitting.min_new_tokens, most)
             )
         return Job(
             name=name or uuid.uuid4().hex,

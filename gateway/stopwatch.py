@@ -7,6 +7,7 @@ from foredraft.types import FinishReason
 from gateway import metrics
 from gateway.decoding import Completion
 from gateway.errors import outcome
+from gateway.security.limits import Charge
 
 
 class Stopwatch:
@@ -17,12 +18,16 @@ class Stopwatch:
         arrived: time.monotonic() of the request's arrival.
         timeout: Seconds from then to its deadline.
         traceparent: Trace context that the client sent; empty without one.
+        charge: Where the caller's tokens are counted.
     """
 
-    def __init__(self, name: str, arrived: float, timeout: float, traceparent: str) -> None:
+    def __init__(
+        self, name: str, arrived: float, timeout: float, traceparent: str, charge: Charge
+    ) -> None:
         self._name = name
         self._arrived = arrived
         self._deadline = arrived + timeout
+        self._charge = charge
         self._last = 0.0  # time of the newest token; 0 before the first
         self._outcome: str | None = None
         self._first: float | None = None
@@ -38,6 +43,7 @@ class Stopwatch:
         """So many tokens came together."""
         if not count:
             return
+        self._charge.num_tokens += count
         now = time.monotonic()
         if not self._last:
             self._first = now - self._arrived

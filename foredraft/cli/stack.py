@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.cli.supervisor import Service, Supervisor
-from foredraft.config.options import flag_of, option, to_flags
+from foredraft.config.options import flag_of, option, to_flags, variable_of
 from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
 from foredraft.config.speculation import HEADS
 from foredraft.errors import ConfigError
@@ -131,6 +131,7 @@ def make_supervisor(
             ),
             health=f"{host}:{ports['grpc_port']}",
             stop_seconds=config.drain_timeout + 5,
+            environment=_secrets(GatewayConfig, values),
         ),
         Service(
             name="verify",
@@ -172,6 +173,9 @@ def make_supervisor(
         )
         urls["draft_metrics"] = f"http://{metrics_pages[1]}/metrics"
     unbuffered = {**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"}
+    # Only the service that needs a secret gets it.
+    for name in _secret_names(ServeConfig):
+        unbuffered.pop(variable_of(name), None)
     return LocalStack(directory, services, urls=urls, on_line=on_line, environment=unbuffered)
 
 
@@ -215,7 +219,18 @@ def _command(
 ) -> tuple[str, ...]:
     names = {field.name for field in dataclasses.fields(config)}
     own = {name: value for name, value in values.items() if name in names}
+    for name in _secret_names(config):
+        own.pop(name, None)
     return (sys.executable, "-m", module, *to_flags({**own, **wiring}))
+
+
+def _secret_names(config: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(config) if field.metadata["secret"]]
+
+
+def _secrets(config: type, values: Mapping[str, Any]) -> dict[str, str]:
+    """Variables for what must not stand on a command line."""
+    return {variable_of(name): values[name] for name in _secret_names(config) if values.get(name)}
 
 
 def _choose_ports(config: ServeConfig) -> dict[str, int]:

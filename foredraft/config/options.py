@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import logging
 import os
 import types
 import typing
@@ -9,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from foredraft.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -20,6 +23,7 @@ def option(
     choices: Sequence[str] | None = None,
     internal: bool = False,
     aliases: Sequence[str] = (),
+    secret: bool = False,
 ) -> Any:
     """Declares a configuration field.
 
@@ -29,8 +33,15 @@ def option(
         choices: Allowed values of a string.
         internal: The field wires services together; `foredraft serve` sets it itself and hides it.
         aliases: Other flags with the same meaning, such as SGLang's newer names.
+        secret: The value is handed to services by its variable alone: others can read a command line.
     """
-    metadata = {"help": help, "choices": choices, "internal": internal, "aliases": tuple(aliases)}
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "internal": internal,
+        "aliases": tuple(aliases),
+        "secret": secret,
+    }
     if isinstance(default, list | dict):
         raise TypeError("use an immutable default")
     return dataclasses.field(default=default, metadata=metadata)
@@ -138,6 +149,12 @@ def given_values(
                 continue
             if repeated:
                 raw = [part for part in raw.split(",") if part]
+        elif field.metadata["secret"]:
+            logger.warning(
+                "%s on the command line can be read by others on this machine; better: %s",
+                source,
+                variable_of(field.name),
+            )
         if isinstance(raw, list):
             value: Any = tuple(convert(part, kind, source) for part in raw)
         else:

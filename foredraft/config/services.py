@@ -162,6 +162,38 @@ class GatewayConfig(LogConfig):
     chat_template: str = option(
         "", "File with a Jinja chat template, instead of the tokenizer's own."
     )
+    api_key: str = option(
+        "",
+        "Key that clients must send as `Authorization: Bearer KEY`. Others can read a command line: prefer the variable, "
+        "or --api-key-file.",
+        secret=True,
+    )
+    api_key_file: str = option(
+        "",
+        "File of keys, a `name secret` on each line, and the key's own limits if it has any, such as `concurrent=8 "
+        "requests=60 tokens=100000`. Read again when it changes.",
+    )
+    protect_metrics: bool = option(
+        False, "Ask for a key for /metrics and the dashboard's figures too; /health stays open."
+    )
+    key_concurrent_requests: int = option(
+        0, "Requests that a key may have running; 0 is no limit. Without keys it holds for all."
+    )
+    key_requests_per_minute: int = option(0, "Requests a minute of a key; 0 is no limit.")
+    key_tokens_per_minute: int = option(
+        0, "Tokens a minute of a key, prompts and outputs; 0 is no limit."
+    )
+    max_concurrent_requests: int = option(
+        2048, "Requests that run or wait here at most; more are refused with 503."
+    )
+    max_prompt_tokens: int = option(0, "Longest prompt; 0 leaves it to the context length.")
+    max_output_tokens: int = option(
+        0, "Most tokens of one continuation; 0 leaves it to the context length."
+    )
+    client_timeout: float = option(
+        30.0,
+        "Seconds that a client may take to send a request's head, to send its body, and to take something of an answer.",
+    )
     max_body_bytes: int = option(8 * 2**20, "Largest HTTP body or gRPC message.")
     request_timeout: float = option(600.0, "Seconds after which a request ends with DEADLINE.")
     drain_timeout: float = option(30.0, "Seconds that running requests get to finish on SIGTERM.")

@@ -14,6 +14,7 @@ from foredraft.errors import (
     InvalidRequest,
     Overloaded,
     PromptTooLong,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -26,6 +27,7 @@ _CODES: tuple[tuple[type[ForedraftError], str, int], ...] = (
     (InvalidRequest, "INVALID_REQUEST", code_pb2.INVALID_ARGUMENT),
     (Overloaded, "OVERLOADED", code_pb2.RESOURCE_EXHAUSTED),
     (Unavailable, "UNAVAILABLE", code_pb2.UNAVAILABLE),
+    (Unauthenticated, "UNAUTHENTICATED", code_pb2.UNAUTHENTICATED),
     (AttachRefused, "ATTACH_REFUSED", code_pb2.FAILED_PRECONDITION),
     (DraftError, "DRAFT_ERROR", code_pb2.UNAVAILABLE),
     (ConfigError, "CONFIG_ERROR", code_pb2.FAILED_PRECONDITION),
@@ -45,9 +47,10 @@ def to_status(error: ForedraftError) -> status_pb2.Status:
             field=error.field, description=error.message
         )
         _add_detail(status, error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded | Unavailable):
+        seconds = error.retry_after_seconds if isinstance(error, Overloaded) else 1.0
         retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromNanoseconds(round(error.retry_after_seconds * 1e9))
+        retry.retry_delay.FromNanoseconds(round(seconds * 1e9))
         _add_detail(status, retry)
     return status
 
@@ -99,6 +102,8 @@ def from_rpc_error(error: grpc.RpcError) -> ForedraftError:
             return DraftError(message)
         case grpc.StatusCode.UNAVAILABLE:
             return Unavailable(message)
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return Unauthenticated(message)
         case grpc.StatusCode.FAILED_PRECONDITION if violation:
             return AttachRefused(field, text)
         case grpc.StatusCode.FAILED_PRECONDITION if info.reason == "CONFIG_ERROR":

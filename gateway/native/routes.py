@@ -30,22 +30,22 @@ from gateway.serving import MAX_BATCH, Serving, check_batch, seed_or_random
 def make_router(serving: Serving) -> APIRouter:
     """The routes over one model."""
     router = APIRouter(tags=["native"])
-    limit = serving.config.max_body_bytes
+    bounds = serving.bounds
 
     @router.post("/generate", response_model=None, openapi_extra=reads(GenerateBody))
     @router.put("/generate", response_model=None, openapi_extra=reads(GenerateBody))
     async def generate(request: Request) -> Response:
-        body = await read(request, GenerateBody, limit)
+        body = await read(request, GenerateBody, bounds)
         with naming(body.names()):
             jobs, is_batch = await _jobs(serving, body)
             if body.stream:
-                return await event_stream(request, _events(serving, body, jobs, is_batch))
+                return await event_stream(request, _events(serving, body, jobs, is_batch), bounds)
             answers = await unless_disconnected(request, _whole(serving, body, jobs))
             return JSONResponse(answers if is_batch else answers[0])
 
     @router.post("/tokenize", response_model=None, openapi_extra=reads(TokenizeBody))
     async def tokenize(request: Request) -> dict[str, Any]:
-        body = await read(request, TokenizeBody, limit)
+        body = await read(request, TokenizeBody, bounds)
         serving.check_model(body.model)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         check_batch("prompt", len(texts), 1)
@@ -60,7 +60,7 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.post("/detokenize", response_model=None, openapi_extra=reads(DetokenizeBody))
     async def detokenize(request: Request) -> dict[str, Any]:
-        body = await read(request, DetokenizeBody, limit)
+        body = await read(request, DetokenizeBody, bounds)
         serving.check_model(body.model)
         batch = _token_batch(body.tokens)
         check_batch("tokens", len(batch), 1)
@@ -72,7 +72,7 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.post("/abort_request", openapi_extra=reads(AbortBody))
     async def abort_request(request: Request) -> dict[str, Any]:
-        body = await read(request, AbortBody, limit)
+        body = await read(request, AbortBody, bounds)
         if body.abort_all:
             return {"aborted": serving.generator.abort_all()}
         if not body.rid:

@@ -41,7 +41,7 @@ class Call:
 def make_router(serving: Serving) -> APIRouter:
     """The routes over one model."""
     router = APIRouter(tags=["OpenAI"])
-    limit = serving.config.max_body_bytes
+    bounds = serving.bounds
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -54,13 +54,13 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.post("/v1/completions", response_model=None, openapi_extra=reads(CompletionBody))
     async def completions(request: Request) -> Response:
-        body = await read(request, CompletionBody, limit)
+        body = await read(request, CompletionBody, bounds)
         with naming(body.names()):
             return await _answer(serving, request, await _completion_call(serving, body))
 
     @router.post("/v1/chat/completions", response_model=None, openapi_extra=reads(ChatBody))
     async def chat_completions(request: Request) -> Response:
-        body = await read(request, ChatBody, limit)
+        body = await read(request, ChatBody, bounds)
         with naming(body.names()):
             return await _answer(serving, request, await _chat_call(serving, body))
 
@@ -144,7 +144,7 @@ async def _answer(serving: Serving, request: Request, call: Call) -> Response:
     if call.body.stream_options is not None and not call.body.stream:
         raise InvalidRequest("stream_options", "needs stream: true")
     if call.body.stream:
-        return await event_stream(request, _events(serving, call))
+        return await event_stream(request, _events(serving, call), serving.bounds)
     return JSONResponse(await unless_disconnected(request, _whole(serving, call)))
 
 

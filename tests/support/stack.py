@@ -28,8 +28,10 @@ def make_model(directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def running_stack(model: Path, **flags: Any) -> Iterator[LocalStack]:
-    """Gateway, verifier and an n-gram draft on free ports, until the block ends."""
+def running_stack(
+    model: Path, lines: list[str] | None = None, **flags: Any
+) -> Iterator[LocalStack]:
+    """Gateway, verifier and an n-gram draft on free ports, until the block ends; `lines` gets what they log."""
     values = {
         "model_path": str(model),
         "served_model_name": "tiny",
@@ -41,7 +43,7 @@ def running_stack(model: Path, **flags: Any) -> Iterator[LocalStack]:
         "grpc_port": 0,
         **flags,
     }
-    lines: list[str] = []
+    lines = [] if lines is None else lines
     stack = make_supervisor(values, on_line=lambda name, line: lines.append(f"{name}: {line}"))
     try:
         with stack:
@@ -62,7 +64,7 @@ def running_gateway(*verifiers: str, **flags: Any) -> Iterator[tuple[str, str]]:
     process = subprocess.Popen(command, env=child_environment())
     gateway_processes.append(process)
     try:
-        eventually(lambda: _listens(grpc))
+        eventually(lambda: _listens(grpc) and _listens(http))
         yield f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}"
     finally:
         process.terminate()

@@ -1,0 +1,44 @@
+"""The gate as ASGI middleware: what is open to everybody, and what needs a key or counts."""
+
+from contextlib import ExitStack
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from foredraft.errors import ForedraftError
+from gateway.http import error_response
+from gateway.security.gate import Gate
+
+# Pages and their files hold nothing of anybody's; whether the server lives may be asked by all.
+OPEN = frozenset({"/", "/dashboard", "/health"})
+OPEN_FOLDER = "/web/"
+METRICS = frozenset({"/metrics", "/dashboard/figures"})
+# These end work or tell of it; a caller over its limits may use them.
+UNCOUNTED = frozenset({"/abort_request", "/flush_cache"})
+
+
+class GateMiddleware:
+    """Answers 401, 429 and 503 itself; everything behind it acts for a caller."""
+
+    def __init__(self, app: ASGIApp, gate: Gate, protect_metrics: bool) -> None:
+        self._app = app
+        self._gate = gate
+        self._open = OPEN if protect_metrics else OPEN | METRICS
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        counts = scope["method"] not in ("GET", "HEAD") and scope["path"] not in UNCOUNTED
+        with ExitStack() as admission:
+            try:
+                admission.enter_context(
+                    self._gate.admit(Headers(scope=scope).get("authorization", ""), counts=counts)
+                )
+            except ForedraftError as error:
+                await error_response(error)(scope, receive, send)
+                return
+            await self._app(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return path in self._open or path.startswith(OPEN_FOLDER)

@@ -1,0 +1,121 @@
+"""API keys: read from a flag, a variable or a file, and compared without telling by the time it takes."""
+
+import hashlib
+import hmac
+import logging
+import re
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from foredraft.errors import ConfigError
+from gateway.security.limits import Limits
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_NAME = "default"  # of the key in --api-key
+MAX_SECRET_CHARACTERS = 512
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_LIMITS = ("concurrent", "requests", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key as it is kept: its secret's SHA-256 alone, and what its holder may have."""
+
+    name: str
+    digest: bytes
+    limits: Limits
+
+
+def find(keys: Iterable[ApiKey], secret: str) -> ApiKey | None:
+    """The key with this secret. Takes as long for every secret: digests are compared, all of them, in constant time."""
+    digest = _digest(secret[: MAX_SECRET_CHARACTERS + 1])
+    found = None
+    for key in keys:
+        if hmac.compare_digest(key.digest, digest):
+            found = key
+    return found
+
+
+def single(secret: str, limits: Limits) -> ApiKey:
+    """The key of --api-key.
+
+    Raises:
+        ConfigError: It cannot be sent in a header.
+    """
+    _check_secret(secret, "--api-key")
+    return ApiKey(DEFAULT_NAME, _digest(secret), limits)
+
+
+def read_file(path: Path, limits: Limits) -> list[ApiKey]:
+    """The keys of a file: lines of `name secret [concurrent=N] [requests=N] [tokens=N]`.
+
+    A secret may be given as `sha256:` and its digest in hexadecimal. `#` begins a comment.
+
+    Args:
+        path: The file.
+        limits: For what a line does not say.
+
+    Raises:
+        ConfigError: It cannot be read; names the line, and never what is in it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--api-key-file {path}: {error}") from None
+    if mode & (stat.S_IRGRP | stat.S_IROTH | stat.S_IWGRP | stat.S_IWOTH):
+        logger.warning("--api-key-file %s: others may read or write it; chmod 600 it", path)
+    keys: list[ApiKey] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        parts = line.partition("#")[0].split()
+        if parts:
+            keys.append(_read_line(parts, limits, f"--api-key-file {path}, line {number}"))
+    if not keys:
+        raise ConfigError(f"--api-key-file {path}: there are no keys in it")
+    check(keys)
+    return keys
+
+
+def check(keys: Sequence[ApiKey]) -> None:
+    """Raises ConfigError where two keys have one name or one secret."""
+    if len({key.name for key in keys}) < len(keys):
+        raise ConfigError("two API keys have the same name")
+    if len({key.digest for key in keys}) < len(keys):
+        raise ConfigError("two API keys have the same secret")
+
+
+def _read_line(parts: Sequence[str], limits: Limits, where: str) -> ApiKey:
+    if len(parts) < 2:
+        raise ConfigError(f"{where}: needs a name and a secret")
+    name, secret, *options = parts
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: a name has 1 to 64 letters, digits, dots, dashes, underscores")
+    given = _DIGEST.fullmatch(secret)
+    if given is None:
+        if secret.startswith("sha256:"):
+            raise ConfigError(f"{where}: sha256: needs 64 hexadecimal digits")
+        _check_secret(secret, where)
+    digest = bytes.fromhex(given[1]) if given else _digest(secret)
+    for option in options:
+        what, equals, number = option.partition("=")
+        if what not in _LIMITS or not equals or not (number.isascii() and number.isdigit()):
+            raise ConfigError(f"{where}: after the secret come {', '.join(_LIMITS)} as name=number")
+        limits = replace(limits, **{what: int(number)})
+    return ApiKey(name, digest, limits)
+
+
+def _check_secret(secret: str, where: str) -> None:
+    if not 1 <= len(secret) <= MAX_SECRET_CHARACTERS or not (
+        secret.isascii() and secret.isprintable() and " " not in secret
+    ):
+        raise ConfigError(
+            f"{where}: a secret has 1 to {MAX_SECRET_CHARACTERS} printable ASCII characters, no spaces"
+        )
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,169 @@
+"""How much one caller may have running, ask and generate: counters and token buckets. Knows no keys."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from gateway import metrics
+from gateway.errors import RateLimited
+
+# What a caller that has too much running is told to wait: nobody knows when it ends.
+CONCURRENCY_RETRY_SECONDS = 1.0
+SECONDS = 60.0  # the limits are per minute
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a caller may have; 0 is no limit.
+
+    Attributes:
+        concurrent: Requests at a time.
+        requests: Requests a minute.
+        tokens: Tokens a minute, of prompts and outputs.
+    """
+
+    concurrent: int = 0
+    requests: int = 0
+    tokens: int = 0
+
+
+class Bucket:
+    """A token bucket: `per_minute` things at once when it is full, and as many again in a minute.
+
+    Args:
+        per_minute: 0 lets everything through.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_minute = per_minute
+        self._clock = clock
+        self._level = float(per_minute)
+        self._updated = clock()
+
+    def take(self, amount: float) -> float:
+        """Takes what is there and returns 0; otherwise takes nothing and returns the seconds to wait.
+
+        What is more than a minute's worth is let through by a full bucket.
+        """
+        if not self.per_minute:
+            return 0.0
+        now = self._clock()
+        gained = (now - self._updated) * self.per_minute / SECONDS
+        self._level = min(self._level + gained, float(self.per_minute))
+        self._updated = now
+        missing = min(amount, self.per_minute) - self._level
+        # The clock's rounding must not cost a second attempt.
+        if missing > 1e-6:
+            return missing * SECONDS / self.per_minute
+        self._level -= amount
+        return 0.0
+
+    def give_back(self, amount: float) -> None:
+        """Returns what was taken and not used; a negative amount takes more than there is."""
+        self._level += amount
+
+
+class Caller:
+    """A key's holder, or everybody where there are no keys.
+
+    Args:
+        name: Label in metrics, and whose text may feed whose drafts; empty where there are no keys.
+        limits: What it may have.
+    """
+
+    def __init__(
+        self, name: str, limits: Limits, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.name = name
+        self.limits = limits
+        self._clock = clock
+        self._num_running = 0
+        self._requests = Bucket(limits.requests, clock)
+        self._tokens = Bucket(limits.tokens, clock)
+
+    def change(self, limits: Limits) -> None:
+        """Takes other limits; what runs goes on."""
+        if limits.requests != self.limits.requests:
+            self._requests = Bucket(limits.requests, self._clock)
+        if limits.tokens != self.limits.tokens:
+            self._tokens = Bucket(limits.tokens, self._clock)
+        self.limits = limits
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """One request, from here to the end of the block.
+
+        Raises:
+            RateLimited: There are too many.
+        """
+        if self.limits.concurrent and self._num_running >= self.limits.concurrent:
+            self._refuse(
+                "concurrent", f"{self._num_running} requests run", CONCURRENCY_RETRY_SECONDS
+            )
+        if wait := self._requests.take(1):
+            self._refuse("requests", f"{self.limits.requests} requests a minute", wait)
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+
+    @contextmanager
+    def charge(self, num_prompt_tokens: int, max_output_tokens: int) -> Iterator["Charge"]:
+        """Reserves a request's tokens until the block ends, then gives back what was not generated.
+
+        Raises:
+            RateLimited: They are not there now.
+        """
+        reserved = num_prompt_tokens + max_output_tokens
+        if wait := self._tokens.take(reserved):
+            self._refuse("tokens", f"{self.limits.tokens} tokens a minute", wait)
+        charge = Charge()
+        try:
+            yield charge
+        finally:
+            self._tokens.give_back(max_output_tokens - charge.num_tokens)
+            if self.name:
+                metrics.key_tokens.labels(self.name, "prompt").inc(num_prompt_tokens)
+                metrics.key_tokens.labels(self.name, "output").inc(charge.num_tokens)
+
+    def _refuse(self, limit: str, message: str, seconds: float) -> None:
+        metrics.refused.labels(limit, self.name).inc()
+        whose = f"the key {self.name!r} has" if self.name else "all clients together have"
+        raise RateLimited(
+            f"{whose} a limit: {message}; try again in {math.ceil(seconds)} s", seconds
+        )
+
+
+@dataclass(slots=True)
+class Charge:
+    """Output tokens of a request so far; whoever generates them counts them here."""
+
+    num_tokens: int = 0
+
+
+NOBODY = Caller("", Limits())
+_current: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
+
+
+def current_caller() -> Caller:
+    """Who sent the request that is being handled."""
+    return _current.get()
+
+
+@contextmanager
+def acting_for(caller: Caller) -> Iterator[None]:
+    """Requests handled inside the block are the caller's."""
+    token = _current.set(caller)
+    try:
+        yield
+    finally:
+        # An asynchronous generator may be closed from another context than the one that opened it.
+        try:
+            _current.reset(token)
+        except ValueError:
+            _current.set(NOBODY)
