@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.linear import float32_linear
+from foredraft.layers.packed import PackedMultiply, pack_linears
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import load_model
 from foredraft.models.registry import resolve_model_path
@@ -45,6 +46,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     path = resolve_model_path(arguments.model_path)
     model = load_model(path, torch.float32)
+    pack_linears(model)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     jobs: Jobs = own_jobs(model) | transformers_jobs(path)
     buffer = torch.ones(READ_BYTES // 4)
@@ -144,6 +146,8 @@ def measure_kernels(model: DecoderModel, repetitions: int) -> dict[str, dict[int
         ),
         "chosen": lambda x, weight: float32_linear(x, weight, None),
     }
+    packed = {weight: PackedMultiply(weight) for weight in weights}
+    ways["packed"] = lambda x, weight: packed[weight](x, weight, None)
     inputs = {(n, w.shape[1]): torch.randn(n, w.shape[1]) for n in ROWS for w in weights}
 
     def all_products(name: str, rows: int) -> Callable[[], object]:

@@ -17,6 +17,7 @@ from foredraft.kvcache.draft_marks import DraftMarks
 from foredraft.kvcache.page_pool import PagePool
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.kvcache.prefix_tree import PrefixTree
+from foredraft.layers.packed import pack_linears
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import load_model
 from foredraft.models.registry import resolve_model_path
@@ -84,12 +85,16 @@ def load_target(config: VerifyConfig) -> Target:
     model = load_model(path, dtype=dtype, device=device, load_format=config.load_format)
     num_parameters = sum(p.numel() for p in model.parameters())
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    num_packed = 0
+    if device.type == "cpu" and 4 * weight_bytes < available_host_bytes():
+        num_packed = pack_linears(model)
     name = config.served_model_name or Path(config.model_path).name.removesuffix(".gguf")
     logger.info(
-        "loaded %s: %.1f M parameters, %.0f MiB in %.1f s",
+        "loaded %s: %.1f M parameters, %.0f MiB and %.0f MiB packed for verifying, in %.1f s",
         name,
         num_parameters / 1e6,
         weight_bytes / 2**20,
+        num_packed / 2**20,
         time.monotonic() - started,
     )
     return Target(model, path, name, device, weight_bytes)
