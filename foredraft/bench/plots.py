@@ -9,6 +9,7 @@ import numpy as np
 
 from foredraft.bench.load import StageResult
 from foredraft.bench.statistics import Summary
+from foredraft.bench.sweep import Case, Results, Setting
 from foredraft.errors import ConfigError
 
 
@@ -97,3 +98,52 @@ def _over_load(grid: Sequence[Any], summaries: Sequence[Summary]) -> None:
     for axes in grid:
         axes.tick_params(axis="x", rotation=20)
         axes.set_ylim(bottom=0)
+
+
+def draw_sweep(
+    path: Path, settings: Sequence[Setting], cases: Sequence[Case], results: Results
+) -> None:
+    """Heat maps of a sweep: times plain decoding, and accept length; rows are settings, columns cases.
+
+    Raises:
+        ConfigError: No matplotlib.
+    """
+    plt = pyplot()
+    known = [one for one in settings if one.key in results.found]
+    speedups = [[results.speedup(one, case) or np.nan for case in cases] for one in known]
+    lengths = [
+        [found.accept_length if (found := results.get(one, case)) else np.nan for case in cases]
+        for one in known
+    ]
+    width = 3.2 + 1.1 * len(cases)
+    figure, pair = plt.subplots(1, 2, figsize=(2 * width, 1.4 + 0.3 * len(known)), squeeze=False)
+    # Around 1, so that what slows down and what speeds up differ in colour.
+    reach = max(0.2, np.nanmax(np.abs(np.log2(np.array(speedups)))))
+    panels = (
+        (
+            pair[0][0],
+            np.log2(np.array(speedups)),
+            speedups,
+            "times plain decoding",
+            "RdYlGn",
+            reach,
+        ),
+        (pair[0][1], np.array(lengths), lengths, "tokens per verification", "viridis", None),
+    )
+    for axes, colours, values, title, palette, bound in panels:
+        limits = {} if bound is None else {"vmin": -bound, "vmax": bound}
+        image = axes.imshow(colours, cmap=palette, aspect="auto", **limits)
+        for y, row in enumerate(values):
+            for x, value in enumerate(row):
+                if not np.isnan(value):
+                    shade = image.norm(colours[y][x])
+                    dark = bound is None and shade < 0.5
+                    ink = "white" if dark else "black"
+                    axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color=ink)
+        axes.set_title(title, fontsize=9)
+        axes.set_xticks(range(len(cases)), [case.name for case in cases], fontsize=7, rotation=20)
+        axes.set_yticks(range(len(known)), [one.name for one in known], fontsize=7)
+    figure.suptitle(f"{results.conditions['model']}: algorithm steps/topk/draft tokens", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+    plt.close(figure)

@@ -16,7 +16,7 @@ usage: foredraft COMMAND [flags]
 commands:
   serve      serve a model on this machine over HTTP (OpenAI's API) and gRPC
   generate   print one answer, with the drafted tokens in another colour
-  bench      load a server and show its latencies
+  bench      load a server, or find the best speculation for a model
   train      train the models that come with Foredraft
 
   foredraft COMMAND --help     its flags and examples

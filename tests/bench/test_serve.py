@@ -230,6 +230,6 @@ def test_a_file_that_holds_no_prompts_is_told(
 
 def test_commands_are_taught(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main([]) == 0
-    assert "serve" in capsys.readouterr().out
+    assert "speculative" in capsys.readouterr().out
     assert bench.main(["serv"]) == 2
     assert "did you mean serve?" in capsys.readouterr().err

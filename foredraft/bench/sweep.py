@@ -1,0 +1,305 @@
+"""The search for the best speculation: a grid of settings, each measured on a server of its own, kept in a file that a later run
+goes on with. What starts the servers is given from outside.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from foredraft.bench.statistics import Summary
+from foredraft.config.options import flag_of
+from foredraft.config.speculation import SpeculationConfig
+from foredraft.errors import ConfigError, ForedraftError
+
+# Settings that are so much slower than the best are not told from it by one short run.
+NOISE = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A way to speculate. Absent numbers are the algorithm's own.
+
+    Attributes:
+        draft: Path or name of the draft model or head; empty without one.
+    """
+
+    algorithm: str
+    draft: str = ""
+    num_steps: int | None = None
+    topk: int | None = None
+    num_draft_tokens: int | None = None
+
+    @property
+    def name(self) -> str:
+        """A few words for tables."""
+        numbers = (self.num_steps, self.topk, self.num_draft_tokens)
+        shape = "/".join("-" if number is None else str(number) for number in numbers)
+        return self.algorithm if shape == "-/-/-" else f"{self.algorithm} {shape}"
+
+    @property
+    def key(self) -> str:
+        """Of its results."""
+        return f"{self.name} {self.draft}".strip()
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Fields of SpeculationConfig."""
+        told = {
+            "speculative_algorithm": self.algorithm,
+            "speculative_draft_model_path": self.draft or None,
+            "speculative_num_steps": self.num_steps,
+            "speculative_eagle_topk": self.topk,
+            "speculative_num_draft_tokens": self.num_draft_tokens,
+        }
+        return {name: value for name, value in told.items() if value is not None}
+
+    @property
+    def flags(self) -> str:
+        """As `foredraft serve` takes it."""
+        return " ".join(f"{flag_of(name)} {value}" for name, value in self.values.items())
+
+    @property
+    def request_fields(self) -> dict[str, Any]:
+        """For one request to a server that can do at least this."""
+        if self.algorithm == "NONE":
+            return {"speculation": {"enabled": False}}
+        told = {
+            "num_steps": self.num_steps,
+            "topk": self.topk,
+            "num_draft_tokens": self.num_draft_tokens,
+        }
+        known = {name: value for name, value in told.items() if value is not None}
+        return {"speculation": known} if known else {}
+
+
+def grid(
+    algorithms: Mapping[str, str],
+    num_steps: Sequence[int],
+    topks: Sequence[int],
+    num_draft_tokens: Sequence[int],
+) -> list[Setting]:
+    """All settings that can be served: plain decoding first, then each algorithm with every tree that has a sense.
+
+    A chain (topk 1) has steps + 1 tokens whatever `num_draft_tokens` says; n-grams know only `num_draft_tokens`.
+
+    Args:
+        algorithms: Draft model or head of each algorithm; empty for none.
+    """
+    settings = [Setting("NONE")]
+    for algorithm, draft in algorithms.items():
+        if algorithm == "NONE":
+            continue
+        if algorithm == "NGRAM":
+            candidates: Iterable[Setting] = (
+                Setting("NGRAM", num_draft_tokens=tokens) for tokens in num_draft_tokens
+            )
+        else:
+            candidates = (
+                Setting(algorithm, draft, steps, topk, steps + 1 if topk == 1 else tokens)
+                for steps in num_steps
+                for topk in topks
+                for tokens in num_draft_tokens
+            )
+        for setting in candidates:
+            if setting not in settings and _can_be_served(setting):
+                settings.append(setting)
+    return settings
+
+
+def _can_be_served(setting: Setting) -> bool:
+    try:
+        SpeculationConfig(**setting.values)
+    except ConfigError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a setting is measured with."""
+
+    batch_size: int
+    temperature: float
+
+    @property
+    def name(self) -> str:
+        """A few words for tables; also part of the key of its results."""
+        return f"batch {self.batch_size}, T={self.temperature:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a setting gave in a case: medians over repeats.
+
+    Attributes:
+        output_rate: Output tokens per second, all requests together.
+        spread: Largest over smallest rate of the repeats.
+        accept_length: Tokens per verification; 1 without speculation.
+        tpot: Seconds per token of a request, median over requests.
+        ttft: Seconds to the first token, median over requests.
+    """
+
+    output_rate: float
+    spread: float
+    accept_length: float
+    accept_rate: float | None
+    tpot: float
+    ttft: float
+
+    @classmethod
+    def of(cls, summaries: Sequence[Summary]) -> "Figures":
+        """Raises ForedraftError where a request failed."""
+        for summary in summaries:
+            if summary.num_ok < summary.num_sent:
+                raise ForedraftError(f"requests failed: {summary.errors}")
+        rates = [summary.output_rate for summary in summaries]
+        accepted = [one.accept_rate for one in summaries if one.accept_rate is not None]
+        return cls(
+            statistics.median(rates),
+            max(rates) / min(rates),
+            statistics.median(summary.accept_length or 1.0 for summary in summaries),
+            statistics.median(accepted) if accepted else None,
+            statistics.median(summary.tpot.percentiles[50.0] for summary in summaries),
+            statistics.median(summary.ttft.percentiles[50.0] for summary in summaries),
+        )
+
+
+@dataclass(slots=True)
+class Results:
+    """Figures by setting and case, and the file that holds them.
+
+    Attributes:
+        path: Written after every case.
+        conditions: What else the figures depend on: model, prompts, machine.
+        errors: Why a setting could not be measured; it is tried again by the next run.
+    """
+
+    path: Path
+    conditions: dict[str, Any]
+    found: dict[str, dict[str, Figures]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path, conditions: dict[str, Any]) -> "Results":
+        """What an earlier run left, or nothing.
+
+        Raises:
+            ConfigError: The file is of other conditions, or no such file.
+        """
+        results = cls(path, conditions)
+        if not path.exists():
+            return results
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            before = told["conditions"]
+            found = {
+                setting: {case: Figures(**figures) for case, figures in cases.items()}
+                for setting, cases in told["found"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"--output-file {path}: not the results of a sweep: {error}"
+            ) from None
+        # Through JSON, so that tuples and lists are the same.
+        now = json.loads(json.dumps(conditions))
+        other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        if other:
+            raise ConfigError(
+                f"--output-file {path} holds results of another {', '.join(sorted(other))}: "
+                "give another file, or delete it"
+            )
+        results.found = found
+        return results
+
+    def write(self) -> None:
+        """Replaces the file in one go, so that a run that is killed leaves the last one."""
+        told = {
+            "conditions": self.conditions,
+            "found": {
+                setting: {case: asdict(figures) for case, figures in cases.items()}
+                for setting, cases in self.found.items()
+            },
+            "errors": self.errors,
+        }
+        draft = self.path.with_suffix(f"{self.path.suffix}.new")
+        draft.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        draft.replace(self.path)
+
+    def get(self, setting: Setting, case: Case) -> Figures | None:
+        """What is known."""
+        return self.found.get(setting.key, {}).get(case.name)
+
+    def speedup(self, setting: Setting, case: Case) -> float | None:
+        """Output rate over that of plain decoding."""
+        own, plain = self.get(setting, case), self.get(Setting("NONE"), case)
+        return own.output_rate / plain.output_rate if own and plain else None
+
+    def mean_speedup(self, setting: Setting, cases: Sequence[Case]) -> float | None:
+        """Geometric mean over the cases; None unless all are known."""
+        speedups = [self.speedup(setting, case) for case in cases]
+        known = [speedup for speedup in speedups if speedup]
+        return statistics.geometric_mean(known) if known and len(known) == len(speedups) else None
+
+    def ranking(
+        self, settings: Sequence[Setting], cases: Sequence[Case]
+    ) -> list[tuple[Setting, float]]:
+        """Settings with their mean speedup, the best first; those that failed are left out."""
+        known = [(setting, self.mean_speedup(setting, cases)) for setting in settings]
+        ranked = [(setting, speedup) for setting, speedup in known if speedup is not None]
+        return sorted(ranked, key=lambda pair: -pair[1])
+
+
+Measure = Callable[[str, Setting, Case], Figures]
+OpenServer = Callable[[Setting], AbstractContextManager[str]]
+
+
+def run(
+    settings: Sequence[Setting],
+    cases: Sequence[Case],
+    results: Results,
+    open_server: OpenServer,
+    measure: Measure,
+) -> Iterator[tuple[Setting, Case, Figures | None]]:
+    """Measures what is not known yet and yields it; None for a setting's cases that failed.
+
+    Args:
+        open_server: A context that gives the URL of a server for a setting.
+        measure: Called with that URL.
+    """
+    results.errors = {}
+    for setting in settings:
+        missing = [case for case in cases if results.get(setting, case) is None]
+        if not missing:
+            continue
+        done: list[Case] = []
+        try:
+            with open_server(setting) as url:
+                for case in missing:
+                    figures = measure(url, setting, case)
+                    results.found.setdefault(setting.key, {})[case.name] = figures
+                    results.write()
+                    done.append(case)
+                    yield setting, case, figures
+        except ForedraftError as error:
+            results.errors[setting.key] = str(error).splitlines()[0]
+            results.write()
+            for case in missing[len(done) :]:
+                yield setting, case, None
+
+
+def equals(ranking: Sequence[tuple[Setting, float]]) -> list[Setting]:
+    """Settings behind the best that one run cannot tell from it."""
+    if not ranking:
+        return []
+    best = ranking[0][1]
+    return [setting for setting, speedup in ranking[1:] if speedup > best * (1 - NOISE)]
+
+
+def num_requests(batch_size: int, least: int) -> int:
+    """Whole rounds of a batch, and at least `least` requests."""
+    return max(2, math.ceil(least / batch_size)) * batch_size

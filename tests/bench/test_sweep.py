@@ -1,0 +1,226 @@
+"""The search for the best speculation: its grid, its choice, its memory, and a real one on a tiny model."""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from foredraft.bench.load import Stage, StageResult
+from foredraft.bench.records import Record
+from foredraft.bench.statistics import summarize
+from foredraft.bench.sweep import Case, Figures, Results, Setting, equals, grid, num_requests, run
+from foredraft.cli import bench
+from foredraft.config.speculation import SpeculationConfig
+from foredraft.errors import ConfigError, ForedraftError
+from tests.support.peer_server import PeerServer
+from tests.support.stack import make_model, running_stack
+
+CASES = [Case(1, 0.0), Case(4, 1.0)]
+SETTINGS = [
+    Setting("NONE"),
+    Setting("NGRAM", num_draft_tokens=4),
+    Setting("NGRAM", num_draft_tokens=8),
+]
+
+
+def figures(rate: float) -> Figures:
+    return Figures(rate, 1.0, 1.5, 0.4, 0.01, 0.02)
+
+
+class Bench:
+    """Servers and measurements that are counted; each rate follows from what is measured."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.opened: list[str] = []
+        self.measured: list[tuple[str, str]] = []
+        self._broken = broken
+
+    @contextlib.contextmanager
+    def open(self, setting: Setting) -> Iterator[str]:
+        self.opened.append(setting.name)
+        if setting.name == self._broken:
+            raise ForedraftError("it does not start\nand says more")
+        yield f"http://{setting.name}"
+
+    def measure(self, url: str, setting: Setting, case: Case) -> Figures:
+        assert url == f"http://{setting.name}"
+        self.measured.append((setting.name, case.name))
+        return figures(10 + (setting.num_draft_tokens or 0) * case.batch_size)
+
+
+def test_the_grid_holds_every_tree_that_has_a_sense_once() -> None:
+    drafts = {"NGRAM": "", "EAGLE3": "head", "STANDALONE": "small"}
+    settings = grid(drafts, [1, 3], [1, 2], [4, 64])
+    assert settings[0] == Setting("NONE")
+    assert len(set(settings)) == len(settings)
+    for setting in settings:
+        SpeculationConfig(**setting.values)
+    heads = [(s.num_steps, s.topk, s.num_draft_tokens) for s in settings if s.algorithm == "EAGLE3"]
+    # 1/2 makes two candidates and 3/2 ten: 4 and 64 rows are too many for the one, 64 for the other.
+    assert heads == [(1, 1, 2), (3, 1, 4), (3, 2, 4)]
+    assert [s.num_draft_tokens for s in settings if s.algorithm == "NGRAM"] == [4, 64]
+
+
+def test_flags_are_those_of_serve() -> None:
+    assert Setting("EAGLE3", "head", 3, 1, 4).flags == (
+        "--speculative-algorithm EAGLE3 --speculative-draft-model-path head --speculative-num-steps 3 "
+        "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+    )
+
+
+def test_a_stopped_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
+    path, conditions = tmp_path / "found.json", {"model": "m", "flags": ("a", 1)}
+    first = Bench()
+    going = run(SETTINGS, CASES, Results.open(path, conditions), first.open, first.measure)
+    for _ in range(3):
+        next(going)
+    going.close()
+    assert len(first.measured) == 3
+    second = Bench()
+    results = Results.open(path, conditions)
+    list(run(SETTINGS, CASES, results, second.open, second.measure))
+    assert second.opened == [SETTINGS[1].name, SETTINGS[2].name]
+    every = [(setting.name, case.name) for setting in SETTINGS for case in CASES]
+    assert first.measured + second.measured == every
+    third = Bench()
+    assert (
+        list(run(SETTINGS, CASES, Results.open(path, conditions), third.open, third.measure)) == []
+    )
+    assert third.opened == []
+    assert Results.open(path, conditions).found == results.found
+
+
+def test_a_setting_that_fails_is_told_and_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    broken = Bench(SETTINGS[1].name)
+    results = Results.open(path, {})
+    found = list(run(SETTINGS, CASES, results, broken.open, broken.measure))
+    assert [figures is None for _, _, figures in found] == [False, False, True, True, False, False]
+    assert results.errors == {SETTINGS[1].key: "it does not start"}
+    assert json.loads(path.read_text())["errors"] == results.errors
+    healthy = Bench()
+    list(run(SETTINGS, CASES, Results.open(path, {}), healthy.open, healthy.measure))
+    assert healthy.opened == [SETTINGS[1].name]
+
+
+def test_results_of_something_else_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    Results(path, {"model": "a", "seed": 1}).write()
+    with pytest.raises(ConfigError, match="another model, seed"):
+        Results.open(path, {"model": "b"})
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="not the results of a sweep"):
+        Results.open(path, {})
+
+
+def test_the_best_is_that_of_the_geometric_mean(tmp_path: Path) -> None:
+    results = Results(tmp_path / "x", {})
+    rates = {SETTINGS[0]: (10, 40), SETTINGS[1]: (30, 20), SETTINGS[2]: (18, 41)}
+    for setting, pair in rates.items():
+        results.found[setting.key] = {
+            case.name: figures(rate) for case, rate in zip(CASES, pair, strict=True)
+        }
+    ranking = results.ranking(SETTINGS, CASES)
+    assert [setting for setting, _ in ranking] == [SETTINGS[2], SETTINGS[1], SETTINGS[0]]
+    assert ranking[0][1] == pytest.approx(math.sqrt(18 / 10 * 41 / 40))
+    assert ranking[1][1] == pytest.approx(math.sqrt(30 / 10 * 20 / 40))
+    assert equals(ranking) == []
+    assert equals([(SETTINGS[0], 1.0), (SETTINGS[1], 0.98), (SETTINGS[2], 0.9)]) == [SETTINGS[1]]
+    del results.found[SETTINGS[2].key][CASES[0].name]
+    assert [setting for setting, _ in results.ranking(SETTINGS, CASES)] == [
+        SETTINGS[1],
+        SETTINGS[0],
+    ]
+
+
+def test_figures_need_every_answer() -> None:
+    failed = Record(0, 0.0, 0.0, 1.0, error="timeout")
+    summary = summarize(StageResult(Stage(1), [failed], 1.0))
+    with pytest.raises(ForedraftError, match="timeout"):
+        Figures.of([summary])
+
+
+def test_requests_come_in_whole_batches() -> None:
+    assert [num_requests(batch, 8) for batch in (1, 3, 8, 32)] == [8, 9, 16, 64]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama."""
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def sweep(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    small = ["--batch-size", "1", "--temperature", "0", "--num-prompts", "2", "--output-len", "8"]
+    code = bench.main(["speculative", "--disable-tqdm", *small, *argv])
+    caught = capsys.readouterr()
+    return code, caught.out + caught.err
+
+
+@pytest.mark.slow
+def test_a_real_sweep_goes_on_and_names_flags(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "found.json"
+    argv = ["--model-path", str(model), "--algorithm", "NGRAM", "--output-file", str(path)]
+    behind = ["--", "--num-threads", "1", "--max-total-tokens", "4096", "--device", "cpu"]
+    code, text = sweep(capsys, *argv, "--num-draft-tokens", "4", *behind)
+    assert code == 0, text
+    before = json.loads(path.read_text())["found"]
+    assert {name: list(cases) for name, cases in before.items()} == {
+        "NONE": ["batch 1, T=0"],
+        "NGRAM -/-/4": ["batch 1, T=0"],
+    }
+    assert f"foredraft serve --model-path {model}" in text
+    # A draft that cannot be had fails alone; the rest is known.
+    missing = ["--draft", f"STANDALONE={tmp_path}/none", "--algorithm", "NGRAM", "STANDALONE"]
+    plot = ["--plot", str(tmp_path / "heat.png")]
+    code, text = sweep(capsys, *argv, "--num-draft-tokens", "4", *missing, *plot, *behind)
+    assert code == 0, text
+    assert "2 known" in text
+    assert "STANDALONE 4/1/5" in text
+    assert "failed" in text
+    assert json.loads(path.read_text())["found"] == before
+    assert (tmp_path / "heat.png").stat().st_size > 5_000
+    code, text = sweep(capsys, *argv, "--seed", "2", *behind)
+    assert code == 2
+    assert "another seed" in text
+
+
+@pytest.mark.slow
+def test_a_running_server_is_asked_for_smaller_trees(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "found.json"
+    with running_stack(model, speculative_num_draft_tokens=8) as services:
+        argv = ["--base-url", services.urls["http"], "--output-file", str(path)]
+        code, text = sweep(capsys, *argv, "--num-draft-tokens", "4", "64")
+    assert code == 0, text
+    assert list(json.loads(path.read_text())["found"]) == ["NONE", "NGRAM -/-/4", "NGRAM -/-/8"]
+
+
+def test_only_our_own_servers_have_trees(capsys: pytest.CaptureFixture[str]) -> None:
+    with PeerServer().running() as peer:
+        code, text = sweep(capsys, "--base-url", peer.url)
+    assert code == 2
+    assert "not a Foredraft server" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--steps", "0"], "--steps"),
+        (["--draft", "EAGLE3"], "--draft"),
+        (["--", "--speculative-num-steps", "3"], "--speculative-num-steps"),
+        (["--dataset-path", "/no/such/file"], "--dataset-path"),
+    ],
+)
+def test_wrong_flags_are_told(
+    argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = sweep(capsys, *argv)
+    assert code == 2
+    assert reason in text
