@@ -43,6 +43,8 @@ _SERVER_OPTIONS = [
 ]
 # How long calls may go on after the drain, before they are cancelled.
 _STOP_SECONDS = 1.0
+# How often it is looked whether gRPC still listens.
+_WATCH_SECONDS = 0.5
 
 
 class RpcServer:
@@ -57,17 +59,18 @@ class RpcServer:
         self, listen: str | Address, *, max_message_bytes: int = MAX_MESSAGE_BYTES
     ) -> None:
         self._listen = listen if isinstance(listen, Address) else address.parse(listen)
-        self.server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()],
-            options=[*options(max_message_bytes), *_SERVER_OPTIONS],
-        )
+        self._options = [*options(max_message_bytes), *_SERVER_OPTIONS]
+        self.server = self._make()
         self._health = health.aio.HealthServicer()
+        self._added: list[tuple[Callable[[Any, Any], None], Any]] = []
         self._names: list[str] = []
+        self._crashed: list[grpc.aio.Server] = []
+        self._watch: asyncio.Task[None] | None = None
         self.address = self._listen
 
     def add(self, add_to_server: Callable[[Any, Any], None], servicer: Any, name: str) -> None:
         """Adds a service by its generated `add_*Servicer_to_server` and its full name."""
-        add_to_server(servicer, self.server)
+        self._added.append((add_to_server, servicer))
         self._names.append(name)
 
     async def start(self) -> Address:
@@ -76,12 +79,9 @@ class RpcServer:
         Raises:
             ConfigError: The address cannot be had.
         """
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(names, self.server)
         await self.set_serving(False)
-        self.address = _bind(self.server, self._listen)
-        await self.server.start()
+        self.address = await self._open(self._listen)
+        self._watch = asyncio.create_task(self._keep_open(), name=f"listening on {self.address}")
         logger.info("listening on %s", self.address)
         return self.address
 
@@ -98,9 +98,48 @@ class RpcServer:
     async def stop(self, grace: float = _STOP_SECONDS) -> None:
         """Says NOT_SERVING for good, takes no more calls, cancels what runs after `grace` seconds, frees the address."""
         await self._health.enter_graceful_shutdown()
-        await self.server.stop(grace)
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await asyncio.gather(*(server.stop(grace) for server in (*self._crashed, self.server)))
         if self.address.is_unix:
             Path(self.address.path).unlink(missing_ok=True)
+
+    def _make(self) -> grpc.aio.Server:
+        return grpc.aio.server(interceptors=[ErrorInterceptor()], options=self._options)
+
+    async def _open(self, where: Address) -> Address:
+        for add_to_server, servicer in self._added:
+            add_to_server(servicer, self.server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self.server)
+        bound = _bind(self.server, where)
+        await self.server.start()
+        return bound
+
+    async def _keep_open(self) -> None:
+        """Listens again where gRPC stopped by itself, as grpcio 1.84 and 1.85 do after one request whose path is not
+        UTF-8. Calls that run go on meanwhile."""
+        while True:
+            try:
+                if not await self.server.wait_for_termination(_WATCH_SECONDS):
+                    return
+            except Exception as error:
+                logger.error("gRPC stopped listening on %s: %s", self.address, error)
+                self._crashed.append(self.server)
+                await self._reopen()
+
+    async def _reopen(self) -> None:
+        while True:
+            self.server = self._make()
+            try:
+                await self._open(self.address)
+                return
+            except ConfigError as error:
+                # The old listener may take a moment to let go.
+                logger.warning("%s; trying again", error)
+                await asyncio.sleep(_WATCH_SECONDS)
 
 
 async def serve(

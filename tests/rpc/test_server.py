@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -13,6 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from foredraft import errors
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
+from foredraft.rpc.address import Address
 from foredraft.rpc.channel import aio_channel, aio_check_health, aio_wait_ready, channel, wait_ready
 from foredraft.rpc.errors import from_rpc_error
 from foredraft.rpc.server import RpcServer, serve
@@ -295,3 +297,55 @@ def test_a_drain_that_hangs_does_not_hold_the_exit() -> None:
     before = threading.active_count()
     asyncio.run(main())
     assert threading.active_count() <= before + 2
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """An HTTP/2 frame (RFC 9113, section 4.1)."""
+    head = len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big")
+    return head + payload
+
+
+def literal(name: bytes, value: bytes) -> bytes:
+    """A header field without indexing (RFC 7541, section 6.2.2)."""
+    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+def send_path(where: Address, path: bytes) -> None:
+    """Makes a call by hand, since no client of gRPC's would send such a path, and waits for what comes of it."""
+    fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x"}
+    fields |= {b"te": b"trailers", b"content-type": b"application/grpc"}
+    headers = b"".join(literal(name, value) for name, value in fields.items())
+    family = socket.AF_UNIX if where.is_unix else socket.AF_INET
+    with socket.socket(family) as connection:
+        connection.settimeout(0.5)
+        connection.connect(where.path if where.is_unix else (where.host, where.port))
+        connection.sendall(
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+            + frame(4, 0, 0, b"")
+            + frame(1, 4, 1, headers)
+            + frame(0, 1, 1, bytes(5))
+        )
+        with contextlib.suppress(TimeoutError):
+            while connection.recv(4096):
+                pass
+
+
+def test_a_path_that_is_not_utf8_ends_neither_the_server_nor_its_calls(listen: str) -> None:
+    async def main() -> None:
+        server = await start(listen, Draft())
+        await server.set_serving()
+        async with aio_channel(server.address) as connection:
+            call = draft_pb2_grpc.DraftServiceStub(connection).Speculate()
+            await call.write(step(1))
+            assert (await call.read()).step.step == 1
+            for number in (2, 3):
+                await asyncio.to_thread(send_path, server.address, b"/a.b\xe3/C")
+                await aio_wait_ready(server.address, 20, service=NAME)
+                await call.write(step(number))
+                assert (await call.read()).step.step == number
+            await call.done_writing()
+            assert await call.read() is grpc.aio.EOF
+        await server.stop(0)
+        assert await aio_check_health(server.address) == "UNREACHABLE"
+
+    asyncio.run(main())
