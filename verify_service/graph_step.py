@@ -18,7 +18,8 @@ from foredraft.runner.decode_graphs import (
     StepArrays,
 )
 from foredraft.runner.model_runner import ModelRunner
-from foredraft.speculation import penalties, static_trees
+from foredraft.speculation import penalties
+from foredraft.speculation.triton_sampling import PAD, ROOT
 from foredraft.speculation.verification import Verified
 from foredraft.types import SamplingParams
 from verify_service.chooser import Chooser, Outcome, VerifyRows
@@ -110,7 +111,7 @@ class GraphStep(TargetStep):
         header[:, TEMPERATURE : SEED_HIGH + 1] = np.frombuffer(words, np.int32).reshape(-1, 3)
         roots = [sequence.tokens[-1] for sequence in sequences]
         arrays.tokens[:, 0] = roots
-        arrays.parents[:, 0] = static_trees.ROOT
+        arrays.parents[:, 0] = ROOT
         if num_rows > 1:
             _fill_trees(arrays, batch, num_rows)
         if self._simulated is not None and arrays.forced is not None:
@@ -140,7 +141,7 @@ def _fill_trees(arrays: StepArrays, batch: Sequence[VerifyRows], num_rows: int) 
         arrays.parents[:, 1:] = [tree.parents for tree in trees]
         arrays.parents[:, 1:] += 1
         return
-    arrays.parents[:, 1:] = static_trees.PAD
+    arrays.parents[:, 1:] = PAD
     arrays.tokens[:, 1:] = 0
     for tokens, parents, tree in zip(arrays.tokens, arrays.parents, trees, strict=True):
         tokens[1 : 1 + len(tree)] = tree.tokens

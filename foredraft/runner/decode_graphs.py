@@ -17,8 +17,13 @@ from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.attention.paged_triton import TritonPlan, splits_for
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel, ModelOutput
-from foredraft.speculation import static_trees
-from foredraft.speculation.triton_sampling import choose_tokens, commit_paths, walk_trees
+from foredraft.speculation.triton_sampling import (
+    PAD,
+    choose_tokens,
+    commit_paths,
+    prepare_trees,
+    walk_trees,
+)
 
 T = TypeVar("T")
 
@@ -37,7 +42,7 @@ class StepArrays:
     Attributes:
         header: int32 [B, HEADER].
         tokens: int32 [B, R]; the root first.
-        parents: int32 [B, R], parent rows; see `static_trees`.
+        parents: int32 [B, R], parent rows; see `triton_sampling`.
         forced: int32 [B, R], tokens to take instead of the rule's, -1 for none; where acceptance is simulated.
     """
 
@@ -62,7 +67,7 @@ class _Captured:
     output: ModelOutput
     tokens: torch.Tensor
     parents: torch.Tensor
-    depth: torch.Tensor
+    positions: torch.Tensor
     tables: torch.Tensor
     choice: torch.cuda.CUDAGraph | None = None
 
@@ -146,7 +151,7 @@ class DecodeGraphs:
         padding = host[num_sequences:batch]
         padding[:, :HEADER] = 0
         padding[:, SLOT] = self._no_slot
-        padding[:, HEADER + self.max_rows :] = static_trees.PAD
+        padding[:, HEADER + self.max_rows :] = PAD
         rows = host[:num_sequences]
         first_parent = HEADER + self.max_rows
         first_forced = first_parent + self.max_rows
@@ -201,22 +206,24 @@ class DecodeGraphs:
                 host = self._host.numpy()[:batch]
                 host[:] = 0
                 host[:, SLOT] = self._no_slot
-                host[:, HEADER + self.max_rows :] = static_trees.PAD
+                host[:, HEADER + self.max_rows :] = PAD
                 self.forward(batch, rows, capture)
                 self.choose(batch, rows, capture)
 
     def _capture(self, key: _Key) -> _Captured:
-        def run() -> tuple[ModelOutput, tuple[torch.Tensor, ...]]:
+        def run() -> tuple[
+            ModelOutput, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+        ]:
             inputs = self._inputs[: key.batch]
             tokens = inputs[:, HEADER : HEADER + key.rows]
             first = HEADER + self.max_rows
             parents = inputs[:, first : first + key.rows]
-            batch, parts = self._batch(key, inputs, tokens, parents)
+            batch, tables = self._batch(key, inputs, tokens, parents)
             output = self._model.forward(batch, self._kv, self._attention, key.capture)
-            return output, (tokens, parents, *parts)
+            return output, (tokens, parents, batch.positions, tables)
 
-        graph, (output, (tokens, parents, depth, tables)) = self._record(run)
-        captured = _Captured(graph, output, tokens, parents, depth, tables)
+        graph, (output, parts) = self._record(run)
+        captured = _Captured(graph, output, *parts)
         self._graphs[key] = captured
         return captured
 
@@ -234,24 +241,21 @@ class DecodeGraphs:
 
     def _batch(
         self, key: _Key, inputs: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
-    ) -> tuple[Batch, tuple[torch.Tensor, torch.Tensor]]:
+    ) -> tuple[Batch, torch.Tensor]:
         """The step as the model sees it, made of the uploaded records."""
         kv, device = self._kv, self._device
         slots, committed, num_rows = (inputs[:, i] for i in (SLOT, COMMITTED, NUM_ROWS))
         tables = self._tables.index_select(0, slots)
-        index = torch.arange(key.rows, device=device)
-        keys = committed[:, None].long() + index
-        pages = tables.gather(1, keys // kv.page_size).long()
-        rows_slots = pages * kv.page_size + keys % kv.page_size
-        is_row = index < num_rows[:, None]
-        rows_slots = torch.where(is_row, rows_slots, kv.num_pages * kv.page_size)
-        mask = None
-        if key.rows == 1:
-            depth = torch.zeros(key.batch, 1, dtype=torch.int64, device=device)
-        else:
-            seen, depth = static_trees.ancestors(parents)
-            mask = seen.view(key.batch * key.rows, key.rows)
-        positions = committed[:, None].long() + depth
+        rows = prepare_trees(
+            tokens,
+            parents,
+            committed,
+            num_rows,
+            tables,
+            kv.page_size,
+            self._model.config.vocab_size,
+            kv.num_pages * kv.page_size,
+        )
         plan = TritonPlan(
             kv=kv,
             page_tables=tables,
@@ -262,17 +266,15 @@ class DecodeGraphs:
             prefix_start=torch.zeros(key.batch, dtype=torch.int32, device=device),
             prefix_len=committed.contiguous(),
             write_index=committed.contiguous(),
-            positions=positions.flatten(),
-            tail_mask=mask,
+            positions=rows.positions,
+            tail_mask=rows.mask if key.rows > 1 else None,
             is_causal=None,
-            tail_positions=positions.to(torch.int32),
+            tail_positions=rows.positions.view(key.batch, key.rows).to(torch.int32),
             max_rows=key.rows,
             num_splits=splits_for(key.batch, key.rows, kv, self._max_tokens),
         )
-        # Bounds of what a draft sent: an unknown token becomes one that cannot be chosen at the walk.
-        known = tokens.clamp(0, self._model.config.vocab_size - 1).long()
-        batch = Batch(known.flatten(), positions.flatten(), rows_slots.flatten(), (), plan=plan)
-        return batch, (depth, tables)
+        batch = Batch(rows.tokens, rows.positions, rows.slots, (), plan=plan)
+        return batch, tables
 
     def _choose(self, key: _Key, captured: _Captured) -> None:
         inputs = self._inputs[: key.batch]
@@ -280,13 +282,12 @@ class DecodeGraphs:
         committed = header[:, COMMITTED]
         temperature = header[:, TEMPERATURE].contiguous().view(torch.float32)
         seed = header[:, SEED_LOW : SEED_HIGH + 1].contiguous().view(torch.int64)
-        position = committed[:, None].long() + captured.depth + 1
 
         def each_row(values: torch.Tensor) -> torch.Tensor:
             return values.view(key.batch, 1).expand(-1, key.rows).flatten()
 
         chosen = choose_tokens(
-            captured.output.logits, each_row(temperature), each_row(seed), position.flatten()
+            captured.output.logits, each_row(temperature), each_row(seed), captured.positions + 1
         ).view(key.batch, key.rows)
         if self._simulate:
             first = HEADER + 2 * self.max_rows

@@ -1,4 +1,4 @@
-"""Draft trees as tensors of a fixed shape, for a device that must not wait for the host: their masks, and the walk.
+"""Draft trees as tensors of a fixed shape in plain torch, the reference of the kernels: their masks, and the walk.
 
 A tree of B sequences has R rows each: row 0 is the root, `parents` holds each row's parent row, -1 for the root and -2
 for a row that stands for nothing. Rows whose ancestors do not lead to the root stand for nothing either, so what a draft
@@ -6,8 +6,6 @@ sent needs no other check than this one and the bounds of its tokens.
 """
 
 import torch
-
-ROOT, PAD = -1, -2
 
 
 def ancestors(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,7 +18,7 @@ def ancestors(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         bool [B, R, R], a row's ancestors and itself; for rows that stand for nothing themselves alone. int64 [B, R], 0
         for the root and for rows that stand for nothing.
     """
-    batch, rows = parents.shape
+    rows = parents.shape[1]
     index = torch.arange(rows, device=parents.device)
     is_parent = parents[:, :, None] == index
     is_parent = is_parent & (index[None, :] < index[:, None])  # never later rows
@@ -51,12 +49,13 @@ def walk(
         int64 [B] accepted rows, the root included; int64 [B, max_depth + 1] these rows, then -1; int64 [B, max_depth + 1]
         the token emitted at each of them, then -1.
     """
-    batch, rows = chosen.shape
+    batch = len(chosen)
+    index = torch.arange(chosen.shape[1], device=chosen.device)
     row = torch.zeros(batch, 1, dtype=torch.int64, device=chosen.device)
     alive = torch.ones(batch, 1, dtype=torch.bool, device=chosen.device)
     path, emitted = [row], [chosen.gather(1, row)]
     for _ in range(max_depth):
-        is_child = (parents == row) & (tokens == chosen.gather(1, row)) & alive
+        is_child = (parents == row) & (tokens == chosen.gather(1, row)) & (index > row) & alive
         found, row = is_child.max(1, keepdim=True)  # of equal siblings the first
         alive = found
         path.append(torch.where(alive, row, -1))

@@ -4,10 +4,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.speculation import static_trees
-from foredraft.speculation.draft_tree import DraftTree, depths, sanitize
+from foredraft.speculation.draft_tree import depths, sanitize
 from foredraft.speculation.tree import ancestor_mask
+from foredraft.speculation.triton_sampling import PAD, ROOT
 from foredraft.speculation.verification import walk
+from tests.support import static_trees
 
 VOCAB = 4
 
@@ -22,8 +23,8 @@ def proposals(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 def rows_of(parents: list[int], num_rows: int) -> list[int]:
-    rows = [static_trees.ROOT, *(parent + 1 for parent in parents)]
-    return rows + [static_trees.PAD] * (num_rows - len(rows))
+    rows = [ROOT, *(parent + 1 for parent in parents)]
+    return rows + [PAD] * (num_rows - len(rows))
 
 
 @given(st.lists(proposals(), min_size=1, max_size=4), st.data())
@@ -41,7 +42,8 @@ def test_walk_and_masks_equal_those_of_the_checked_tree(batch, data):
         tree, _ = sanitize(drafted, drafted_parents, VOCAB, len(drafted))
         expected = walk_of_rows(drafted, drafted_parents, chosen[i].tolist())
         assert emitted[i, : lengths[i]].tolist() == expected
-        assert (emitted[i, lengths[i] :] == -1).all() and (path[i, lengths[i] :] == -1).all()
+        assert (emitted[i, lengths[i] :] == -1).all()
+        assert (path[i, lengths[i] :] == -1).all()
         if len(tree) == len(drafted):  # nothing was dropped: the same tree
             size = len(drafted) + 1
             assert torch.equal(seen[i, :size, :size], ancestor_mask(tree.parents))
@@ -70,5 +72,5 @@ def test_a_chain_is_walked_to_its_end():
     tokens = torch.tensor([[9, 5, 6, 7]])
     lengths, path, emitted = static_trees.walk(torch.tensor([[5, 6, 7, 8]]), tokens, parents, 3)
     assert lengths.tolist() == [4]
-    assert path.tolist() == [[0, 1, 2, 3]] and emitted.tolist() == [[5, 6, 7, 8]]
-    assert DraftTree((5, 6, 7), (-1, 0, 1)).parents == (-1, 0, 1)
+    assert path.tolist() == [[0, 1, 2, 3]]
+    assert emitted.tolist() == [[5, 6, 7, 8]]

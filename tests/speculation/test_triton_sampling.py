@@ -1,0 +1,195 @@
+"""The rule, the check, the walk and the move of KV in Triton, against the Python versions; on a GPU or interpreted."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.speculation import draft_tree, noise, sampling, verification
+from foredraft.speculation.draft_tree import DraftTree
+from foredraft.speculation.sampling import SamplingRows
+from foredraft.speculation.static_trees import ancestors
+from foredraft.speculation.triton_sampling import (
+    check_trees,
+    choose_tokens,
+    commit_paths,
+    gumbel,
+    walk_trees,
+)
+from tests.support.triton_device import DEVICE, INTERPRETED, needs_triton
+
+pytestmark = [needs_triton, pytest.mark.gpu]
+
+EXAMPLES = 10 if INTERPRETED else 100
+
+
+def ints(values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def test_noise_is_that_of_the_recipe():
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (5,), generator=generator)
+    positions = torch.tensor([0, 1, 7, 131071, 2**31])
+    tokens = torch.arange(0, 300_000, 37 if INTERPRETED else 1)
+    want = noise.gumbel(seeds, positions, tokens).double()
+    got = gumbel(seeds.to(DEVICE), positions.to(DEVICE), tokens.to(DEVICE)).cpu().double()
+    error = ((got - want).abs() / (want.abs().clamp_min(1.0) * 2**-23)).max()
+    assert error <= 2.0
+
+
+def test_noise_at_both_ends_of_the_hash():
+    """The seeds are found by search: what matters is that the extremes of w are exact enough too."""
+    k0, k1 = noise.row_keys(torch.tensor([3]), torch.tensor([5]))
+    tokens = torch.arange(2_000_000)
+    h32 = noise.hash_tokens(k0, k1, tokens.to(torch.int32)).to(torch.int64) & 0xFFFFFFFF
+    order = h32.argsort()
+    tokens = torch.cat((tokens[order[:500]], tokens[order[-500:]]))
+    want = noise.gumbel(torch.tensor([3]), torch.tensor([5]), tokens).double()
+    assert want.max() > 12
+    assert want.min() < -2.5
+    got = gumbel(ints([3], torch.int64), ints([5], torch.int64), tokens.to(DEVICE)).cpu().double()
+    assert ((got - want).abs() / (want.abs().clamp_min(1.0) * 2**-23)).max() <= 2.0
+
+
+def rows_of(temperatures, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    count = len(temperatures)
+    return SamplingRows(
+        temperature=torch.tensor(temperatures, dtype=torch.float32),
+        top_p=torch.ones(count),
+        min_p=torch.zeros(count),
+        top_k=torch.zeros(count, dtype=torch.int64),
+        seed=torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator),
+        position=torch.randint(0, 10_000, (count,), generator=generator),
+    )
+
+
+def chosen_by_kernel(logits, rows):
+    moved = [x.to(DEVICE) for x in (logits, rows.temperature, rows.seed, rows.position)]
+    return choose_tokens(*moved).cpu()
+
+
+@pytest.mark.parametrize("vocab", [5, 1000, 4099, 32_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_chooses_as_the_rule(vocab, dtype):
+    rows = rows_of([0.0, 0.3, 1.0, 2.0, 0.0, 0.7, 1.3], vocab)
+    logits = (torch.randn(7, vocab, generator=torch.Generator().manual_seed(1)) * 4).to(dtype)
+    got = chosen_by_kernel(logits, rows)
+    want = sampling.choose(logits.float(), rows)
+    if not torch.equal(got, want):  # only where rounding decides
+        scores = (logits.double() - logits.double().amax(-1, keepdim=True)) / rows.temperature[
+            :, None
+        ].double().clamp_min(1e-9)
+        scores += noise.gumbel(rows.seed, rows.position, torch.arange(vocab)).double()
+        for row in (got != want).nonzero()[:, 0].tolist():
+            assert rows.temperature[row] > 0
+            assert abs(scores[row, got[row]] - scores[row, want[row]]) < 1e-5
+
+
+def test_ties_go_to_the_lowest_id_and_nan_counts_as_nothing():
+    logits = torch.zeros(6, 5000)
+    logits[1, [4000, 17, 3000]] = 1.0
+    logits[2, 3] = math.nan
+    logits[2, 4] = math.inf
+    logits[3] = -math.inf
+    logits[4] = -math.inf
+    logits[5] = -math.inf
+    logits[5, 4321] = -50.0
+    rows = rows_of([0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
+    assert chosen_by_kernel(logits, rows).tolist() == [0, 17, 4, 0, 0, 4321]
+    assert sampling.choose(logits, rows).tolist() == [0, 17, 4, 0, 0, 4321]
+
+
+def test_rows_may_lie_apart():
+    wide = torch.randn(3, 3000, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    rows = rows_of([0.0, 1.0, 0.0])
+    moved = [x.to(DEVICE) for x in (rows.temperature, rows.seed, rows.position)]
+    assert torch.equal(
+        choose_tokens(wide[:, :2000], *moved), choose_tokens(wide[:, :2000].contiguous(), *moved)
+    )
+
+
+@st.composite
+def tree(draw, max_nodes=12, vocab=4):
+    count = draw(st.integers(0, max_nodes))
+    tokens = tuple(draw(st.integers(0, vocab - 1)) for _ in range(count))
+    parents = tuple(draw(st.integers(-1, i - 1)) for i in range(count))
+    return DraftTree(tokens, parents)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.lists(tree(), min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_walks_as_verification_does(trees, random):
+    num_rows = 13
+    chosen = [[random.randrange(4) for _ in range(num_rows)] for _ in trees]
+    tokens = [[0, *t.tokens] + [0] * (num_rows - 1 - len(t)) for t in trees]
+    parents = [[-1, *(p + 1 for p in t.parents)] + [-2] * (num_rows - 1 - len(t)) for t in trees]
+    wide = torch.cat((ints(tokens), ints(parents)), 1)  # views of one record, as a step has them
+    path, length, emitted = walk_trees(
+        ints(chosen, torch.int64), wide[:, :num_rows], wide[:, num_rows:]
+    )
+    for i, (one, row_chosen) in enumerate(zip(trees, chosen, strict=True)):
+        want = verification.walk(one, row_chosen)
+        padding = [-1] * (num_rows - len(want.path))
+        assert path[i].tolist() == want.path + padding
+        assert emitted[i].tolist() == want.tokens + padding
+        assert length[i] == len(want.path)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(-3, 9), st.integers(-4, 9)), min_size=7, max_size=7),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_checks_as_sanitize_does(proposals):
+    vocab = 6
+    tokens = [[token for token, _ in nodes] for nodes in proposals]
+    parents = [[parent for _, parent in nodes] for nodes in proposals]
+    committed = [5 + i for i in range(len(proposals))]
+    got = check_trees(
+        ints([2] * len(proposals)), ints(tokens), ints(parents), ints(committed), vocab
+    )
+    assert bool(((got.tokens >= 0) & (got.tokens < vocab)).all())
+    assert got.tokens[:, 0].tolist() == [2] * len(proposals)
+    seen, depth = ancestors(got.parents)
+    assert torch.equal(got.mask.view(seen.shape).bool(), seen)
+    assert torch.equal(got.depths.long(), depth)
+    assert torch.equal(got.positions, depth + ints(committed, torch.int64)[:, None])
+    for i in range(len(proposals)):
+        kept = [row for row in range(1, 8) if got.parents[i, row] != -2]
+        paths = set()
+        for row in kept:
+            path = []
+            while row > 0:
+                path.append(int(got.tokens[i, row]))
+                row = int(got.parents[i, row])
+            paths.add(tuple(reversed(path)))
+        want, _ = draft_tree.sanitize(tokens[i], parents[i], vocab, 7)
+        assert paths == {tuple(path) for path in draft_tree.paths(want)[1:]}
+
+
+@pytest.mark.parametrize("head_dim", [8, 80])
+def test_moves_the_kv_of_accepted_rows(head_dim):
+    rng = np.random.default_rng(0)
+    kv = PagedKV(3, 12, 4, 2, head_dim, torch.float32, DEVICE)
+    kv.data.copy_(torch.from_numpy(rng.normal(size=tuple(kv.data.shape))))
+    before = kv.data.clone()
+    tables = rng.permutation(12).reshape(3, 4)
+    committed = [5, 2, 9]
+    paths = [[0, 1, 3, 4, 6], [0], [0, 2, 3]]
+    padded = [path + [-1] * (7 - len(path)) for path in paths]
+    commit_paths(kv, ints(tables.tolist()), ints(committed), ints(padded), ints([5, 1, 3]))
+    want = before.clone()
+    for table, start, path in zip(tables, committed, paths, strict=True):
+        for index, row in enumerate(path):
+            slots = [table[k // 4] * 4 + k % 4 for k in (start + row, start + index)]
+            want[:, :, slots[1]] = before[:, :, slots[0]]
+    assert torch.equal(kv.data, want)
