@@ -11,7 +11,9 @@ LEAST_WEIGHT = (
 )
 FIRST_PAUSE = 4  # decode steps without drafting after drafting stopped paying
 LONGEST_PAUSE = 32
+PROBE_SHARE = 0.025  # of all time that trying again may take where drafts are expensive
 PROBE_NODES = 2  # drafted after a pause, until one is accepted
+OVERHEAD_LEVELS = 2.0  # that a draft costs beside its levels
 PRIOR_DECAY = 0.9  # of the acceptance assumed for a node over its parent's
 SIBLING_DECAY = 0.3  # over that of the sibling before it
 PRIOR_WEIGHT = 0.02  # of one outcome in the acceptance assumed for sequences to come
@@ -78,6 +80,32 @@ class StepCost:
         return dict(zip(self._widths, self._seconds, strict=True))
 
 
+class DraftCost:
+    """How long a step waits for its drafts, by the levels drafted: learnt from real steps, nothing before the first.
+
+    In units of a plain step of one sequence, since a machine that becomes slower does so for both. Of levels that were
+    not seen yet the wait is taken from the nearest that were; reading what was committed and the message there and back
+    count as `OVERHEAD_LEVELS`.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, float] = {}
+
+    def observe(self, levels: int, steps: float) -> None:
+        """Takes the wait of a real step."""
+        known = self._steps.setdefault(levels, steps)
+        # Whatever else runs lengthens a wait, nothing shortens it: a short one says more.
+        weight = 0.1 if steps > known else 0.3
+        self._steps[levels] = known + weight * (min(steps, 2 * known) - known)
+
+    def steps(self, levels: int) -> float:
+        """Expected wait; 0 while nothing is known."""
+        if not self._steps or levels == 0:
+            return 0.0
+        nearest = min(self._steps, key=lambda seen: abs(seen - levels))
+        return self._steps[nearest] * (levels + OVERHEAD_LEVELS) / (nearest + OVERHEAD_LEVELS)
+
+
 def rising(values: Sequence[float]) -> list[float]:
     """The non-decreasing sequence nearest to `values` in least squares (pool adjacent violators)."""
     blocks: list[tuple[float, int]] = []
@@ -125,12 +153,18 @@ class DraftPolicy:
 
     def __init__(self, cost: StepCost | None) -> None:
         self._cost = cost
+        self._draft_cost = DraftCost()
         self._priors = list(PRIORS)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Takes the time of a forward that only decoded."""
+        """Takes the time of a step of the target that only decoded."""
         if self._cost is not None:
             self._cost.observe(rows, seconds)
+
+    def observe_draft(self, levels: int, seconds: float) -> None:
+        """Takes the time that a step waited for the trees of a draft model, the deepest of `levels`."""
+        if self._cost is not None:
+            self._draft_cost.observe(levels, seconds / self._cost.seconds(1))
 
     def num_nodes(
         self,
@@ -139,11 +173,13 @@ class DraftPolicy:
         num_running: int,
         confidence: int = 0,
         parents: Sequence[int] = (),
+        depth: int = 0,
     ) -> int:
-        """Nodes that are worth verifying in the coming step, at most `max_nodes`.
+        """Nodes that are worth drafting and verifying in the coming step, at most `max_nodes`.
 
         Args:
             parents: Of the nodes, where they are known; a chain is assumed of others.
+            depth: Levels of the tree that would have to be drafted; 0 for one that is there already, or costs nothing.
         """
         num_running = max(num_running, 1)
         if self._cost is None or max_nodes == 0:
@@ -159,11 +195,17 @@ class DraftPolicy:
         hits = self._hits(history, max_nodes, confidence, parents)
         for nodes in range(1, max_nodes + 1):
             gain += hits[nodes - 1]
-            value = gain - plain_rate * (self._cost.seconds(num_running + nodes) - base)
+            extra = self._cost.seconds(num_running + nodes) - base
+            # All sequences of the batch share the wait.
+            waiting = self._draft_cost.steps(min(nodes, depth)) * self._cost.seconds(1)
+            extra += waiting / num_running
+            value = gain - plain_rate * extra
             if value > best_value:
                 best, best_value = nodes, value
         if best == 0:
             self._pause(history)
+        elif depth:
+            history.next_pause = FIRST_PAUSE
         return best
 
     def record(
@@ -184,7 +226,10 @@ class DraftPolicy:
         hits = self._hits(history, len(parents), confidence, parents)
         level = min(confidence, len(PRIORS) - 1)
         self._priors[level] += PRIOR_WEIGHT * ((0 in accepted) - self._priors[level])
-        if history.is_probing:
+        if history.is_probing and confidence == 0:
+            # A model's first guess is right often enough: that it was says nothing about deeper ones.
+            history.is_probing = False
+        elif history.is_probing:
             if accepted:
                 # Text has begun to repeat: what was learnt before it did says nothing any more.
                 history.hits, history.num_outcomes = [], []
@@ -202,7 +247,8 @@ class DraftPolicy:
 
     def _pause(self, history: DraftHistory) -> None:
         history.pause = history.next_pause
-        history.next_pause = min(2 * history.next_pause, LONGEST_PAUSE)
+        longest = max(LONGEST_PAUSE, int(self._draft_cost.steps(PROBE_NODES) / PROBE_SHARE))
+        history.next_pause = min(2 * history.next_pause, longest)
         history.is_probing = True
 
     def _hits(

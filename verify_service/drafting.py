@@ -127,6 +127,11 @@ class Drafting:
         info = self._client.info
         return info is not None and info.weight_bytes == 0
 
+    @property
+    def depth(self) -> int:
+        """Levels of the deepest tree."""
+        return self._tree_shape[0]
+
     def refresh(self) -> None:
         """Before each step: looks whether another draft has been attached meanwhile."""
         epoch = self._client.epoch

@@ -278,6 +278,9 @@ class Engine:
         trees = self._draft(plan)
         drafted = time.perf_counter()
         metrics.DRAFT_WAIT_SECONDS.observe(drafted - started)
+        if trees and not plan.prefill:
+            levels = max(min(slot.max_tree_nodes, self._draft_depth) for slot in plan.decode)
+            self._policy.observe_draft(levels, drafted - started)
         if plan.is_empty:
             return
         batch = self._batch(plan, trees)
@@ -286,7 +289,7 @@ class Engine:
         result = self._target.run(batch, plan.prefill, capture or ())
         verified = time.perf_counter()
         if not plan.prefill:
-            self._policy.observe(result.num_logit_rows, result.forward_seconds)
+            self._policy.observe(result.num_logit_rows, verified - drafted)
         for chunk in plan.prefill:
             if not chunk.is_last:
                 self._scheduler.on_committed(chunk.seq, chunk.num_tokens)
@@ -318,8 +321,17 @@ class Engine:
         if drafting.is_cheap or self._live[sequence.request_id].request.is_probe:
             return limit
         return self._policy.num_nodes(
-            drafting.history(sequence), limit, self._scheduler.num_running
+            drafting.history(sequence),
+            limit,
+            self._scheduler.num_running,
+            depth=self._draft_depth,
         )
+
+    @property
+    def _draft_depth(self) -> int:
+        """Levels of a tree that have to be drafted one after another; 0 where drafting is next to free."""
+        drafting = self._drafting
+        return 0 if drafting is None or drafting.is_cheap else drafting.depth
 
     def _worthwhile(self, sequence: Sequence, drafted: Drafted) -> DraftTree:
         """What of a proposal is worth verifying; a draft that costs something was asked for no more than that."""

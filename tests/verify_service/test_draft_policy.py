@@ -26,6 +26,41 @@ def run(cost: StepCost, acceptance: float, steps: int = 400, seed: int = 1) -> t
     return tokens / seconds, 1 / cost.seconds(1)
 
 
+def run_model(
+    cost: StepCost, acceptance: float, wait: float, steps: int = 1000
+) -> tuple[float, float, float]:
+    """The same for a draft model whose chain of up to 5 costs (2 + levels) * `wait` before it can be verified; the third is
+    the best rate of a fixed length."""
+    policy, history, rng = DraftPolicy(cost), DraftHistory(), random.Random(3)
+    tokens, seconds = 0, 0.0
+    for _ in range(steps):
+        nodes = policy.num_nodes(history, 5, 1, depth=5)
+        accepted = 0
+        while accepted < nodes and rng.random() < acceptance:
+            accepted += 1
+        if nodes:
+            policy.observe_draft(nodes, (2 + nodes) * wait * rng.uniform(1, 1.3))
+            seconds += (2 + nodes) * wait
+        policy.record(history, range(-1, nodes - 1), range(accepted))
+        tokens += accepted + 1
+        seconds += cost.seconds(1 + nodes)
+    plain = 1 / cost.seconds(1)
+    fixed = [
+        sum(acceptance**i for i in range(nodes + 1))
+        / (cost.seconds(1 + nodes) + (2 + nodes) * wait)
+        for nodes in range(1, 6)
+    ]
+    return tokens / seconds, plain, max(plain, *fixed)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("wait", [0.01, 0.05, 0.1, 0.2, 0.5])
+def test_a_draft_models_time_counts(acceptance: float, wait: float) -> None:
+    rate, plain, best = run_model(TYPICAL, acceptance, wait)
+    assert rate > 0.95 * plain
+    assert rate > 0.85 * best
+
+
 def test_free_rows_are_always_used() -> None:
     assert DraftPolicy(FLAT).num_nodes(DraftHistory(), 11, 1) == 11
 
