@@ -13,6 +13,7 @@ from foredraft.config.services import DraftConfig
 from foredraft.errors import ForedraftError
 from foredraft.rpc import lifetime
 from foredraft.rpc.server import RpcServer, serve
+from foredraft.rpc.tls import service_identity
 from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from foredraft.telemetry.metrics import start_metrics_server
@@ -40,7 +41,7 @@ def main() -> int:
 async def _serve(config: DraftConfig) -> int:
     stop = lifetime.stop_event()
     with ThreadPoolExecutor(1, thread_name_prefix="drafter") as worker:
-        server = RpcServer(config.listen)
+        server = RpcServer(config.listen, identity=service_identity(config))
         service = DraftService(worker)
         server.add(add_DraftServiceServicer_to_server, service, SERVICE_NAME)
         await server.start()

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
@@ -15,11 +15,13 @@ from foredraft.config.services import GatewayConfig
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.rpc import lifetime
 from foredraft.rpc.server import RpcServer, serve
+from foredraft.rpc.tls import service_identity
 from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from gateway.app import make_app
 from gateway.grpc_front import SERVICE_NAME, InferenceService
 from gateway.protocol import bounded_protocol
+from gateway.security.certificates import HttpContext, public_identity
 from gateway.security.gate import Gate
 from gateway.serving import Serving
 from gateway.verifier_pool import VerifierPool
@@ -57,28 +59,39 @@ async def _serve(config: GatewayConfig) -> int:
     gate = Gate(config)
     if not gate.asks_for_keys and config.host not in ("127.0.0.1", "::1", "localhost"):
         logger.warning("no API keys: whoever reaches %s may use it", config.host)
-    pool = VerifierPool(config.verifier)
+    identity = public_identity(config)
+    pool = VerifierPool(config.verifier, service_identity(config))
     serving = Serving(config, pool)
     listener = _listen(config)
     grpc_host = f"[{config.host}]" if ":" in config.host else config.host
-    rpc = RpcServer(f"{grpc_host}:{config.grpc_port}", max_message_bytes=config.max_body_bytes)
+    rpc = RpcServer(
+        f"{grpc_host}:{config.grpc_port}",
+        max_message_bytes=config.max_body_bytes,
+        identity=identity,
+        socket=config.grpc_socket,
+    )
     rpc.add(add_InferenceServiceServicer_to_server, InferenceService(serving, gate), SERVICE_NAME)
     await rpc.start()
-    http = _HttpServer(
-        uvicorn.Config(
-            make_app(serving, gate),
-            http=bounded_protocol(config.client_timeout),
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=1,
-            lifespan="off",
-        )
+    http_config = uvicorn.Config(
+        make_app(serving, gate),
+        http=bounded_protocol(config.client_timeout),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=1,
+        lifespan="off",
     )
+    http_config.load()
+    follow = [gate.reload]
+    if identity is not None:
+        tls = HttpContext(identity)
+        http_config.ssl = tls.context
+        follow.append(tls.reload)
+    http = _HttpServer(http_config)
     http_task = asyncio.create_task(http.serve([listener]))
     health_task = asyncio.create_task(_follow_health(serving, rpc))
-    files_task = asyncio.create_task(_follow_files(gate))
+    files_task = asyncio.create_task(_follow_files(follow))
     stop = lifetime.stop_event()
 
     async def drain() -> None:
@@ -112,11 +125,12 @@ async def _follow_health(serving: Serving, rpc: RpcServer) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _follow_files(gate: Gate) -> None:
+async def _follow_files(reloads: Sequence[Callable[[], None]]) -> None:
     """Takes changed files without a restart."""
     while True:
         await asyncio.sleep(FILES_SECONDS)
-        gate.reload()
+        for reload in reloads:
+            reload()
 
 
 def _listen(config: GatewayConfig) -> socket.socket:

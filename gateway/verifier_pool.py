@@ -11,6 +11,7 @@ from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
 from foredraft.errors import ForedraftError, Overloaded, Unavailable
 from foredraft.rpc.address import Address
 from foredraft.rpc.channel import aio_channel
+from foredraft.rpc.tls import Identity
 from gateway import discovery, metrics
 from gateway.errors import RequestTimeout, SlowClient
 
@@ -101,6 +102,7 @@ class VerifierConnection:
         target: `host:port` or `unix:/path`.
         accept: Asked with what the verifier serves before it is used; raises ForedraftError to refuse it.
         on_change: Called when `ready` changes.
+        identity: For TLS over TCP.
     """
 
     def __init__(
@@ -108,13 +110,14 @@ class VerifierConnection:
         target: str,
         accept: Callable[[verify_pb2.GetModelInfoResponse], None],
         on_change: Callable[[], None],
+        identity: Identity | None = None,
     ) -> None:
         self.target = target
         self.ready = False
         self.load = verify_pb2.Load()
         self._accept = accept
         self._on_change = on_change
-        self._channel = aio_channel(target)
+        self._channel = aio_channel(target, identity=identity)
         self._stub = verify_pb2_grpc.VerifyServiceStub(self._channel)
         self._live: dict[int, Ticket] = {}
         self._outbox: asyncio.Queue[verify_pb2.RunRequest] = asyncio.Queue()
@@ -247,8 +250,9 @@ class VerifierPool:
         info: What is served; None until a verifier has answered.
     """
 
-    def __init__(self, targets: Sequence[str]) -> None:
+    def __init__(self, targets: Sequence[str], identity: Identity | None = None) -> None:
         self.info: verify_pb2.GetModelInfoResponse | None = None
+        self._identity = identity
         self._changed = asyncio.Event()
         names = [target for target in targets if target.startswith(discovery.PREFIX)]
         self._connections = [self._connect(target) for target in targets if target not in names]
@@ -315,7 +319,7 @@ class VerifierPool:
         await asyncio.gather(*(connection.close() for connection in self._connections))
 
     def _connect(self, target: str) -> VerifierConnection:
-        return VerifierConnection(target, self._accept, self._on_change)
+        return VerifierConnection(target, self._accept, self._on_change, self._identity)
 
     async def _follow(self, name: Address) -> None:
         """Keeps a connection to every address of a name."""

@@ -13,6 +13,7 @@ from foredraft.errors import ForedraftError
 from foredraft.models.speculation import resolve
 from foredraft.rpc import lifetime
 from foredraft.rpc.server import RpcServer, serve
+from foredraft.rpc.tls import service_identity
 from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from foredraft.telemetry.metrics import start_metrics_server
@@ -44,7 +45,7 @@ def main() -> int:
 
 
 async def _serve(config: VerifyConfig) -> int:
-    server = RpcServer(config.listen)
+    server = RpcServer(config.listen, identity=service_identity(config))
     speculation = SpeculationMetrics(config.speculative_algorithm)
     # Loading takes a while; health answers NOT_SERVING meanwhile.
     starting = asyncio.get_running_loop().run_in_executor(None, _build, config, speculation)

@@ -16,6 +16,7 @@ from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.errors import DraftError, ForedraftError
 from foredraft.rpc.channel import channel
 from foredraft.rpc.errors import from_rpc_error
+from foredraft.rpc.tls import Identity
 
 INFO_TIMEOUT = 2.0
 ATTACH_TIMEOUT = 30.0  # the draft allocates its KV meanwhile
@@ -68,6 +69,7 @@ class DraftClient:
         on_attached: Called from there with the number of each attach, once the draft has answered it.
         on_ended: Called from there when what `make_attach` made for an attach is no longer needed, with its number
             and, where the draft did not take it, why.
+        identity: For TLS over TCP.
     """
 
     def __init__(
@@ -78,8 +80,10 @@ class DraftClient:
         on_state: Callable[[str], None] | None = None,
         on_attached: Callable[[int], None] | None = None,
         on_ended: Callable[[int, ForedraftError | None], None] | None = None,
+        identity: Identity | None = None,
     ) -> None:
         self._target = target
+        self._identity = identity
         self._make_attach = make_attach
         self._step_timeout = step_timeout
         self._on_state = on_state
@@ -206,7 +210,7 @@ class DraftClient:
         while not self._closed:
             started = time.monotonic()
             try:
-                with channel(self._target) as connection:
+                with channel(self._target, identity=self._identity) as connection:
                     self._attend(draft_pb2_grpc.DraftServiceStub(connection))
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
                 self._tell(f"not reachable: {_describe(error)}")

@@ -21,6 +21,7 @@ from foredraft.layers.packed import pack_linears
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import load_model
 from foredraft.models.registry import resolve_model_path
+from foredraft.rpc.tls import service_identity
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.text.tokenizer import tokenizer_fingerprint
@@ -152,6 +153,7 @@ class DraftLink:
             self._on_state,
             self.arena.attached,
             self.arena.ended,
+            service_identity(config),
         )
 
     def sized(self, limits: EngineLimits) -> None:

@@ -37,6 +37,8 @@ examples:
   cat notes.txt | foredraft generate -
 """
 DRAFTED_STYLE = "green"
+# What a server for others needs is left out of services that live for one call, on this machine.
+PRIVATE = {"ssl_certfile": "", "ssl_keyfile": "", "ssl_ca_certs": "", "api_key_file": ""}
 # Longer than any deadline of a gateway: it is the server that ends a request.
 SILENCE_SECONDS = 3600.0
 
@@ -53,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         values = read_values(arguments)
         if not arguments.server:
             # The usual ports may belong to a gateway that runs.
-            values = {"port": 0, "grpc_port": 0, **values}
+            values = {"port": 0, "grpc_port": 0, **values, **PRIVATE}
             stack.check(values)
         elif values_given := _service_flags(arguments):
             raise ConfigError(f"--server starts no services: {values_given[0]} has no use with it")
@@ -65,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         with contextlib.ExitStack() as running:
             url = arguments.server or running.enter_context(_services(values, console))
             url = url if "://" in url else f"http://{url}"
-            _print_stream(url.rstrip("/"), arguments, console)
+            _print_stream(url.rstrip("/"), arguments, console, values.get("api_key", ""))
     except ForedraftError as error:
         console.print(Text(f"foredraft generate: {error}", style="bold red"), soft_wrap=True)
         return 1
@@ -144,7 +146,11 @@ def make_parser() -> argparse.ArgumentParser:
 def _service_flags(arguments: argparse.Namespace) -> list[str]:
     """Flags of services that were given; unlike variables they were meant for this call."""
     names = [field.name for field in dataclasses.fields(stack.ServeConfig)]
-    return ["--" + name.replace("_", "-") for name in names if hasattr(arguments, name)]
+    return [
+        "--" + name.replace("_", "-")
+        for name in names
+        if hasattr(arguments, name) and name != "api_key"
+    ]
 
 
 @contextlib.contextmanager
@@ -159,14 +165,14 @@ def _services(values: Mapping[str, Any], console: Console) -> Iterator[str]:
         yield supervisor.urls["http"]
 
 
-def _print_stream(url: str, arguments: argparse.Namespace, console: Console) -> None:
+def _print_stream(url: str, arguments: argparse.Namespace, console: Console, api_key: str) -> None:
     """Prints the text to standard output and the closing line to standard error."""
     output = Console(highlight=False, soft_wrap=True)
     started = time.monotonic()
     first = last = 0.0
     num_tokens = 0
     end: dict[str, Any] = {}
-    for event in _events(url, _body(arguments), arguments.chat):
+    for event in _events(url, _body(arguments), arguments.chat, api_key):
         for choice in event["choices"]:
             if choice["provenance"] and not num_tokens:
                 first = time.monotonic()
@@ -223,7 +229,9 @@ def _body(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**body, "messages": [*system, {"role": "user", "content": arguments.prompt}]}
 
 
-def _events(url: str, body: Mapping[str, Any], chat: bool) -> Iterator[dict[str, Any]]:
+def _events(
+    url: str, body: Mapping[str, Any], chat: bool, api_key: str
+) -> Iterator[dict[str, Any]]:
     """The events of a streamed answer.
 
     Raises:
@@ -231,6 +239,8 @@ def _events(url: str, body: Mapping[str, Any], chat: bool) -> Iterator[dict[str,
     """
     path = "/v1/chat/completions" if chat else "/v1/completions"
     headers = {"content-type": "application/json"}
+    if api_key:
+        headers["authorization"] = f"Bearer {api_key}"
     request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as response:

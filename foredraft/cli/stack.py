@@ -110,7 +110,7 @@ def make_supervisor(
     """
     config = check(values)
     directory = make_runtime_directory()
-    sockets = {name: f"unix:{directory}/{name}.sock" for name in ("verify", "draft")}
+    sockets = {name: f"unix:{directory}/{name}.sock" for name in ("gateway", "verify", "draft")}
     ports = _choose_ports(config)
     host, metrics_host = reachable_host(config.host), reachable_host(config.metrics_host)
     has_draft = config.speculative_algorithm != "NONE"
@@ -126,10 +126,11 @@ def make_supervisor(
                 values,
                 port=ports["port"],
                 grpc_port=ports["grpc_port"],
+                grpc_socket=sockets["gateway"],
                 verifier=(sockets["verify"],),
                 dashboard_metrics=tuple(metrics_pages),
             ),
-            health=f"{host}:{ports['grpc_port']}",
+            health=sockets["gateway"],
             stop_seconds=config.drain_timeout + 5,
             environment=_secrets(GatewayConfig, values),
         ),
@@ -147,10 +148,11 @@ def make_supervisor(
             stop_seconds=config.drain_timeout + 5,
         ),
     ]
+    scheme = "https" if config.ssl_certfile else "http"
     urls = {
-        "http": f"http://{host}:{ports['port']}",
+        "http": f"{scheme}://{host}:{ports['port']}",
         "grpc": f"{host}:{ports['grpc_port']}",
-        "metrics": f"http://{host}:{ports['port']}/metrics",
+        "metrics": f"{scheme}://{host}:{ports['port']}/metrics",
         "verify_metrics": f"http://{metrics_pages[0]}/metrics",
     }
     if has_draft:

@@ -36,6 +36,29 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServiceTlsConfig:
+    """TLS between services over TCP, always mutual; Unix sockets need none."""
+
+    service_tls_cert: str = option(
+        "",
+        "PEM file of the certificate that this service shows the others, as server and as client. A server takes "
+        "changed files at once, a client when it connects anew or is restarted.",
+        internal=True,
+    )
+    service_tls_key: str = option("", "PEM file of its private key.", internal=True)
+    service_tls_ca: str = option(
+        "",
+        "PEM file of the authority that signs all services' certificates, and nothing else's: who has one is trusted.",
+        internal=True,
+    )
+    service_tls_name: str = option(
+        "",
+        "Name that the others' certificates must have; the one they are reached by when empty.",
+        internal=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TargetConfig:
     """Which target model is served; the draft reads it too, to compare tokenizers and find MTP layers."""
 
@@ -63,10 +86,18 @@ class TargetConfig:
     num_threads: int | None = option(
         None, "CPU threads of a model's forward; all cores when absent."
     )
+    cuda_graph_max_bs: int | None = option(
+        None,
+        "Largest batch for which a decode step is captured as CUDA graphs; --max-running-requests when absent. Larger "
+        "batches run operation by operation.",
+    )
+    disable_cuda_graph: bool = option(
+        False, "Run every step operation by operation, for debugging on a GPU."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(LogConfig, MetricsConfig, TargetConfig, SpeculationConfig):
+class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, SpeculationConfig):
     """The verifier."""
 
     listen: str = option(
@@ -94,14 +125,6 @@ class VerifyConfig(LogConfig, MetricsConfig, TargetConfig, SpeculationConfig):
         512, "Prompt tokens computed per step at most, over all requests."
     )
     disable_radix_cache: bool = option(False, "Do not share prefixes between requests.")
-    cuda_graph_max_bs: int | None = option(
-        None,
-        "Largest batch for which a decode step is captured as CUDA graphs; --max-running-requests when absent. Larger "
-        "batches run operation by operation.",
-    )
-    disable_cuda_graph: bool = option(
-        False, "Run every step operation by operation, for debugging on a GPU."
-    )
     simulate_accept_length: float | None = option(
         None,
         "For benchmarks with --load-format dummy: replace what is accepted, so that a verification gives this many tokens "
@@ -130,7 +153,7 @@ class VerifyConfig(LogConfig, MetricsConfig, TargetConfig, SpeculationConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig(LogConfig, MetricsConfig, TargetConfig, SpeculationConfig):
+class DraftConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, SpeculationConfig):
     """The draft."""
 
     listen: str = option(
@@ -139,7 +162,7 @@ class DraftConfig(LogConfig, MetricsConfig, TargetConfig, SpeculationConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(LogConfig):
+class GatewayConfig(LogConfig, ServiceTlsConfig):
     """The gateway."""
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
@@ -148,6 +171,11 @@ class GatewayConfig(LogConfig):
     verifier: tuple[str, ...] = option(
         ("127.0.0.1:50052",),
         "Address of a verifier, or dns:name:port for every address of a name; may be given several times.",
+        internal=True,
+    )
+    grpc_socket: str = option(
+        "",
+        "unix:/path for the public gRPC beside its port, without TLS: for who supervises this process.",
         internal=True,
     )
     dashboard_metrics: tuple[str, ...] = option(
@@ -175,6 +203,15 @@ class GatewayConfig(LogConfig):
     )
     protect_metrics: bool = option(
         False, "Ask for a key for /metrics and the dashboard's figures too; /health stays open."
+    )
+    ssl_certfile: str = option(
+        "",
+        "PEM file with the certificate chain of the HTTP and gRPC ports, which speak TLS then. Changed files are taken "
+        "without a restart.",
+    )
+    ssl_keyfile: str = option("", "PEM file of its private key.")
+    ssl_ca_certs: str = option(
+        "", "PEM file of authorities; clients must show a certificate of theirs then (mutual TLS)."
     )
     key_concurrent_requests: int = option(
         0, "Requests that a key may have running; 0 is no limit. Without keys it holds for all."

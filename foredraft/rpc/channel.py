@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from foredraft.errors import Unavailable
 from foredraft.rpc import address
 from foredraft.rpc.address import Address
+from foredraft.rpc.tls import Identity
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 KEEPALIVE_SECONDS = 20
@@ -28,26 +29,48 @@ def options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int |
 
 
 def aio_channel(
-    target: str | Address, *, max_message_bytes: int = MAX_MESSAGE_BYTES
+    target: str | Address,
+    *,
+    identity: Identity | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Channel:
-    """A channel for asyncio. It connects when it is first used and reconnects by itself."""
+    """A channel for asyncio. It connects when it is first used and reconnects by itself.
+
+    Args:
+        target: Where to.
+        identity: For TLS, but over Unix sockets.
+        max_message_bytes: Larger messages fail.
+    """
     where = _parse(target)
-    return grpc.aio.insecure_channel(
-        where.target, options=options(max_message_bytes) + _client_options(where)
-    )
+    chosen = options(max_message_bytes) + _client_options(where, identity)
+    if identity is None or where.is_unix:
+        return grpc.aio.insecure_channel(where.target, options=chosen)
+    return grpc.aio.secure_channel(where.target, identity.channel_credentials(), options=chosen)
 
 
-def channel(target: str | Address, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
-    """A channel for threads. It connects when it is first used and reconnects by itself."""
+def channel(
+    target: str | Address,
+    *,
+    identity: Identity | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.Channel:
+    """Like `aio_channel`, for threads."""
     where = _parse(target)
-    return grpc.insecure_channel(
-        where.target, options=options(max_message_bytes) + _client_options(where)
-    )
+    chosen = options(max_message_bytes) + _client_options(where, identity)
+    if identity is None or where.is_unix:
+        return grpc.insecure_channel(where.target, options=chosen)
+    return grpc.secure_channel(where.target, identity.channel_credentials(), options=chosen)
 
 
-def check_health(target: str | Address, *, service: str = "", timeout: float = 2.0) -> str:
+def check_health(
+    target: str | Address,
+    *,
+    service: str = "",
+    timeout: float = 2.0,
+    identity: Identity | None = None,
+) -> str:
     """Asks once: SERVING, NOT_SERVING, UNKNOWN, SERVICE_UNKNOWN or, when nobody answers, UNREACHABLE."""
-    with channel(target) as connection:
+    with channel(target, identity=identity) as connection:
         try:
             answer = health_pb2_grpc.HealthStub(connection).Check(
                 health_pb2.HealthCheckRequest(service=service), timeout=timeout
@@ -107,7 +130,7 @@ def _parse(target: str | Address) -> Address:
     return target if isinstance(target, Address) else address.parse(target)
 
 
-def _client_options(where: Address) -> list[tuple[str, int | str]]:
+def _client_options(where: Address, identity: Identity | None) -> list[tuple[str, int | str]]:
     chosen: list[tuple[str, int | str]] = [
         # A proxy of the environment must never carry what goes between services.
         ("grpc.enable_http_proxy", 0),
@@ -120,6 +143,8 @@ def _client_options(where: Address) -> list[tuple[str, int | str]]:
     if where.is_unix:
         # The path would otherwise be the authority, which some servers refuse.
         chosen.append(("grpc.default_authority", "localhost"))
+    elif identity is not None and identity.name:
+        chosen.append(("grpc.ssl_target_name_override", identity.name))
     return chosen
 
 

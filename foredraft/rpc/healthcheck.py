@@ -4,8 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from foredraft.config.options import add_arguments, given_values
+from foredraft.config.services import ServiceTlsConfig
 from foredraft.errors import ConfigError
 from foredraft.rpc.channel import check_health
+from foredraft.rpc.tls import service_identity
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,10 +21,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("address", metavar="ADDRESS", help="host:port or unix:/path")
     parser.add_argument("--service", default="", help="name asked for; the whole server when empty")
     parser.add_argument("--timeout", type=float, default=2.0, help="seconds [2]")
+    add_arguments(parser, ServiceTlsConfig)
     arguments = parser.parse_args(argv)
     try:
+        config = ServiceTlsConfig(**given_values(ServiceTlsConfig, arguments))
         status = check_health(
-            arguments.address, service=arguments.service, timeout=arguments.timeout
+            arguments.address,
+            service=arguments.service,
+            timeout=arguments.timeout,
+            identity=service_identity(config),
         )
     except ConfigError as error:
         parser.error(str(error))

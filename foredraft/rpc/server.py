@@ -30,6 +30,7 @@ from foredraft.rpc import address, errors
 from foredraft.rpc.address import Address
 from foredraft.rpc.channel import MAX_MESSAGE_BYTES, options
 from foredraft.rpc.lifetime import stop_event
+from foredraft.rpc.tls import Identity
 from foredraft.telemetry.logging import bind_request_id, new_request_id
 from foredraft.telemetry.tracing import bind_traceparent
 
@@ -53,12 +54,21 @@ class RpcServer:
     Args:
         listen: `host:port` (port 0: a free one) or `unix:/path`, whose socket gets mode 0600.
         max_message_bytes: Larger messages are refused with RESOURCE_EXHAUSTED.
+        identity: For TLS, but over Unix sockets.
+        socket: A Unix socket to listen on besides; empty for none.
     """
 
     def __init__(
-        self, listen: str | Address, *, max_message_bytes: int = MAX_MESSAGE_BYTES
+        self,
+        listen: str | Address,
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        identity: Identity | None = None,
+        socket: str = "",
     ) -> None:
         self._listen = listen if isinstance(listen, Address) else address.parse(listen)
+        self._identity = identity
+        self._socket = address.parse(socket) if socket else None
         self._options = [*options(max_message_bytes), *_SERVER_OPTIONS]
         self.server = self._make()
         self._health = health.aio.HealthServicer()
@@ -102,8 +112,9 @@ class RpcServer:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         await asyncio.gather(*(server.stop(grace) for server in (*self._crashed, self.server)))
-        if self.address.is_unix:
-            Path(self.address.path).unlink(missing_ok=True)
+        for where in (self.address, self._socket):
+            if where is not None and where.is_unix:
+                Path(where.path).unlink(missing_ok=True)
 
     def _make(self) -> grpc.aio.Server:
         return grpc.aio.server(interceptors=[ErrorInterceptor()], options=self._options)
@@ -114,7 +125,9 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.server)
-        bound = _bind(self.server, where)
+        bound = _bind(self.server, where, self._identity)
+        if self._socket is not None:
+            _bind(self.server, self._socket, None)
         await self.server.start()
         return bound
 
@@ -236,13 +249,16 @@ async def _fail(
     await errors.abort(context, errors.internal_status(request_id))
 
 
-def _bind(server: grpc.aio.Server, where: Address) -> Address:
+def _bind(server: grpc.aio.Server, where: Address, identity: Identity | None) -> Address:
     if where.is_unix:
         _prepare_socket(Path(where.path))
     # The socket is born with mode 0600; changing it afterwards would leave a moment in between.
     old_mask = os.umask(0o177)
     try:
-        port = server.add_insecure_port(where.target)
+        if identity is None or where.is_unix:
+            port = server.add_insecure_port(where.target)
+        else:
+            port = server.add_secure_port(where.target, identity.server_credentials())
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {where}: the address is in use or not ours") from error
     finally:

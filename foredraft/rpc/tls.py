@@ -1,0 +1,118 @@
+"""Certificates for gRPC: read, checked, and followed as they change. Says nothing about who may do what."""
+
+import logging
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from foredraft.config.services import ServiceTlsConfig
+from foredraft.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Version = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A certificate with its key, and whom it trusts.
+
+    Attributes:
+        certificate: PEM file with the chain.
+        key: PEM file with the private key, without a password.
+        authorities: PEM file of the authorities that sign the other side's certificates; empty trusts no client, so
+            that none is asked for a certificate.
+        name: Name that servers' certificates must have, instead of the one they are reached by.
+    """
+
+    certificate: str
+    key: str
+    authorities: str = ""
+    name: str = ""
+
+    def check(self, flags: str) -> None:
+        """Raises ConfigError, naming the flags, for files that are missing or do not fit together."""
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            # A key with a password must not stop the start with a question.
+            context.load_cert_chain(self.certificate, self.key, password=lambda: "")
+            if self.authorities:
+                context.load_verify_locations(self.authorities)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise ConfigError(f"{flags}: {error}") from None
+
+    def version(self) -> Version:
+        """Changes when a file does.
+
+        Raises:
+            OSError: One is gone.
+        """
+        files = [Path(file) for file in (self.certificate, self.key, self.authorities) if file]
+        stats = [file.stat() for file in files]
+        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a client that shows this certificate; read anew each time."""
+        return grpc.ssl_channel_credentials(
+            Path(self.authorities).read_bytes(),
+            Path(self.key).read_bytes(),
+            Path(self.certificate).read_bytes(),
+        )
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a server; clients must show a certificate where there are authorities. Follows the files."""
+        follower = _Follower(self)
+        return grpc.dynamic_ssl_server_credentials(
+            follower.configuration, follower.fetch, bool(self.authorities)
+        )
+
+
+def service_identity(config: ServiceTlsConfig) -> Identity | None:
+    """What a service shows others; None where TLS between services is off.
+
+    Raises:
+        ConfigError: A file is missing, or they do not fit together.
+    """
+    files = (config.service_tls_cert, config.service_tls_key, config.service_tls_ca)
+    if not any(files):
+        return None
+    if not all(files):
+        raise ConfigError(
+            "--service-tls-cert, --service-tls-key and --service-tls-ca are needed together"
+        )
+    identity = Identity(*files, name=config.service_tls_name)
+    identity.check("--service-tls-*")
+    return identity
+
+
+class _Follower:
+    """Gives gRPC the files anew when they have changed; it asks before every handshake."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._version = identity.version()
+        self.configuration = self._read()
+
+    def fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        """The certificate to show from now on; None for the one before."""
+        try:
+            version = self._identity.version()
+            if version == self._version:
+                return None
+            self._version = version
+            # A certificate may have been replaced, and its key not yet.
+            self._identity.check("TLS")
+            configuration = self._read()
+        except (ConfigError, OSError) as error:
+            logger.error("the TLS certificate stays as it was: %s", error)
+            return None
+        logger.info("read the TLS certificate %s again", self._identity.certificate)
+        return configuration
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        identity = self._identity
+        chain = [(Path(identity.key).read_bytes(), Path(identity.certificate).read_bytes())]
+        authorities = Path(identity.authorities).read_bytes() if identity.authorities else None
+        return grpc.ssl_server_certificate_configuration(chain, authorities)
