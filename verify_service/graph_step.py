@@ -63,16 +63,19 @@ class GraphStep(TargetStep):
         num_rows = self._graphs.max_rows if any(rows.tree.tokens for rows in batch) else 1
         self._update_pages(batch)
         self._fill(self._graphs.arrays(len(batch), num_rows), batch, num_rows)
-        output = self._graphs.forward(len(batch), num_rows, capture)
         if all(self._is_plain(rows) for rows in batch):
-            lengths, paths, emitted = self._graphs.choose(len(batch), num_rows, capture)
+            output, chosen = self._graphs.step(len(batch), num_rows, capture)
             outcomes = [
                 Outcome(Verified(path[:length], tokens[:length]))
                 for length, path, tokens in zip(
-                    lengths.tolist(), paths.tolist(), emitted.tolist(), strict=True
+                    chosen.lengths.tolist(),
+                    chosen.paths.tolist(),
+                    chosen.tokens.tolist(),
+                    strict=True,
                 )
             ]
         else:
+            output = self._graphs.forward(len(batch), num_rows, capture)
             outcomes = self._chooser.choose(batch, self._logits(output, batch, num_rows))
             self._commit(batch, outcomes)
         seconds = time.perf_counter() - started

@@ -1,7 +1,7 @@
-"""One decode step as CUDA graphs: trees in, the target's forward, the rule, the walk, accepted KV in place, tokens out.
+"""One decode step as a CUDA graph: trees in, the target's forward, the rule, the walk, accepted KV in place, tokens out.
 
 Everything has a fixed shape: B sequences of R rows, padded, with a graph for each pair that is used. Lengths, pages and
-trees are read from device memory, so a step needs one upload, two graph launches and one download.
+trees are read from device memory, so a step needs one upload, one launch and one download.
 """
 
 import logging
@@ -60,16 +60,29 @@ class _Key:
 
 
 @dataclass(slots=True)
-class _Captured:
-    """The graphs of one shape and their outputs."""
+class _Forward:
+    """What the forward of one shape reads and gives, in memory that its graph keeps."""
 
-    forward: torch.cuda.CUDAGraph
     output: ModelOutput
     tokens: torch.Tensor
     parents: torch.Tensor
     positions: torch.Tensor
     tables: torch.Tensor
-    choice: torch.cuda.CUDAGraph | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the rule gave, on the host.
+
+    Attributes:
+        lengths: int32 [B], accepted rows.
+        paths: int32 [B, R], these rows, the root first; -1 after.
+        tokens: int32 [B, R], the token emitted at each; -1 after.
+    """
+
+    lengths: npt.NDArray[np.int32]
+    paths: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
 
 
 class DecodeGraphs:
@@ -119,7 +132,8 @@ class DecodeGraphs:
         self._host_results = torch.zeros_like(self._results, device="cpu").pin_memory()
         self._done = torch.cuda.Event()
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[_Key, _Captured] = {}
+        self._steps: dict[_Key, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
+        self._forwards: dict[_Key, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
 
     def batch_size(self, num_sequences: int) -> int:
         """The padded batch of a step."""
@@ -162,40 +176,44 @@ class DecodeGraphs:
             forced=rows[:, first_forced : first_forced + num_rows] if self._simulate else None,
         )
 
+    def step(
+        self, num_sequences: int, num_rows: int, capture: Sequence[int]
+    ) -> tuple[ModelOutput, Chosen]:
+        """Runs a whole step on the arrays that were filled in, and waits for the tokens.
+
+        Returns:
+            Hidden states of all B x R rows, padding included, valid until the next step (the logits are gone); and what
+            was chosen, views that the next step overwrites.
+        """
+        key = _Key(self.batch_size(num_sequences), num_rows, tuple(capture))
+        self._upload(key)
+        if key not in self._steps:
+            self._steps[key] = self._capture_step(key)
+        graph, output = self._steps[key]
+        graph.replay()
+        self._host_results[: key.batch].copy_(self._results[: key.batch], non_blocking=True)
+        self._done.record()
+        self._done.synchronize()
+        results = self._host_results.numpy()[:num_sequences]
+        first = 1 + self.max_rows
+        return output, Chosen(
+            results[:, 0], results[:, 1 : 1 + num_rows], results[:, first : first + num_rows]
+        )
+
     def forward(self, num_sequences: int, num_rows: int, capture: Sequence[int]) -> ModelOutput:
-        """Uploads the arrays and starts the target's forward.
+        """Runs the target alone, for batches whose tokens are chosen otherwise.
 
         Returns:
             Logits and hidden states of all B x R rows, padding included; valid until the next step.
         """
         key = _Key(self.batch_size(num_sequences), num_rows, tuple(capture))
-        self._inputs[: key.batch].copy_(self._host[: key.batch], non_blocking=True)
-        captured = self._graphs.get(key) or self._capture(key)
-        captured.forward.replay()
-        return captured.output
-
-    def choose(
-        self, num_sequences: int, num_rows: int, capture: Sequence[int]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Applies the rule to the step that `forward` started, moves accepted KV, and waits for the tokens.
-
-        Returns:
-            int32 [B] accepted rows; int32 [B, R] these rows; int32 [B, R] the tokens emitted at them. Padding after.
-        """
-        key = _Key(self.batch_size(num_sequences), num_rows, tuple(capture))
-        captured = self._graphs[key]
-        if captured.choice is None:
-            captured.choice = self._record(lambda: self._choose(key, captured))[0]
-        captured.choice.replay()
-        self._host_results[: key.batch].copy_(self._results[: key.batch], non_blocking=True)
-        self._done.record()
-        self._done.synchronize()
-        results = self._host_results.numpy()[:num_sequences]
-        return (
-            results[:, 0],
-            results[:, 1 : 1 + num_rows],
-            results[:, 1 + self.max_rows : 1 + self.max_rows + num_rows],
-        )
+        self._upload(key)
+        if key not in self._forwards:
+            graph, forward = self._record(lambda: self._forward(key))
+            self._forwards[key] = graph, forward.output
+        graph, output = self._forwards[key]
+        graph.replay()
+        return output
 
     def warm_up(self, num_rows: Sequence[int], capture: Sequence[int]) -> None:
         """Captures every batch size, largest first, so that the others fit its memory."""
@@ -207,25 +225,29 @@ class DecodeGraphs:
                 host[:] = 0
                 host[:, SLOT] = self._no_slot
                 host[:, HEADER + self.max_rows :] = PAD
-                self.forward(batch, rows, capture)
-                self.choose(batch, rows, capture)
+                self.step(batch, rows, capture)
 
-    def _capture(self, key: _Key) -> _Captured:
-        def run() -> tuple[
-            ModelOutput, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-        ]:
-            inputs = self._inputs[: key.batch]
-            tokens = inputs[:, HEADER : HEADER + key.rows]
-            first = HEADER + self.max_rows
-            parents = inputs[:, first : first + key.rows]
-            batch, tables = self._batch(key, inputs, tokens, parents)
-            output = self._model.forward(batch, self._kv, self._attention, key.capture)
-            return output, (tokens, parents, batch.positions, tables)
+    def _upload(self, key: _Key) -> None:
+        self._inputs[: key.batch].copy_(self._host[: key.batch], non_blocking=True)
 
-        graph, (output, parts) = self._record(run)
-        captured = _Captured(graph, output, *parts)
-        self._graphs[key] = captured
-        return captured
+    def _capture_step(self, key: _Key) -> tuple[torch.cuda.CUDAGraph, ModelOutput]:
+        def run() -> ModelOutput:
+            forward = self._forward(key)
+            self._choose(key, forward)
+            # Without its logits, the largest tensor, whose memory serves the other graphs too.
+            output = forward.output
+            return ModelOutput(output.logits.new_empty(0), output.hidden, output.captured)
+
+        return self._record(run)
+
+    def _forward(self, key: _Key) -> _Forward:
+        inputs = self._inputs[: key.batch]
+        tokens = inputs[:, HEADER : HEADER + key.rows]
+        first = HEADER + self.max_rows
+        parents = inputs[:, first : first + key.rows]
+        batch, tables = self._batch(key, inputs, tokens, parents)
+        output = self._model.forward(batch, self._kv, self._attention, key.capture)
+        return _Forward(output, tokens, parents, batch.positions, tables)
 
     def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Runs once for real, which compiles what is not compiled yet, then captures."""
@@ -276,7 +298,7 @@ class DecodeGraphs:
         batch = Batch(rows.tokens, rows.positions, rows.slots, (), plan=plan)
         return batch, tables
 
-    def _choose(self, key: _Key, captured: _Captured) -> None:
+    def _choose(self, key: _Key, forward: _Forward) -> None:
         inputs = self._inputs[: key.batch]
         header = inputs[:, :HEADER]
         committed = header[:, COMMITTED]
@@ -287,15 +309,15 @@ class DecodeGraphs:
             return values.view(key.batch, 1).expand(-1, key.rows).flatten()
 
         chosen = choose_tokens(
-            captured.output.logits, each_row(temperature), each_row(seed), captured.positions + 1
+            forward.output.logits, each_row(temperature), each_row(seed), forward.positions + 1
         ).view(key.batch, key.rows)
         if self._simulate:
             first = HEADER + 2 * self.max_rows
             forced = inputs[:, first : first + key.rows]
             chosen = torch.where(forced >= 0, forced.long(), chosen)
-        path, length, emitted = walk_trees(chosen, captured.tokens, captured.parents)
+        path, length, emitted = walk_trees(chosen, forward.tokens, forward.parents)
         if key.rows > 1:
-            commit_paths(self._kv, captured.tables, committed.contiguous(), path, length)
+            commit_paths(self._kv, forward.tables, committed.contiguous(), path, length)
         results = self._results[: key.batch]
         results[:, 0] = length
         results[:, 1 : 1 + key.rows] = path
