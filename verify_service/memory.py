@@ -1,12 +1,67 @@
 """How many KV pages fit: counts weights, the target's KV and the draft's."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from foredraft.errors import ConfigError
+from foredraft.models.config import ModelConfig
 
 CPU_FRACTION = 0.4
 GPU_FRACTION = 0.85
+CONTEXT_BYTES = (
+    600 << 20
+)  # of a process that uses a GPU: its context, its libraries' and its kernels'
+
+
+@dataclass(frozen=True, slots=True)
+class GpuBudget:
+    """Where the memory of a GPU goes, in bytes.
+
+    Attributes:
+        total: Of the card.
+        used: By weights and whatever else was there when it was counted.
+        kept_free: What the memory fraction leaves to others.
+        workspace: Of the target's steps: logits, activations, hidden states.
+        draft: What a draft on the same card allocates when it is attached, beside its KV.
+    """
+
+    total: int
+    used: int
+    kept_free: int
+    workspace: int
+    draft: int
+
+    @property
+    def kv(self) -> int:
+        """What is left for KV pages, of target and draft together."""
+        return self.total - self.used - self.kept_free - self.workspace - self.draft
+
+    def __str__(self) -> str:
+        parts = ("total", "used", "kept_free", "workspace", "draft", "kv")
+        return ", ".join(f"{name} {getattr(self, name) / 2**20:.0f}" for name in parts)
+
+
+def workspace_bytes(
+    config: ModelConfig, itemsize: int, chunk_rows: int, decode_rows: int, num_captured: int
+) -> int:
+    """Memory that steps need beside weights and KV, counted from above.
+
+    Args:
+        itemsize: Bytes of an activation.
+        chunk_rows: Prompt tokens of a step.
+        decode_rows: Rows of the largest decode step, all of which have logits.
+        num_captured: Layers whose streams a draft reads.
+    """
+    rows = chunk_rows + decode_rows
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    # Residual stream, its normalised copy, projections and their inputs, gate, up and their product; two layers' worth, as
+    # what one frees the next may find in other sizes.
+    activations = rows * (4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size)
+    kept = rows * config.hidden_size * (1 + num_captured)
+    logits = decode_rows * config.vocab_size
+    # The logits once as they come and twice in float32, where filters or penalties choose.
+    return 2 * itemsize * (activations + kept) + logits * (itemsize + 8)
 
 
 def available_host_bytes() -> int:
@@ -49,6 +104,7 @@ def num_pages(
     if pages < 1:
         raise ConfigError(
             f"no memory is left for the KV cache ({budget_bytes / 2**20:.0f} MiB for pages of "
-            f"{bytes_per_page / 2**20:.1f} MiB): raise --mem-fraction-static, or lower --context-length"
+            f"{bytes_per_page / 2**20:.1f} MiB): raise --mem-fraction-static, or lower --max-running-requests, "
+            f"--cuda-graph-max-bs, --speculative-num-draft-tokens or --chunked-prefill-size"
         )
     return pages

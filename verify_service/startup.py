@@ -32,7 +32,14 @@ from verify_service.draft_policy import DraftPolicy, StepCost
 from verify_service.drafting import Drafting
 from verify_service.engine import Engine, EngineLimits
 from verify_service.hidden_states import HiddenStates
-from verify_service.memory import CPU_FRACTION, GPU_FRACTION, available_host_bytes, num_pages
+from verify_service.memory import (
+    CPU_FRACTION,
+    GPU_FRACTION,
+    GpuBudget,
+    available_host_bytes,
+    num_pages,
+    workspace_bytes,
+)
 from verify_service.metrics import SpeculationMetrics
 from verify_service.scheduler import Scheduler
 from verify_service.self_test import SelfTest, built_in_prompts
@@ -332,8 +339,26 @@ def _kv_budget(
         return int(available_host_bytes() * (config.mem_fraction_static or CPU_FRACTION))
     free, total = torch.cuda.mem_get_info(target.device)
     fraction = config.mem_fraction_static or GPU_FRACTION
-    draft_weights = info.weight_bytes if info is not None else 0
-    return int(free - total * (1 - fraction)) - draft_weights
+    max_rows = config.tree_limits[2] if info is not None else 1
+    draft = 0
+    if info is not None and info.device_uuid:
+        # A draft that has answered has loaded its weights; the rest it allocates when it is attached.
+        draft = info.workspace_bytes + info.bytes_per_sequence * config.max_running_requests
+    budget = GpuBudget(
+        total=total,
+        used=total - free,
+        kept_free=int(total * (1 - fraction)),
+        workspace=workspace_bytes(
+            target.model.config,
+            target.dtype.itemsize,
+            config.chunked_prefill_size,
+            config.max_running_requests * max_rows,
+            len(info.hidden.layers) if info is not None else 0,
+        ),
+        draft=draft,
+    )
+    logger.info("GPU memory in MiB: %s", budget)
+    return budget.kv
 
 
 def _measure(runner: ModelRunner, pool: PagePool) -> StepCost:

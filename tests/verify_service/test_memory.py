@@ -1,0 +1,36 @@
+"""How much of a GPU is left for KV, and what is said when nothing is."""
+
+import pytest
+
+from foredraft.errors import ConfigError
+from foredraft.models.config import ModelConfig
+from tests.support.checkpoints import make_checkpoint
+from verify_service.memory import GpuBudget, num_pages, workspace_bytes
+
+GIB = 1 << 30
+
+
+def test_what_is_left_is_what_nobody_else_needs():
+    budget = GpuBudget(
+        total=80 * GIB, used=17 * GIB, kept_free=12 * GIB, workspace=2 * GIB, draft=GIB
+    )
+    assert budget.kv == 48 * GIB
+    assert f"kv {48 * 1024}" in str(budget)
+
+
+def test_the_workspace_holds_every_row_of_logits(tmp_path):
+    config = ModelConfig.from_dir(make_checkpoint(tmp_path))
+    few, many = (workspace_bytes(config, 2, 512, rows, 3) for rows in (48, 48 * 32))
+    assert many - few > 48 * 31 * config.vocab_size * 2
+    assert workspace_bytes(config, 2, 512, 48, 3) > workspace_bytes(config, 2, 512, 48, 0)
+
+
+def test_a_card_that_is_too_small_is_refused_with_the_flags_that_help():
+    with pytest.raises(ConfigError, match=r"--mem-fraction-static.*--cuda-graph-max-bs"):
+        num_pages(
+            page_size=16,
+            bytes_per_page=1 << 20,
+            budget_bytes=-5,
+            max_total_tokens=None,
+            max_useful_tokens=1000,
+        )
