@@ -124,6 +124,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 reader.close()
             raise
         proposer.hidden = reader
+        try:
+            proposer.prepare()
+        except BaseException:
+            proposer.close()
+            if reader is not None:
+                reader.close()
+            raise
         return Session(proposer, self._worker, self._metrics), response
 
     def _loaded(self) -> Drafter:

@@ -21,6 +21,9 @@ class Proposer(ABC):
 
     hidden: "HiddenReader | None" = None
 
+    def prepare(self) -> None:  # noqa: B027
+        """Called once, when `hidden` is set: does now what would make the first steps slow."""
+
     @abstractmethod
     def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
         """Applies the news of an engine step and proposes trees to the sequences that ask for one.

@@ -5,11 +5,14 @@ from collections.abc import Sequence
 import torch
 
 from draft_service.drafters.beam_drafting import Scratch
-from draft_service.drafters.paged import Limits, PagedProposer
+from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings, HiddenSource
+from draft_service.drafters.paged import Limits, PagedProposer, draft_shape
 from draft_service.drafters.paged_sequences import Extension
 from foredraft.api.draft.v1 import draft_pb2
+from foredraft.attention.base import Batch
 from foredraft.errors import InvalidRequest
 from foredraft.runner.batch import SequenceRows
+from foredraft.runner.draft_graphs import DraftGraphs
 from foredraft.runner.head_runner import HeadRunner
 
 
@@ -38,14 +41,57 @@ class HeadProposer(PagedProposer):
         attach: draft_pb2.AttachRequest,
         limits: Limits,
         scratch: Scratch,
+        graphs: GraphSettings | None = None,
     ) -> None:
-        super().__init__(HeadLevels(runner), attach, limits, scratch, shift=1)
+        device = runner.head.device
+        super().__init__(HeadLevels(runner), attach, limits, scratch, device, shift=1)
         self._head_runner = runner
+        self._settings = graphs
 
     def close(self) -> None:
         """See PagedProposer."""
         super().close()
         del self._head_runner
+
+    def _make_fast(self) -> GraphDrafting | None:
+        settings, reader = self._settings, self.hidden
+        if settings is None or reader is None:
+            return None
+        runner, head = self._head_runner, self._head_runner.head
+        shape = draft_shape(
+            self._attach,
+            self._limits,
+            head.lm_head.weight.shape[0],
+            head.config.layer.hidden_size,
+            head.config.layer.windows,
+        )
+        source = HiddenSource(
+            reader,
+            settings.max_batch(self._attach) * shape.num_rows,
+            head.hidden_width,
+            head.dtype,
+            head.device,
+        )
+
+        def forward(
+            batch: Batch, features: torch.Tensor | None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            assert features is not None
+            output = head.forward(batch, features, runner.kv, runner.attention)
+            return output.logits, output.features
+
+        graphs = DraftGraphs(
+            forward,
+            runner.kv,
+            shape,
+            ordering=self._ordering,
+            token_map=head.token_map,
+            features=lambda places: head.fuse(source.rows.index_select(0, places)),
+            max_batch=settings.max_batch(self._attach),
+        )
+        if settings.captures:
+            graphs.capture(sampled=True)
+        return GraphDrafting(graphs, source, reader)
 
     def _features(self, extension: Extension) -> torch.Tensor:
         """The target's hidden states of the positions before the tokens', fused."""

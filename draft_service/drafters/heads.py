@@ -10,10 +10,15 @@ from draft_service.drafters.base import Proposer
 from draft_service.drafters.beam_drafting import Scratch
 from draft_service.drafters.head_proposer import HeadProposer
 from draft_service.drafters.module_chain import ModuleChainProposer
-from draft_service.drafters.paged import Limits, PagedDrafter, device_of, weight_bytes
+from draft_service.drafters.paged import (
+    Limits,
+    PagedDrafter,
+    device_of,
+    graph_settings,
+    weight_bytes,
+)
 from foredraft import __version__
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.attention.sdpa import SdpaAttention
 from foredraft.config.services import DraftConfig
 from foredraft.errors import AttachRefused
 from foredraft.kvcache.paged_kv import PagedKV
@@ -90,13 +95,15 @@ class HeadDrafter(PagedDrafter):
         )
         if config.speculative_draft_model_quantization == "int8":
             quantize_int8(head)
-        return cls(
+        drafter = cls(
             head,
             target,
             Path(given).name if given else path.name,
             tokenizer_fingerprint(target_path),
             config.tree_limits,
         )
+        drafter.graphs = graph_settings(config, device)
+        return drafter
 
     def info(self) -> draft_pb2.GetDraftInfoResponse:
         """Which hidden states it reads, and that vocabulary and tokenizer must be the target's."""
@@ -121,10 +128,10 @@ class HeadDrafter(PagedDrafter):
     def _proposer(
         self, kv: PagedKV, attach: draft_pb2.AttachRequest, limits: Limits, scratch: Scratch
     ) -> Proposer:
-        runner = HeadRunner(self._head, kv, SdpaAttention())
+        runner = HeadRunner(self._head, kv, self.attention)
         if self._head.num_modules > 1:
             return ModuleChainProposer(runner, attach, limits, scratch)
-        return HeadProposer(runner, attach, limits, scratch)
+        return HeadProposer(runner, attach, limits, scratch, self.graphs)
 
     def _check_target(self, request: draft_pb2.AttachRequest) -> None:
         target = self._target

@@ -11,12 +11,15 @@ import torch
 
 from draft_service.drafters.base import Drafter, Proposer
 from draft_service.drafters.beam_drafting import BeamDrafter, LevelRunner, Scratch, Wish
+from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings, wait
 from draft_service.drafters.paged_sequences import Extension, PagedSequence, PagedSequences
 from foredraft.api.draft.v1 import draft_pb2
+from foredraft.attention.choice import attention_for
 from foredraft.config.services import DraftConfig
 from foredraft.errors import AttachRefused, ConfigError
 from foredraft.kvcache.paged_kv import KVShape, PagedKV
 from foredraft.runner.batch import SequenceRows
+from foredraft.runner.draft_batches import DraftShape
 from foredraft.speculation.draft_tree import DraftTree
 from foredraft.speculation.tree_building import Ordering
 
@@ -43,6 +46,13 @@ def device_of(config: DraftConfig) -> torch.device:
     return device
 
 
+def graph_settings(config: DraftConfig, device: torch.device) -> GraphSettings | None:
+    """How steps of fixed shape run on a device; None on the CPU, where they would only add padding."""
+    if device.type == "cpu":
+        return None
+    return GraphSettings(config.cuda_graph_max_bs, captures=not config.disable_cuda_graph)
+
+
 def weight_bytes(*modules: torch.nn.Module) -> int:
     """Bytes of all weights, shared ones counted once."""
     weights = {weight for module in modules for weight in module.parameters()}
@@ -58,6 +68,10 @@ class PagedDrafter(Drafter):
         device: Where it lies.
         fingerprint: Of the tokenizer; empty when there is none.
         limits: (steps, topk, draft tokens) where a verifier does not say.
+
+    Attributes:
+        attention: For its device.
+        graphs: How steps of fixed shape run; None for none such, where shapes cost nothing.
     """
 
     max_sessions = 1
@@ -72,7 +86,9 @@ class PagedDrafter(Drafter):
     ) -> None:
         self._kv_shape = kv_shape
         self._dtype = dtype
-        self._device = device
+        self.device = self._kv_device = device
+        self.attention = attention_for(device)
+        self.graphs: GraphSettings | None = None
         self._fingerprint = fingerprint
         self._limits = limits
 
@@ -94,7 +110,11 @@ class PagedDrafter(Drafter):
         )
         self._check_limits(limits)
         scratch = Scratch(
-            request.num_pages, request.page_size, (limits[0] - 1) * limits[1], request.max_batch
+            request.num_pages,
+            request.page_size,
+            max(1, (limits[0] - 1) * limits[1]),
+            # One slot more takes what padding rows write.
+            request.max_batch + (self.graphs is not None),
         )
         try:
             kv = PagedKV.for_model(
@@ -102,7 +122,7 @@ class PagedDrafter(Drafter):
                 request.num_pages,
                 request.page_size,
                 self._dtype,
-                self._device,
+                self._kv_device,
                 num_scratch_pages=scratch.num_pages,
             )
         except (RuntimeError, MemoryError) as error:
@@ -144,6 +164,37 @@ class PagedDrafter(Drafter):
         for name in ("page_size", "num_pages", "max_batch", "max_context"):
             if not getattr(request, name):
                 raise AttachRefused(name, "must be at least 1")
+
+
+def draft_shape(
+    attach: draft_pb2.AttachRequest,
+    limits: Limits,
+    vocab: int,
+    feature_size: int,
+    windows: Sequence[int | None],
+) -> DraftShape:
+    """The sizes of steps of fixed shape for one verifier.
+
+    Args:
+        limits: (steps, topk, nodes) of the largest tree.
+        vocab: Columns of the draft's logits.
+        feature_size: Of a head's features; 0 for none.
+        windows: Of the draft's layers.
+    """
+    steps, topk, nodes = limits
+    # A verifier's page table has room for a tree behind the longest sequence.
+    max_keys = attach.max_context + nodes + 2
+    return DraftShape(
+        num_steps=steps,
+        topk=topk,
+        num_nodes=nodes,
+        num_rows=steps + 1,
+        max_slots=attach.max_batch,
+        max_pages=-(-max_keys // attach.page_size),
+        vocab=vocab,
+        feature_size=feature_size,
+        is_windowed=any(window is not None for window in windows),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +252,7 @@ class PagedProposer(Proposer):
         attach: The verifier's sizes.
         limits: (steps, topk, nodes) of the largest tree.
         shift: See `PagedSequences`.
+        device: Where the model runs.
     """
 
     def __init__(
@@ -209,32 +261,79 @@ class PagedProposer(Proposer):
         attach: draft_pb2.AttachRequest,
         limits: Limits,
         scratch: Scratch,
+        device: torch.device,
         shift: int = 0,
     ) -> None:
         self._runner = runner
+        self._attach, self._limits, self._device = attach, limits, device
+        self._fast: GraphDrafting | None = None
         self._sequences = PagedSequences(attach, limits, shift)
         self._ordering: Ordering = "coupled" if attach.draft_sampling == "coupled" else "topk"
         self._drafter = BeamDrafter(runner, scratch, attach.page_size, self._ordering)
 
     @torch.inference_mode()
+    def prepare(self) -> None:
+        """Captures the steps' graphs."""
+        try:
+            self._fast = self._make_fast()
+        except torch.OutOfMemoryError as error:
+            raise AttachRefused(
+                "max_batch",
+                f"no memory for the draft's CUDA graphs; lower --cuda-graph-max-bs: {error}",
+            ) from error
+        if self._fast is not None:
+            self._sequences.on_pages = self._fast.graphs.set_pages
+
+    def is_brief(self, request: draft_pb2.StepRequest) -> bool:
+        """See Proposer: the graphs of a step take less time than two changes of thread."""
+        return self._fast is not None and self._fast.is_brief(request)
+
+    @torch.inference_mode()
     def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
         """Computes the KV of what was committed, then drafts."""
         started = time.perf_counter_ns()
-        wishes = self._extend(self._sequences.apply(request))
-        extended = time.perf_counter_ns()
+        extensions = self._sequences.apply(request)
+        if self.hidden is not None and extensions:
+            self.hidden.expect(request.step)
         response = draft_pb2.StepResponse()
-        for wish, tree in zip(wishes, self._draft(wishes), strict=True):
-            if tree.tokens:
-                response.proposals.add(
-                    slot=wish.sequence.slot, tokens=tree.tokens, parents=tree.parents
-                )
+        fast = self._fast
+        if fast is not None and fast.fits(extensions):
+            fast.step(extensions, response)
+            response.draft_microseconds = (time.perf_counter_ns() - started) // 1000
+            return response
+        self._wait_for_rows()
+        wishes = self._extend(extensions)
+        extended = time.perf_counter_ns()
+        if fast is not None:
+            fast.draft(wishes, response)
+        else:
+            for wish, tree in zip(wishes, self._draft(wishes), strict=True):
+                if tree.tokens:
+                    response.proposals.add(
+                        slot=wish.sequence.slot, tokens=tree.tokens, parents=tree.parents
+                    )
+        self._wait_for_rows()
         response.extend_microseconds = (extended - started) // 1000
         response.draft_microseconds = (time.perf_counter_ns() - extended) // 1000
         return response
 
     def close(self) -> None:
         """Drops the KV."""
+        if self._fast is not None:
+            self._fast.close()
+            self._fast = None
         del self._runner, self._drafter
+
+    def _make_fast(self) -> GraphDrafting | None:
+        """Steps of fixed shape; None where there are none such."""
+        return None
+
+    def _wait_for_rows(self) -> None:
+        """Until hidden states have come to a GPU, or have been read there: the answer gives their places back."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            wait(event.query, self.hidden)
 
     def _extend(self, extensions: Sequence[Extension]) -> list[Wish]:
         """Computes the KV of committed tokens, in order; gives what is to be continued."""

@@ -1,5 +1,6 @@
 """What a draft that keeps KV on the verifier's pages knows of each sequence. Torch-free; the KV itself is elsewhere."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from draft_service.drafters.slots import check_position, check_slots, check_tokens
@@ -56,7 +57,12 @@ class PagedSequences:
         limits: (steps, topk, nodes) of the largest tree.
         shift: How far a token's key index lies before its position: 1 for heads, whose key p belongs to the hidden state
             of position p and the token after it.
+
+    Attributes:
+        on_pages: Called with (slot, first entry, pages) for every change of a page table.
     """
+
+    on_pages: Callable[[int, int, list[int]], None] | None = None
 
     def __init__(
         self, attach: draft_pb2.AttachRequest, limits: tuple[int, int, int], shift: int = 0
@@ -140,6 +146,8 @@ class PagedSequences:
                 f"{len(sequence.pages)} pages",
             )
         sequence.pages[message.first_page :] = new_pages
+        if self.on_pages is not None:
+            self.on_pages(sequence.slot, message.first_page, new_pages)
 
     def _tree_limits(
         self, wanted: draft_pb2.TreeLimits, sequence: PagedSequence

@@ -8,17 +8,20 @@ import torch
 
 from draft_service.drafters.base import Proposer
 from draft_service.drafters.beam_drafting import Scratch
+from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings
 from draft_service.drafters.paged import (
     Limits,
     PagedDrafter,
     PagedProposer,
     device_of,
+    draft_shape,
+    graph_settings,
     weight_bytes,
 )
 from foredraft import __version__
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
-from foredraft.attention.sdpa import SdpaAttention
+from foredraft.attention.base import Batch
 from foredraft.config.services import DraftConfig
 from foredraft.errors import AttachRefused
 from foredraft.kvcache.paged_kv import PagedKV
@@ -28,6 +31,7 @@ from foredraft.models.loader import load_model
 from foredraft.models.registry import resolve_model_path
 from foredraft.models.shared_weights import read_token_map, reduce_vocabulary
 from foredraft.runner.batch import SequenceRows
+from foredraft.runner.draft_graphs import DraftGraphs
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.text.tokenizer import tokenizer_fingerprint
 
@@ -81,7 +85,9 @@ class StandaloneDrafter(PagedDrafter):
         if config.speculative_draft_model_quantization == "int8":
             quantize_int8(model)
         name = Path(config.speculative_draft_model_path).name.removesuffix(".gguf")
-        return cls(model, name, tokenizer_fingerprint(path), config.tree_limits, token_map)
+        drafter = cls(model, name, tokenizer_fingerprint(path), config.tree_limits, token_map)
+        drafter.graphs = graph_settings(config, device)
+        return drafter
 
     def info(self) -> draft_pb2.GetDraftInfoResponse:
         """Vocabulary and tokenizer must be the target's; hidden states are not needed."""
@@ -102,8 +108,8 @@ class StandaloneDrafter(PagedDrafter):
     def _proposer(
         self, kv: PagedKV, attach: draft_pb2.AttachRequest, limits: Limits, scratch: Scratch
     ) -> Proposer:
-        runner = ModelRunner(self._model, kv, SdpaAttention())
-        return PagedProposer(_Levels(runner, self._token_map), attach, limits, scratch)
+        runner = ModelRunner(self._model, kv, self.attention)
+        return _StandaloneProposer(runner, self._token_map, attach, limits, scratch, self.graphs)
 
     def _check_target(self, request: draft_pb2.AttachRequest) -> None:
         config = self._model.config
@@ -118,6 +124,53 @@ class StandaloneDrafter(PagedDrafter):
                 f"the target's sequences have up to {request.max_context} tokens, the draft model "
                 f"{config.max_position_embeddings} positions; lower --context-length",
             )
+
+
+class _StandaloneProposer(PagedProposer):
+    """Drafts for one verifier."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        token_map: torch.Tensor | None,
+        attach: draft_pb2.AttachRequest,
+        limits: Limits,
+        scratch: Scratch,
+        graphs: GraphSettings | None,
+    ) -> None:
+        super().__init__(_Levels(runner, token_map), attach, limits, scratch, runner.model.device)
+        self._model_runner, self._token_map, self._settings = runner, token_map, graphs
+
+    def close(self) -> None:
+        """See PagedProposer."""
+        super().close()
+        del self._model_runner
+
+    def _make_fast(self) -> GraphDrafting | None:
+        settings, runner = self._settings, self._model_runner
+        if settings is None:
+            return None
+        model = runner.model
+
+        def forward(
+            batch: Batch, features: torch.Tensor | None
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return model.forward(batch, runner.kv, runner.attention).logits, None
+
+        graphs = DraftGraphs(
+            forward,
+            runner.kv,
+            draft_shape(
+                self._attach, self._limits, model.lm_head.weight.shape[0], 0, model.config.windows
+            ),
+            ordering=self._ordering,
+            token_map=self._token_map,
+            features=None,
+            max_batch=settings.max_batch(self._attach),
+        )
+        if settings.captures:
+            graphs.capture(sampled=True)
+        return GraphDrafting(graphs)
 
 
 class _Levels:

@@ -205,7 +205,13 @@ class RingWriter(HiddenWriter):
 
 
 class HiddenReader(ABC):
-    """The draft's end of one attach."""
+    """The draft's end of one attach.
+
+    Attributes:
+        ring: [capacity, width], where rows lie on a GPU that is mapped here; None elsewhere, and after `close`.
+    """
+
+    ring: torch.Tensor | None = None
 
     def expect(self, step: int) -> None:  # noqa: B027
         """What is read from now on belongs to a step whose message has come."""

@@ -140,7 +140,7 @@ class CudaIpcReader(HiddenReader):
             torch.frombuffer(answer, dtype=torch.uint8)
         )
         torch.cuda.current_stream(device).synchronize()
-        self.ring: torch.Tensor | None = _ring(data, offset, row, capacity)
+        self.ring = _ring(data, offset, row, capacity)
         self._step = 0
 
     def expect(self, step: int) -> None:

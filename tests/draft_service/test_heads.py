@@ -127,6 +127,7 @@ class Verifier:
     def __init__(self, proposer: Proposer, width: int, seed: int = 0) -> None:
         self.proposer = proposer
         self.width = width
+        self.shift = 1  # tokens without a key
         self._free = list(range(NUM_PAGES))
         random.Random(seed).shuffle(self._free)
         self._hidden: dict[int, torch.Tensor] = {}
@@ -157,7 +158,7 @@ class Verifier:
         first = max(len(known) - 1, 0)
         known += tokens
         self.add_hidden(message, first, len(known) - 1)
-        while len(pages) * PAGE < len(known) - 1:
+        while len(pages) * PAGE < len(known) - self.shift:
             pages.append(self._free.pop())
             message.new_pages.append(pages[-1])
         ask(message, limits)

@@ -1,6 +1,7 @@
 """Segments in /dev/shm: what is in them, who may open them, and that none is ever left."""
 
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -175,6 +176,20 @@ def test_a_bad_description_is_refused_by_field(
     with pytest.raises(ArenaError) as raised:
         choice.open_reader(arena, ROW, EPOCH)
     assert raised.value.field == field
+
+
+def test_a_process_without_descriptors_refuses(writer: SharedMemoryWriter) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The next descriptor is the last one: enough to open the segment, not to map it.
+    with open(os.devnull) as last:
+        limit = last.fileno() + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        with pytest.raises(ArenaError, match="cannot map"):
+            SharedMemoryReader(writer.arena, ROW, EPOCH)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    SharedMemoryReader(writer.arena, ROW, EPOCH).close()
 
 
 def test_an_older_attachs_segment_is_refused(writer: SharedMemoryWriter) -> None:

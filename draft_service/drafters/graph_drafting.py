@@ -1,0 +1,277 @@
+"""A step of a draft on a GPU: packs what was committed, runs the graphs, waits once, unpacks the trees."""
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+
+from draft_service.drafters.beam_drafting import Wish
+from draft_service.drafters.paged_sequences import Extension, PagedSequence
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.errors import Unavailable
+from foredraft.runner.draft_batches import NUM_ROWS, POSITION, SAMPLING, SLOT, START, VALID_FROM
+from foredraft.runner.draft_graphs import DraftGraphs, StepRecords
+from foredraft.transport.base import HiddenReader
+
+STEP_SECONDS = 10.0  # a step that takes longer waits for a verifier that has died
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSettings:
+    """How steps run.
+
+    Attributes:
+        limit: Largest batch of a graph; None for the verifier's.
+        captures: Whether they are graphs; else the same operations run one by one.
+    """
+
+    limit: int | None
+    captures: bool
+
+    def max_batch(self, attach: draft_pb2.AttachRequest) -> int:
+        """Largest batch for one verifier."""
+        return min(self.limit or attach.max_batch, attach.max_batch)
+
+
+def wait(is_done: Callable[[], bool], reader: HiddenReader | None) -> None:
+    """Until the device has done what was asked of it.
+
+    Raises:
+        Unavailable: It waits for hidden states that will not come.
+    """
+    deadline = time.monotonic() + STEP_SECONDS
+    while not is_done():
+        if time.monotonic() > deadline:
+            if reader is not None:
+                reader.abandon()
+            raise Unavailable("the hidden states of a step did not come")
+
+
+class HiddenSource:
+    """Where graphs find the target's hidden states: the verifier's own ring, or a buffer that rows are copied to.
+
+    Args:
+        reader: Of the attach.
+        num_rows: Of a step at most.
+        width: Of a row.
+        dtype: Of a row.
+        device: Where the graphs run.
+
+    Attributes:
+        rows: [n, width] on the device; the same memory while the attach lasts.
+    """
+
+    def __init__(
+        self,
+        reader: HiddenReader,
+        num_rows: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._reader = reader
+        ring = reader.ring
+        self._is_shared = ring is not None and ring.device == device
+        self.rows = torch.zeros(num_rows, width, dtype=dtype, device=device)
+        if ring is not None and self._is_shared:
+            self.rows = ring
+
+    def places(
+        self, extensions: Sequence[Extension], num_rows: np.ndarray, width: int
+    ) -> np.ndarray:
+        """Where in `rows` the states of each extension's tokens are, int [n, width]; copies them there where they must be.
+
+        Args:
+            num_rows: Of each extension.
+        """
+        hidden = [extension.hidden for extension in extensions]
+        if self._is_shared:
+            first = [rows.arena_row for rows in hidden if rows is not None]
+            return (np.array(first)[:, None] + np.arange(width)) % len(self.rows)
+        parts = [self._reader.read(rows) for rows in hidden if rows is not None]
+        rows = torch.cat(parts).to(self.rows.dtype)
+        if self.rows.is_cuda and not rows.is_cuda:
+            rows = rows.pin_memory()
+        self.rows[: len(rows)].copy_(rows, non_blocking=True)
+        ends = num_rows.cumsum()
+        return np.minimum((ends - num_rows)[:, None] + np.arange(width), len(self.rows) - 1)
+
+
+class GraphDrafting:
+    """Steps of one attach.
+
+    Args:
+        graphs: Of the draft model.
+        source: Of hidden states, for a model that reads them.
+        reader: Of hidden states, which may have to be told that none will come.
+    """
+
+    def __init__(
+        self,
+        graphs: DraftGraphs,
+        source: HiddenSource | None = None,
+        reader: HiddenReader | None = None,
+    ) -> None:
+        self.graphs = graphs
+        self._source, self._reader = source, reader
+        slots = graphs.shape.max_slots
+        # Of the sequences that have slots now; their sampling as the records hold it.
+        self._owners: list[PagedSequence | None] = [None] * slots
+        self._sampling = np.zeros((slots, SAMPLING.stop - SAMPLING.start), dtype=np.int32)
+        self._is_sampled = np.zeros(slots, dtype=bool)
+        self._is_ranked = np.zeros(slots, dtype=bool)
+
+    def is_brief(self, request: draft_pb2.StepRequest) -> bool:
+        """Whether a step is one for the graphs alone."""
+        num_rows = self.graphs.shape.num_rows
+        return len(request.sequences) <= self.graphs.max_batch and all(
+            len(sequence.tokens) <= num_rows for sequence in request.sequences
+        )
+
+    def fits(self, extensions: Sequence[Extension]) -> bool:
+        """Whether the graphs can extend all of these."""
+        num_rows = self.graphs.shape.num_rows
+        return len(extensions) <= self.graphs.max_batch and all(
+            len(extension.tokens) <= num_rows for extension in extensions
+        )
+
+    def step(self, extensions: Sequence[Extension], response: draft_pb2.StepResponse) -> None:
+        """Extends by what was committed, and drafts for those that want a tree."""
+        if not extensions:
+            return
+        records, slots = self._fill([extension.sequence for extension in extensions])
+        num_rows = np.array([len(extension.tokens) for extension in extensions])
+        records.header[:, START] = [extension.start for extension in extensions]
+        records.header[:, NUM_ROWS] = num_rows
+        is_row = np.arange(records.tokens.shape[1]) < num_rows[:, None]
+        records.tokens[is_row] = list(chain.from_iterable(e.tokens for e in extensions))
+        if self._source is not None:
+            records.places[:] = self._source.places(extensions, num_rows, records.places.shape[1])
+        graphs, count = self.graphs, len(extensions)
+        graphs.upload(count)
+        graphs.extend(count)
+        wanted = [i for i, extension in enumerate(extensions) if extension.limits is not None]
+        if wanted:
+            graphs.draft(count, *self._modes(slots))
+        self.wait()
+        if wanted:
+            limits = [extensions[i].limits for i in wanted]
+            self._answer(wanted, slots, limits, count, response)
+
+    def draft(self, wishes: Sequence[Wish], response: draft_pb2.StepResponse) -> None:
+        """Drafts for sequences that were extended otherwise."""
+        largest = self.graphs.max_batch
+        for first in range(0, len(wishes), largest):
+            part = wishes[first : first + largest]
+            records, slots = self._fill([wish.sequence for wish in part])
+            # What is committed counts from key 0 on, as if there were one row at its end.
+            records.header[:, START] = [wish.sequence.num_keys - 1 for wish in part]
+            records.header[:, NUM_ROWS] = 1
+            features = [wish.feature for wish in part if wish.feature is not None]
+            graphs = self.graphs
+            graphs.upload(len(part))
+            graphs.take_roots(
+                torch.stack([wish.logits for wish in part]),
+                torch.stack(features) if features else None,
+            )
+            graphs.draft(len(part), *self._modes(slots))
+            self.wait()
+            limits = [wish.limits for wish in part]
+            self._answer(range(len(part)), slots, limits, len(part), response)
+
+    def wait(self) -> None:
+        """Until the device has done all that was asked of it; see `wait`."""
+        self.graphs.start_waiting()
+        wait(lambda: self.graphs.is_done, self._reader)
+
+    def close(self) -> None:
+        """Frees the graphs."""
+        self.graphs.close()
+
+    def _fill(self, sequences: Sequence[PagedSequence]) -> tuple[StepRecords, np.ndarray]:
+        """Everything of the records but tokens and where they go."""
+        for sequence in sequences:
+            if self._owners[sequence.slot] is not sequence:
+                self._begin(sequence)
+        records = self.graphs.records(len(sequences))
+        slots = np.array([sequence.slot for sequence in sequences])
+        records.header[:, SLOT] = slots
+        records.header[:, VALID_FROM] = [sequence.valid_from for sequence in sequences]
+        records.header[:, POSITION] = [sequence.num_tokens for sequence in sequences]
+        records.header[:, SAMPLING] = self._sampling[slots]
+        return records, slots
+
+    def _modes(self, slots: np.ndarray) -> tuple[bool, bool]:
+        return bool(self._is_sampled[slots].any()), bool(self._is_ranked[slots].any())
+
+    def _begin(self, sequence: PagedSequence) -> None:
+        slot, sampling = sequence.slot, sequence.sampling
+        self._owners[slot] = sequence
+        words = struct.pack(
+            "<fffiQ",
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.top_k,
+            sampling.seed,
+        )
+        self._sampling[slot] = np.frombuffer(words, dtype=np.int32)
+        is_sampled = sampling.temperature > 0
+        self._is_sampled[slot] = is_sampled
+        self._is_ranked[slot] = is_sampled and (sampling.top_k > 0 or sampling.top_p < 1)
+
+    def _answer(
+        self,
+        wanted: Sequence[int],
+        slots: np.ndarray,
+        limits: Sequence[tuple[int, int, int] | None],
+        count: int,
+        response: draft_pb2.StepResponse,
+    ) -> None:
+        """Puts the trees of those that want one into the response."""
+        shape = self.graphs.shape
+        whole = (shape.num_steps, shape.topk, shape.num_nodes)
+        tokens, parents, ranks = self.graphs.trees(count)
+        sizes = (tokens >= 0).sum(1).tolist()
+        all_tokens, all_parents = tokens.tolist(), parents.tolist()
+        add, slot_of = response.proposals.add, slots.tolist()
+        for i, limit in zip(wanted, limits, strict=True):
+            size, own_tokens, own_parents = sizes[i], all_tokens[i], all_parents[i]
+            if limit != whole and limit is not None:
+                own_tokens, own_parents = cut(
+                    own_tokens[:size], own_parents, ranks[i].tolist(), limit
+                )
+            elif size < len(own_tokens):
+                own_tokens, own_parents = own_tokens[:size], own_parents[:size]
+            if own_tokens:
+                add(slot=slot_of[i], tokens=own_tokens, parents=own_parents)
+
+
+def cut(
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    ranks: Sequence[int],
+    limits: tuple[int, int, int],
+) -> tuple[list[int], list[int]]:
+    """The part of a tree within (steps, topk, nodes): the most valuable nodes, children and levels no more than asked for.
+
+    Args:
+        ranks: By value, from 0; a parent's is less than its children's.
+    """
+    steps, topk, nodes = limits
+    depth, num_children = {-1: 0}, {-1: 0}
+    taken: list[int] = []
+    for node in sorted(range(len(tokens)), key=ranks.__getitem__):
+        parent = parents[node]
+        level = depth.get(parent, steps) + 1
+        if level <= steps and num_children[parent] < topk and len(taken) < nodes:
+            num_children[parent] += 1
+            depth[node], num_children[node] = level, 0
+            taken.append(node)
+    taken.sort()
+    place = {-1: -1} | {node: i for i, node in enumerate(taken)}
+    return [tokens[node] for node in taken], [place[parents[node]] for node in taken]

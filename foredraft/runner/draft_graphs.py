@@ -1,0 +1,306 @@
+"""A draft model's step as CUDA graphs: committed tokens in, KV extended, beams drafted level by level, trees out.
+
+Everything has a fixed shape: B sequences, R committed tokens each at most, S levels of K beams, padded, with graphs for a
+few sizes of B. Lengths, pages, tokens and trees stay on the device, so a step needs one upload, two launches and one
+download. The same code runs operation by operation where nothing is captured, on any device.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from foredraft.attention.base import Batch
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.runner.draft_batches import (
+    HEADER,
+    SLOT,
+    DraftShape,
+    Levels,
+    committed_batch,
+    sampling_rows,
+)
+from foredraft.speculation.static_beams import StaticBeams
+from foredraft.speculation.tree_building import Ordering
+
+PAGE_UPDATES = 512  # of one upload
+
+logger = logging.getLogger(__name__)
+
+# Tokens and features of rows in, float logits of the rows that a batch names and their features out.
+Forward = Callable[[Batch, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(slots=True)
+class StepRecords:
+    """What the host fills in for a step, views of one pinned block.
+
+    Attributes:
+        header: int32 [B, HEADER].
+        tokens: int32 [B, R].
+        places: int32 [B, R], of each token's hidden state in the source; read where the model has features.
+    """
+
+    header: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
+    places: npt.NDArray[np.int32]
+
+
+class DraftGraphs:
+    """Draft steps of one model over one cache.
+
+    A sequence's drafted tokens put their KV behind its committed keys: into what is left of their last page, which is the
+    sequence's own, and then into scratch pages of its slot. Padding has a slot of its own.
+
+    Args:
+        forward: The model; its attention takes a batch's own plan.
+        kv: Its cache, with `shape.scratch_pages` pages of scratch for every slot, and one slot's more.
+        ordering: Of children.
+        token_map: int64, target ids of the logits' columns; None for all of the target's.
+        features: Gives features [n, feature_size] of places, int64 [n], in the source of hidden states; None for a model
+            without.
+        max_batch: Largest B.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        kv: PagedKV,
+        shape: DraftShape,
+        *,
+        ordering: Ordering,
+        token_map: torch.Tensor | None,
+        features: Callable[[torch.Tensor], torch.Tensor] | None,
+        max_batch: int,
+    ) -> None:
+        self.shape = shape
+        self.max_batch = max_batch
+        self.batch_sizes = batch_sizes(max_batch)
+        self._forward, self._kv, self._features = forward, kv, features
+        self._ordering, self._token_map = ordering, token_map
+        device = self._device = kv.data.device
+        self._on_gpu = device.type == "cuda"
+        first_page = kv.num_pages + shape.max_slots * shape.scratch_pages(kv.page_size)
+        self._dump_slot = first_page * kv.page_size
+        self._width = HEADER + 2 * shape.num_rows
+        size = 3 * PAGE_UPDATES + max_batch * self._width
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=self._on_gpu)
+        self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
+        # The last row belongs to no sequence; unused updates go to its first entry.
+        self._tables = torch.zeros(
+            shape.max_slots + 1, shape.max_pages, dtype=torch.int32, device=device
+        )
+        self._host_updates = self._host[: 3 * PAGE_UPDATES].view(3, PAGE_UPDATES).numpy()
+        self._num_updates = PAGE_UPDATES  # that are in the block from the step before
+        self._updates: list[tuple[int, int, list[int]]] = []
+        self._host_records = self._host[3 * PAGE_UPDATES :].view(max_batch, self._width).numpy()
+        self._root_logits = torch.zeros(max_batch, shape.vocab, device=device)
+        self._root_features: torch.Tensor | None = None
+        if shape.feature_size:
+            self._root_features = torch.zeros(
+                max_batch, shape.feature_size, dtype=kv.data.dtype, device=device
+            )
+        self._results = torch.zeros(max_batch, 3, shape.num_nodes, dtype=torch.int32, device=device)
+        self._host_results = torch.zeros(
+            max_batch, 3, shape.num_nodes, dtype=torch.int32, pin_memory=self._on_gpu
+        )
+        self._done = torch.cuda.Event() if self._on_gpu else None
+        self._pool: Any = None
+        self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
+        self._captures = False
+
+    def set_pages(self, slot: int, first_entry: int, pages: list[int]) -> None:
+        """Writes a part of a slot's page table, for the steps after this."""
+        self._updates.append((slot, first_entry, pages[: self.shape.max_pages - first_entry]))
+
+    def records(self, num_sequences: int) -> StepRecords:
+        """What to fill in for a step; padding is filled in already."""
+        padding = self._host_records[num_sequences : self._batch_size(num_sequences)]
+        padding[:] = 0
+        padding[:, SLOT] = self.shape.max_slots
+        rows, end = self._host_records[:num_sequences], HEADER + self.shape.num_rows
+        return StepRecords(rows[:, :HEADER], rows[:, HEADER:end], rows[:, end:])
+
+    def upload(self, num_sequences: int) -> None:
+        """Sends records and page updates to the device."""
+        self._fill_updates()
+        end = 3 * PAGE_UPDATES + self._batch_size(num_sequences) * self._width
+        self._inputs[:end].copy_(self._host[:end], non_blocking=True)
+
+    def extend(self, num_sequences: int) -> None:
+        """Computes the KV of the uploaded records' tokens, and what comes after each sequence's last one."""
+        batch = self._batch_size(num_sequences)
+        self._run(("extend", batch), lambda: self._extend(batch))
+
+    def take_roots(self, logits: torch.Tensor, features: torch.Tensor | None) -> None:
+        """In place of `extend`: the logits [n, V] and features [n, H] of the sequences' last tokens."""
+        self._apply_updates()
+        self._root_logits[: len(logits)].copy_(logits)
+        if self._root_features is not None and features is not None:
+            self._root_features[: len(features)].copy_(features)
+
+    def draft(self, num_sequences: int, any_sampled: bool, any_ranked: bool) -> None:
+        """Drafts the trees that continue the roots.
+
+        Args:
+            any_sampled: Whether a sequence has a temperature above 0.
+            any_ranked: Whether such a one has a top-k or top-p.
+        """
+        batch = self._batch_size(num_sequences)
+        sampled = any_sampled and self._ordering == "coupled"
+        mode = (sampled, sampled and any_ranked)
+        self._run(("draft", batch, *mode), lambda: self._draft(batch, *mode))
+        self._host_results[:batch].copy_(self._results[:batch], non_blocking=True)
+
+    def start_waiting(self) -> None:
+        """After the step's last call: notes what to wait for."""
+        if self._done is not None:
+            self._done.record()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything up to `start_waiting` is done."""
+        return self._done is None or self._done.query()
+
+    def trees(
+        self, num_sequences: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Once it is done: tokens, parents and ranks [B, N] each, see `StaticBeams.nodes`; valid until the next step."""
+        results = self._host_results[:num_sequences].numpy()
+        return results[:, 0], results[:, 1], results[:, 2]
+
+    def capture(self, sampled: bool) -> None:
+        """From now on steps are graphs. Captures every batch size, largest first, so that the others fit its memory.
+
+        Args:
+            sampled: Whether coupled drafts at a temperature above 0 will come; other filters are captured when they do.
+        """
+        started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
+        self._captures = True
+        self._pool = torch.cuda.graph_pool_handle()
+        for batch in reversed(self.batch_sizes):
+            self.records(0)
+            self._host_records[:batch] = 0
+            self._host_records[:batch, SLOT] = self.shape.max_slots
+            self.upload(batch)
+            self.extend(batch)
+            self.draft(batch, False, False)
+            if sampled and self._ordering == "coupled":
+                self.draft(batch, True, False)
+        torch.cuda.synchronize(self._device)
+        logger.info(
+            "captured CUDA graphs for batches of %s in %.1f s, %.0f MiB",
+            ", ".join(map(str, self.batch_sizes)),
+            time.monotonic() - started,
+            (free - torch.cuda.mem_get_info(self._device)[0]) / 2**20,
+        )
+
+    def close(self) -> None:
+        """Drops the graphs, which hold memory and addresses."""
+        self._graphs.clear()
+
+    def _batch_size(self, num_sequences: int) -> int:
+        return next(size for size in self.batch_sizes if size >= num_sequences)
+
+    def _run(self, key: tuple[object, ...], run: Callable[[], None]) -> None:
+        if not self._captures:
+            run()
+            return
+        graph = self._graphs.get(key)
+        if graph is None:
+            # Once for real, which compiles what is not compiled yet and is this step's result.
+            side = torch.cuda.Stream(self._device)
+            side.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(side):
+                run()
+            torch.cuda.current_stream(self._device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads of this process may use CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                run()
+            self._graphs[key] = graph
+            return
+        graph.replay()
+
+    def _fill_updates(self) -> None:
+        """Puts page updates into the block, as many as it holds; more of them wait for nothing and go first."""
+        slots = [slot for slot, _, pages in self._updates for _ in pages]
+        entries = [first + i for _, first, pages in self._updates for i in range(len(pages))]
+        numbers = [page for _, _, pages in self._updates for page in pages]
+        self._updates.clear()
+        late = max(0, len(slots) - PAGE_UPDATES)
+        if late:
+            early = torch.tensor([slots[:late], entries[:late], numbers[:late]]).to(self._device)
+            self._tables.index_put_((early[0], early[1]), early[2].to(torch.int32))
+        count = len(slots) - late
+        block = self._host_updates
+        block[0, :count], block[1, :count], block[2, :count] = (
+            slots[late:],
+            entries[late:],
+            numbers[late:],
+        )
+        if count < self._num_updates:
+            block[0, count : self._num_updates] = self.shape.max_slots
+            block[1:, count : self._num_updates] = 0
+        self._num_updates = count
+
+    def _apply_updates(self) -> None:
+        slots, entries, pages = self._inputs[: 3 * PAGE_UPDATES].view(3, PAGE_UPDATES)
+        self._tables.index_put_((slots, entries), pages)
+
+    def _records(self, batch: int) -> torch.Tensor:
+        start = 3 * PAGE_UPDATES
+        return self._inputs[start : start + batch * self._width].view(batch, self._width)
+
+    def _extend(self, batch: int) -> None:
+        self._apply_updates()
+        shape, records = self.shape, self._records(batch)
+        committed = committed_batch(shape, self._kv, self._tables, records, self._dump_slot)
+        end = HEADER + shape.num_rows
+        features = None
+        if self._features is not None:
+            features = self._features(records[:, end : end + shape.num_rows].flatten().long())
+        logits, following = self._forward(committed, features)
+        self._root_logits[:batch].copy_(logits)
+        if self._root_features is not None and following is not None:
+            self._root_features[:batch].copy_(following)
+
+    def _draft(self, batch: int, any_sampled: bool, any_ranked: bool) -> None:
+        shape, records = self.shape, self._records(batch)
+        rows = None
+        if self._ordering == "coupled":
+            rows = sampling_rows(records, any_sampled, any_ranked)
+        beams = StaticBeams(
+            batch, shape.num_steps, shape.topk, shape.num_nodes + 1, self._ordering, rows
+        )
+        levels = Levels(shape, self._kv, self._tables, records)
+        logits = self._root_logits[:batch, None]
+        features = self._root_features
+        if features is not None:
+            features = features[:batch, None]
+        for level in range(shape.num_steps):
+            tokens, parents = beams.expand(logits, self._token_map)
+            if level + 1 == shape.num_steps:
+                break
+            read = None
+            if features is not None:
+                index = parents[:, :, None].expand(-1, -1, features.shape[-1])
+                read = features.gather(1, index).flatten(0, 1)
+            mask = beams.ancestor_rows() if shape.topk > 1 else None
+            scores, following = self._forward(levels.batch(level, tokens, mask), read)
+            logits = scores.float().view(batch, shape.topk, -1)
+            if features is not None and following is not None:
+                features = following.view(batch, shape.topk, -1)
+        for row, part in enumerate(beams.nodes()):
+            self._results[:batch, row].copy_(part)
+
+
+def batch_sizes(max_batch: int) -> list[int]:
+    """Sizes that batches are padded to."""
+    sizes = [1, 2, 4, 8, *range(16, 65, 16), *range(96, 513, 32)]
+    return [*(size for size in sizes if size < max_batch), max_batch]

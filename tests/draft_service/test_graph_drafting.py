@@ -1,0 +1,197 @@
+"""Steps of fixed shape, run operation by operation: the trees that the ordinary path gives, whatever came before."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draft_service.drafters.graph_drafting import GraphSettings, cut
+from draft_service.drafters.heads import HeadDrafter
+from draft_service.drafters.paged import PagedDrafter
+from draft_service.drafters.standalone import StandaloneDrafter
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.config.services import DraftConfig
+from foredraft.transport.base import RowFormat
+from foredraft.transport.inline import InlineReader
+from tests.draft_service.test_heads import KINDS, Verifier, request_of, text
+from tests.support.checkpoints import make_checkpoint
+from tests.support.draft_heads import save_head
+from tests.support.drafts import attach_request
+from tests.support.plan_attention import PlanAttention
+
+SHAPES = {"chain": (3, 1, 4), "tree": (3, 3, 9), "bushy": (2, 4, 30), "one": (1, 3, 4)}
+SAMPLINGS = [
+    {"top_p": 1.0},
+    {"temperature": 0.9, "top_p": 1.0, "seed": 2**63 + 5},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 6},
+]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_checkpoint(tmp_path_factory.mktemp("target"), seed=5)
+
+
+@pytest.fixture(scope="module")
+def drafters(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, PagedDrafter]:
+    made: dict[str, PagedDrafter] = {}
+    for kind in ("eagle", "eagle3", "mtp"):
+        folder = save_head(KINDS[kind], tmp_path_factory.mktemp(kind))
+        made[kind] = HeadDrafter.load(
+            DraftConfig(
+                model_path=str(target),
+                speculative_algorithm=KINDS[kind].algorithm,
+                speculative_draft_model_path=str(folder),
+                num_threads=1,
+                device="cpu",
+            )
+        )
+    for kind, architecture in (
+        ("standalone", "LlamaForCausalLM"),
+        ("windowed", "Gemma3ForCausalLM"),
+    ):
+        folder = make_checkpoint(tmp_path_factory.mktemp(kind), architecture, seed=8)
+        made[kind] = StandaloneDrafter.load(
+            DraftConfig(
+                speculative_algorithm="STANDALONE",
+                speculative_draft_model_path=str(folder),
+                num_threads=1,
+                device="cpu",
+            )
+        )
+    return made
+
+
+@contextmanager
+def attached(
+    drafter: PagedDrafter, target: Path, static: bool, max_batch: int = 8, **changes: Any
+) -> Iterator[Verifier]:
+    """A verifier's end; `static` chooses the path."""
+    ordinary, drafter.attention = drafter.attention, PlanAttention()
+    drafter.graphs = GraphSettings(max_batch, captures=False) if static else None
+    is_head = isinstance(drafter, HeadDrafter)
+    request = request_of(target, **changes) if is_head else attach_request(num_pages=200, **changes)
+    proposer, _ = drafter.attach(request)
+    width = 1
+    if is_head:
+        row = RowFormat.of(drafter.info().hidden)
+        proposer.hidden, width = InlineReader(row), row.width
+    proposer.prepare()
+    verifier = Verifier(proposer, width)
+    if not is_head:
+        verifier.shift = 0
+        verifier.add_hidden = lambda *_: None  # type: ignore[method-assign]
+    yield verifier
+    proposer.close()
+    drafter.attention = ordinary
+
+
+def limits_of(shape: tuple[int, int, int]) -> draft_pb2.TreeLimits:
+    steps, topk, tokens = shape
+    return draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens)
+
+
+def life(verifier: Verifier, shape: tuple[int, int, int], seed: int) -> list[Any]:
+    """Sequences that come, grow, wait, and leave."""
+    rng = random.Random(seed)
+    answers = []
+    live: set[int] = set()
+    for step in range(14):
+        released = tuple(slot for slot in live if rng.random() < 0.1)
+        live -= set(released)
+        for slot in released:
+            verifier._free += verifier.pages.pop(slot)
+            del verifier.tokens[slot]
+        messages = []
+        for slot in rng.sample(range(6), rng.randrange(1, 7)):
+            is_new = slot not in live
+            # Prompts by chunks, and now and then more than a step of fixed shape takes.
+            count = rng.choice((2, 3, 9, 30)) if is_new else rng.choice((1, 1, 2, shape[0] + 1, 7))
+            if len(verifier.tokens.get(slot, ())) + count > 150:
+                continue
+            live.add(slot)
+            wanted = shape if rng.random() < 0.8 else None
+            words = text(1000 * seed + 10 * step + slot, count)
+            messages.append(verifier.news(slot, words, wanted, SAMPLINGS[slot % 3]))
+            if messages[-1].HasField("begin") and rng.random() < 0.3:
+                messages[-1].begin.valid_from = 1
+        answers.append(verifier.step(*messages, released=released))
+    return answers
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "standalone", "windowed"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("ordering", ["topk", "coupled"])
+def test_the_same_trees_as_step_by_step(
+    kind: str, shape: str, ordering: str, drafters: dict[str, PagedDrafter], target: Path
+) -> None:
+    found = []
+    for static in (False, True):
+        options = {"draft_sampling": ordering, "limits": limits_of(SHAPES[shape])}
+        with attached(drafters[kind], target, static, **options) as verifier:
+            found.append(life(verifier, SHAPES[shape], seed=len(kind)))
+    assert any(found[0])
+    assert found[0] == found[1]
+
+
+def test_more_sequences_than_a_batch_holds(drafters: dict[str, PagedDrafter], target: Path) -> None:
+    found = []
+    for max_batch in (8, 2):
+        options = {"limits": limits_of(SHAPES["tree"]), "max_batch": 8}
+        with attached(drafters["eagle3"], target, True, **options) as verifier:
+            if max_batch == 2:
+                verifier.proposer._fast.graphs.max_batch = 2
+            found.append(life(verifier, SHAPES["tree"], seed=3))
+    assert found[0] == found[1]
+
+
+def test_smaller_wishes_are_cut_from_the_tree() -> None:
+    #       0:A 1:B | 2:AC 3:AD 4:BE | 5:ACF
+    tokens, parents, ranks = [1, 2, 3, 4, 5, 6], [-1, -1, 0, 0, 1, 2], [0, 3, 1, 4, 5, 2]
+    assert cut(tokens, parents, ranks, (3, 2, 6)) == (tokens, parents)
+    assert cut(tokens, parents, ranks, (3, 1, 6)) == ([1, 3, 6], [-1, 0, 1])
+    assert cut(tokens, parents, ranks, (3, 2, 4)) == ([1, 2, 3, 6], [-1, -1, 0, 2])
+    assert cut(tokens, parents, ranks, (2, 2, 6)) == ([1, 2, 3, 4, 5], [-1, -1, 0, 0, 1])
+    assert cut(tokens, parents, ranks, (1, 2, 1)) == ([1], [-1])
+
+
+def test_smaller_wishes_are_trees_too(drafters: dict[str, PagedDrafter], target: Path) -> None:
+    with attached(drafters["eagle3"], target, True, limits=limits_of((3, 3, 9))) as verifier:
+        wishes = [(1, 1, 2), (2, 1, 3), (3, 2, 5), (3, 3, 4), (2, 3, 9)]
+        trees = verifier.step(*(verifier.news(s, text(s, 4), w) for s, w in enumerate(wishes)))
+        for slot, (steps, topk, size) in enumerate(wishes):
+            tokens, parents = trees[slot]
+            assert 1 <= len(tokens) < size
+            depth: list[int] = []
+            for index, parent in enumerate(parents):
+                assert -1 <= parent < index
+                depth.append(1 if parent < 0 else depth[parent] + 1)
+            assert max(depth) <= steps
+            assert max(parents.count(parent) for parent in set(parents)) <= topk
+
+
+def test_many_pages_in_one_step(drafters: dict[str, PagedDrafter], target: Path) -> None:
+    found = []
+    for static in (False, True):
+        with attached(
+            drafters["eagle"], target, static, page_size=1, num_pages=2000, max_context=1000,
+            limits=limits_of((2, 2, 4)),
+        ) as verifier:  # fmt: skip
+            pages = list(range(2000))
+            random.Random(1).shuffle(pages)
+            message = draft_pb2.SequenceStep(slot=3, tokens=text(1, 150), new_pages=pages[:900])
+            message.begin.sampling.top_p = 1
+            verifier.add_hidden(message, 0, 149)
+            verifier.tokens[3], verifier.pages[3] = text(1, 150), pages[:900]
+            verifier.step(message)
+            more = draft_pb2.SequenceStep(slot=3, position=150, tokens=[7, 8], first_page=900)
+            verifier.add_hidden(more, 149, 151)
+            more.propose.CopyFrom(limits_of((2, 2, 4)))
+            found.append(verifier.step(more))
+    assert found[0] == found[1]
+    assert found[0]
