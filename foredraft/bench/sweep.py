@@ -26,6 +26,7 @@ class Setting:
 
     Attributes:
         draft: Path or name of the draft model or head; empty without one.
+        is_again: A second measurement at the end, which shows how steady the machine was.
     """
 
     algorithm: str
@@ -33,13 +34,15 @@ class Setting:
     num_steps: int | None = None
     topk: int | None = None
     num_draft_tokens: int | None = None
+    is_again: bool = False
 
     @property
     def name(self) -> str:
         """A few words for tables."""
         numbers = (self.num_steps, self.topk, self.num_draft_tokens)
         shape = "/".join("-" if number is None else str(number) for number in numbers)
-        return self.algorithm if shape == "-/-/-" else f"{self.algorithm} {shape}"
+        name = self.algorithm if shape == "-/-/-" else f"{self.algorithm} {shape}"
+        return f"{name} again" if self.is_again else name
 
     @property
     def key(self) -> str:
@@ -77,6 +80,10 @@ class Setting:
         return {"speculation": known} if known else {}
 
 
+PLAIN = Setting("NONE")
+PLAIN_AGAIN = Setting("NONE", is_again=True)
+
+
 def grid(
     algorithms: Mapping[str, str],
     num_steps: Sequence[int],
@@ -90,7 +97,7 @@ def grid(
     Args:
         algorithms: Draft model or head of each algorithm; empty for none.
     """
-    settings = [Setting("NONE")]
+    settings = [PLAIN]
     for algorithm, draft in algorithms.items():
         if algorithm == "NONE":
             continue
@@ -236,7 +243,7 @@ class Results:
 
     def speedup(self, setting: Setting, case: Case) -> float | None:
         """Output rate over that of plain decoding."""
-        own, plain = self.get(setting, case), self.get(Setting("NONE"), case)
+        own, plain = self.get(setting, case), self.get(PLAIN, case)
         return own.output_rate / plain.output_rate if own and plain else None
 
     def mean_speedup(self, setting: Setting, cases: Sequence[Case]) -> float | None:
@@ -253,6 +260,11 @@ class Results:
         ranked = [(setting, speedup) for setting, speedup in known if speedup is not None]
         return sorted(ranked, key=lambda pair: -pair[1])
 
+    def drift(self, cases: Sequence[Case]) -> tuple[float, float] | None:
+        """Least and largest rate of plain decoding at the end over that at the beginning; None if not known."""
+        ratios = [ratio for case in cases if (ratio := self.speedup(PLAIN_AGAIN, case))]
+        return (min(ratios), max(ratios)) if ratios else None
+
 
 Measure = Callable[[str, Setting, Case], Figures]
 OpenServer = Callable[[Setting], AbstractContextManager[str]]
@@ -267,29 +279,48 @@ def run(
 ) -> Iterator[tuple[Setting, Case, Figures | None]]:
     """Measures what is not known yet and yields it; None for a setting's cases that failed.
 
+    If anything was measured, plain decoding is at the end once more.
+
     Args:
         open_server: A context that gives the URL of a server for a setting.
         measure: Called with that URL.
     """
     results.errors = {}
+    is_new = False
     for setting in settings:
         missing = [case for case in cases if results.get(setting, case) is None]
-        if not missing:
-            continue
-        done: list[Case] = []
-        try:
-            with open_server(setting) as url:
-                for case in missing:
-                    figures = measure(url, setting, case)
-                    results.found.setdefault(setting.key, {})[case.name] = figures
-                    results.write()
-                    done.append(case)
-                    yield setting, case, figures
-        except ForedraftError as error:
-            results.errors[setting.key] = str(error).splitlines()[0]
-            results.write()
-            for case in missing[len(done) :]:
-                yield setting, case, None
+        if missing:
+            for found in _run_setting(setting, missing, results, open_server, measure):
+                is_new |= found[2] is not None
+                yield found
+    if is_new:
+        results.found.pop(PLAIN_AGAIN.key, None)
+    missing = [case for case in cases if results.get(PLAIN_AGAIN, case) is None]
+    if missing:
+        yield from _run_setting(PLAIN_AGAIN, missing, results, open_server, measure)
+
+
+def _run_setting(
+    setting: Setting,
+    missing: Sequence[Case],
+    results: Results,
+    open_server: OpenServer,
+    measure: Measure,
+) -> Iterator[tuple[Setting, Case, Figures | None]]:
+    num_done = 0
+    try:
+        with open_server(setting) as url:
+            for case in missing:
+                figures = measure(url, setting, case)
+                results.found.setdefault(setting.key, {})[case.name] = figures
+                results.write()
+                num_done += 1
+                yield setting, case, figures
+    except ForedraftError as error:
+        results.errors[setting.key] = str(error).splitlines()[0]
+        results.write()
+        for case in missing[num_done:]:
+            yield setting, case, None
 
 
 def equals(ranking: Sequence[tuple[Setting, float]]) -> list[Setting]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import uvloop
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
@@ -49,6 +50,7 @@ BUNDLED = {
 }
 _START_SECONDS = 600.0
 _ATTACH_SECONDS = 60.0
+_STEADY = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -149,7 +151,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     )
     measure = _Measure(arguments, servers.fields)
     with tqdm(
-        total=len(settings) * len(cases),
+        total=(len(settings) + 1) * len(cases),
         initial=known,
         unit=" cases",
         disable=True if arguments.disable_tqdm else None,
@@ -314,7 +316,7 @@ class _Measure:
 
 
 def _report(
-    console: Any,
+    console: Console,
     arguments: argparse.Namespace,
     servers: _Started | _Attached,
     settings: Sequence[Setting],
@@ -323,6 +325,7 @@ def _report(
 ) -> int:
     ranking = results.ranking(settings, cases)
     console.print(_table(settings, cases, results, dict(ranking)))
+    _warn_of_drift(console, results, cases)
     for name, error in results.errors.items():
         console.print(f"{name} failed: {error}", soft_wrap=True, markup=False)
     if arguments.plot and results.found:
@@ -344,6 +347,21 @@ def _report(
         if first != best:
             console.print(f"{case.name} alone: {first.name}, {rate:.2f} times plain decoding")
     return 0
+
+
+def _warn_of_drift(console: Console, results: Results, cases: Sequence[Case]) -> None:
+    drift = results.drift(cases)
+    if drift is None:
+        return
+    least, largest = drift
+    console.print(
+        f"plain decoding once more at the end: {least:.2f} to {largest:.2f} times as fast as at the beginning"
+    )
+    if not 1 - _STEADY <= least <= largest <= 1 + _STEADY:
+        console.print(
+            "WARNING: this machine was not quiet; settings that differ by less than that are not told apart",
+            soft_wrap=True,
+        )
 
 
 def _table(

@@ -11,7 +11,17 @@ import pytest
 from foredraft.bench.load import Stage, StageResult
 from foredraft.bench.records import Record
 from foredraft.bench.statistics import summarize
-from foredraft.bench.sweep import Case, Figures, Results, Setting, equals, grid, num_requests, run
+from foredraft.bench.sweep import (
+    PLAIN_AGAIN,
+    Case,
+    Figures,
+    Results,
+    Setting,
+    equals,
+    grid,
+    num_requests,
+    run,
+)
 from foredraft.cli import bench
 from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import ConfigError, ForedraftError
@@ -82,8 +92,8 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     second = Bench()
     results = Results.open(path, conditions)
     list(run(SETTINGS, CASES, results, second.open, second.measure))
-    assert second.opened == [SETTINGS[1].name, SETTINGS[2].name]
-    every = [(setting.name, case.name) for setting in SETTINGS for case in CASES]
+    assert second.opened == [SETTINGS[1].name, SETTINGS[2].name, "NONE again"]
+    every = [(one.name, case.name) for one in (*SETTINGS, PLAIN_AGAIN) for case in CASES]
     assert first.measured + second.measured == every
     third = Bench()
     assert (
@@ -98,12 +108,12 @@ def test_a_setting_that_fails_is_told_and_tried_again(tmp_path: Path) -> None:
     broken = Bench(SETTINGS[1].name)
     results = Results.open(path, {})
     found = list(run(SETTINGS, CASES, results, broken.open, broken.measure))
-    assert [figures is None for _, _, figures in found] == [False, False, True, True, False, False]
+    assert [figures is None for _, _, figures in found] == [False] * 2 + [True] * 2 + [False] * 4
     assert results.errors == {SETTINGS[1].key: "it does not start"}
     assert json.loads(path.read_text())["errors"] == results.errors
     healthy = Bench()
     list(run(SETTINGS, CASES, Results.open(path, {}), healthy.open, healthy.measure))
-    assert healthy.opened == [SETTINGS[1].name]
+    assert healthy.opened == [SETTINGS[1].name, "NONE again"]
 
 
 def test_results_of_something_else_are_refused(tmp_path: Path) -> None:
@@ -129,6 +139,9 @@ def test_the_best_is_that_of_the_geometric_mean(tmp_path: Path) -> None:
     assert ranking[1][1] == pytest.approx(math.sqrt(30 / 10 * 20 / 40))
     assert equals(ranking) == []
     assert equals([(SETTINGS[0], 1.0), (SETTINGS[1], 0.98), (SETTINGS[2], 0.9)]) == [SETTINGS[1]]
+    assert results.drift(CASES) is None
+    results.found[PLAIN_AGAIN.key] = {CASES[0].name: figures(9), CASES[1].name: figures(60)}
+    assert results.drift(CASES) == (0.9, 1.5)
     del results.found[SETTINGS[2].key][CASES[0].name]
     assert [setting for setting, _ in results.ranking(SETTINGS, CASES)] == [
         SETTINGS[1],
@@ -173,7 +186,9 @@ def test_a_real_sweep_goes_on_and_names_flags(
     assert {name: list(cases) for name, cases in before.items()} == {
         "NONE": ["batch 1, T=0"],
         "NGRAM -/-/4": ["batch 1, T=0"],
+        "NONE again": ["batch 1, T=0"],
     }
+    assert "plain decoding once more" in text
     assert f"foredraft serve --model-path {model}" in text
     # A draft that cannot be had fails alone; the rest is known.
     missing = ["--draft", f"STANDALONE={tmp_path}/none", "--algorithm", "NGRAM", "STANDALONE"]
@@ -183,7 +198,10 @@ def test_a_real_sweep_goes_on_and_names_flags(
     assert "2 known" in text
     assert "STANDALONE 4/1/5" in text
     assert "failed" in text
-    assert json.loads(path.read_text())["found"] == before
+    after = json.loads(path.read_text())["found"]
+    assert {name: after[name] for name in ("NONE", "NGRAM -/-/4")} == {
+        name: before[name] for name in ("NONE", "NGRAM -/-/4")
+    }
     assert (tmp_path / "heat.png").stat().st_size > 5_000
     code, text = sweep(capsys, *argv, "--seed", "2", *behind)
     assert code == 2
@@ -199,7 +217,12 @@ def test_a_running_server_is_asked_for_smaller_trees(
         argv = ["--base-url", services.urls["http"], "--output-file", str(path)]
         code, text = sweep(capsys, *argv, "--num-draft-tokens", "4", "64")
     assert code == 0, text
-    assert list(json.loads(path.read_text())["found"]) == ["NONE", "NGRAM -/-/4", "NGRAM -/-/8"]
+    assert list(json.loads(path.read_text())["found"]) == [
+        "NONE",
+        "NGRAM -/-/4",
+        "NGRAM -/-/8",
+        "NONE again",
+    ]
 
 
 def test_only_our_own_servers_have_trees(capsys: pytest.CaptureFixture[str]) -> None:
