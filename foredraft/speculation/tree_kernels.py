@@ -1,4 +1,4 @@
-"""Draft trees on the device in Triton: check and mask, walk, and moving the accepted path's KV."""
+"""Draft trees on the device in Triton: check and masks, the walk, moving the accepted path's KV."""
 
 # mypy: ignore-errors
 import triton
@@ -6,94 +6,100 @@ import triton.language as tl
 
 
 @triton.jit
-def check(
-    roots, tokens, parents, committed, out_tokens, out_parents, out_depths, out_positions, out_mask,
-    num_rows, vocab, token_stride, parent_stride,
-    BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
-    """One sequence. Row 0 is the root, row i + 1 is node i; what the draft wrote is read once."""
-    sequence = tl.program_id(0).to(tl.int64)
-    row = tl.arange(0, BLOCK)
-    is_proposed = (row > 0) & (row < num_rows)
-    token = tl.load(tokens + sequence * token_stride + row - 1, mask=is_proposed, other=-1)
-    parent = tl.load(parents + sequence * parent_stride + row - 1, mask=is_proposed, other=-2)
-    root = tl.load(roots + sequence)
-    fits = is_proposed & (token >= 0) & (token < vocab) & (parent >= -1) & (parent + 1 < row)
-    parent = tl.where(fits, parent + 1, -2)
-    token = tl.where(fits, token, tl.where(row == 0, root, 0))
-    own = row[:, None] == row[None, :]
-    reach = (own | (parent[:, None] == row[None, :])).to(tl.float16)
-    for _ in range(ROUNDS):  # everything within 1, 2, 4 ... steps
-        reach = (tl.dot(reach, reach) > 0).to(tl.float16)
-    is_node = tl.max(tl.where(row[None, :] == 0, reach, 0.0), 1) > 0
-    seen = ((reach > 0) & is_node[:, None]) | own
-    depth = tl.where(is_node, tl.sum(seen.to(tl.int32), 1) - 1, 0)
-    parent = tl.where(row == 0, -1, tl.where(is_node, parent, -2))
-    is_row = row < num_rows
-    at = sequence * num_rows + row
-    tl.store(out_tokens + at, token, mask=is_row)
-    tl.store(out_parents + at, parent, mask=is_row)
-    tl.store(out_depths + at, depth, mask=is_row)
-    first = tl.load(committed + sequence).to(tl.int64)
-    tl.store(out_positions + at, first + depth, mask=is_row)
-    tl.store(
-        out_mask + at[:, None] * num_rows + row[None, :],
-        seen.to(tl.uint8),
-        mask=is_row[:, None] & is_row[None, :],
-    )
-
-
-@triton.jit
 def walk(
-    chosen, tokens, parents, path, length, emitted, num_rows,
-    chosen_stride, token_stride, parent_stride, BLOCK: tl.constexpr,
+    chosen_ptr, tokens_ptr, parents_ptr, path_ptr, length_ptr, emitted_ptr,
+    chosen_stride, tokens_stride, parents_stride, rows,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One sequence: from the root, to the first child with the chosen token for as long as there is one."""
-    sequence = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, BLOCK)
-    is_row = index < num_rows
-    token = tl.load(tokens + sequence * token_stride + index, mask=is_row, other=-1)
-    parent = tl.load(parents + sequence * parent_stride + index, mask=is_row, other=-2)
-    rows = tl.full([BLOCK], -1, tl.int32)
-    given = tl.full([BLOCK], -1, tl.int64)
-    row = sequence.to(tl.int32) * 0
-    count = row
-    while row < BLOCK:
-        choice = tl.load(chosen + sequence * chosen_stride + row)
-        rows = tl.where(index == count, row, rows)
-        given = tl.where(index == count, choice, given)
-        count += 1
-        is_child = (parent == row) & (token.to(tl.int64) == choice) & (index > row)
-        row = tl.min(tl.where(is_child, index, BLOCK), 0)
-    tl.store(path + sequence * num_rows + index, rows, mask=is_row)
-    tl.store(emitted + sequence * num_rows + index, given, mask=is_row)
-    tl.store(length + sequence, count)
+    """Follows the rule from the root of one tree."""
+    tree = tl.program_id(0)
+    offsets = tl.arange(0, ROWS)
+    inside = offsets < rows
+    parents = tl.load(parents_ptr + tree * parents_stride + offsets, mask=inside, other=-2)
+    tokens = tl.load(tokens_ptr + tree * tokens_stride + offsets, mask=inside, other=-1)
+    chosen = tl.load(chosen_ptr + tree * chosen_stride + offsets, mask=inside, other=-1)
+    path = tl.where(offsets == 0, 0, -1)
+    row = 0
+    token = tl.sum(tl.where(offsets == 0, chosen, 0), 0)
+    emitted = tl.where(offsets == 0, token, -1)
+    length = 1
+    running = 1
+    while running != 0:
+        is_child = inside & (parents == row) & (tokens.to(tl.int64) == token) & (offsets > row)
+        child = tl.min(tl.where(is_child, offsets, ROWS), 0)
+        if child < ROWS:
+            row = child
+            token = tl.sum(tl.where(offsets == row, chosen, 0), 0)
+            path = tl.where(offsets == length, row, path)
+            emitted = tl.where(offsets == length, token, emitted)
+            length += 1
+        else:
+            running = 0
+    tl.store(path_ptr + tree * rows + offsets, path, mask=inside)
+    tl.store(emitted_ptr + tree * rows + offsets, emitted, mask=inside)
+    tl.store(length_ptr + tree, length)
 
 
 @triton.jit
 def commit(
-    data, tables, committed, path, length, num_planes, plane_stride, table_stride, path_stride,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_P: tl.constexpr,
+    kv_ptr, tables_ptr, committed_ptr, path_ptr, length_ptr,
+    layer_stride, head_stride, table_stride, rows, num_heads,
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Some planes of one sequence. An element is moved by the same thread every time, in the order of the path.
-
-    A path ascends, so a target is never a source of a later row.
-    """
-    sequence = tl.program_id(0).to(tl.int64)
-    planes = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    """Moves the accepted rows of one tree in one layer. A row moves to where no later one is read from."""
+    tree, layer = tl.program_id(0), tl.program_id(1)
+    heads = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)
-    wanted = (planes < num_planes)[:, None] & (dims < HEAD_DIM)[None, :]
-    elements = data + planes.to(tl.int64)[:, None] * plane_stride + dims[None, :]
-    first = tl.load(committed + sequence)
-    table = tables + sequence * table_stride
-    for index in range(1, tl.load(length + sequence)):
-        row = tl.load(path + sequence * path_stride + index)
-        if row > index:
-            source = first + row
-            target = first + index
-            source_slot = tl.load(table + source // PAGE_SIZE).to(tl.int64) * PAGE_SIZE
-            target_slot = tl.load(table + target // PAGE_SIZE).to(tl.int64) * PAGE_SIZE
-            source_slot += source % PAGE_SIZE
-            target_slot += target % PAGE_SIZE
-            moved = tl.load(elements + source_slot * HEAD_DIM, mask=wanted)
-            tl.store(elements + target_slot * HEAD_DIM, moved, mask=wanted)
+    mask = (heads < num_heads)[:, None] & (dims < HEAD_DIM)[None, :]
+    base = kv_ptr + layer.to(tl.int64) * layer_stride
+    base = base + heads.to(tl.int64)[:, None] * head_stride + dims[None, :]
+    table = tables_ptr + tree * table_stride
+    committed = tl.load(committed_ptr + tree)
+    for index in range(1, tl.load(length_ptr + tree)):
+        row = tl.load(path_ptr + tree * rows + index)
+        if row != index:
+            source, target = committed + row, committed + index
+            from_slot = tl.load(table + source // PAGE_SIZE).to(tl.int64) * PAGE_SIZE
+            to_slot = tl.load(table + target // PAGE_SIZE).to(tl.int64) * PAGE_SIZE
+            values = tl.load(base + (from_slot + source % PAGE_SIZE) * HEAD_DIM, mask=mask)
+            tl.store(base + (to_slot + target % PAGE_SIZE) * HEAD_DIM, values, mask=mask)
+
+
+@triton.jit
+def prepare(
+    tokens_ptr, parents_ptr, committed_ptr, num_rows_ptr, tables_ptr,
+    known_ptr, positions_ptr, slots_ptr, mask_ptr,
+    tokens_stride, parents_stride, header_stride, table_stride, rows, vocab, no_slot,
+    PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Tokens in range, positions, slots and ancestor masks of one tree's rows."""
+    tree = tl.program_id(0)
+    offsets = tl.arange(0, ROWS)
+    inside = offsets < rows
+    parents = tl.load(parents_ptr + tree * parents_stride + offsets, mask=inside, other=-2)
+    tokens = tl.load(tokens_ptr + tree * tokens_stride + offsets, mask=inside, other=0)
+    committed = tl.load(committed_ptr + tree * header_stride)
+    num_rows = tl.load(num_rows_ptr + tree * header_stride)
+    is_own = offsets[:, None] == offsets[None, :]
+    is_parent = (parents[:, None] == offsets[None, :]) & (offsets[None, :] < offsets[:, None])
+    reach = (is_own | is_parent).to(tl.float16)
+    for _ in range(ROUNDS):  # doubling: after k rounds everything within 2^k steps is known
+        reach = (tl.dot(reach, reach) > 0).to(tl.float16)
+    is_node = tl.sum(tl.where(offsets[None, :] == 0, reach, 0.0), 1) > 0
+    seen = ((reach > 0) & is_node[:, None]) | is_own
+    depth = tl.where(is_node, tl.sum(seen.to(tl.int32), 1) - 1, 0)
+    out = tree * rows + offsets
+    keys = committed + offsets
+    pages = tl.load(tables_ptr + tree * table_stride + keys // PAGE_SIZE, mask=inside, other=0)
+    slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
+    slots = tl.where(offsets < num_rows, slots, no_slot)
+    tl.store(slots_ptr + out, slots, mask=inside)
+    tl.store(
+        known_ptr + out, tl.minimum(tl.maximum(tokens, 0), vocab - 1).to(tl.int64), mask=inside
+    )
+    tl.store(positions_ptr + out, (committed + depth).to(tl.int64), mask=inside)
+    tl.store(
+        mask_ptr + out[:, None] * rows + offsets[None, :],
+        seen.to(tl.uint8),
+        mask=inside[:, None] & inside[None, :],
+    )

@@ -6,50 +6,79 @@ do not lead to the root stands for nothing. The kernels are imported on first us
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from foredraft.kvcache.paged_kv import PagedKV
-
 ROOT, PAD = -1, -2  # as parents: of the root, and of rows that stand for nothing
-_BLOCK = 1024
-_MAX_SPLITS = 64
+_BLOCK = 1024  # tokens that a program looks at together
+_MAX_PARTS = 128
+_PROGRAMS = 512  # enough to keep a GPU busy
+
+
+class PagedData(Protocol):
+    """What `commit_paths` reads of `kvcache.PagedKV`."""
+
+    data: torch.Tensor  # [layers, planes, slots, head_dim]
+    page_size: int
 
 
 def choose_tokens(
     logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
-    """`sampling.choose` for rows without filters.
+    """As `sampling.choose` for rows without top-k, top-p and min-p, in one pass.
 
     Args:
-        logits: [R, V], float32, bfloat16 or float16. NaN counts as minus infinity.
-        temperature: float32 [R]; 0 chooses greedily.
-        seed, position: int64 [R].
+        logits: float32, bfloat16 or float16 [R, V], the last dimension contiguous.
+        temperature: float32 [R].
+        seed: int64 [R].
+        position: int64 [R].
 
     Returns:
-        int64 [R].
+        int64 [R]; of equal scores the lowest token.
     """
-    from foredraft.speculation import triton_sampling_kernels as kernels
+    from foredraft.speculation import sampling_kernels
 
     num_rows, vocab = logits.shape
-    # Enough programs to fill the device with few rows, few enough to be worth starting with many.
-    splits = max(1, min(_MAX_SPLITS, -(-vocab // (2 * _BLOCK)), 1 + 2048 // max(num_rows, 1)))
-    width = -(-vocab // splits)
-    width = -(-width // _BLOCK) * _BLOCK
-    splits = -(-vocab // width)
-    values = logits.new_empty((2, num_rows, splits), dtype=torch.float32)
-    tokens = logits.new_empty((2, num_rows, splits), dtype=torch.int32)
-    chosen = logits.new_empty((num_rows,), dtype=torch.int64)
-    padded = _padded(splits)
-    kernels.row_best[(num_rows, splits)](
-        logits, values[0], tokens[0], logits.stride(0), vocab, splits, width, BLOCK=_BLOCK
-    )
-    kernels.perturbed_best[(num_rows, splits)](
-        logits, values[0], tokens[0], values[1], tokens[1], temperature, seed, position,
-        logits.stride(0), vocab, splits, width, BLOCK=_BLOCK, SPLITS=padded,
+    blocks = -(-vocab // _BLOCK)
+    parts = min(blocks, _MAX_PARTS, max(4, -(-_PROGRAMS // max(1, num_rows))))
+    tiles = -(-blocks // parts)
+    parts = -(-blocks // tiles)
+    floats = torch.empty(3, num_rows, parts, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
+    chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    sampling_kernels.choose_parts[(num_rows, parts)](
+        logits, temperature, seed, position, floats[0], floats[1], floats[2], tokens,
+        vocab, logits.stride(0),
+        BLOCK=_BLOCK, TILES=tiles, NUM_PARTS=parts, num_warps=4,
     )  # fmt: skip
-    kernels.best_of_splits[(num_rows,)](values[1], tokens[1], chosen, splits, SPLITS=padded)
+    sampling_kernels.choose_best[(num_rows,)](
+        temperature, floats[0], floats[1], floats[2], tokens, chosen,
+        NUM_PARTS=parts, BLOCK=_padded(parts), num_warps=1,
+    )  # fmt: skip
     return chosen
+
+
+def gumbel(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """As `noise.gumbel`, within 2 ulp of max(1, |g|).
+
+    Args:
+        seeds: int64 [R].
+        positions: int64 [R].
+        tokens: int64 [C] or [R, C].
+
+    Returns:
+        float32 [R, C].
+    """
+    from foredraft.speculation import sampling_kernels
+
+    num_rows, num_tokens = seeds.shape[0], tokens.shape[-1]
+    out = torch.empty(num_rows, num_tokens, dtype=torch.float32, device=seeds.device)
+    sampling_kernels.gumbel_rows[(num_rows, -(-num_tokens // _BLOCK))](
+        seeds, positions, tokens, out, num_tokens, tokens.stride(0) if tokens.dim() > 1 else 0,
+        BLOCK=_BLOCK,
+    )  # fmt: skip
+    return out
 
 
 def walk_trees(
@@ -65,13 +94,13 @@ def walk_trees(
     Returns:
         int32 [B, R] accepted rows, then -1; int32 [B] how many; int64 [B, R] the token emitted at each, then -1.
     """
-    from foredraft.speculation import triton_sampling_kernels as kernels
+    from foredraft.speculation import tree_kernels
 
     batch, rows = chosen.shape
     path = torch.empty((batch, rows), dtype=torch.int32, device=chosen.device)
     length = torch.empty((batch,), dtype=torch.int32, device=chosen.device)
     emitted = torch.empty((batch, rows), dtype=torch.int64, device=chosen.device)
-    kernels.walk[(batch,)](
+    tree_kernels.walk[(batch,)](
         chosen, tokens, parents, path, length, emitted,
         chosen.stride(0), tokens.stride(0), parents.stride(0), rows,
         ROWS=_padded(rows), num_warps=1,
@@ -80,7 +109,7 @@ def walk_trees(
 
 
 def commit_paths(
-    kv: PagedKV,
+    kv: PagedData,
     page_tables: torch.Tensor,
     committed: torch.Tensor,
     path: torch.Tensor,
@@ -93,13 +122,13 @@ def commit_paths(
         committed: int32 [B]; row r of a tree lies at key index committed + r.
         path, length: Of `walk_trees`.
     """
-    from foredraft.speculation import triton_sampling_kernels as kernels
+    from foredraft.speculation import tree_kernels
 
     num_layers, num_heads, _, head_dim = kv.data.shape
     block_d = max(16, _padded(head_dim))
     block_h = max(1, min(_padded(num_heads), 2048 // block_d))
     grid = (path.shape[0], num_layers, -(-num_heads // block_h))
-    kernels.commit[grid](
+    tree_kernels.commit[grid](
         kv.data, page_tables, committed, path, length,
         kv.data.stride(0), kv.data.stride(1), page_tables.stride(0), path.shape[1], num_heads,
         PAGE_SIZE=kv.page_size, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_H=block_h,
@@ -142,13 +171,13 @@ def prepare_trees(
         num_rows: int32 [B], rows that exist, with the same stride; the others write to `no_slot`.
         page_tables: int32 [B, P].
     """
-    from foredraft.speculation import triton_sampling_kernels as kernels
+    from foredraft.speculation import tree_kernels
 
     batch, rows = tokens.shape
     made = torch.empty((3, batch * rows), dtype=torch.int64, device=tokens.device)
     mask = torch.empty((batch * rows, rows), dtype=torch.uint8, device=tokens.device)
     padded = max(16, _padded(rows))
-    kernels.prepare[(batch,)](
+    tree_kernels.prepare[(batch,)](
         tokens, parents, committed, num_rows, page_tables, made[0], made[1], made[2], mask,
         tokens.stride(0), parents.stride(0), committed.stride(0), page_tables.stride(0),
         rows, vocab_size, no_slot,

@@ -12,14 +12,14 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.speculation import draft_tree, noise, sampling, verification
 from foredraft.speculation.draft_tree import DraftTree
 from foredraft.speculation.sampling import SamplingRows
-from foredraft.speculation.static_trees import ancestors
 from foredraft.speculation.triton_sampling import (
-    check_trees,
     choose_tokens,
     commit_paths,
     gumbel,
+    prepare_trees,
     walk_trees,
 )
+from tests.support.static_trees import ancestors
 from tests.support.triton_device import DEVICE, INTERPRETED, needs_triton
 
 pytestmark = [needs_triton, pytest.mark.gpu]
@@ -149,31 +149,42 @@ def test_walks_as_verification_does(trees, random):
         max_size=3,
     )
 )
-def test_checks_as_sanitize_does(proposals):
-    vocab = 6
-    tokens = [[token for token, _ in nodes] for nodes in proposals]
-    parents = [[parent for _, parent in nodes] for nodes in proposals]
-    committed = [5 + i for i in range(len(proposals))]
-    got = check_trees(
-        ints([2] * len(proposals)), ints(tokens), ints(parents), ints(committed), vocab
+def test_what_a_draft_sent_is_checked_as_sanitize_does(proposals):
+    vocab, size = 6, len(proposals)
+    tokens = [[2, *(token for token, _ in nodes)] for nodes in proposals]
+    parents = [[-1, *(parent + 1 for _, parent in nodes)] for nodes in proposals]
+    committed = [5 + i for i in range(size)]
+    num_rows = [8 - i for i in range(size)]
+    tables = [[3 * i, 3 * i + 1, 3 * i + 2, 3 * i + 3] for i in range(size)]
+    rows = prepare_trees(
+        ints(tokens), ints(parents), ints(committed), ints(num_rows), ints(tables), 4, vocab, 999
     )
-    assert bool(((got.tokens >= 0) & (got.tokens < vocab)).all())
-    assert got.tokens[:, 0].tolist() == [2] * len(proposals)
-    seen, depth = ancestors(got.parents)
-    assert torch.equal(got.mask.view(seen.shape).bool(), seen)
-    assert torch.equal(got.depths.long(), depth)
-    assert torch.equal(got.positions, depth + ints(committed, torch.int64)[:, None])
-    for i in range(len(proposals)):
-        kept = [row for row in range(1, 8) if got.parents[i, row] != -2]
-        paths = set()
-        for row in kept:
-            path = []
-            while row > 0:
-                path.append(int(got.tokens[i, row]))
-                row = int(got.parents[i, row])
-            paths.add(tuple(reversed(path)))
-        want, _ = draft_tree.sanitize(tokens[i], parents[i], vocab, 7)
-        assert paths == {tuple(path) for path in draft_tree.paths(want)[1:]}
+    seen, depth = ancestors(ints(parents))
+    assert torch.equal(rows.mask.view(seen.shape).bool(), seen)
+    positions = depth + ints(committed, torch.int64)[:, None]
+    assert torch.equal(rows.positions.view(size, 8), positions)
+    assert rows.tokens.tolist() == [min(max(t, 0), vocab - 1) for row in tokens for t in row]
+    for i in range(size):
+        keys = range(committed[i], committed[i] + 8)
+        slots = [tables[i][key // 4] * 4 + key % 4 for key in keys]
+        padding = [999] * (8 - num_rows[i])
+        assert rows.slots.view(size, 8)[i].tolist() == slots[: num_rows[i]] + padding
+        # What the walk can reach is what sanitize keeps.
+        nodes = [[token for token, _ in proposals[i]], [parent for _, parent in proposals[i]]]
+        want, _ = draft_tree.sanitize(*nodes, vocab, 7)
+        for path in draft_tree.paths(want):
+            chosen = torch.full((1, 8), -5, dtype=torch.int64)
+            row = 0
+            for token in path:
+                chosen[0, row] = token
+                row = next(
+                    r for r in range(row + 1, 8) if parents[i][r] == row and tokens[i][r] == token
+                )
+            _, length, emitted = walk_trees(
+                chosen.to(DEVICE), ints(tokens[i : i + 1]), ints(parents[i : i + 1])
+            )
+            assert emitted[0, : len(path)].tolist() == path
+            assert int(length[0]) == len(path) + 1
 
 
 @pytest.mark.parametrize("head_dim", [8, 80])
