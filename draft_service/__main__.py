@@ -21,6 +21,8 @@ from foredraft.telemetry.metrics import start_metrics_server
 DESCRIPTION = """The draft: proposes tokens to a verifier, which decides. Keeps nothing that cannot be lost, so that it
 may be stopped and started at any time."""
 
+CLOSE_SECONDS = 3.0  # for a step that was under way when everything stopped
+
 logger = logging.getLogger(__name__)
 
 
@@ -59,6 +61,7 @@ async def _serve(config: DraftConfig) -> int:
             logger.info("metrics at %s", metrics.url)
         await server.set_serving()
         await serve(server, stop=stop)
+        await service.wait_closed(CLOSE_SECONDS)
         if metrics is not None:
             metrics.stop()
     return 0

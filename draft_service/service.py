@@ -1,6 +1,7 @@
 """The DraftService over gRPC: attaches verifiers and passes their steps to sessions. How to draft is the drafters'."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,8 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._drafter: Drafter | None = None
         self._info = draft_pb2.GetDraftInfoResponse()
         self._num_sessions = 0
+        self._no_session = asyncio.Event()
+        self._no_session.set()
 
     def open(self, drafter: Drafter) -> None:
         """From now on verifiers may attach."""
@@ -41,6 +44,15 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._info.transports.extend(supported_transports(self._info, drafter.device))
         self._info.process.CopyFrom(own_identity())
         self._metrics = DrafterMetrics(self._info.algorithm)
+
+    async def wait_closed(self, timeout: float) -> None:
+        """Returns once all sessions have ended and freed what they held, or after `timeout` seconds.
+
+        The worker must live until then: a step may be under way in it when the server stops.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._no_session.wait()
 
     async def GetDraftInfo(
         self, request: draft_pb2.GetDraftInfoRequest, context: grpc.aio.ServicerContext
@@ -65,10 +77,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         if limit is not None and self._num_sessions >= limit:
             raise Overloaded(f"this draft is attached to {limit} verifier and serves no more")
         self._num_sessions += 1
+        self._no_session.clear()
         try:
             await self._speculate(drafter, first.attach, context)
         finally:
             self._num_sessions -= 1
+            if self._num_sessions == 0:
+                self._no_session.set()
 
     async def _speculate(
         self,

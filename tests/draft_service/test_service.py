@@ -83,6 +83,7 @@ def slow() -> Iterator[tuple[SlowDrafter, str]]:
             address.put(bound.target)
             await stop.wait()
             await server.stop(0)
+            await service.wait_closed(30)
 
     thread = threading.Thread(target=asyncio.run, args=(main(),))
     thread.start()
@@ -173,3 +174,25 @@ def test_what_happens_is_counted(slow: tuple[SlowDrafter, str]) -> None:
         assert [a - b for a, b in zip(figures(), before, strict=True)] == [2, 6, 4, 1]
     assert attaches("accepted") == accepted + 1
     assert attaches("refused") == refused + 1
+
+
+def test_a_stop_during_a_step_frees_the_session() -> None:
+    drafter = SlowDrafter()
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as worker:
+            server, service = RpcServer("127.0.0.1:0"), DraftService(worker)
+            server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, service, SERVICE_NAME)
+            service.open(drafter)
+            target = (await server.start()).target
+            stream = await asyncio.to_thread(DraftStream, target, attach_request())
+            stream.send(draft_pb2.SpeculateRequest(step=draft_pb2.StepRequest(step=1)))
+            events = [await asyncio.to_thread(drafter.next_event) for _ in range(2)]
+            assert events == ["attach", "step"]
+            await server.stop(0)
+            asyncio.get_running_loop().call_later(0.1, drafter.go.release)
+            await service.wait_closed(30)
+            stream.close()
+
+    asyncio.run(main())
+    assert [drafter.next_event(), drafter.next_event()] == ["stepped", "close"]
