@@ -102,7 +102,7 @@ async def _serve(config: GatewayConfig) -> int:
     await serve(rpc, drain_timeout=config.drain_timeout, drain=drain, stop=stop)
     http.should_exit = True
     await http_task
-    serving.close()
+    await serving.close()
     await pool.close()
     return 0
 
@@ -113,7 +113,7 @@ async def _follow_health(serving: Serving, rpc: RpcServer) -> None:
     while True:
         if not opened and serving.pool.info is not None:
             try:
-                await asyncio.to_thread(serving.open)
+                await serving.open()
                 opened = True
             except (ForedraftError, OSError):
                 logger.exception("the tokenizer cannot be loaded; trying again")

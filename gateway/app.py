@@ -44,14 +44,19 @@ def make_app(serving: Serving, gate: Gate) -> FastAPI:
 def _add_health(app: FastAPI, serving: Serving) -> None:
     @app.get("/health", tags=["health"])
     async def health() -> dict[str, Any]:
-        """Ready when a verifier is usable. A draft that is down is told, and is no failure."""
+        """Ready when a verifier is usable. A draft that is down, or one of several verifiers, is told: degraded."""
         if not serving.is_ready:
             raise Unavailable("no verifier is ready")
-        loads = serving.pool.loads.values()
+        pool = serving.pool
         drafting = serving.info.speculative_algorithm == "NONE" or all(
-            load.draft_available for load in loads
+            load.draft_available for load in pool.loads.values()
         )
-        return {"status": "ok" if drafting else "degraded", "draft_available": drafting}
+        is_whole = drafting and pool.num_usable == pool.num_known
+        return {
+            "status": "ok" if is_whole else "degraded",
+            "draft_available": drafting,
+            "verifiers": {"usable": pool.num_usable, "known": pool.num_known},
+        }
 
     @app.get("/health_generate", tags=["health"])
     async def health_generate() -> dict[str, Any]:

@@ -23,7 +23,8 @@ from gateway.errors import RequestTimeout
 from gateway.merging import merge
 from gateway.security.limits import Caller, Charge, current_caller
 from gateway.stopwatch import Stopwatch
-from gateway.verifier_pool import Ticket, VerifierConnection, VerifierLost, VerifierPool
+from gateway.verifier_connection import Ticket, VerifierConnection, VerifierLost
+from gateway.verifier_pool import VerifierPool
 
 # How long a request that finds no verifier waits for one.
 FRESH_PATIENCE = 1.0
@@ -181,7 +182,7 @@ class Generator:
         self, job: Job, choice: int, running: "_Running", watch: "Stopwatch", patience: float
     ) -> AsyncGenerator[Chunk, None]:
         """One continuation at one verifier."""
-        connection = await self._pool.pick(min(patience, max(watch.remaining(), 0.0)))
+        connection = await self._pool.pick(job.prompt, min(patience, max(watch.remaining(), 0.0)))
         request = _submit_request(job, choice)
         request.traceparent = watch.span.traceparent
         ticket = connection.submit(request, max(watch.remaining(), 0.001))

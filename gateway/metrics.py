@@ -7,6 +7,11 @@ requests = metrics.counter(
     "Continuations by how they ended: stop, length, abort, cancelled, or the kind of error.",
     ["outcome"],
 )
+encoding_kills = metrics.counter(
+    "foredraft_gateway_encoding_kills_total",
+    "Encoding processes ended because a prompt took too much of what is named, or failed.",
+    ["why"],
+)
 key_tokens = metrics.counter(
     "foredraft_gateway_key_tokens_total",
     "Tokens of each API key: of prompts, and of outputs.",
@@ -49,6 +54,12 @@ queued_requests = metrics.gauge(
 )
 retries = metrics.counter(
     "foredraft_gateway_retries_total", "Continuations started again because a verifier was lost."
+)
+routed = metrics.counter(
+    "foredraft_gateway_routed_requests_total",
+    "Requests by why they went where, with several verifiers: prefix (its beginning is cached there), load (nowhere; "
+    "the least busy one), busy (the one that has more of it is much busier).",
+    ["reason"],
 )
 verifiers = metrics.gauge("foredraft_gateway_verifiers", "Verifiers that can be used now.")
 # The endpoint picker of Kubernetes' inference extension chooses by these two.

@@ -1,5 +1,6 @@
 """What every front shares: the model that is served, its tokenizer, and the way from a prompt to a checked job."""
 
+import asyncio
 import math
 import uuid
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,9 @@ from foredraft.config.services import GatewayConfig
 from foredraft.errors import InvalidRequest, PromptTooLong, Unavailable
 from foredraft.models.hub import tokenizer_directory
 from foredraft.speculation.seeds import random_seed
-from foredraft.text.tokenizer import EncodingPool, Tokenizer
+from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams, SpeculationParams
+from gateway.encoding.pool import EncodingPool
 from gateway.errors import UnknownModel
 from gateway.generation import Generator, Job, fitted
 from gateway.http import Bounds
@@ -32,21 +34,38 @@ class Serving:
     def __init__(self, config: GatewayConfig, pool: VerifierPool) -> None:
         self.config = config
         self.pool = pool
-        self._encoding = EncodingPool()
-        self._opened: tuple[Tokenizer, Generator] | None = None
+        self._opened: tuple[Tokenizer, Generator, EncodingPool] | None = None
         self._draining = False
 
-    def open(self) -> None:
-        """Loads the tokenizer.
+    async def open(self) -> None:
+        """Loads the tokenizer, here and in the processes that encode.
 
         Raises:
             CheckpointError: It is missing or broken.
         """
-        path = tokenizer_directory(self.config.tokenizer_path or self.info.model_path)
+        named = self.config.tokenizer_path or self.info.model_path
+        path = await asyncio.to_thread(tokenizer_directory, named)
+        config = self.config
+        encoding = EncodingPool(
+            path,
+            config.chat_template,
+            num_processes=config.tokenizer_processes,
+            timeout=config.tokenizer_timeout,
+            memory_mb=config.tokenizer_memory_mb,
+        )
+        try:
+            tokenizer, _ = await asyncio.gather(
+                asyncio.to_thread(self._load, path), encoding.start()
+            )
+        except BaseException:
+            await encoding.close()
+            raise
+        self._opened = (tokenizer, Generator(self.pool, tokenizer), encoding)
+
+    def _load(self, path: str) -> Tokenizer:
         template = self.config.chat_template
         source = Path(template).read_text(encoding="utf-8") if template else None
-        tokenizer = Tokenizer.from_dir(path, source)
-        self._opened = (tokenizer, Generator(self.pool, tokenizer))
+        return Tokenizer.from_dir(path, source)
 
     async def drain(self) -> None:
         """Refuses new requests from now on; returns when none runs."""
@@ -54,9 +73,10 @@ class Serving:
         if self._opened is not None:
             await self._opened[1].wait_idle()
 
-    def close(self) -> None:
-        """Drops what waits for the tokenizer."""
-        self._encoding.close()
+    async def close(self) -> None:
+        """Ends the processes that encode."""
+        if self._opened is not None:
+            await self._opened[2].close()
 
     @property
     def is_ready(self) -> bool:
@@ -102,17 +122,17 @@ class Serving:
                 "prompt",
                 f"it has {len(text)} characters; no more than {limit} can fit the context length",
             )
-        return await self._encoding.run(self.tokenizer.encode, text, add_special_tokens)
+        return await self._ready()[2].encode(text, add_special_tokens, "prompt")
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], /, **variables: Any
     ) -> list[int]:
         """Token ids of a conversation, by the model's chat template."""
-        return await self._encoding.run(self.tokenizer.encode_chat, messages, **variables)
+        return await self._ready()[2].encode_chat(messages, variables, "messages")
 
     async def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
-        return await self._encoding.run(self.tokenizer.decode, tokens, skip_special_tokens)
+        return await self._ready()[2].decode(tokens, skip_special_tokens, "tokens")
 
     def job(
         self,
@@ -198,7 +218,7 @@ class Serving:
             timeout=limit if timeout is None else min(timeout, limit),
         )
 
-    def _ready(self) -> tuple[Tokenizer, Generator]:
+    def _ready(self) -> tuple[Tokenizer, Generator, EncodingPool]:
         if self._opened is None:
             raise Unavailable("no verifier has answered yet")
         return self._opened

@@ -227,6 +227,15 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
     max_output_tokens: int = option(
         0, "Most tokens of one continuation; 0 leaves it to the context length."
     )
+    tokenizer_processes: int = option(
+        2, "Processes that tokenize and render chat templates; up to four more while prompts take long."
+    )
+    tokenizer_timeout: float = option(
+        10.0, "Seconds that tokenizing a prompt or rendering its template may take."
+    )
+    tokenizer_memory_mb: int = option(
+        1024, "MiB that tokenizing a prompt or rendering its template may take, on top of the tokenizer."
+    )
     client_timeout: float = option(
         30.0,
         "Seconds that a client may take to send a request's head, to send its body, and to take something of an answer.",

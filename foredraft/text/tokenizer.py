@@ -1,23 +1,18 @@
-"""The tokenizer of a Hugging Face directory, by the `tokenizers` library alone; and encoding off the event loop."""
+"""The tokenizer of a Hugging Face directory, by the `tokenizers` library alone."""
 
-import asyncio
 import functools
 import hashlib
 import json
 import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tokenizers
 
-from foredraft.errors import CheckpointError, InvalidRequest, Overloaded
+from foredraft.errors import CheckpointError, InvalidRequest
 from foredraft.text import detokenizer
 from foredraft.text.chat_template import ChatTemplate
-
-T = TypeVar("T")
 
 SPECIAL_TOKEN_KEYS = (
     "bos_token",
@@ -139,43 +134,6 @@ def tokenizer_fingerprint(path: str | os.PathLike[str]) -> str:
     if not (Path(path) / "tokenizer.json").is_file():
         return ""
     return fingerprint_of(_load_backend(Path(path))[0].get_vocab())
-
-
-class EncodingPool:
-    """Runs tokenizing and template rendering in a few threads, so that the event loop stays free.
-
-    Args:
-        num_threads: Jobs that run at a time.
-        max_waiting: Jobs in all; more are refused.
-    """
-
-    def __init__(self, num_threads: int = 2, max_waiting: int = 256) -> None:
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
-        self._max_waiting = max_waiting
-        self._waiting = 0
-        self._lock = threading.Lock()
-
-    async def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Calls the function in a thread.
-
-        Raises:
-            Overloaded: Too many jobs wait.
-        """
-        with self._lock:
-            if self._waiting >= self._max_waiting:
-                raise Overloaded("too many prompts wait for the tokenizer")
-            self._waiting += 1
-        job = self._executor.submit(function, *args, **kwargs)
-        job.add_done_callback(lambda _: self._finish())
-        return await asyncio.wrap_future(job)
-
-    def close(self) -> None:
-        """Lets running jobs end and drops waiting ones."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
-    def _finish(self) -> None:
-        with self._lock:
-            self._waiting -= 1
 
 
 def _load_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
