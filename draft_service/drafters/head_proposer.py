@@ -1,6 +1,6 @@
 """Draft trees from one head module that is applied to its own output."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -33,7 +33,13 @@ class HeadLevels:
 
 
 class HeadProposer(PagedProposer):
-    """Drafts for one verifier."""
+    """Drafts for one verifier.
+
+    Attributes:
+        on_close: Called when nothing computes with the head any more.
+    """
+
+    on_close: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -52,6 +58,8 @@ class HeadProposer(PagedProposer):
         """See PagedProposer."""
         super().close()
         del self._head_runner
+        if self.on_close is not None:
+            self.on_close()
 
     def _make_fast(self) -> GraphDrafting | None:
         settings, reader = self._settings, self.hidden

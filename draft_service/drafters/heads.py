@@ -17,6 +17,7 @@ from draft_service.drafters.paged import (
     graph_settings,
     weight_bytes,
 )
+from draft_service.drafters.target_weights import TargetWeights
 from foredraft import __version__
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import DraftConfig
@@ -48,6 +49,9 @@ class HeadDrafter(PagedDrafter):
         name: Of the head.
         fingerprint: Of the target's tokenizer; empty when it has none.
         limits: (steps, topk, draft tokens) where a verifier does not say.
+
+    Attributes:
+        target_weights: Where the head's weights that are the target's lie, on a GPU; None where they are here for good.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class HeadDrafter(PagedDrafter):
         self._head = head
         self._target = target
         self._name = name
+        self.target_weights: TargetWeights | None = None
 
     @classmethod
     def load(cls, config: DraftConfig) -> "HeadDrafter":
@@ -78,7 +83,12 @@ class HeadDrafter(PagedDrafter):
         if config.dtype == "auto" and device.type == "cpu":
             name = "float32"
         dtype = getattr(torch, name)
-        shared = load_shared_weights(target_path, target, dtype, device, config.load_format)
+        # On a GPU the verifier may share them; where weights are changed, a head needs its own.
+        is_plain = config.speculative_draft_model_quantization == "unquant"
+        on_host = device.type == "cuda" and is_plain
+        shared = load_shared_weights(
+            target_path, target, dtype, device, config.load_format, on_host=on_host
+        )
         if config.speculative_token_map:
             token_map = read_token_map(config.speculative_token_map, target.vocab_size)
             shared.token_map = token_map.to(device)
@@ -103,16 +113,23 @@ class HeadDrafter(PagedDrafter):
             config.tree_limits,
         )
         drafter.graphs = graph_settings(config, device)
+        if on_host:
+            drafter.target_weights = TargetWeights(head, shared)
         return drafter
 
     def info(self) -> draft_pb2.GetDraftInfoResponse:
         """Which hidden states it reads, and that vocabulary and tokenizer must be the target's."""
         config = self._head.config
-        return draft_pb2.GetDraftInfoResponse(
+        shared, theirs = self.target_weights, 0
+        if shared is not None:
+            theirs = shared.num_bytes
+        info = draft_pb2.GetDraftInfoResponse(
             algorithm=config.algorithm,
             model=self._name,
             kv_bytes_per_token=config.layer.kv_bytes_per_token(self._dtype.itemsize),
-            weight_bytes=weight_bytes(self._head),
+            weight_bytes=weight_bytes(self._head) - theirs,
+            shared_weights=shared.names if shared is not None else (),
+            shared_weight_bytes=theirs,
             hidden=draft_pb2.HiddenNeeds(
                 layers=self._head.captured_layers,
                 width=self._head.hidden_width,
@@ -124,6 +141,24 @@ class HeadDrafter(PagedDrafter):
             uses_pages=True,
             version=__version__,
         )
+        self.add_memory(info, self._head.lm_head.weight.shape[0])
+        return info
+
+    def attach(self, request: draft_pb2.AttachRequest) -> tuple[Proposer, draft_pb2.AttachResponse]:
+        """See PagedDrafter; on a GPU the head gets its target's weights first."""
+        weights = self.target_weights
+        if weights is None:
+            return super().attach(request)
+        self._check(request)
+        weights.attach(request.weights)
+        try:
+            proposer, response = super().attach(request)
+        except BaseException:
+            weights.detach()
+            raise
+        assert isinstance(proposer, HeadProposer)
+        proposer.on_close = weights.detach
+        return proposer, response
 
     def _proposer(
         self, kv: PagedKV, attach: draft_pb2.AttachRequest, limits: Limits, scratch: Scratch

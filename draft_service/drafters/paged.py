@@ -22,9 +22,16 @@ from foredraft.runner.batch import SequenceRows
 from foredraft.runner.draft_batches import DraftShape
 from foredraft.speculation.draft_tree import DraftTree
 from foredraft.speculation.tree_building import Ordering
+from foredraft.transport import cuda
 
 # Rows of one forward while catching up, over all sequences.
 CHUNK_ROWS = 512
+
+# Of estimates of an attach's memory.
+PAGE_SLACK = 16
+TYPICAL_BATCH = 48
+LOGITS_COPIES = 3
+GRAPH_BYTES = 96 << 20
 
 Limits = tuple[int, int, int]
 
@@ -40,10 +47,10 @@ def device_of(config: DraftConfig) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise ConfigError("--device cuda: this process sees no CUDA device")
-    device = torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
-    return device
+    if has_cuda and config.device != "cpu":
+        return torch.device("cuda", torch.cuda.current_device())
+    torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
+    return torch.device("cpu")
 
 
 def graph_settings(config: DraftConfig, device: torch.device) -> GraphSettings | None:
@@ -132,6 +139,24 @@ class PagedDrafter(Drafter):
         kv_bytes = kv.bytes_per_page() * (request.num_pages + scratch.num_pages)
         proposer = self._proposer(kv, request, limits, scratch)
         return proposer, draft_pb2.AttachResponse(kv_bytes=kv_bytes)
+
+    def add_memory(self, info: draft_pb2.GetDraftInfoResponse, vocab: int) -> None:
+        """Says what an attach will take on a GPU.
+
+        Args:
+            info: With kv_bytes_per_token.
+            vocab: Columns of the logits.
+        """
+        settings = self.graphs
+        if self._kv_device.type == "cpu" or settings is None:
+            return
+        info.device_uuid = cuda.uuid_of(self._kv_device)
+        steps, topk, _ = self._limits
+        # Scratch is whole pages.
+        info.bytes_per_sequence = info.kv_bytes_per_token * ((steps - 1) * topk + PAGE_SLACK)
+        batch = settings.limit or TYPICAL_BATCH
+        # Logits of a level, their top, their noise; of the roots once more.
+        info.workspace_bytes = 4 * vocab * batch * (1 + LOGITS_COPIES * topk) + GRAPH_BYTES
 
     @abstractmethod
     def _proposer(

@@ -92,7 +92,7 @@ class StandaloneDrafter(PagedDrafter):
     def info(self) -> draft_pb2.GetDraftInfoResponse:
         """Vocabulary and tokenizer must be the target's; hidden states are not needed."""
         config = self._model.config
-        return draft_pb2.GetDraftInfoResponse(
+        info = draft_pb2.GetDraftInfoResponse(
             algorithm="STANDALONE",
             model=self._name,
             kv_bytes_per_token=config.kv_bytes_per_token(self._dtype.itemsize),
@@ -104,6 +104,8 @@ class StandaloneDrafter(PagedDrafter):
             uses_pages=True,
             version=__version__,
         )
+        self.add_memory(info, self._model.lm_head.weight.shape[0])
+        return info
 
     def _proposer(
         self, kv: PagedKV, attach: draft_pb2.AttachRequest, limits: Limits, scratch: Scratch

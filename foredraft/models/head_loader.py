@@ -290,7 +290,9 @@ def _own_embedding(
     own = Embedding(layer.vocab_size, layer.hidden_size, 1.0, head.dtype, head.device)
     tensors.copy_to(stored, own.weight)
     theirs = head.embedding.weight
-    if own.weight.shape != theirs.shape or not torch.equal(own.weight, theirs):
+    if own.weight.shape != theirs.shape or not torch.equal(
+        own.weight, theirs.to(own.weight.device)
+    ):
         logger.info("%s has an embedding of its own", directory.name)
         head.embedding = own
         has_lm_head = head.config.algorithm != "EAGLE3" or "lm_head.weight" in head.tensors()

@@ -28,6 +28,7 @@ def load_shared_weights(
     dtype: torch.dtype,
     device: torch.device,
     load_format: str = "auto",
+    on_host: bool = False,
 ) -> SharedWeights:
     """The target's embedding (not scaled: heads are trained on its plain rows) and LM head.
 
@@ -35,6 +36,8 @@ def load_shared_weights(
         directory: The target's checkpoint.
         config: Of the target.
         load_format: `auto` reads them; `dummy` makes random ones.
+        on_host: Leave them on the host, mapped where they can be (dummies: without memory), for `device` to be given
+            them later.
 
     Raises:
         CheckpointError: They are missing or misshaped.
@@ -44,14 +47,16 @@ def load_shared_weights(
     names = [EMBEDDING] if config.tie_word_embeddings else [EMBEDDING, LM_HEAD]
     shape = (config.vocab_size, config.hidden_size)
     if load_format == "dummy":
-        found = {name: torch.empty(shape, dtype=dtype, device=device) for name in names}
+        place = torch.device("meta") if on_host else device
+        found = {name: torch.empty(shape, dtype=dtype, device=place) for name in names}
     else:
-        found = _read(directory, names, shape, dtype, device)
+        place = torch.device("cpu") if on_host else device
+        found = _read(directory, names, shape, dtype, place)
     embedding.weight = nn.Parameter(found[EMBEDDING], requires_grad=False)
     lm_head.weight = embedding.weight
     if not config.tie_word_embeddings:
         lm_head.weight = nn.Parameter(found[LM_HEAD], requires_grad=False)
-    if load_format == "dummy":
+    if load_format == "dummy" and not on_host:
         fill_randomly(nn.ModuleList([embedding, lm_head]))
     return SharedWeights(embedding, lm_head)
 
@@ -60,7 +65,12 @@ def reduce_vocabulary(lm_head: LMHead, token_map: torch.Tensor) -> LMHead:
     """The LM head of the tokens in `token_map` alone (FR-Spec, Zhao et al. 2025, arXiv 2502.14856)."""
     weight = lm_head.weight
     reduced = LMHead(0, 0, None, lm_head.softcap, weight.dtype, weight.device)
-    reduced.weight = nn.Parameter(weight[token_map.to(weight.device)], requires_grad=False)
+    if weight.is_meta:
+        rows = weight.new_empty(len(token_map), weight.shape[1])
+    else:
+        rows = weight[token_map.to(weight.device)]
+    reduced.weight = nn.Parameter(rows, requires_grad=False)
+    reduced.multiply = lm_head.multiply  # the weight may still be on its way to the device
     return reduced
 
 

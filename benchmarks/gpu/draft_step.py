@@ -1,0 +1,159 @@
+"""One draft step on a GPU, alone: how long the device works and how much the host adds. Head of Llama-3.1-8B's shape.
+
+    python -m benchmarks.gpu.draft_step --batch 1 8 32 --profile 8
+
+Weights are random. The host's part is the time of a step beyond its kernels: reading the message, packing, launching,
+unpacking, and building the answer.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.shapes import write_checkpoints
+from draft_service.drafters.heads import HeadDrafter
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.config.services import DraftConfig
+from foredraft.models.config import ModelConfig
+from foredraft.transport.base import HiddenReader
+
+MODES = {"chain": (3, 1, 4), "tree": (5, 8, 32)}
+PAGE, CONTEXT, ROWS = 16, 1024, 3
+
+
+class Ring(HiddenReader):
+    """Hidden states in memory of this process."""
+
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype) -> None:
+        self.ring = torch.randn(num_rows, width, device="cuda").to(dtype)
+
+    def read(self, rows: draft_pb2.HiddenRows) -> torch.Tensor:
+        """See HiddenReader."""
+        assert self.ring is not None
+        return self.ring[rows.arena_row : rows.arena_row + rows.num_rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--profile", type=int, default=0, help="list kernels at this batch")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        target, head = write_checkpoints(Path(folder), 32)
+        drafter = HeadDrafter.load(
+            DraftConfig(
+                model_path=str(target),
+                speculative_algorithm="EAGLE3",
+                speculative_draft_model_path=str(head),
+                load_format="dummy",
+                speculative_draft_load_format="dummy",
+                dtype="bfloat16",
+                device="cuda",
+            )
+        )
+        config = ModelConfig.from_dir(target)
+    for mode in args.modes:
+        measure(mode, drafter, config, args)
+
+
+def measure(mode: str, drafter: HeadDrafter, config: ModelConfig, args: argparse.Namespace) -> None:
+    """Prints a line for every batch."""
+    steps, topk, tokens = MODES[mode]
+    limits = draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens)
+    info = drafter.info()
+    batch = max(args.batch)
+    proposer, _ = drafter.attach(
+        draft_pb2.AttachRequest(
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+            vocab_size=config.vocab_size,
+            target_fingerprint=config.fingerprint,
+            page_size=PAGE,
+            num_pages=batch * CONTEXT // PAGE,
+            max_batch=batch,
+            max_context=CONTEXT,
+            limits=limits,
+            draft_sampling="coupled",
+        )
+    )
+    proposer.hidden = Ring(4096, info.hidden.width, torch.bfloat16)
+    started = time.perf_counter()
+    proposer.prepare()
+    print(f"{mode}: prepared in {time.perf_counter() - started:.1f} s")
+    for size in args.batch:
+        walls, kernels = [], []
+        for step in range(args.steps):
+            message = request(size, step, limits, args.temperature).SerializeToString()
+            started = time.perf_counter()
+            response = proposer.step(draft_pb2.StepRequest.FromString(message))
+            response.SerializeToString()
+            walls.append(time.perf_counter() - started)
+            kernels.append(replay(proposer, size, args.temperature > 0))
+        wall, device = statistics.median(walls[10:]) * 1e3, statistics.median(kernels[10:]) * 1e3
+        print(
+            f"{mode} batch {size}: step {wall:.3f} ms, device {device:.3f} ms, host {wall - device:.3f} ms",
+            flush=True,
+        )
+        if size == args.profile:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA]
+            ) as profile:
+                for step in range(args.steps, args.steps + 10):
+                    proposer.step(request(size, step, limits, args.temperature))
+            table = profile.key_averages().table(
+                sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70
+            )
+            print(table)
+    proposer.close()
+
+
+def replay(proposer, size: int, sampled: bool) -> float:  # type: ignore[no-untyped-def]
+    """Seconds of the step's graphs alone, from one after the other."""
+    graphs = proposer._fast.graphs
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    graphs.extend(size)
+    graphs.draft(size, sampled, False)
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) * 1e-3
+
+
+def request(
+    size: int, step: int, limits: draft_pb2.TreeLimits, temperature: float
+) -> draft_pb2.StepRequest:
+    """A few tokens for every sequence; the first step begins them with a prompt."""
+    message = draft_pb2.StepRequest(step=step + 1)
+    prompt = 256
+    for slot in range(size):
+        news = message.sequences.add(slot=slot)
+        count, position = (prompt, 0) if step == 0 else (ROWS, prompt + (step - 1) * ROWS)
+        if step == 0:
+            news.begin.sampling.temperature = temperature
+            news.begin.sampling.top_p = 1.0
+            news.begin.sampling.seed = slot
+        news.position = position
+        news.tokens.extend(range(position + 2, position + 2 + count))
+        pages_before = -(-max(position - 1, 0) // PAGE)
+        pages = -(-(position + count - 1) // PAGE)
+        if pages > pages_before:
+            first = slot * CONTEXT // PAGE
+            news.first_page = pages_before
+            news.new_pages.extend(range(first + pages_before, first + pages))
+        news.hidden.arena_row = (step * 32 + slot * ROWS) % 3000
+        news.hidden.num_rows = count - (step == 0)
+        news.propose.CopyFrom(limits)
+    return message
+
+
+if __name__ == "__main__":
+    main()
