@@ -29,6 +29,7 @@ from foredraft.errors import ForedraftError
 
 ALGORITHMS = ("NGRAM", "EAGLE3", "STANDALONE")
 WARM_SECONDS = 2.0
+Block = tuple[str, list[tuple[int, Fault]]]  # an algorithm, and numbered faults
 
 
 def main() -> int:
@@ -37,24 +38,23 @@ def main() -> int:
     if arguments.list:
         print("\n".join(f"{fault.weight:3} {fault.name}" for fault in FAULTS))
         return 0
-    names = arguments.only or [fault.name for fault in FAULTS]
     reason = room.enter([os.path.abspath(__file__), *sys.argv[1:]])
     if reason:
-        left_out = [fault.name for fault in FAULTS if fault.needs_room and fault.name in names]
-        print(f"left out: {', '.join(left_out)}: {reason}", file=sys.stderr)
-        names = [name for name in names if name not in left_out]
-    faults = plan(names, arguments.faults, arguments.seed)
-    blocks: dict[str, list[tuple[int, Fault]]] = {name: [] for name in arguments.algorithms}
+        print(f"left out, what fills file systems: {reason}", file=sys.stderr)
+    faults = plan(arguments.only, arguments.faults, arguments.seed)
+    first, last = arguments.between or (0, len(faults))
+    blocks: list[Block] = [(name, []) for name in arguments.algorithms]
     for number, fault in enumerate(faults):
-        index = number * len(blocks) // len(faults)
-        blocks[arguments.algorithms[index]].append((number, fault))
+        if first <= number < last and not (reason and fault.needs_room):
+            blocks[number * len(blocks) // len(faults)][1].append((number, fault))
     own_room = Room()
-    reports = _read(arguments.output) if arguments.resume else []
+    reports = [one for path in arguments.resume or () for one in _read(path)]
     try:
         asyncio.run(_run(arguments, blocks, own_room, reports))
     finally:
         own_room.close()
-    print(report.table(reports))
+    reports.sort(key=lambda one: one["number"])
+    print(report.table(reports) if reports else "no faults")
     if arguments.plot and reports:
         report.draw(arguments.plot, reports)
     bad = [one for one in reports if one["wrong"] or one["leaks"] or one["complaint"]]
@@ -66,7 +66,7 @@ def main() -> int:
 
 async def _run(
     arguments: argparse.Namespace,
-    blocks: dict[str, list[tuple[int, Fault]]],
+    blocks: list[Block],
     own_room: Room,
     reports: list[dict[str, Any]],
 ) -> None:
@@ -78,9 +78,10 @@ async def _run(
         "clients": arguments.clients,
         "cpus": os.cpu_count(),
     }
-    bar = tqdm(total=arguments.faults, initial=len(known), unit="fault", disable=arguments.quiet)
+    total = len(known | {number for _, block in blocks for number, _ in block})
+    bar = tqdm(total=total, initial=len(known), unit="fault", disable=arguments.quiet)
     with bar:
-        for algorithm, block in blocks.items():
+        for algorithm, block in blocks:
             todo = [(number, fault) for number, fault in block if number not in known]
             if not todo:
                 continue
@@ -146,7 +147,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each model")
     parser.add_argument("--deadline", type=float, default=30.0, help="seconds of each request")
     parser.add_argument("--output", type=Path, help="JSON file, written after every fault")
-    parser.add_argument("--resume", action="store_true", help="go on with --output")
+    parser.add_argument(
+        "--resume", nargs="+", type=Path, metavar="FILE", help="leave out what these files have"
+    )
+    parser.add_argument(
+        "--between", nargs=2, type=int, metavar=("FIRST", "LAST"), help="only a part of the faults"
+    )
     parser.add_argument("--plot", type=Path, help="PNG file")
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="the services' lines")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -154,9 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read(path: Path | None) -> list[dict[str, Any]]:
-    if path is None or not path.exists():
-        return []
+def _read(path: Path) -> list[dict[str, Any]]:
     return list(json.loads(path.read_text(encoding="utf-8"))["faults"])
 
 

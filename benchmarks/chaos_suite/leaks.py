@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from benchmarks.chaos_suite import processes
@@ -22,10 +23,14 @@ class Baseline:
     Attributes:
         footprints: Of each service and of "serve".
         arena_bytes: Of the draft's attach.
+        names: Processes by what they run; services may have helpers.
+        sockets: In the directory of the stack.
     """
 
     footprints: dict[str, Footprint] = field(default_factory=dict)
     arena_bytes: float = 0.0
+    names: Counter[str] = field(default_factory=Counter)
+    sockets: list[str] = field(default_factory=list)
 
 
 async def measure(rig: Rig) -> Baseline:
@@ -35,6 +40,8 @@ async def measure(rig: Rig) -> Baseline:
     return Baseline(
         {name: processes.footprint(pid) for name, pid in pids.items()},
         page.get("foredraft_arena_bytes", 0.0),
+        _names(rig),
+        _sockets(rig),
     )
 
 
@@ -50,9 +57,8 @@ async def check(rig: Rig, baseline: Baseline, seconds: float = SETTLE_SECONDS) -
 
 async def _look(rig: Rig, baseline: Baseline) -> list[str]:
     pids = rig.pids()
-    expected = {rig.pid, *pids.values()}
-    own = set(processes.descendants(rig.pid)) | set(processes.marked(MARK, rig.mark))
-    found = [f"process {pid}: {processes.service_of(pid) or 'a zombie'}" for pid in own - expected]
+    more = _names(rig) - baseline.names
+    found = [f"{count} more of: {name or 'zombies'}" for name, count in more.items()]
     if missing := set(SERVICES) - pids.keys():
         found.append(f"not running: {', '.join(sorted(missing))}")
     for name, pid in {**pids, "serve": rig.pid}.items():
@@ -61,12 +67,21 @@ async def _look(rig: Rig, baseline: Baseline) -> list[str]:
     folders = sorted(path.name for path in rig.room.disk.glob("foredraft-*"))
     if len(folders) != 1:
         found.append(f"directories of sockets: {folders}")
-    sockets = sorted(path.name for path in rig.room.disk.glob("foredraft-*/*"))
-    if sockets != ["draft.sock", "verify.sock"]:
-        found.append(f"sockets: {sockets}")
+    if _sockets(rig) != baseline.sockets:
+        found.append(f"sockets: {_sockets(rig)}")
     if rig.link.num_open != 1:
         found.append(f"{rig.link.num_open} connections to the draft")
     return found + await _held(rig, baseline)
+
+
+def _names(rig: Rig) -> Counter[str]:
+    """All that runs below the stack, or was started for it and has lost its parent."""
+    own = {*processes.descendants(rig.pid), *processes.marked(MARK, rig.mark)}
+    return Counter(processes.service_of(pid) for pid in own)
+
+
+def _sockets(rig: Rig) -> list[str]:
+    return sorted(path.name for path in rig.room.disk.glob("foredraft-*/*"))
 
 
 def _grown(name: str, pid: int, baseline: Baseline) -> list[str]:

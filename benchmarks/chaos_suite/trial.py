@@ -82,7 +82,7 @@ class Trial:
         load = Load(self._asker, self._cases, rng, self._num_clients)
         attaches, pids = await self._attaches(), self._rig.pids()
         load.start()
-        await asyncio.sleep(rng.uniform(0.5, 1.5))
+        await asyncio.sleep(rng.uniform(0.3, 1.2))
         struck = time.monotonic()
         try:
             outcome = await fault.inject(self._rig, rng)

@@ -44,11 +44,11 @@ def test_a_short_run_loses_nothing_that_it_must_not(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_the_seeds_and_has_every_fault() -> None:
-    names = [fault.name for fault in FAULTS]
-    faults = plan(names, 500, 1)
-    assert faults == plan(names, 500, 1) != plan(names, 500, 2)
-    assert {fault.name for fault in faults} == set(names)
-    assert plan(names, 100, 1) == faults[:100]
+    faults = plan(None, 500, 1)
+    assert faults == plan(None, 500, 1) != plan(None, 500, 2)
+    assert set(faults) == set(FAULTS)
+    assert plan(None, 100, 1) == faults[:100]
+    assert {fault.name for fault in plan(SHORT, len(SHORT), 1)} == set(SHORT)
 
 
 @pytest.mark.parametrize(
