@@ -120,7 +120,8 @@ export function watchHealth(callback, seconds = 4) {
       try {
         const health = await get("/health");
         failures = 0;
-        callback(health.status === "ok" ? { state: "ok", text: "ready" } : { state: "degraded", text: "ready, draft away" });
+        const away = health.draft_available ? "a verifier away" : "draft away";
+        callback(health.status === "ok" ? { state: "ok", text: "ready" } : { state: "degraded", text: `ready, ${away}` });
       } catch (problem) {
         failures += 1;
         callback({ state: "down", text: problem.status === 503 ? "starting" : "not reachable" });

@@ -190,7 +190,11 @@ def test_server_info(http: httpx.Client, path: str) -> None:
 
 
 def test_health(http: httpx.Client) -> None:
-    assert http.get("/health").json() == {"status": "ok", "draft_available": True}
+    assert http.get("/health").json() == {
+        "status": "ok",
+        "draft_available": True,
+        "verifiers": {"usable": 1, "known": 1},
+    }
     assert http.get("/health_generate").status_code == 200
 
 

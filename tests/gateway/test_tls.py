@@ -218,7 +218,8 @@ def test_between_services(
         eventually(lambda: httpx.get(url + "/health").status_code == 200)
         answer = httpx.post(url + "/v1/completions", json=BODY, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 4
-        assert httpx.get(url + "/health").json() == {"status": "ok", "draft_available": True}
+        health = httpx.get(url + "/health").json()
+        assert health["status"] == "ok"
         plain, _ = enter(stacks.running_gateway(verify))
         assert httpx.post(plain + "/v1/completions", json=BODY, timeout=60).status_code == 503
 
