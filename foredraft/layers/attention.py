@@ -5,6 +5,7 @@ from torch import nn
 
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.layers import fused
 from foredraft.layers.linear import Linear
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.rotary import rotate
@@ -67,6 +68,21 @@ class SelfAttention(nn.Module):
             layer: Of the cache.
         """
         heads = self.qkv(x).view(self._shape)
+        store = self._store_fused if fused.on_gpu(heads) else self._store
+        queries = store(heads, angles, layer, batch, kv)
+        out = x.new_empty(x.shape[0], self.output.weight.shape[1])
+        attention.attend(plan, queries, layer, self.window, self._scale, out)
+        return self.output(out)
+
+    def _store(
+        self,
+        heads: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        layer: int,
+        batch: Batch,
+        kv: PagedKV,
+    ) -> torch.Tensor:
+        """Puts the rows' keys and values into the cache; returns the queries."""
         q_and_k = heads[:, : self._num_heads + self._num_kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(heads[:, : self._num_heads])
@@ -76,7 +92,21 @@ class SelfAttention(nn.Module):
         # Keys go back beside their values, so that the cache takes both at once.
         heads[:, self._num_heads : -self._num_kv_heads].copy_(rotated[:, self._num_heads :])
         kv.write(layer, batch.slots, heads[:, self._num_heads :])
-        queries = rotated[:, : self._num_heads]
-        out = x.new_empty(x.shape[0], self.output.weight.shape[1])
-        attention.attend(plan, queries, layer, self.window, self._scale, out)
-        return self.output(out)
+        return rotated[:, : self._num_heads]
+
+    def _store_fused(
+        self,
+        heads: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        layer: int,
+        batch: Batch,
+        kv: PagedKV,
+    ) -> torch.Tensor:
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm, self.k_norm
+            norms = (q.weight, k.weight, q.eps, q.full_precision)
+        keys, values = kv.keys(layer), kv.values(layer)
+        return fused.rotate_and_store(
+            heads, self._num_heads, angles, norms, keys, values, batch.slots
+        )

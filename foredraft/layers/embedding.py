@@ -57,8 +57,10 @@ class LMHead(Linear):
         self.softcap = softcap
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden] -> float32 [num_rows, vocab_size]."""
-        logits = super().forward(x).float()
-        if self.softcap is not None:
-            logits = (logits / self.softcap).tanh_().mul_(self.softcap)
-        return logits
+        """[num_rows, hidden] -> [num_rows, vocab_size]: float32 on the CPU and where capped, else of x's type."""
+        logits = super().forward(x)
+        if self.softcap is None:
+            # On a GPU whoever reads the largest tensor of a step converts it on the way.
+            return logits if logits.is_cuda else logits.float()
+        logits = logits.float()
+        return (logits / self.softcap).tanh_().mul_(self.softcap)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from foredraft.layers import fused
 from foredraft.layers.linear import Linear
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -33,7 +34,7 @@ class GatedMLP(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self._activation = ACTIVATIONS[activation]
+        self._kind, self._activation = activation, ACTIVATIONS[activation]
         self._size = intermediate_size
         self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias, dtype, device)
         self.down = Linear(intermediate_size, hidden_size, bias, dtype, device)
@@ -41,4 +42,6 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden] -> [num_rows, hidden]."""
         both = self.gate_up(x)
+        if fused.on_gpu(both):
+            return self.down(fused.gated(both, self._kind))
         return self.down(self._activation(both[:, : self._size]).mul_(both[:, self._size :]))

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from foredraft.layers import fused
 from foredraft.layers.linear import new_parameter
 
 
@@ -29,8 +30,41 @@ class RMSNorm(nn.Module):
             (size,), torch.float32 if self.full_precision else dtype, device
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., size] -> the same shape and type."""
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., size] -> the same shape and type.
+
+        Args:
+            out: Where to write the result of [num_rows, size]; may be a part of wider rows.
+        """
+        if fused.on_gpu(x):
+            return fused.rms_norm(x, self.weight, self.eps, self.full_precision, out)
+        result = self._norm(x)
+        return result if out is None else out.copy_(result)
+
+    def add(
+        self,
+        stream: torch.Tensor,
+        delta: torch.Tensor,
+        post: "RMSNorm | None" = None,
+        copy: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Adds `delta`, or its norm by `post`, to `stream` in place, and gives the norm of the sum.
+
+        Args:
+            stream, delta: [num_rows, size].
+            copy: Where the sum goes too; may be a part of wider rows.
+        """
+        if fused.on_gpu(stream):
+            first = None if post is None else (post.weight, post.eps)
+            return fused.add_norm(
+                stream, delta, self.weight, self.eps, self.full_precision, first, copy
+            )
+        stream.add_(delta if post is None else post(delta))
+        if copy is not None:
+            copy.copy_(stream)
+        return self._norm(stream)
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
         if self.full_precision:
             return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -5,6 +5,8 @@ from typing import Protocol
 
 import torch
 
+from foredraft.layers import fused
+
 
 class RopeParameters(Protocol):
     """What `Rotary` reads of a configuration; `foredraft.models.config.RopeConfig` describes the fields."""
@@ -56,8 +58,10 @@ class Rotary:
             positions: int64 [num_rows].
 
         Returns:
-            Two of [num_rows, 1, head_dim].
+            Two of [num_rows, 1, head_dim], of `dtype` or more precise.
         """
+        if fused.on_gpu(positions) and self._config.kind != "dynamic":
+            return fused.angles(positions, self._frequencies, self._config.attention_factor)
         angles = positions.unsqueeze(1).float() * self._frequencies_at(positions)
         cos, sin = angles.cos(), angles.sin()
         if self._config.attention_factor != 1.0:

@@ -23,14 +23,16 @@ class ModelOutput:
     """What a forward gives.
 
     Attributes:
-        logits: float32 [the rows asked for, vocab_size].
+        logits: [the rows asked for, vocab_size]; float32 on the CPU, of the activations' type on a GPU.
         hidden: [num_rows, hidden_size], after the final norm.
         captured: For each layer asked for, in the order asked, the residual stream that enters it [num_rows, hidden_size].
+        streams: [num_rows, layers asked for * hidden_size], of which `captured` are views; None where none are asked for.
     """
 
     logits: torch.Tensor
     hidden: torch.Tensor
     captured: list[torch.Tensor] = field(default_factory=list)
+    streams: torch.Tensor | None = None
 
 
 class DecoderLayer(nn.Module):
@@ -74,6 +76,7 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
+        x: torch.Tensor,
         stream: torch.Tensor,
         angles: Angles,
         layer: int,
@@ -81,12 +84,20 @@ class DecoderLayer(nn.Module):
         kv: PagedKV,
         attention: AttentionBackend,
         plan: object,
-    ) -> None:
-        """Adds to `stream` [num_rows, hidden_size] in place."""
-        x = self.attention(self.attention_norm(stream), angles, layer, batch, kv, attention, plan)
-        stream.add_(x if self.attention_post_norm is None else self.attention_post_norm(x))
-        x = self.mlp(self.mlp_norm(stream))
-        stream.add_(x if self.mlp_post_norm is None else self.mlp_post_norm(x))
+        next_norm: RMSNorm,
+        copy: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What the next layer reads [num_rows, hidden_size]: adding to the stream and its next norm are one pass.
+
+        Args:
+            x: [num_rows, hidden_size], the stream after `attention_norm`.
+            stream: [num_rows, hidden_size], added to in place.
+            next_norm: Of the stream that leaves.
+            copy: Where the stream that leaves goes too, or None.
+        """
+        x = self.attention(x, angles, layer, batch, kv, attention, plan)
+        x = self.mlp(self.mlp_norm.add(stream, x, self.attention_post_norm))
+        return next_norm.add(stream, x, self.mlp_post_norm, copy)
 
 
 class DecoderModel(nn.Module):
@@ -156,14 +167,20 @@ class DecoderModel(nn.Module):
             for rope, rotary in self._rotary.items()
         }
         plan = attention.plan(batch, kv, self._windows, self._group_size)
-        captured: dict[int, torch.Tensor] = {}
-        for index, layer in enumerate(self.decoder_layers):
-            if index in capture:
-                captured[index] = stream.clone()
+        size = self.config.hidden_size
+        streams = stream.new_empty(stream.shape[0], len(capture) * size) if capture else None
+        captured = [] if streams is None else list(streams.split(size, 1))
+        copies = dict(zip(capture, captured, strict=True))
+        if 0 in copies:
+            copies[0].copy_(stream)
+        norms = [layer.attention_norm for layer in self.decoder_layers[1:]] + [self.norm]
+        x = self.decoder_layers[0].attention_norm(stream)
+        for index, (layer, next_norm) in enumerate(zip(self.decoder_layers, norms, strict=True)):
             rope = angles[self.config.ropes[index]]
-            layer(stream, rope, index, batch, kv, attention, plan)
-        if self.config.num_layers in capture:
-            captured[self.config.num_layers] = stream.clone()
-        hidden = self.norm(stream)
-        wanted = hidden if batch.logit_rows is None else hidden[batch.logit_rows]
-        return ModelOutput(self.lm_head(wanted), hidden, [captured[layer] for layer in capture])
+            copy = copies.get(index + 1)
+            x = layer(x, stream, rope, index, batch, kv, attention, plan, next_norm, copy)
+        for layer_index, copy in zip(capture, captured, strict=True):
+            if copy is not copies[layer_index]:  # asked for twice
+                copy.copy_(copies[layer_index])
+        wanted = x if batch.logit_rows is None else x[batch.logit_rows]
+        return ModelOutput(self.lm_head(wanted), x, captured, streams)

@@ -44,7 +44,7 @@ class HeadOutput:
     """What a forward gives.
 
     Attributes:
-        logits: float32 [the rows asked for, columns of `DraftHead.token_map`].
+        logits: [the rows asked for, columns of `DraftHead.token_map`]; float32 on the CPU, of the activations' type on a GPU.
         features: [rows, hidden_size], for those that continue them: of the rows asked for, or of all where that was asked.
     """
 
@@ -112,21 +112,31 @@ class HeadLayer(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, False, dtype, device)
 
     def forward(
-        self, x: torch.Tensor, stream: torch.Tensor, run: Pass, is_last: bool
-    ) -> torch.Tensor:
-        """The stream [num_rows, hidden_size] after the layer; after the last one that of the kept rows.
+        self,
+        x: torch.Tensor,
+        stream: torch.Tensor,
+        run: Pass,
+        is_last: bool,
+        next_norm: RMSNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream [num_rows, hidden_size] after the layer, and its norm; after the last one of the kept rows alone.
 
         Args:
             x: [num_rows, input_size], read by attention.
             stream: [num_rows, hidden_size]; left as it is.
+            next_norm: Of the stream that leaves; None for none.
         """
         angles = run.angles[self._rope]
-        stream = stream + self.attention(
-            x, angles, self._index, run.batch, run.kv, run.attention, run.plan
-        )
+        # Added to what attention gives, which is nobody else's.
+        out = self.attention(x, angles, self._index, run.batch, run.kv, run.attention, run.plan)
         if is_last and run.kept_rows is not None:
-            stream = stream[run.kept_rows]
-        return stream.add_(self.mlp(self.mlp_norm(stream)))
+            out, stream = out[run.kept_rows], stream[run.kept_rows]
+        delta = self.mlp(self.mlp_norm.add(out, stream))
+        if next_norm is None:
+            out.add_(delta)
+            return out, out
+        normed = next_norm.add(out, delta)
+        return out, normed
 
 
 class DraftHead(nn.Module, ABC):

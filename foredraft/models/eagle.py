@@ -52,7 +52,8 @@ class EagleHead(DraftHead):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DraftHead."""
         stream = self.fc(torch.cat((embeds, features), -1))
-        for index, layer in enumerate(self._layers):
-            x = self._norms[index - 1](stream) if index else stream
-            stream = layer(x, stream, run, layer is self._layers[-1])
+        x = stream
+        norms = [*self._norms, None]
+        for layer, next_norm in zip(self._layers, norms, strict=True):
+            stream, x = layer(x, stream, run, next_norm is None, next_norm)
         return stream, stream

@@ -100,12 +100,13 @@ class Eagle3Head(DraftHead):
         self, embeds: torch.Tensor, features: torch.Tensor, run: Pass, module: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DraftHead."""
-        x = self._norms[0](features)
-        stream = x if self.config.norm_before_residual else features
-        x = torch.cat((self.embedding_norm(embeds), x), -1)
-        for index, layer in enumerate(self._layers):
-            if index:
-                x = self._norms[index](stream)
-            stream = layer(x, stream, run, layer is self._layers[-1])
-        out = self.norm(stream)
+        size = features.shape[-1]
+        x = embeds.new_empty(embeds.shape[0], 2 * size)
+        self.embedding_norm(embeds, x[:, :size])
+        normed = self._norms[0](features, x[:, size:])
+        stream = normed if self.config.norm_before_residual else features
+        norms = [*self._norms[1:], self.norm]
+        for layer, next_norm in zip(self._layers, norms, strict=True):
+            stream, x = layer(x, stream, run, layer is self._layers[-1], next_norm)
+        out = x
         return out, out if self.config.norm_output else stream

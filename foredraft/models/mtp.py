@@ -29,7 +29,8 @@ class MTPModule(nn.Module):
         stream = self.projection(
             torch.cat((self.hidden_norm(features), self.token_norm(embeds)), -1)
         )
-        return self.final_norm(self.layer(self.attention_norm(stream), stream, run, True))
+        x = self.attention_norm(stream)
+        return self.layer(x, stream, run, True, self.final_norm)[1]
 
 
 class MTPHead(DraftHead):

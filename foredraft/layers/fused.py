@@ -1,0 +1,149 @@
+"""Calls of the kernels in `triton_kernels`, for tensors on NVIDIA GPUs. The layers come here by `on_gpu`; nothing else decides.
+
+Triton is imported on first use. No call reads a value of the device, so that all can be captured.
+"""
+
+import torch
+
+
+def on_gpu(x: torch.Tensor) -> bool:
+    """Whether the layers use kernels for this tensor; other devices use torch's own operations."""
+    return x.is_cuda
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    full_precision: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The norm of rows.
+
+    Args:
+        x: [..., size], the last dimension contiguous; more than two dimensions must be contiguous.
+        out: Where to write, [rows, size] with contiguous rows; may be a part of wider rows.
+    """
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    result = torch.empty_like(rows, memory_format=torch.contiguous_format) if out is None else out
+    _norm(rows, None, None, 0.0, weight, eps, full_precision, result, None)
+    return result if out is not None else result.view(x.shape)
+
+
+def add_norm(
+    stream: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    full_precision: bool,
+    post: tuple[torch.Tensor, float] | None = None,
+    copy: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """stream += delta, and the norm of the sum.
+
+    Args:
+        stream: [rows, size], changed.
+        delta: [rows, size].
+        post: Weight and eps of a norm of delta before it is added.
+        copy: [rows, size], where the sum goes too; may be a part of wider rows.
+    """
+    out = torch.empty_like(delta, memory_format=torch.contiguous_format)
+    post_weight, post_eps = post if post is not None else (None, 0.0)
+    _norm(stream, delta, post_weight, post_eps, weight, eps, full_precision, out, copy)
+    return out
+
+
+def _norm(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    post_weight: torch.Tensor | None,
+    post_eps: float,
+    weight: torch.Tensor,
+    eps: float,
+    full_precision: bool,
+    out: torch.Tensor,
+    copy: torch.Tensor | None,
+) -> None:
+    from foredraft.layers import triton_kernels
+
+    num_rows, size = x.shape
+    if not num_rows:
+        return
+    block = _power_of_two(size)
+    triton_kernels.norm[(num_rows,)](
+        x, x if delta is None else delta, weight if post_weight is None else post_weight, weight,
+        out, x if copy is None else copy,
+        x.stride(0), 0 if delta is None else delta.stride(0), out.stride(0),
+        0 if copy is None else copy.stride(0), size, eps, post_eps,
+        BLOCK=block, ADDS=delta is not None, POST=post_weight is not None, COPIES=copy is not None,
+        FULL=full_precision, num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+
+
+def angles(
+    positions: torch.Tensor, frequencies: torch.Tensor, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and signed sines, float32 [rows, 1, head_dim] each, for positions int64 [rows] and frequencies [head_dim / 2]."""
+    from foredraft.layers import triton_kernels
+
+    num_rows, half = positions.shape[0], frequencies.shape[0]
+    both = torch.empty((2, num_rows, 1, 2 * half), dtype=torch.float32, device=frequencies.device)
+    if num_rows:
+        triton_kernels.angles[(num_rows,)](
+            positions, frequencies, both[0], both[1], half, factor, BLOCK=_power_of_two(half)
+        )
+    return both[0], both[1]
+
+
+def rotate_and_store(
+    heads: torch.Tensor,
+    num_heads: int,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor, float, bool] | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Norms and rotates queries and keys, and puts keys and values into the cache.
+
+    Args:
+        heads: [rows, num_heads + 2 * num_kv_heads, head_dim] contiguous; the queries are changed in place.
+        angles: Cosines and signed sines [rows, 1, head_dim].
+        norms: Weights of the queries' and the keys' norm, their eps and whether they are in full precision.
+        keys, values: [num_kv_heads, slots, head_dim], of one layer of the cache.
+        slots: int64 [rows].
+
+    Returns:
+        The queries, a view of `heads`.
+    """
+    from foredraft.layers import triton_kernels
+
+    num_rows, all_heads, head_dim = heads.shape
+    cos, sin = angles
+    q_weight, k_weight, eps, full_precision = norms or (cos, cos, 0.0, False)
+    # Many rows fill the device by themselves; of few rows each head is a program's.
+    block_h = 1 if num_rows <= 4 else 4 if num_rows <= 64 else 16
+    if num_rows:
+        triton_kernels.rotate_and_store[(num_rows, -(-all_heads // block_h))](
+            heads, cos, sin, q_weight, k_weight, keys, values, slots,
+            heads.stride(0), keys.stride(0), eps,
+            Q_HEADS=num_heads, KV_HEADS=keys.shape[0], HEAD_DIM=head_dim, BLOCK_H=block_h,
+            BLOCK_D=_power_of_two(head_dim // 2), NORMS=norms is not None, FULL=full_precision,
+            num_warps=1 if block_h < 4 else 2 if block_h < 16 else 4,
+        )  # fmt: skip
+    return heads[:, :num_heads]
+
+
+def gated(both: torch.Tensor, kind: str) -> torch.Tensor:
+    """activation(first half) * second half of contiguous rows [rows, 2 * size]; kind is a key of `mlp.ACTIVATIONS`."""
+    from foredraft.layers import triton_kernels
+
+    num_rows, size = both.shape[0], both.shape[1] // 2
+    out = both.new_empty((num_rows, size))
+    if num_rows:
+        triton_kernels.gate[(num_rows, -(-size // 1024))](both, out, size, KIND=kind, BLOCK=1024)
+    return out
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()

@@ -1,0 +1,138 @@
+"""Element-wise work of a decoder in Triton: norms with the residual added, angles, rotary with the KV write, gated products."""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _normalized(
+    x, weight_ptr, columns, is_column, size, eps, dtype: tl.constexpr, FULL: tl.constexpr
+):
+    """x / rms(x) * weight; x is float32. Without FULL it is rounded to the activations' type before the product."""
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / size + eps)
+    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
+    if FULL:
+        return (x * scale * weight.to(tl.float32)).to(dtype)
+    return ((x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def norm(
+    x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr,
+    x_stride, delta_stride, out_stride, copy_stride, size, eps, post_eps,
+    BLOCK: tl.constexpr, ADDS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    """One row: x += delta, or the norm of delta; a copy of x; the norm of x."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < size
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
+    if ADDS:
+        delta = tl.load(delta_ptr + row * delta_stride + columns, mask=is_column, other=0.0)
+        if POST:
+            delta = _normalized(
+                delta.to(tl.float32), post_ptr, columns, is_column, size, post_eps, dtype, FULL
+            )
+        x = (x.to(tl.float32) + delta.to(tl.float32)).to(dtype)
+        tl.store(x_ptr + row * x_stride + columns, x, mask=is_column)
+    if COPIES:
+        tl.store(copy_ptr + row * copy_stride + columns, x, mask=is_column)
+    result = _normalized(x.to(tl.float32), weight_ptr, columns, is_column, size, eps, dtype, FULL)
+    tl.store(out_ptr + row * out_stride + columns, result, mask=is_column)
+
+
+@triton.jit
+def angles(
+    positions, frequencies, cos_ptr, sin_ptr, half, factor, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Cosines and signed sines of one row: both halves of a head have the same angles."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < half
+    frequency = tl.load(frequencies + columns, mask=is_column, other=0.0)
+    angle = tl.load(positions + row).to(tl.float32) * frequency
+    cos, sin = tl.cos(angle) * factor, tl.sin(angle) * factor
+    first = row * 2 * half + columns
+    tl.store(cos_ptr + first, cos, mask=is_column)
+    tl.store(cos_ptr + first + half, cos, mask=is_column)
+    tl.store(sin_ptr + first, -sin, mask=is_column)
+    tl.store(sin_ptr + first + half, sin, mask=is_column)
+
+
+@triton.jit
+def rotate_and_store(
+    heads_ptr, cos_ptr, sin_ptr, q_weight, k_weight, keys_ptr, values_ptr, slots,
+    row_stride, plane_stride, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr, NORMS: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one row: norms and rotates queries in place, and keys and values into their slot of the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    half: tl.constexpr = HEAD_DIM // 2
+    columns = tl.arange(0, BLOCK_D)
+    is_column = (columns < half)[None, :]
+    is_query, is_value = heads < Q_HEADS, heads >= Q_HEADS + KV_HEADS
+    wanted = (heads < Q_HEADS + 2 * KV_HEADS)[:, None] & is_column
+    dtype: tl.constexpr = heads_ptr.dtype.element_ty
+    at = heads_ptr + row * row_stride + heads[:, None] * HEAD_DIM + columns[None, :]
+    first = tl.load(at, mask=wanted, other=0.0)
+    second = tl.load(at + half, mask=wanted, other=0.0)
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if NORMS:
+        scale = 1.0 / tl.sqrt_rn((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / HEAD_DIM + eps)
+        x, y = x * scale[:, None], y * scale[:, None]
+        if not FULL:
+            x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
+        query = is_query[:, None] & is_column
+        key = (~is_query)[:, None] & is_column
+        # One of the two is 0 where the head is not of its kind.
+        q_at, k_at = q_weight + columns[None, :], k_weight + columns[None, :]
+        low = tl.load(q_at, mask=query, other=0.0) + tl.load(k_at, mask=key, other=0.0)
+        high = tl.load(q_at + half, mask=query, other=0.0)
+        high += tl.load(k_at + half, mask=key, other=0.0)
+        x, y = x * low.to(tl.float32), y * high.to(tl.float32)
+        x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
+    angle = row * HEAD_DIM + columns
+    cos = tl.load(cos_ptr + angle, mask=columns < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + half + angle, mask=columns < half, other=0.0).to(tl.float32)[None, :]
+    low, high = (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype)
+    tl.store(at, low, mask=wanted & is_query[:, None])
+    tl.store(at + half, high, mask=wanted & is_query[:, None])
+    slot = tl.load(slots + row).to(tl.int64) * HEAD_DIM
+    plane = (heads - Q_HEADS).to(tl.int64)[:, None] * plane_stride
+    key_at = keys_ptr + plane + slot + columns[None, :]
+    is_key = wanted & (~is_query & ~is_value)[:, None]
+    kept: tl.constexpr = keys_ptr.dtype.element_ty
+    tl.store(key_at, low.to(kept), mask=is_key)
+    tl.store(key_at + half, high.to(kept), mask=is_key)
+    value_at = values_ptr + plane - KV_HEADS * plane_stride + slot + columns[None, :]
+    tl.store(value_at, first.to(kept), mask=wanted & is_value[:, None])
+    tl.store(value_at + half, second.to(kept), mask=wanted & is_value[:, None])
+
+
+@triton.jit
+def activated(x, KIND: tl.constexpr):
+    """SiLU, GELU or its tanh form, of float32."""
+    if KIND == "silu":
+        return x / (1.0 + tl.exp(-x))
+    if KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + tl.exp(-2.0 * inner))  # 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2 u))
+
+
+@triton.jit
+def gate(both_ptr, out_ptr, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """A part of one row: activation(first half) * second half."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < size
+    at = both_ptr + row * 2 * size + columns
+    x = tl.load(at, mask=is_column, other=0.0).to(tl.float32)
+    up = tl.load(at + size, mask=is_column, other=0.0).to(tl.float32)
+    result = activated(x, KIND) * up
+    tl.store(out_ptr + row * size + columns, result.to(out_ptr.dtype.element_ty), mask=is_column)

@@ -1,0 +1,149 @@
+"""The layers' Triton kernels against the layers on the CPU; on a GPU or in Triton's interpreter."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.layers import fused
+from foredraft.layers.mlp import ACTIVATIONS
+from foredraft.layers.norm import RMSNorm
+from foredraft.layers.rotary import Rotary, rotate
+from tests.support.triton_device import DEVICE, needs_triton
+
+pytestmark = [needs_triton, pytest.mark.gpu]
+
+CPU = torch.device("cpu")
+# Kernels round less often than torch does on the CPU, so in 16 bits two roundings may differ.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(got, want, dtype):
+    torch.testing.assert_close(
+        got.cpu().float(), want.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
+
+
+def random_norm(size, full_precision, dtype, seed=1):
+    norm = RMSNorm(size, 1e-5, full_precision, dtype, CPU)
+    norm.weight.copy_(1 + 0.3 * random(size, seed=seed))
+    return norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("full_precision", [False, True])
+@pytest.mark.parametrize("size", [40, 4096, 5120])
+def test_norm(dtype, full_precision, size):
+    norm = random_norm(size, full_precision, dtype)
+    x = random(3, size, dtype=dtype)
+    moved, weight = x.to(DEVICE), norm.weight.to(DEVICE)
+    close(fused.rms_norm(moved, weight, 1e-5, norm.full_precision), norm(x), dtype)
+    wide = torch.zeros(3, 2 * size, dtype=dtype, device=DEVICE)
+    fused.rms_norm(moved, weight, 1e-5, norm.full_precision, wide[:, size:])
+    close(wide[:, size:], norm(x), dtype)
+    assert not bool(wide[:, :size].any())
+    heads = random(2, 3, size, dtype=dtype)
+    got = fused.rms_norm(heads.to(DEVICE), weight, 1e-5, norm.full_precision)
+    close(got, norm(heads), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_post", [False, True])
+@pytest.mark.parametrize("with_copy", [False, True])
+def test_adding_and_norm(dtype, with_post, with_copy):
+    size = 200
+    norm, post_norm = random_norm(size, True, dtype), random_norm(size, True, dtype, 2)
+    stream, delta = random(5, size, dtype=dtype), random(5, size, dtype=dtype, seed=3)
+    moved, moved_delta = stream.clone().to(DEVICE), delta.clone().to(DEVICE)
+    wide = torch.zeros(5, 3 * size, dtype=dtype, device=DEVICE)
+    want_copy = torch.zeros(5, size, dtype=dtype)
+    want = norm.add(
+        stream, delta, post_norm if with_post else None, want_copy if with_copy else None
+    )
+    got = fused.add_norm(
+        moved,
+        moved_delta,
+        norm.weight.to(DEVICE),
+        1e-5,
+        norm.full_precision,
+        (post_norm.weight.to(DEVICE), 1e-5) if with_post else None,
+        wide[:, size : 2 * size] if with_copy else None,
+    )
+    close(moved, stream, dtype)
+    close(got, want, dtype)
+    close(wide[:, size : 2 * size], want_copy, dtype)
+    assert torch.equal(moved_delta.cpu(), delta)
+
+
+def rope(kind, factor=1.0):
+    return SimpleNamespace(
+        theta=10000.0,
+        kind=kind,
+        factor=4.0,
+        original_max_positions=64,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=True,
+        attention_factor=factor,
+    )
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_angles(kind):
+    config = rope(kind, 1.3 if kind == "yarn" else 1.0)
+    positions = torch.tensor([0, 1, 77, 4095, 131071])
+    want = Rotary(config, 40, CPU).angles(positions, torch.float32)
+    frequencies = Rotary(config, 40, DEVICE)._frequencies
+    got = fused.angles(positions.to(DEVICE), frequencies, config.attention_factor)
+    for one, other in zip(got, want, strict=True):
+        # The frequencies' last bit may differ between devices; times the largest position that is the angle's error.
+        torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0.02)
+        torch.testing.assert_close(one.cpu()[:3], other[:3], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norms", [None, False, True])
+@pytest.mark.parametrize("rows", [1, 6, 70])
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_rotates_and_stores(dtype, norms, rows, head_dim):
+    q_heads, kv_heads = 6, 2
+    heads = random(rows, q_heads + 2 * kv_heads, head_dim, dtype=dtype)
+    positions = torch.arange(rows) * 5
+    angles = Rotary(rope("default"), head_dim, CPU).angles(positions, torch.float32)
+    q, k, v = heads.split([q_heads, kv_heads, kv_heads], 1)
+    weights = None
+    if norms is not None:
+        q_norm, k_norm = (random_norm(head_dim, norms, dtype, seed) for seed in (5, 6))
+        q, k = q_norm(q), k_norm(k)
+        weights = (q_norm.weight.to(DEVICE), k_norm.weight.to(DEVICE), 1e-5, q_norm.full_precision)
+    want_q = rotate(q.float(), *angles)
+    want_k = rotate(k.float(), *angles)
+    kv = PagedKV(2, 30, 4, kv_heads, head_dim, dtype, DEVICE)
+    slots = torch.randperm(120, generator=torch.Generator().manual_seed(0))[:rows]
+    moved_angles = tuple(x.to(DEVICE) for x in angles)
+    got = fused.rotate_and_store(
+        heads.clone().to(DEVICE), q_heads, moved_angles, weights, kv.keys(1), kv.values(1), slots.to(DEVICE)
+    )
+    close(got, want_q, dtype)
+    close(kv.keys(1)[:, slots.to(DEVICE)].transpose(0, 1), want_k, dtype)
+    assert torch.equal(kv.values(1)[:, slots.to(DEVICE)].transpose(0, 1).cpu(), v)
+    assert not bool(kv.data[0].any())
+    free = [slot for slot in range(120) if slot not in slots.tolist()]
+    assert not bool(kv.data[1][:, free].any()), "no other slot is touched"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+def test_gated_product(dtype, kind):
+    size = 1500
+    both = random(3, 2 * size, dtype=dtype) * 3
+    want = ACTIVATIONS[kind](both[:, :size].float()) * both[:, size:].float()
+    close(fused.gated(both.to(DEVICE), kind), want, dtype)
