@@ -196,6 +196,11 @@ def _add_draft(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
     add("--feature-weight", type=float, help="default: 1 for EAGLE, else 0")
     add("--noise", type=float, help="on the target's features; default: 0.1 for EAGLE, else 0")
     add("--draft-vocab-size", type=int, default=0, help="EAGLE3: most frequent tokens; 0 = all")
+    add(
+        "--stream-norms",
+        action="store_true",
+        help="EAGLE3: normalise each fused stream (fc_norm), for targets with large residual streams such as Gemma's",
+    )
     add("--intermediate", type=int, default=0, help="width of the head's MLP; 0 = the target's")
     add("--depth", type=int, default=5, help="drafted tokens of a measured chain or tree level")
     add("--topk", type=int, default=8, help="of the measured trees")

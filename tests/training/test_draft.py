@@ -10,6 +10,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from foredraft.errors import CheckpointError
+from foredraft.layers.embedding import Embedding, LMHead
+from foredraft.models.config import ModelConfig
+from foredraft.models.draft_head import SharedWeights
+from foredraft.models.head_loader import load_head as load_served_head
 from training.draft.acceptance import (
     head_chain,
     head_tree,
@@ -191,6 +195,28 @@ def test_checkpoints_have_the_names_other_servers_read_and_load_again(
         assert torch.equal(again.state_dict()[name], expected), name
     with pytest.raises(CheckpointError, match="unexpected"):
         head.load_checkpoint({**tensors, "extra.weight": torch.zeros(1)})
+
+
+def test_normalised_streams_are_written_as_the_server_reads_them(tmp_path: Path) -> None:
+    head = make_head(HeadShape("EAGLE3", LAYER, (1, 2, 3), 30, stream_norms=True))
+    assert isinstance(head, Eagle3Head)
+    head.initialize(1)
+    head.set_vocabulary(torch.arange(30), torch.randn(50, 24))
+    streams = [torch.randn(2, 5, 24) * scale for scale in (1, 50, 600)]
+    features = head.fuse(streams[0], streams)
+    # However large a stream is, it weighs as much as the others.
+    scaled = head.fuse(streams[0], [10 * stream for stream in streams])
+    torch.testing.assert_close(features, scaled, atol=1e-4, rtol=1e-3)
+    save_head(head, tmp_path)
+    target = ModelConfig.from_dict(LAYER.to_config("float32", 0, 0) | {"num_hidden_layers": 4})
+    weights = SharedWeights(
+        Embedding(50, 24, 1.0, torch.float32, torch.device("cpu")),
+        LMHead(24, 50, None, None, torch.float32, torch.device("cpu")),
+    )
+    cpu = torch.device("cpu")
+    served = load_served_head(tmp_path, "EAGLE3", target, weights, torch.float32, cpu)
+    found = served.fuse(torch.cat(streams, -1).flatten(0, 1))
+    torch.testing.assert_close(found, features.flatten(0, 1), atol=2e-3, rtol=2e-2)  # bf16 weights
 
 
 def test_offsets_map_the_draft_vocabulary_onto_the_target() -> None:

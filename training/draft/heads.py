@@ -29,12 +29,14 @@ class HeadShape:
         layer: Sizes of its one decoder layer; hidden size and vocabulary are the target's.
         aux_layers: EAGLE-3: the target layers whose incoming residual streams are fused.
         draft_vocab_size: EAGLE-3: rows of the head's own output matrix.
+        stream_norms: EAGLE-3: each stream is normalised before they are fused, for targets whose residual streams are large.
     """
 
     algorithm: str
     layer: LlamaShape
     aux_layers: tuple[int, ...] = ()
     draft_vocab_size: int = 0
+    stream_norms: bool = False
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
@@ -197,7 +199,11 @@ class Eagle3Head(DraftHead):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape, "midlayer.")
         size, vocab = shape.layer.hidden_size, shape.layer.vocab_size
-        self.fc = Linear(len(shape.aux_layers) * size, size, bias=False)
+        count = len(shape.aux_layers)
+        self.fc_norm = nn.ModuleList(
+            RMSNorm(size, shape.layer.norm_eps) for _ in range(count if shape.stream_norms else 0)
+        )
+        self.fc = Linear(count * size, size, bias=False)
         self.layer = HeadLayer(shape.layer, 2 * size, False, ("input_layernorm", "hidden_norm"))
         self.norm = RMSNorm(size, shape.layer.norm_eps)
         self.lm_head = Linear(size, shape.draft_vocab_size, bias=False)
@@ -213,6 +219,8 @@ class Eagle3Head(DraftHead):
             self.lm_head.weight.copy_(output_weight[ids])
 
     def fuse(self, hidden: Tensor, captured: list[Tensor]) -> Tensor:
+        if self.fc_norm:
+            captured = [norm(stream) for norm, stream in zip(self.fc_norm, captured, strict=True)]
         return self.fc(torch.cat(captured, dim=-1))
 
     def prepare(self, embeds: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,16 +232,23 @@ class Eagle3Head(DraftHead):
         return self.lm_head(self.norm(features))
 
     def config(self) -> dict[str, Any]:
-        return super().config() | {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "draft_vocab_size": self.shape.draft_vocab_size,
-            "target_hidden_size": self.shape.layer.hidden_size,
-            "eagle_config": {
-                # A stream that enters layer i is the output of layer i - 1; the format counts outputs.
-                "eagle_aux_hidden_state_layer_ids": [index - 1 for index in self.shape.aux_layers],
-                "use_aux_hidden_state": True,
-            },
-        }
+        norms = {"fc_norm": True} if self.shape.stream_norms else {}
+        return (
+            super().config()
+            | norms
+            | {
+                "architectures": ["LlamaForCausalLMEagle3"],
+                "draft_vocab_size": self.shape.draft_vocab_size,
+                "target_hidden_size": self.shape.layer.hidden_size,
+                "eagle_config": {
+                    # A stream that enters layer i is the output of layer i - 1; the format counts outputs.
+                    "eagle_aux_hidden_state_layer_ids": [
+                        index - 1 for index in self.shape.aux_layers
+                    ],
+                    "use_aux_hidden_state": True,
+                },
+            }
+        )
 
 
 class MTPHead(DraftHead):

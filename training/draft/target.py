@@ -41,6 +41,11 @@ class Target:
             self.output_weight = self._theirs.get_output_embeddings().weight
             self.shape = LlamaShape.from_dir(path)
 
+    @property
+    def is_own(self) -> bool:
+        """Whether features are computed by this package's own module."""
+        return self._own is not None
+
     def features(self, tokens: Tensor, capture: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
         """Hidden states after the final norm, and the residual streams entering the layers in `capture`; [B, T, H] each."""
         if self._own is not None:

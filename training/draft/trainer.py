@@ -52,6 +52,7 @@ class DraftTrainingConfig:
         decay: Weight of a step beside the one before it.
         token_weight, feature_weight, noise: See `unroll.draft_loss` and `unroll.unroll`.
         draft_vocab_size: EAGLE-3: most frequent tokens of the windows; 0 keeps the whole vocabulary.
+        stream_norms: EAGLE-3: see `HeadShape`.
         intermediate_size: Width of the head's MLP; 0 is the target's.
     """
 
@@ -78,6 +79,7 @@ class DraftTrainingConfig:
     feature_weight: float = 0.0
     noise: float = 0.0
     draft_vocab_size: int = 0
+    stream_norms: bool = False
     intermediate_size: int = 0
     depth: int = 5
     topk: int = 8
@@ -124,7 +126,8 @@ class DraftTrainer:
         if isinstance(self.head, Eagle3Head):
             self.head.set_vocabulary(self.draft_ids.to(self.device), self.target.output_weight)
         self.optimizer = MuonAdamW(self.head, config.weight_decay)
-        self._features = self._compiled(self.target.features)
+        own = self.target.is_own
+        self._features = self._compiled(self.target.features) if own else self.target.features
         self._loss = self._compiled(self._window_loss)
         if config.resume:
             self._load_checkpoint()
@@ -151,7 +154,8 @@ class DraftTrainer:
         size = config.draft_vocab_size or shape.vocab_size
         if size > shape.vocab_size:
             raise ConfigError(f"--draft-vocab-size must be at most {shape.vocab_size}")
-        return HeadShape(config.algorithm, layer, default_aux_layers(shape.num_layers), size)
+        streams = default_aux_layers(shape.num_layers)
+        return HeadShape(config.algorithm, layer, streams, size, config.stream_norms)
 
     def _prepare_text(self) -> None:
         config = self.config
