@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from foredraft.layers import one_row
+
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 BLOCKS = 16
 
@@ -35,13 +37,21 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = new_parameter((num_outputs, num_inputs), dtype, device)
         self.bias = new_parameter((num_outputs,), dtype, device) if bias else None
-        self.multiply = (
-            float32_linear if device.type == "cpu" and dtype == torch.float32 else F.linear
-        )
+        if device.type == "cuda":
+            self.multiply = cuda_linear
+        else:
+            self.multiply = float32_linear if dtype == torch.float32 else F.linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Contiguous [num_rows, num_inputs] -> contiguous [num_rows, num_outputs]."""
         return self.multiply(x, self.weight, self.bias)
+
+
+def cuda_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`F.linear` for a GPU, with a kernel of its own for a single row."""
+    if x.shape[0] == 1 and one_row.supports(weight):
+        return one_row.multiply(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def float32_linear(
