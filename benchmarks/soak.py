@@ -19,6 +19,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from typing import Any
 import psutil
 import uvloop
 
-from benchmarks.soak_load import Load
+from benchmarks.soak_load import KEYS, Load
 from foredraft.cli import serve, stack
 from foredraft.cli.supervisor import Supervisor
 
@@ -76,7 +77,22 @@ def main() -> int:
     parser.add_argument("serve_flags", nargs="*", help="flags of foredraft serve, behind --")
     arguments = parser.parse_args()
     given = serve.read_values(serve.make_parser().parse_args(arguments.serve_flags))
-    values = stack.resolve_models({"port": 0, "grpc_port": 0, **BOUNDS, **PATIENCE, **given})
+    with tempfile.TemporaryDirectory() as directory:
+        keys = Path(directory) / "keys"
+        keys.touch(0o600)
+        keys.write_text("".join(f"{key} {key}\n" for key in KEYS))
+        values = {
+            "port": 0,
+            "grpc_port": 0,
+            "api_key_file": str(keys),
+            **BOUNDS,
+            **PATIENCE,
+            **given,
+        }
+        return _soak(stack.resolve_models(values), arguments, given)
+
+
+def _soak(values: dict[str, Any], arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     lines: collections.deque[str] = collections.deque(maxlen=200)
     supervisor = stack.make_supervisor(

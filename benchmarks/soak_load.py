@@ -59,7 +59,8 @@ class Load:
     async def _client(self, number: int) -> None:
         choose = random.Random(f"{self._seed}/{number}")
         connections = [HttpClient(self._url, {"Authorization": f"Bearer {key}"}) for key in KEYS]
-        asker = Asker(choose, prompts.tasks(self._seed * 1000 + number))
+        stranger = HttpClient(self._url, {"Authorization": "Bearer omega"})
+        asker = Asker(choose, prompts.tasks(self._seed * 1000 + number), stranger)
         while not self._stopping.is_set():
             kind, ask = choose.choice(asker.kinds)
             try:
@@ -71,14 +72,21 @@ class Load:
             self.outcomes[kind] += 1
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), self._pause)
-        for connection in connections:
+        for connection in (*connections, stranger):
             connection.close()
 
 
 class Asker:
-    """Makes requests and checks their answers."""
+    """Makes requests and checks their answers.
 
-    def __init__(self, choose: random.Random, source: prompts.PromptSource) -> None:
+    Args:
+        stranger: A client with a key that the server does not know.
+    """
+
+    def __init__(
+        self, choose: random.Random, source: prompts.PromptSource, stranger: HttpClient
+    ) -> None:
+        self._stranger = stranger
         self._choose = choose
         self._source = source
         asks: dict[str, tuple[int, Callable[[HttpClient], Awaitable[None]]]] = {
@@ -92,6 +100,7 @@ class Asker:
             "client gone in the middle": (4, self.gone),
             "client gone at once": (1, self.gone_at_once),
             "bad request": (3, self.bad),
+            "unknown key": (1, self.unknown_key),
             "tokenize": (1, self.tokenize),
             "pages and models": (1, self.pages),
         }
@@ -176,6 +185,10 @@ class Asker:
         _expect(
             response.status == status, f"status {status}", (response.status, response.body[:200])
         )
+
+    async def unknown_key(self, client: HttpClient) -> None:
+        response = await _post(self._stranger, "/v1/completions", self._completion())
+        _expect(response.status == 401, "status 401", (response.status, response.body[:200]))
 
     async def tokenize(self, client: HttpClient) -> None:
         prompt = self._prompt()
