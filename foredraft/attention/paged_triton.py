@@ -140,15 +140,15 @@ def _power_of_two(value: int) -> int:
 
 def _tiles(folded_rows: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Rows and keys of a tile, warps and stages: what fits registers and shared memory of current GPUs."""
-    if dtype == torch.float32:  # no matrix units: small tiles, or the compiler spills
-        return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
+    if dtype == torch.float32:  # no matrix units: small tiles and many threads, or registers spill
+        return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
     wide = head_dim > 128
     block_m = min(max(16, _power_of_two(folded_rows)), 64 if wide else 128)
     few_rows = block_m <= 32
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": 32 if wide or few_rows else 64,
-        "num_warps": 8 if block_m == 128 else 4,
+        "num_warps": 8 if block_m == 128 or (wide and block_m == 64) else 4,
         "num_stages": 2 if wide else 3,
     }
 

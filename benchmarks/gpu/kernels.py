@@ -1,0 +1,240 @@
+"""Times the Triton kernels of a decode step on an NVIDIA GPU against torch's own operations and the bytes they must move.
+
+    python -m benchmarks.gpu.kernels --out kernels.json
+
+Every figure is the median replay of a CUDA graph with one call per layer of a Llama-3.1-8B shape, divided by the layers, so
+that launch gaps are as in a step and no layer finds its data in the cache of the one before.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from foredraft.attention.paged_triton import TritonAttention, TritonPlan, splits_for
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.layers import fused
+from foredraft.speculation import sampling
+from foredraft.speculation.sampling import SamplingRows
+from foredraft.speculation.triton_sampling import (
+    choose_tokens,
+    commit_paths,
+    prepare_trees,
+    walk_trees,
+)
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB = 32, 32, 8, 128, 4096, 14336, 128256
+PAGE_SIZE = 16
+BANDWIDTH = 4.49e12  # bytes per second, measured on one H200 by summing 8.6 GB
+
+
+def microseconds(run: Callable[[int], Any], calls: int = LAYERS) -> float:
+    """Median time of one of `calls` calls, each given its number, replayed as one graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(0)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in range(calls):
+            run(call)
+    times = []
+    for _ in range(15):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[3:]) * 1e3 / calls
+
+
+class Table:
+    """Rows of results, printed as they come."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, name: str, ours: float, other: float | None, num_bytes: float) -> None:
+        """One kernel: microseconds of ours and of torch's, and the bytes that have to be moved."""
+        floor = num_bytes / BANDWIDTH * 1e6
+        self.rows.append({"kernel": name, "us": ours, "torch_us": other, "floor_us": floor})
+        versus = "" if other is None else f"{other:9.2f}"
+        print(f"{name:44} {ours:9.2f} {versus:>9} {floor:9.2f}", flush=True)
+
+
+def attention(table: Table) -> None:
+    """Trees of R rows after a context, all layers; torch: SDPA with a mask over dense keys of the same layers."""
+    for batch, rows, context in (
+        (1, 1, 512), (1, 4, 512), (1, 32, 512), (8, 1, 512), (8, 4, 512), (8, 32, 512),
+        (32, 1, 512), (32, 4, 512), (32, 32, 512), (1, 1, 16384), (8, 32, 4096),
+    ):  # fmt: skip
+        pages = -(-(context + rows) // PAGE_SIZE)
+        kv = PagedKV(
+            LAYERS, batch * pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, torch.bfloat16, "cuda", 1
+        )
+        kv.data.normal_()
+        ints = {"dtype": torch.int32, "device": "cuda"}
+        starts = torch.full((batch,), context, **ints)
+        positions = torch.arange(context, context + rows, device="cuda").repeat(batch)
+        mask = torch.ones(rows, rows, dtype=torch.uint8, device="cuda").tril().repeat(batch, 1)
+        plan = TritonPlan(
+            kv=kv,
+            page_tables=torch.randperm(batch * pages, device="cuda").view(batch, pages).int(),
+            first_row=torch.arange(0, batch * rows, rows, **ints),
+            num_rows=torch.full((batch,), rows, **ints),
+            prefix_start=torch.zeros(batch, **ints),
+            prefix_len=starts,
+            write_index=starts,
+            positions=positions,
+            tail_mask=mask if rows > 1 else None,
+            is_causal=None,
+            tail_positions=None,
+            max_rows=rows,
+            num_splits=splits_for(batch, rows, kv, 32768),
+        )
+        q = torch.randn(batch * rows, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        out = torch.empty(batch * rows, HEADS * HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        backend = TritonAttention()
+        group = HEADS // KV_HEADS
+
+        def ours(layer, backend=backend, plan=plan, q=q, out=out):
+            backend.attend(plan, q, layer, None, HEAD_DIM**-0.5, out)
+
+        dense = kv.data[..., : batch * (context + rows), :].view(
+            LAYERS, 2, KV_HEADS, batch, context + rows, HEAD_DIM
+        )
+        folded = q.view(batch, rows, KV_HEADS, group, HEAD_DIM).transpose(1, 2)
+        folded = folded.reshape(batch, KV_HEADS, rows * group, HEAD_DIM)
+        seen = torch.ones(rows, context + rows, dtype=torch.bool, device="cuda").tril(context)
+        seen = seen.repeat_interleave(group, 0)
+
+        def torchs(layer, dense=dense, folded=folded, seen=seen):
+            k, v = dense[layer].transpose(1, 2)
+            F.scaled_dot_product_attention(folded, k, v, attn_mask=seen)
+
+        num_bytes = 2 * batch * (context + rows) * KV_HEADS * HEAD_DIM * 2
+        name = f"attention B={batch} rows={rows} context={context} splits={plan.num_splits}"
+        table.add(name, microseconds(ours), microseconds(torchs), num_bytes)
+
+
+def element_wise(table: Table) -> None:
+    """Norms, rotary with KV write and gated products, for some numbers of rows."""
+    for rows in (1, 32, 1024):
+        x = torch.randn(2, rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        weight = torch.randn(HIDDEN, dtype=torch.bfloat16, device="cuda")
+        both = torch.randn(rows, 2 * FFN, dtype=torch.bfloat16, device="cuda")
+        heads = torch.randn(
+            rows, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda"
+        )
+        kv = PagedKV(LAYERS, 80, PAGE_SIZE, KV_HEADS, HEAD_DIM, torch.bfloat16, "cuda")
+        slots = torch.randperm(80 * PAGE_SIZE, device="cuda")[:rows]
+        frequencies = torch.rand(HEAD_DIM // 2, device="cuda")
+        angles = fused.angles(slots, frequencies, 1.0)
+
+        def add_norm(_, x=x, weight=weight):
+            fused.add_norm(x[0], x[1], weight, 1e-5, False)
+
+        def torch_add_norm(_, x=x, weight=weight):
+            F.rms_norm(x[0].add_(x[1]), (HIDDEN,), weight, 1e-5)
+
+        def gated(_, both=both):
+            fused.gated(both, "silu")
+
+        def torch_gated(_, both=both):
+            F.silu(both[:, :FFN]).mul_(both[:, FFN:])
+
+        def rotate(layer, heads=heads, angles=angles, kv=kv, slots=slots):
+            fused.rotate_and_store(
+                heads, HEADS, angles, None, kv.keys(layer), kv.values(layer), slots
+            )
+
+        size = rows * HIDDEN * 2
+        table.add(
+            f"add + norm rows={rows}",
+            microseconds(add_norm),
+            microseconds(torch_add_norm),
+            4 * size,
+        )
+        table.add(
+            f"gated product rows={rows}", microseconds(gated), microseconds(torch_gated),
+            rows * FFN * 6,
+        )  # fmt: skip
+        table.add(f"rotary + KV rows={rows}", microseconds(rotate), None, heads.numel() * 4)
+
+
+def step(table: Table) -> None:
+    """The rule, the check, the walk and the move of KV, once per step."""
+    for batch, rows in ((1, 1), (1, 32), (8, 4), (32, 1), (32, 32)):
+        count = batch * rows
+        logits = torch.randn(count, VOCAB, dtype=torch.bfloat16, device="cuda")
+        ids = torch.arange(count, device="cuda")
+        for temperature in (0.0, 1.0):
+            temperatures = torch.full((count,), temperature, device="cuda")
+            params = SamplingRows(
+                temperatures, torch.ones_like(temperatures), torch.zeros_like(temperatures),
+                torch.zeros_like(ids), ids, ids, temperature > 0, False,
+            )  # fmt: skip
+
+            def choose(_, logits=logits, temperatures=temperatures, ids=ids):
+                choose_tokens(logits, temperatures, ids, ids)
+
+            def torchs(_, logits=logits, params=params):
+                sampling.choose(logits.float(), params)
+
+            other = microseconds(torchs, 2) if count <= 32 else None
+            name = f"choose B={batch} rows={rows} temperature={temperature:g}"
+            table.add(name, microseconds(choose, 4), other, logits.numel() * 2)
+        kv = PagedKV(LAYERS, batch * 8, PAGE_SIZE, KV_HEADS, HEAD_DIM, torch.bfloat16, "cuda", 1)
+        tokens = torch.arange(rows, device="cuda").int().expand(batch, rows).contiguous()
+        parents = (torch.arange(rows, device="cuda").int() - 2).clamp_min(-1)
+        parents = torch.where(tokens[:1] == 0, -1, parents.clamp_min(0)).expand(batch, rows)
+        parents = parents.contiguous()
+        chosen = (tokens + 2).long()
+        committed = torch.full((batch,), 64, dtype=torch.int32, device="cuda")
+        sizes = torch.full((batch,), rows, dtype=torch.int32, device="cuda")
+        tables = torch.arange(batch * 8, device="cuda").view(batch, 8).int()
+        length = torch.full((batch,), min(rows, 5), dtype=torch.int32, device="cuda")
+        path = (torch.arange(rows, device="cuda").int() * 2).clamp_max(rows - 1)
+        path = path.expand(batch, rows).contiguous()
+
+        def prepare(_, a=(tokens, parents, committed, sizes, tables)):
+            prepare_trees(*a, PAGE_SIZE, VOCAB, 0)
+
+        def walk(_, a=(chosen, tokens, parents)):
+            walk_trees(*a)
+
+        def commit(_, a=(kv, tables, committed, path, length)):
+            commit_paths(*a)
+
+        table.add(f"check and masks B={batch} rows={rows}", microseconds(prepare), None, 0)
+        table.add(f"walk B={batch} rows={rows}", microseconds(walk), None, 0)
+        moved = (min(rows, 5) - 1) * batch * LAYERS * 2 * KV_HEADS * HEAD_DIM * 4
+        table.add(f"move KV B={batch} rows={rows}", microseconds(commit), None, moved)
+
+
+def main() -> None:
+    """Runs all and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    table = Table()
+    print(
+        f"{torch.cuda.get_device_name()}\n{'us per call':44} {'ours':>9} {'torch':>9} {'floor':>9}"
+    )
+    with torch.inference_mode():
+        attention(table)
+        element_wise(table)
+        step(table)
+    if args.out:
+        args.out.write_text(json.dumps(table.rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
