@@ -116,8 +116,8 @@ class AnswerReader:
         usage = event.get("usage")
         if usage:
             now = int(usage.get("completion_tokens") or 0)
-            # The closing usage has no choices; others count continuously.
-            if tokens is None and event.get("choices"):
+            # A closing usage comes without choices, or without text; others count continuously.
+            if tokens is None and event.get("choices") and (length or self._usage_seen):
                 tokens = now - self._usage_seen
             self._usage_seen = record.output_tokens = now
             record.prompt_tokens = int(usage.get("prompt_tokens") or 0)

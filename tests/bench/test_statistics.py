@@ -171,6 +171,16 @@ def test_usage_that_grows_tells_when_tokens_came() -> None:
     assert answer.exact
 
 
+def test_a_usage_beside_the_finish_reason_is_no_arrival() -> None:
+    """As `transformers serve` closes its streams."""
+    words = [event({"choices": [{"text": text}]}) for text in ("aa", "bb")]
+    usage = {"prompt_tokens": 4, "completion_tokens": 2}
+    end = {"choices": [{"text": "", "finish_reason": "length"}], "usage": usage}
+    answer = read([*words, event(end)])
+    assert [count for _, count in answer.arrivals] == [1, 1]
+    assert (answer.output_tokens, answer.exact) == (2, False)
+
+
 def test_natives_answers_repeat_their_beginning() -> None:
     meta = {"prompt_tokens": 3, "finish_reason": None}
     end = {"completion_tokens": 5, "finish_reason": {"type": "length"}, "spec_verify_ct": 2}
