@@ -113,8 +113,9 @@ class HiddenStates:
         """Takes the rows that a step committed, after the scheduler has."""
         if self._layers is None or not committed:
             return
-        index = torch.tensor([row for one in committed for row in one.rows])
-        rows = _gather(output, index, bool(self._layers))
+        source = output.streams if self._layers else output.hidden
+        assert source is not None
+        rows = _gather(source, [row for one in committed for row in one.rows])
         for one, part in zip(committed, rows.split([len(c.rows) for c in committed]), strict=True):
             sequence = one.sequence
             run = self._runs.get(sequence.request_id)
@@ -219,9 +220,9 @@ def committed_rows(
     return committed
 
 
-def _gather(output: ForwardOutput, index: torch.Tensor, captured: bool) -> torch.Tensor:
-    """The rows of a step, all layers side by side, in memory that holds nothing else."""
-    if not captured:
-        return output.hidden[index.to(output.hidden.device)]
-    index = index.to(output.captured[0].device)
-    return torch.cat([stream[index] for stream in output.captured], dim=-1)
+def _gather(source: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Rows of a step, in memory that holds nothing else; without waiting for a GPU."""
+    index = torch.tensor(rows)
+    if source.is_cuda:
+        index = index.pin_memory().to(source.device, non_blocking=True)
+    return source.index_select(0, index)

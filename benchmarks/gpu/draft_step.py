@@ -116,6 +116,7 @@ def measure(mode: str, drafter: HeadDrafter, config: ModelConfig, args: argparse
     proposer.close()
 
 
+@torch.inference_mode()
 def replay(proposer, size: int, sampled: bool) -> float:  # type: ignore[no-untyped-def]
     """Seconds of the step's graphs alone, from one after the other."""
     graphs = proposer._fast.graphs

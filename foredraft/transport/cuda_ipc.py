@@ -91,7 +91,8 @@ class CudaIpcWriter(RingWriter):
         if ring is None:
             raise ArenaError("epoch", f"attach {self.arena.epoch} has ended")
         num_rows = sum(len(part) for part in rows)
-        if first + num_rows <= len(ring) and all(part.dtype == ring.dtype for part in rows):
+        fit = all(part.dtype == ring.dtype and part.device == ring.device for part in rows)
+        if fit and first + num_rows <= len(ring):
             torch.cat(rows, out=ring[first : first + num_rows])
             return
         joined = torch.cat(rows).to(ring)
