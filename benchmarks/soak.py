@@ -74,8 +74,16 @@ def main() -> int:
     parser.add_argument("--warm-up", type=float, default=0.2, help="part of the time not judged")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/soak"))
+    parser.add_argument(
+        "--judge", type=Path, help="only judge and draw the report of an earlier run"
+    )
     parser.add_argument("serve_flags", nargs="*", help="flags of foredraft serve, behind --")
     arguments = parser.parse_args()
+    if arguments.judge:
+        report = json.loads(arguments.judge.read_text())
+        report["growth"] = growth(report["samples"], arguments.warm_up)
+        draw(report, arguments.output.with_suffix(".png"))
+        return verdict(report)
     given = serve.read_values(serve.make_parser().parse_args(arguments.serve_flags))
     with tempfile.TemporaryDirectory() as directory:
         keys = Path(directory) / "keys"
@@ -107,7 +115,7 @@ def _soak(values: dict[str, Any], arguments: argparse.Namespace, given: dict[str
     draw(soak.report, arguments.output.with_suffix(".png"))
     if lines:
         print("what the services logged last:", *list(lines)[-10:], sep="\n  ")
-    return soak.verdict()
+    return verdict(soak.report)
 
 
 class Soak:
@@ -187,31 +195,31 @@ class Soak:
         self.report["growth"] = growth(self.report["samples"], self._arguments.warm_up)
         path.write_text(json.dumps(self.report, indent=1) + "\n")
 
-    def verdict(self) -> int:
-        """Prints tables and what is wrong; 0 if nothing is."""
-        report = self.report
-        print(f"\n{self._load.num_done} requests in {report['minutes']:g} minutes:")
-        for name, count in report["outcomes"].items():
-            print(f"  {count:7d}  {name}")
-        print(f"\n{'':26s}{'after warm-up':>14s}{'at the end':>14s}{'per hour':>12s}")
-        for row in report["growth"]:
-            mark = "  GREW" if row["grew"] else ""
-            print(
-                f"{row['what']:26s}{row['first']:14.1f}{row['last']:14.1f}{row['per_hour']:+12.2f}{mark}"
-            )
-        problems = [f"{row['what']} grew" for row in report["growth"] if row["grew"]]
-        problems += [f"unexpected: {text}" for text in report["unexpected"][:5]]
-        idle = report.get("idle", {}).get("engine", {})
-        for name in ("kv_pages_used", "running", "queued"):
-            if idle.get(name, 1):
-                problems.append(f"{name} is {idle.get(name)} when nothing runs")
-        problems += [f"left behind: {name}" for name in report["left_segments"]]
-        if report["left_directory"]:
-            problems.append("the directory of the sockets was left behind")
-        if not report["growth"]:
-            problems.append("too short: no sample lies behind the warm-up")
-        print("\n" + ("\n".join(problems) if problems else "Nothing grew, nothing was left."))
-        return 1 if problems else 0
+
+def verdict(report: dict[str, Any]) -> int:
+    """Prints tables and what is wrong; 0 if nothing is."""
+    print(f"\n{sum(report['outcomes'].values())} requests in {report['minutes']:g} minutes:")
+    for name, count in report["outcomes"].items():
+        print(f"  {count:7d}  {name}")
+    print(f"\n{'':26s}{'after warm-up':>14s}{'at the end':>14s}{'per hour':>12s}")
+    for row in report["growth"]:
+        mark = "  GREW" if row["grew"] else ""
+        print(
+            f"{row['what']:26s}{row['first']:14.1f}{row['last']:14.1f}{row['per_hour']:+12.2f}{mark}"
+        )
+    problems = [f"{row['what']} grew" for row in report["growth"] if row["grew"]]
+    problems += [f"unexpected: {text}" for text in report["unexpected"][:5]]
+    idle = report.get("idle", {}).get("engine", {})
+    for name in ("kv_pages_used", "running", "queued"):
+        if idle.get(name, 1):
+            problems.append(f"{name} is {idle.get(name)} when nothing runs")
+    problems += [f"left behind: {name}" for name in report["left_segments"]]
+    if report["left_directory"]:
+        problems.append("the directory of the sockets was left behind")
+    if not report["growth"]:
+        problems.append("too short: no sample lies behind the warm-up")
+    print("\n" + ("\n".join(problems) if problems else "Nothing grew, nothing was left."))
+    return 1 if problems else 0
 
 
 def process_sample(pid: int) -> dict[str, float]:
@@ -286,7 +294,11 @@ def all_series(samples: Sequence[dict[str, Any]]) -> list[Series]:
 
 
 def growth(samples: Sequence[dict[str, Any]], warm_up: float) -> list[dict[str, Any]]:
-    """Compares the medians of the first and the last quarter behind the warm-up, and gives the robust slope.
+    """Compares the medians of the quarters of the time behind the warm-up, and gives the robust slope.
+
+    What grows without end is higher in the last quarter than in the first, by more than the tolerance, and than in the
+    third, by more than a third of it: a steady leak is both or neither. What fills and then stays, as an allocator's
+    high-water mark does, is only the first.
 
     The slope is the median of slopes between all pairs of (at most 200) samples (Theil and Sen), which single peaks do
     not move.
@@ -299,9 +311,10 @@ def growth(samples: Sequence[dict[str, Any]], warm_up: float) -> list[dict[str, 
         points = [(t, v) for t, v in zip(series.seconds, series.values, strict=True) if t >= begin]
         if len(points) < 8:
             continue
-        quarter = max(2, len(points) // 4)
-        first = statistics.median(v for _, v in points[:quarter])
-        last = statistics.median(v for _, v in points[-quarter:])
+        size = len(points) // 4
+        first, _, third, last = (
+            statistics.median(v for _, v in points[i * size : (i + 1) * size]) for i in range(4)
+        )
         thin = points[:: max(1, len(points) // 200)]
         slopes = [
             (v2 - v1) / (t2 - t1)
@@ -310,6 +323,7 @@ def growth(samples: Sequence[dict[str, Any]], warm_up: float) -> list[dict[str, 
             if t2 > t1
         ]
         part, absolute = TOLERANCES[series.kind]
+        allowed = max(part * first, absolute)
         rows.append(
             {
                 "what": series.what,
@@ -317,7 +331,7 @@ def growth(samples: Sequence[dict[str, Any]], warm_up: float) -> list[dict[str, 
                 "last": last,
                 "highest": max(v for _, v in points),
                 "per_hour": 3600 * statistics.median(slopes),
-                "grew": last - first > max(part * first, absolute),
+                "grew": last - first > allowed and last - third > allowed / 3,
             }
         )
     return rows

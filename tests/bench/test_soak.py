@@ -76,6 +76,13 @@ def test_what_fills_in_the_warm_up_is_no_growth() -> None:
     assert not [row for row in growth(found, 0.2) if row["grew"]]
 
 
+def test_what_rises_and_then_stays_is_no_growth() -> None:
+    found = samples({})
+    for i, sample in enumerate(found):
+        sample["processes"]["verify"]["rss_mib"] += 40 * min(1.0, i / 120)
+    assert not [row for row in growth(found, 0.2) if row["grew"]]
+
+
 @pytest.mark.slow
 def test_a_short_soak_answers_everything_rightly(tmp_path: Path) -> None:
     model = make_model(tmp_path / "tiny")
