@@ -105,9 +105,11 @@ class AnswerReader:
             if text:
                 self._texts.append(text)
                 length += len(text)
-            ids = choice.get("token_ids")
-            if ids is not None:
-                tokens = (tokens or 0) + len(ids)
+            count = choice.get("num_tokens")
+            if count is None and choice.get("token_ids") is not None:
+                count = len(choice["token_ids"])
+            if count is not None:
+                tokens = (tokens or 0) + int(count)
             record.finish_reason = choice.get("finish_reason") or record.finish_reason
             if choice.get("speculation"):
                 record.speculation = _foredraft(choice["speculation"])

@@ -142,7 +142,7 @@ def event(told: object) -> bytes:
 
 def test_what_comes_in_one_read_is_one_arrival_and_reads_may_cut_anywhere() -> None:
     one = event({"choices": [{"text": "ab", "token_ids": [1, 2]}]})
-    two = event({"choices": [{"text": "c", "token_ids": [3]}]})
+    two = event({"choices": [{"text": "c", "num_tokens": 1}]})
     end = event({"choices": [{"text": "", "token_ids": [], "finish_reason": "stop"}]})
     answer = read([one[:9], one[9:] + two, end + b"data: [DONE]\n\n"])
     assert answer.arrivals == [(2.0, 3)]
