@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
+from foredraft.attention.launch import overlapped
 from foredraft.kvcache.paged_kv import PagedKV
 
 MAX_SPLITS = 32
@@ -107,6 +108,7 @@ class TritonAttention(AttentionBackend):
             shape = (num_tokens, num_heads, splits)
             parts = out.new_empty((*shape, head_dim), dtype=torch.float32)
             best, total = out.new_empty((2, *shape), dtype=torch.float32)
+        options = overlapped(keys.device)
         block_d = max(16, _power_of_two(head_dim))
         triton_kernels.attend[(batch * row_blocks, num_kv_heads, splits)](
             queries, keys, values, out, parts, best, total,
@@ -124,13 +126,13 @@ class TritonAttention(AttentionBackend):
             WINDOWED=window is not None, MASKED=mask is not None, MIXED=plan.is_causal is not None,
             PLACED=plan.tail_positions is not None,
             PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
-            **tiles,
+            **tiles, **options,
         )  # fmt: skip
         if splits > 1:
             triton_kernels.combine[(batch * plan.max_rows, num_heads)](
                 out, parts, best, total, plan.first_row, plan.num_rows, plan.max_rows,
                 HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, NUM_SPLITS=splits,
-                num_warps=4 if splits > 4 else 2,
+                num_warps=4 if splits > 4 else 2, **options,
             )  # fmt: skip
 
 

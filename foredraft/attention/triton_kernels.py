@@ -41,12 +41,15 @@ def attend(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ROW_BLOCKS: tl.constexpr,
     NUM_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, MIXED: tl.constexpr,
-    PLACED: tl.constexpr, PRECISION: tl.constexpr,
+    PLACED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of one sequence's rows, one KV head and its query heads, one part of the keys.
 
     Row m of a block is row m // GROUP of the sequence under query head m % GROUP of the group.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0) // ROW_BLOCKS
     block = ROW_BLOCKS - 1 - tl.program_id(0) % ROW_BLOCKS  # of causal rows the longest first
     kv_head = tl.program_id(1)
@@ -154,8 +157,12 @@ def attend(
 def combine(
     out_ptr, part_acc, part_best, part_total, first_rows, nums_rows, max_rows,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Adds up the parts of one row under one head."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0) // max_rows
     row = tl.program_id(0) % max_rows
     if row >= tl.load(nums_rows + sequence):

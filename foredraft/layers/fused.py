@@ -5,6 +5,8 @@ Triton is imported on first use. No call reads a value of the device, so that al
 
 import torch
 
+from foredraft.attention.launch import overlapped
+
 
 def on_gpu(x: torch.Tensor) -> bool:
     """Whether the layers use kernels for this tensor; other devices use torch's own operations."""
@@ -77,6 +79,7 @@ def _norm(
         0 if copy is None else copy.stride(0), size, eps, post_eps,
         BLOCK=block, ADDS=delta is not None, POST=post_weight is not None, COPIES=copy is not None,
         FULL=full_precision, num_warps=min(16, max(1, block // 512)),
+        **overlapped(x.device),
     )  # fmt: skip
 
 
@@ -130,6 +133,7 @@ def rotate_and_store(
             Q_HEADS=num_heads, KV_HEADS=keys.shape[0], HEAD_DIM=head_dim, BLOCK_H=block_h,
             BLOCK_D=_power_of_two(head_dim // 2), NORMS=norms is not None, FULL=full_precision,
             num_warps=1 if block_h < 4 else 2 if block_h < 16 else 4,
+            **overlapped(heads.device),
         )  # fmt: skip
     return heads[:, :num_heads]
 
@@ -141,7 +145,9 @@ def gated(both: torch.Tensor, kind: str) -> torch.Tensor:
     num_rows, size = both.shape[0], both.shape[1] // 2
     out = both.new_empty((num_rows, size))
     if num_rows:
-        triton_kernels.gate[(num_rows, -(-size // 1024))](both, out, size, KIND=kind, BLOCK=1024)
+        triton_kernels.gate[(num_rows, -(-size // 1024))](
+            both, out, size, KIND=kind, BLOCK=1024, **overlapped(both.device)
+        )
     return out
 
 

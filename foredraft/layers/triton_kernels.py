@@ -6,12 +6,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _normalized(
-    x, weight_ptr, columns, is_column, size, eps, dtype: tl.constexpr, FULL: tl.constexpr
-):
+def _normalized(x, weight, size, eps, dtype: tl.constexpr, FULL: tl.constexpr):
     """x / rms(x) * weight; x is float32. Without FULL it is rounded to the activations' type before the product."""
     scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / size + eps)
-    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
     if FULL:
         return (x * scale * weight.to(tl.float32)).to(dtype)
     return ((x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
@@ -22,25 +19,29 @@ def norm(
     x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr,
     x_stride, delta_stride, out_stride, copy_stride, size, eps, post_eps,
     BLOCK: tl.constexpr, ADDS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr,
-    FULL: tl.constexpr,
+    FULL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row: x += delta, or the norm of delta; a copy of x; the norm of x."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < size
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
+    if POST:
+        post = tl.load(post_ptr + columns, mask=is_column, other=0.0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
     if ADDS:
         delta = tl.load(delta_ptr + row * delta_stride + columns, mask=is_column, other=0.0)
         if POST:
-            delta = _normalized(
-                delta.to(tl.float32), post_ptr, columns, is_column, size, post_eps, dtype, FULL
-            )
+            delta = _normalized(delta.to(tl.float32), post, size, post_eps, dtype, FULL)
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(dtype)
         tl.store(x_ptr + row * x_stride + columns, x, mask=is_column)
     if COPIES:
         tl.store(copy_ptr + row * copy_stride + columns, x, mask=is_column)
-    result = _normalized(x.to(tl.float32), weight_ptr, columns, is_column, size, eps, dtype, FULL)
+    result = _normalized(x.to(tl.float32), weight, size, eps, dtype, FULL)
     tl.store(out_ptr + row * out_stride + columns, result, mask=is_column)
 
 
@@ -67,11 +68,14 @@ def rotate_and_store(
     heads_ptr, cos_ptr, sin_ptr, q_weight, k_weight, keys_ptr, values_ptr, slots,
     row_stride, plane_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr, NORMS: tl.constexpr, FULL: tl.constexpr,
+    BLOCK_D: tl.constexpr, NORMS: tl.constexpr, FULL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one row: norms and rotates queries in place, and keys and values into their slot of the cache."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     half: tl.constexpr = HEAD_DIM // 2
     columns = tl.arange(0, BLOCK_D)
     is_column = (columns < half)[None, :]
@@ -126,11 +130,16 @@ def activated(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def gate(both_ptr, out_ptr, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def gate(
+    both_ptr, out_ptr, size, KIND: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
     """A part of one row: activation(first half) * second half."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < size
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     at = both_ptr + row * 2 * size + columns
     x = tl.load(at, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(at + size, mask=is_column, other=0.0).to(tl.float32)
