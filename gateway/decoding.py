@@ -111,6 +111,7 @@ class SequenceDecoder:
         self.num_tokens = 0
         self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens)
         self._matcher = StopMatcher(stops)
+        self._has_stops = any(stops)
         self._min_tokens = min_tokens
         self._keep_stop = keep_stop
         self._pending: deque[OutputToken] = deque()  # tokens whose text is not all released
@@ -130,6 +131,7 @@ class SequenceDecoder:
     def feed(self, outputs: Iterable[verify_pb2.SequenceOutput]) -> tuple[str, list[OutputToken]]:
         """Takes the verifier's next outputs; returns the text and the tokens that became final."""
         pieces: list[str] = []
+        new: list[OutputToken] = []
         for output in outputs:
             stop_index = -1
             if output.HasField("finish") and output.finish.HasField("stop_token"):
@@ -142,7 +144,7 @@ class SequenceDecoder:
                 self.num_tokens += 1
                 hidden = index == stop_index and not self._keep_stop
                 text = "" if hidden else self._detokenizer.feed(token)
-                self._pending.append(
+                new.append(
                     OutputToken(
                         token,
                         text,
@@ -150,11 +152,15 @@ class SequenceDecoder:
                         logprobs[index] if logprobs else None,
                     )
                 )
-                pieces.append(self._search(text))
+                pieces.append(self._search(text) if self._has_stops else text)
             if drafted and self.num_tokens > before:
                 tree = output.tree if output.HasField("tree") else None
                 self._steps.append(Step(self.num_tokens - before, tree))
-        return self._release("".join(pieces))
+        text = "".join(pieces)
+        if not (self._has_stops or self._pending or self._detokenizer.holds):
+            return text, new  # nothing is held back, now or from before
+        self._pending.extend(new)
+        return self._release(text)
 
     def flush(self) -> tuple[str, list[OutputToken]]:
         """The continuation ended: returns what was held back."""

@@ -102,6 +102,12 @@ class Generator:
                 choices = [
                     self._choice(job, i, running, whole, charge) for i in range(job.num_choices)
                 ]
+                # Every layer that a token passes costs; most jobs have one choice.
+                if len(choices) == 1:
+                    async with contextlib.aclosing(choices[0]) as only:
+                        async for chunk in only:
+                            yield chunk
+                    return
                 async with contextlib.aclosing(merge(choices)) as chunks:
                     async for _, chunk in chunks:
                         yield chunk
@@ -112,6 +118,11 @@ class Generator:
 
     async def stream_all(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Chunk], None]:
         """Like `stream` for several jobs; each chunk comes with its job's index."""
+        if len(jobs) == 1:
+            async with contextlib.aclosing(self.stream(jobs[0])) as chunks_of_one:
+                async for chunk in chunks_of_one:
+                    yield 0, chunk
+            return
         async with contextlib.aclosing(merge([self.stream(job) for job in jobs])) as chunks:
             async for item in chunks:
                 yield item
@@ -322,6 +333,8 @@ def _submit_request(job: Job, choice: int) -> verify_pb2.SubmitRequest:
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
     )
+    if params.grammar is not None:
+        setattr(sampling.grammar, params.grammar.kind.value, params.grammar.text)
     return verify_pb2.SubmitRequest(
         prompt=job.prompt,
         sampling=sampling,

@@ -165,21 +165,22 @@ class EventStream(Response):
     async def _events(self) -> AsyncGenerator[bytes, None]:
         async with contextlib.aclosing(self._rest) as rest:
             try:
-                yield _event(self._first)
+                yield encode_event(self._first)
                 async for item in rest:
-                    yield _event(item)
+                    yield encode_event(item)
             except Exception as error:
                 if not isinstance(error, ForedraftError):
                     logger.error("a stream failed", exc_info=error)
-                yield _event(errors.envelope(error))
+                yield encode_event(errors.envelope(error))
             yield DONE
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-def _event(item: Any) -> bytes:
-    return f"data: {_encode(item)}\n\n".encode()
+def encode_event(item: Any) -> bytes:
+    """An object as a server-sent event; one that is encoded already stays as it is."""
+    return item if isinstance(item, bytes) else f"data: {_encode(item)}\n\n".encode()
 
 
 async def event_stream(

@@ -3,6 +3,7 @@
 import time
 
 from foredraft.telemetry import tracing
+from foredraft.telemetry.metrics import observe_many
 from foredraft.types import FinishReason
 from gateway import metrics
 from gateway.decoding import Completion
@@ -54,8 +55,7 @@ class Stopwatch:
             count -= 1
         if count:
             gap = (now - self._last) / count
-            for _ in range(count):
-                metrics.inter_token_seconds.observe(gap)
+            observe_many(metrics.inter_token_seconds, gap, count)
         self._last = now
 
     def finish(self, completion: Completion) -> None:

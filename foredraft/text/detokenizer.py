@@ -42,13 +42,31 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._stages = build_stages(tokenizer.decoder)
+        # What every token reads as while no stage remembers anything; shared by all sequences.
+        self._texts = tokenizer.settled_texts(skip_special_tokens)
+        self._settled = False
         for token in context[-CONTEXT_TOKENS:]:
             self.feed(token)
         for stage in self._stages:
             stage.forget_context()
+        self._settled = self._is_settled()
 
     def feed(self, token: int) -> str:
         """The text that became final with this token; empty while a character is incomplete."""
+        if self._settled:
+            known = self._texts.get(token)
+            if known is not None:
+                return known
+        text = self._decode(token)
+        was_settled, self._settled = self._settled, self._is_settled()
+        if was_settled and self._settled:
+            self._texts[token] = text
+        return text
+
+    def _is_settled(self) -> bool:
+        return all(stage.settled for stage in self._stages)
+
+    def _decode(self, token: int) -> str:
         if token in self._skipped:
             return ""
         piece = self._tokenizer.token(token)
@@ -62,7 +80,7 @@ class Detokenizer:
     @property
     def holds(self) -> bool:
         """Whether a character is incomplete: `flush` now would give some text."""
-        return any(stage.holds for stage in self._stages)
+        return not self._settled and any(stage.holds for stage in self._stages)
 
     def flush(self) -> str:
         """The sequence ended: what is left, with a replacement character for half a character."""
@@ -70,6 +88,7 @@ class Detokenizer:
         for stage in self._stages:
             pieces = stage.feed(pieces)
             pieces.extend(stage.flush())
+        self._settled = self._is_settled()
         return "".join(pieces)
 
 
@@ -99,6 +118,11 @@ class _Stage(Protocol):
         """Whether something is held."""
         ...
 
+    @property
+    def settled(self) -> bool:
+        """Whether what it makes of the next token depends on that token alone."""
+        ...
+
     def feed(self, pieces: list[str]) -> list[str]:
         """Takes the next pieces; returns those that became final."""
         ...
@@ -115,6 +139,10 @@ class _Stage(Protocol):
 class _Stateless:
     holds = False
 
+    @property
+    def settled(self) -> bool:
+        return True
+
     def flush(self) -> list[str]:
         return []
 
@@ -127,6 +155,10 @@ class _Join(_Stateless):
 
     def __init__(self) -> None:
         self._started = False
+
+    @property
+    def settled(self) -> bool:
+        return self._started
 
     def feed(self, pieces: list[str]) -> list[str]:
         result = []
@@ -151,6 +183,10 @@ class _Metaspace(_Stateless):
         self._replacement = replacement
         self._strip_next = strip_first
 
+    @property
+    def settled(self) -> bool:
+        return not self._strip_next
+
     def feed(self, pieces: list[str]) -> list[str]:
         result = []
         for piece in pieces:
@@ -171,6 +207,10 @@ class _ByteFallback:
     @property
     def holds(self) -> bool:
         return bool(self._run)
+
+    @property
+    def settled(self) -> bool:
+        return not self.holds
 
     def feed(self, pieces: list[str]) -> list[str]:
         result: list[str] = []
@@ -209,6 +249,10 @@ class _ByteLevel:
     def holds(self) -> bool:
         return bool(self._decoder.getstate()[0])
 
+    @property
+    def settled(self) -> bool:
+        return not self.holds
+
     def feed(self, pieces: list[str]) -> list[str]:
         return [self._decoder.decode(_byte_level_bytes(piece)) for piece in pieces]
 
@@ -237,6 +281,10 @@ class _StripText(_Stateless):
 
     def __init__(self, content: str, count: int) -> None:
         self._content, self._count = content, count
+
+    @property
+    def settled(self) -> bool:
+        return not self._count
 
     def feed(self, pieces: list[str]) -> list[str]:
         text = "".join(pieces)

@@ -56,6 +56,7 @@ class Tokenizer:
         )
         self.chat_template = ChatTemplate(chat_template, roles) if chat_template else None
         self.vocab_size: int = backend.get_vocab_size()
+        self._settled_texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
         self._token = functools.lru_cache(maxsize=2**16)(backend.id_to_token)
         self._token_bytes = functools.lru_cache(maxsize=2**14)(
             functools.partial(detokenizer.token_bytes, self)
@@ -107,6 +108,10 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """UTF-8 of one token in the middle of a text; half a character for some tokens."""
         return self._token_bytes(token)
+
+    def settled_texts(self, skip_special_tokens: bool) -> dict[int, str]:
+        """What detokenizers found tokens to read as where nothing before matters; no larger than the vocabulary."""
+        return self._settled_texts[skip_special_tokens]
 
     @functools.cached_property
     def longest_token(self) -> int:

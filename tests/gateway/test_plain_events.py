@@ -1,0 +1,52 @@
+"""Events from templates are byte for byte those of the encoder."""
+
+import random
+from typing import Any
+
+import pytest
+
+from foredraft.text.tokenizer import Tokenizer
+from gateway.decoding import Chunk, OutputToken
+from gateway.http import encode_event
+from gateway.openai.plain_events import PlainEvents
+from gateway.openai.replies import ChatReply, CompletionReply, Reply
+from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
+from tests.support import tiny_tokenizers
+
+TOKENIZER = Tokenizer(tiny_tokenizers.byte_level())
+BASE: dict[str, Any] = {"id": "a", "object": "b", "created": 1, "model": 'c "d"', "usage": None}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+
+def bodies(**fields: Any) -> list[tuple[Reply, GenerationBody]]:
+    return [
+        (CompletionReply(TOKENIZER, []), CompletionBody(model="m", prompt="x", **fields)),
+        (ChatReply(TOKENIZER), ChatBody(**{**CHAT, **fields})),
+    ]
+
+
+def test_plain_events_are_what_the_encoder_gives() -> None:
+    draw = random.Random(3)
+    alphabet = ["a", " ", '"', "\\", "\n", "\x00", "\u2028", "é", "🙂", "</script>", "text"]
+    for reply, body in bodies():
+        events = PlainEvents(reply, body, BASE)
+        for _ in range(300):
+            text = "".join(draw.choices(alphabet, k=draw.randrange(1, 6)))
+            tokens = [OutputToken(draw.randrange(9), text) for _ in range(draw.randrange(1, 4))]
+            index = draw.randrange(3)
+            chunk = Chunk(index, text, tokens)
+            (choice,) = reply.deltas(index, 0, chunk, body, False)
+            assert events.render(index, chunk) == encode_event({**BASE, "choices": [choice]})
+
+
+@pytest.mark.parametrize(
+    "fields", [{"return_provenance": True}, {"return_token_ids": True}, {"logprobs": 1}]
+)
+def test_what_holds_more_is_left_to_the_encoder(fields: dict[str, Any]) -> None:
+    for reply, body in bodies(**({} if "logprobs" in fields else fields)):
+        if "logprobs" in fields:
+            body.logprobs = True if isinstance(body, ChatBody) else 0  # type: ignore[attr-defined]
+        chunk = Chunk(0, "x", [OutputToken(1, "x")])
+        assert PlainEvents(reply, body, BASE).render(0, chunk) is None
+    for reply, body in bodies():
+        assert PlainEvents(reply, body, BASE).render(0, Chunk(0, "", [])) is None
