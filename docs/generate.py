@@ -1,4 +1,4 @@
-"""Writes docs/flags.md, docs/metrics.md and docs/openapi.json from the code. `python docs/generate.py --check` only compares.
+"""Writes the pages of docs/ that come from the code and its tests. `python docs/generate.py --check` only compares.
 
 Run from the repository's root.
 """
@@ -150,6 +150,8 @@ def main(argv: list[str]) -> int:
         "flags.md": flags_page(),
         "metrics.md": metrics_page(),
         "openapi.json": openapi_document(),
+        "request-fields.md": importlib.import_module("tests.gateway.request_fields").page(),
+        "errors.md": importlib.import_module("tests.gateway.bad_input").page(),
     }
     for name, text in pages.items():
         path = Path(__file__).with_name(name)

@@ -43,39 +43,52 @@ class HttpError:
 
     Attributes:
         status: Status code.
+        grpc: What gRPC says instead.
         kind: `type` of OpenAI's envelope.
         code: `code` of OpenAI's envelope.
         retryable: The same request may succeed later.
     """
 
     status: int
+    grpc: str
     kind: str
     code: str | None = None
     retryable: bool = False
 
 
 # Subclasses stand before their base.
-_HTTP: tuple[tuple[type[ForedraftError], HttpError], ...] = (
-    (UnknownModel, HttpError(404, "invalid_request_error", "model_not_found")),
-    (PromptTooLong, HttpError(400, "invalid_request_error", "context_length_exceeded")),
-    (InvalidRequest, HttpError(400, "invalid_request_error")),
-    (BodyTooLarge, HttpError(413, "invalid_request_error", "body_too_large")),
-    (Unauthenticated, HttpError(401, "invalid_request_error", "invalid_api_key")),
+HTTP_ERRORS: tuple[tuple[type[ForedraftError], HttpError], ...] = (
+    (UnknownModel, HttpError(404, "NOT_FOUND", "invalid_request_error", "model_not_found")),
+    (
+        PromptTooLong,
+        HttpError(400, "INVALID_ARGUMENT", "invalid_request_error", "context_length_exceeded"),
+    ),
+    (InvalidRequest, HttpError(400, "INVALID_ARGUMENT", "invalid_request_error")),
+    (BodyTooLarge, HttpError(413, "RESOURCE_EXHAUSTED", "invalid_request_error", "body_too_large")),
+    (
+        Unauthenticated,
+        HttpError(401, "UNAUTHENTICATED", "invalid_request_error", "invalid_api_key"),
+    ),
     (
         RateLimited,
-        HttpError(429, "rate_limit_error", "rate_limit_exceeded", retryable=True),
+        HttpError(
+            429, "RESOURCE_EXHAUSTED", "rate_limit_error", "rate_limit_exceeded", retryable=True
+        ),
     ),
-    (Overloaded, HttpError(429, "rate_limit_error", "overloaded", retryable=True)),
-    (Unavailable, HttpError(503, "server_error", "unavailable", retryable=True)),
-    (RequestTimeout, HttpError(504, "server_error", "deadline_exceeded")),
-    (SlowClient, HttpError(408, "invalid_request_error", "slow_client")),
+    (
+        Overloaded,
+        HttpError(429, "RESOURCE_EXHAUSTED", "rate_limit_error", "overloaded", retryable=True),
+    ),
+    (Unavailable, HttpError(503, "UNAVAILABLE", "server_error", "unavailable", retryable=True)),
+    (RequestTimeout, HttpError(504, "DEADLINE_EXCEEDED", "server_error", "deadline_exceeded")),
+    (SlowClient, HttpError(408, "RESOURCE_EXHAUSTED", "invalid_request_error", "slow_client")),
 )
-_INTERNAL = HttpError(500, "server_error", "internal_error")
+_INTERNAL = HttpError(500, "INTERNAL", "server_error", "internal_error")
 
 
 def http_error(error: Exception) -> HttpError:
     """How HTTP says an error; what nobody raised on purpose is 500."""
-    return next((http for kind, http in _HTTP if isinstance(error, kind)), _INTERNAL)
+    return next((http for kind, http in HTTP_ERRORS if isinstance(error, kind)), _INTERNAL)
 
 
 def envelope(error: Exception) -> dict[str, Any]:

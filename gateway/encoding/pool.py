@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ class EncodingPool:
         self._idle: asyncio.LifoQueue[_Process | None] = asyncio.LifoQueue()
         self._num_overtime = 0
         self._num_jobs = 0
-        self._loader: asyncio.subprocess.Process | None = None
+        self._loader: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._forking = asyncio.Lock()
         self._jobs: set[asyncio.Task[Any]] = set()
@@ -226,19 +227,18 @@ class EncodingPool:
 
     async def _load(self) -> None:
         """Starts the process that the others are forked from, unless it runs."""
-        if self._loader is not None and self._loader.returncode is None:
+        if self._loader is not None and self._loader.poll() is None:
             return
         await self._unload()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
-            self._loader = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "gateway.encoding.worker",
-                str(theirs.fileno()),
-                *self._arguments,
-                pass_fds=[theirs.fileno()],
+            number = theirs.fileno()
+            # Not the loop's own way, whose fork would run gRPC's handlers; and in this thread, whose end the process
+            # would not outlive.
+            self._loader = subprocess.Popen(
+                [sys.executable, "-m", "gateway.encoding.worker", str(number), *self._arguments],
+                pass_fds=[number],
                 env={**child_environment(), "TOKENIZERS_PARALLELISM": "false"},
             )
         self._control = ours
@@ -254,9 +254,8 @@ class EncodingPool:
             self._control.close()
             self._control = None
         if loader is not None:
-            with contextlib.suppress(ProcessLookupError):
-                loader.kill()
-            await loader.wait()
+            loader.kill()
+            await asyncio.to_thread(loader.wait)
 
 
 def _kill(place: _Place, why: str) -> None:

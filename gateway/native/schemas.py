@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from pydantic import model_validator
+
 from foredraft.types import SamplingParams
 from gateway.http import Body
 from gateway.openai.schemas import Speculation
@@ -27,7 +29,22 @@ REFUSED_SAMPLING = {
 }
 
 
-class NativeSampling(Body):
+class NativeBody(Body):
+    """A body in which null is the default, as with SGLang."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None or name not in cls.model_fields
+        }
+
+
+class NativeSampling(NativeBody):
     """sampling_params of /generate, with SGLang's names and defaults."""
 
     max_new_tokens: int | None = None
@@ -56,7 +73,7 @@ class NativeSampling(Body):
     custom_params: Any = None
 
 
-class GenerateBody(Body):
+class GenerateBody(NativeBody):
     """POST /generate."""
 
     text: str | list[str] | None = None
@@ -69,7 +86,11 @@ class GenerateBody(Body):
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
     priority: int = 0
+    # These change nothing: taken and ignored.
     log_metrics: bool = True
+    no_logs: bool = True
+    conversation_id: str = ""
+    # These are refused.
     input_embeds: Any = None
     image_data: Any = None
     video_data: Any = None

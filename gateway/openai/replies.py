@@ -43,6 +43,15 @@ def usage(ends: Sequence[Completion], num_choices: int) -> dict[str, Any]:
     }
 
 
+def usage_so_far(num_prompt_tokens: int, num_tokens: int) -> dict[str, int]:
+    """Token counts in the middle of a stream."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+    }
+
+
 def finish_reason(completion: Completion | None) -> str | None:
     """stop, length, or abort for a request that was ended by name (an extension)."""
     if completion is None:
@@ -105,6 +114,7 @@ class Reply(ABC):
             "index": index,
             "finish_reason": finish_reason(end),
             "stop_reason": stop_reason(end),
+            "num_tokens": len(chunk.tokens),
         }
         if body.return_provenance:
             common["provenance"] = provenance(chunk.tokens)

@@ -15,6 +15,7 @@ from gateway.decoding import Completion
 from gateway.generation import Job
 from gateway.http import event_stream, naming, read, unless_disconnected
 from gateway.openai import replies
+from gateway.openai.plain_events import PlainEvents
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.openapi import reads
 from gateway.serving import Serving, check_batch
@@ -36,6 +37,11 @@ class Call:
     def num_choices(self) -> int:
         """Choices of one job."""
         return self.jobs[0].num_choices
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(len(job.prompt) for job in self.jobs)
 
 
 def make_router(serving: Serving) -> APIRouter:
@@ -85,7 +91,7 @@ async def _completion_call(serving: Serving, body: CompletionBody) -> Call:
             _job(
                 serving,
                 body,
-                ids,
+                body.truncated(ids),
                 sampling,
                 f"{call_id}-{i}" if i else call_id,
                 body.max_tokens is not None,
@@ -104,7 +110,9 @@ async def _chat_call(serving: Serving, body: ChatBody) -> Call:
     variables = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
-    ids = await serving.encode_chat(messages, **variables)
+    if body.documents is not None:
+        variables["documents"] = body.documents
+    ids = body.truncated(await serving.encode_chat(messages, **variables))
     given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     max_tokens = max(1, serving.info.context_length - len(ids)) if given is None else given
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -168,9 +176,11 @@ async def _whole(serving: Serving, call: Call) -> dict[str, Any]:
     }
 
 
-async def _events(serving: Serving, call: Call) -> AsyncGenerator[dict[str, Any], None]:
-    """Chunks of all choices as they come."""
-    include_usage = call.body.stream_options is not None and call.body.stream_options.include_usage
+async def _events(serving: Serving, call: Call) -> AsyncGenerator[dict[str, Any] | bytes, None]:
+    """Chunks of all choices as they come, the plain ones encoded."""
+    options = call.body.stream_options
+    include_usage = options is not None and options.include_usage
+    continuous = options is not None and bool(options.continuous_usage_stats)
     base = {
         "id": call.id,
         "object": call.reply.chunk_object,
@@ -181,11 +191,21 @@ async def _events(serving: Serving, call: Call) -> AsyncGenerator[dict[str, Any]
         base["usage"] = None
     ends: list[Completion] = []
     started: set[int] = set()
+    num_tokens = 0
+    num_choices = call.num_choices
+    events = PlainEvents(call.reply, call.body, base)
     async with contextlib.aclosing(serving.generator.stream_all(call.jobs)) as merged:
         async for i, chunk in merged:
-            index = i * call.num_choices + chunk.index
+            index = i * num_choices + chunk.index
             is_first = index not in started
             started.add(index)
+            num_tokens += len(chunk.tokens)
+            if continuous:
+                base["usage"] = replies.usage_so_far(call.num_prompt_tokens, num_tokens)
+            plain = None if is_first else events.render(index, chunk)
+            if plain is not None:
+                yield plain
+                continue
             for choice in call.reply.deltas(index, i, chunk, call.body, is_first):
                 yield {**base, "choices": [choice]}
             if chunk.completion is not None:

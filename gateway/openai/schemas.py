@@ -9,15 +9,13 @@ from foredraft.types import SamplingParams, SpeculationParams
 from gateway.http import Body, refuse
 from gateway.serving import seed_or_random
 
-# Fields of OpenAI's that cannot change the text; taken and ignored, as OpenAI's own compatible servers do.
-IGNORED = "user, metadata, store, service_tier, safety_identifier, prompt_cache_key"
-
 
 class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Speculation(Body):
@@ -52,12 +50,16 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    # These cannot change the text: taken and ignored, as other servers of OpenAI's API do.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    spaces_between_special_tokens: bool | None = None
     # Extensions.
     top_k: int | None = None
     min_p: float | None = None
@@ -67,6 +69,7 @@ class GenerationBody(Body):
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
     priority: int | None = None
     timeout: float | None = None
     return_provenance: bool | None = None
@@ -84,6 +87,15 @@ class GenerationBody(Body):
     def names(self) -> dict[str, str]:
         """Our field names, as this body has them."""
         return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+
+    def truncated(self, tokens: list[int]) -> list[int]:
+        """The prompt's last tokens, as many as the request says."""
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return tokens
+        if most < 1:
+            raise InvalidRequest("truncate_prompt_tokens", f"must be at least 1, not {most}")
+        return tokens[-most:]
 
     def sampling(self, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
         """How tokens are chosen; OpenAI's defaults where a field is absent."""
@@ -189,6 +201,7 @@ class ChatBody(GenerationBody):
     web_search_options: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    documents: list[dict[str, Any]] | None = None
 
     def names(self) -> dict[str, str]:
         names = {"prompt": "messages", "logprobs": "top_logprobs", **super().names()}

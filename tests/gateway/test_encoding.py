@@ -140,14 +140,14 @@ def test_killed_processes_come_back(model: Path, template: Path) -> None:
         # So does the one that they are forked from.
         assert pool._loader is not None
         pool._loader.kill()
-        await pool._loader.wait()
+        pool._loader.wait()
         for _ in range(4):
             assert await pool.encode("The dog", True, "prompt") == expected
         with pytest.raises(InvalidRequest, match="takes too much memory"):
             await pool.encode_chat([{"role": "user", "content": "big"}], {}, "messages")
         assert await pool.encode("The dog", True, "prompt") == expected
 
-    run(model, template, work)
+    run(model, template, work, timeout=30.0)
 
 
 def test_a_tokenizer_that_does_not_load(tmp_path: Path) -> None:
