@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from foredraft.cli.mps import Mps
 from foredraft.cli.supervisor import Service, Supervisor
 from foredraft.config.options import flag_of, option, to_flags, variable_of
 from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
@@ -39,6 +40,11 @@ class ServeConfig(GatewayConfig, VerifyConfig, DraftConfig):
 
     verify_metrics_port: int = option(0, "Port of the verifier's /metrics; 0 takes a free one.")
     draft_metrics_port: int = option(0, "Port of the draft's /metrics; 0 takes a free one.")
+    mps: bool = option(
+        False,
+        "Run verifier and draft under a private daemon of NVIDIA's Multi-Process Service, which saves about 0.16 ms per "
+        "hand-over where both use one GPU. A fault of the draft on the GPU then takes the verifier along; both start anew.",
+    )
 
 
 def check(values: Mapping[str, Any]) -> ServeConfig:
@@ -178,18 +184,28 @@ def make_supervisor(
     # Only the service that needs a secret gets it.
     for name in _secret_names(ServeConfig):
         unbuffered.pop(variable_of(name), None)
-    return LocalStack(directory, services, urls=urls, on_line=on_line, environment=unbuffered)
+    daemon = Mps()
+    if config.mps:
+        daemon.start()
+    unbuffered |= daemon.variables
+    return LocalStack(
+        directory, services, daemon, urls=urls, on_line=on_line, environment=unbuffered
+    )
 
 
 class LocalStack(Supervisor):
-    """A supervisor that removes its sockets' directory when it stopped."""
+    """A supervisor that removes its sockets' directory, and ends its MPS daemon, when it stopped."""
 
-    def __init__(self, directory: Path, services: list[Service], **arguments: Any) -> None:
+    def __init__(
+        self, directory: Path, services: list[Service], daemon: Mps, **arguments: Any
+    ) -> None:
         super().__init__(services, **arguments)
         self.directory = directory
+        self._daemon = daemon
 
     def stop(self) -> None:
         super().stop()
+        self._daemon.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
 
 

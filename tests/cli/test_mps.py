@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from foredraft.cli import mps
+from foredraft.cli.stack import make_supervisor
 
 DAEMON = f"""#!{sys.executable}
 import os, sys, pathlib
@@ -55,3 +56,10 @@ def test_a_daemon_that_does_not_start_is_named(daemon, caplog):
         assert variables == {}
     assert "no device" in caplog.text
     assert subprocess.run([program, "-d"], check=False, capture_output=True).returncode != 0
+
+
+def test_a_stack_ends_its_daemon(daemon):
+    stack = make_supervisor({"mps": True, "port": 0, "grpc_port": 0})
+    assert not daemon.exists()
+    stack.stop()
+    assert daemon.read_text() == "quit"
