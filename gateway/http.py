@@ -27,6 +27,7 @@ M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+_WANTS = "Input should be "
 _FIELD = re.compile(r"(?!(?:str|int|float|bool|dict|list)$)[a-z][a-z0-9_]*")
 
 
@@ -79,17 +80,25 @@ async def read(request: Request, model: type[M], bounds: Bounds) -> M:
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
-    first = error.errors(include_url=False, include_input=False)[0]
+    found = error.errors(include_url=False, include_input=False)
+    first = found[0]
     # Names of the branches of a union, such as `str` or `list[int]`, are no field of the client's.
     path = [str(part) for part in first["loc"] if isinstance(part, int) or _FIELD.fullmatch(part)]
     field = ".".join(path[:4])
     if first["type"] == "json_invalid":
-        return InvalidRequest("body", f"is not valid JSON: {first['msg']}")
+        return InvalidRequest(
+            "body", f"is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
+        )
     if first["type"] == "extra_forbidden":
         return InvalidRequest(
             field, "is not a field of this request, or not one that can be honoured"
         )
-    return InvalidRequest(field or "body", first["msg"])
+    # A union says what each of its branches would have taken.
+    start = first["loc"][: len(path)]
+    wants = [each["msg"] for each in found if each["loc"][: len(start)] == start]
+    tails = [text.removeprefix(_WANTS) for text in wants if text.startswith(_WANTS)]
+    message = _WANTS + " or ".join(dict.fromkeys(tails)) if tails else first["msg"]
+    return InvalidRequest(field or "body", message)
 
 
 def refuse(values: Mapping[str, Any], reasons: Mapping[str, str]) -> None:

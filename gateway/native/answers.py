@@ -1,49 +1,54 @@
 """Answers of /generate in SGLang's shape."""
 
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason
-from gateway.decoding import Chunk, OutputToken
+from gateway.decoding import Chunk
 from gateway.generation import Job
 from gateway.native.schemas import GenerateBody
 from gateway.openai.replies import finite, provenance
 
 
-@dataclass(slots=True)
 class Answer:
-    """One continuation so far."""
+    """One continuation so far. SGLang streams all of it with every chunk; a chunk adds its own part alone."""
 
-    job: Job
-    body: GenerateBody
-    tokenizer: Tokenizer
-    text: str = ""
-    tokens: list[OutputToken] = field(default_factory=list)
+    def __init__(self, job: Job, body: GenerateBody, tokenizer: Tokenizer) -> None:
+        self._job = job
+        self._body = body
+        self._tokenizer = tokenizer
+        self._text = ""
+        self._ids: list[int] = []
+        self._logprobs: list[list[Any]] = []
+        self._top_logprobs: list[list[list[Any]]] = []
+        self._provenance: list[dict[str, Any]] = []
 
     def add(self, chunk: Chunk) -> dict[str, Any]:
-        """Takes a chunk; returns the answer so far, as SGLang streams it."""
-        self.tokens.extend(chunk.tokens)
-        self.text += chunk.text
-        return self._dict(chunk)
+        """Takes a chunk; returns the answer so far, which is to be sent before the next is taken."""
+        self._text += chunk.text
+        for token in chunk.tokens:
+            self._ids.append(token.id)
+            own = token.logprob
+            if own is not None:
+                self._logprobs.append(self._entry(token.id, own.logprob))
+                self._top_logprobs.append(list(map(self._entry, own.top_tokens, own.top_logprobs)))
+        if self._body.return_provenance:
+            self._provenance += provenance(chunk.tokens)
+        return {"text": self._text, "output_ids": self._ids, "meta_info": self._meta(chunk)}
 
-    def _dict(self, chunk: Chunk) -> dict[str, Any]:
-        tokens = self.tokens
+    def _meta(self, chunk: Chunk) -> dict[str, Any]:
         meta: dict[str, Any] = {
-            "id": self.job.name,
+            "id": self._job.name,
             "finish_reason": None,
-            "prompt_tokens": len(self.job.prompt),
-            "completion_tokens": len(tokens),
+            "prompt_tokens": len(self._job.prompt),
+            "completion_tokens": len(self._ids),
         }
-        if self.body.return_logprob:
-            known = [(t.id, t.logprob) for t in tokens if t.logprob is not None]
-            meta["output_token_logprobs"] = [self._entry(id, own.logprob) for id, own in known]
-            meta["output_top_logprobs"] = [
-                list(map(self._entry, own.top_tokens, own.top_logprobs)) for _, own in known
-            ]
-        if self.body.return_provenance:
-            meta["provenance"] = provenance(tokens)
+        if self._body.return_logprob:
+            meta["output_token_logprobs"] = self._logprobs
+            meta["output_top_logprobs"] = self._top_logprobs
+        if self._body.return_provenance:
+            meta["provenance"] = self._provenance
         end = chunk.completion
         if end is not None:
             account = end.account
@@ -60,7 +65,7 @@ class Answer:
                 "num_retractions": account.preemptions,
                 "seed": end.seed,
                 "queue_time": account.queue_seconds,
-                "e2e_latency": time.monotonic() - self.job.arrived,
+                "e2e_latency": time.monotonic() - self._job.arrived,
                 "drafted": account.drafted_tokens,
                 "accepted": account.accepted_tokens,
                 "accept_length": end.accept_length,
@@ -76,10 +81,10 @@ class Answer:
                     "spec_verify_ct": account.verify_steps,
                     "spec_correct_drafts_histogram": list(account.accepted_histogram),
                 }
-        return {"text": self.text, "output_ids": [t.id for t in tokens], "meta_info": meta}
+        return meta
 
     def _entry(self, token: int, logprob: float) -> list[Any]:
         text = None
-        if self.body.return_text_in_logprobs:
-            text = self.tokenizer.token_bytes(token).decode("utf-8", "replace")
+        if self._body.return_text_in_logprobs:
+            text = self._tokenizer.token_bytes(token).decode("utf-8", "replace")
         return [finite(logprob), token, text]
