@@ -142,27 +142,35 @@ class Levels:
         scratch = kv.num_pages + slot[:, None] * per_slot + over
         self._tables = torch.where(over < 0, committed, scratch).to(torch.int32)
         self._num_splits = splits_for(batch, shape.topk, kv, shape.max_pages * kv.page_size)
+        # Of all levels at once, which takes fewer kernels.
+        count, topk = shape.num_steps - 1, shape.topk
+        level = torch.arange(count, dtype=torch.int32, device=device)
+        self._first = self._num_keys + level[:, None] * topk
+        place = (self._num_keys + level[:, None]).long()
+        self._positions = place[:, :, None].expand(-1, -1, topk).reshape(count, batch * topk)
+        row = torch.arange(count * topk, dtype=torch.int32, device=device)
+        keys = self._num_keys[:, None].long() + row
+        pages = self._tables.gather(1, keys // kv.page_size)
+        slots = pages.long() * kv.page_size + keys % kv.page_size
+        slots = slots.view(batch, count, topk).transpose(0, 1)
+        self._slots = slots.reshape(count, batch * topk)
+        self._tail_positions = None
+        if shape.is_windowed and topk > 1:
+            self._tail_positions = self._num_keys[:, None] + row // topk
 
     def batch(self, level: int, tokens: torch.Tensor, mask: torch.Tensor | None) -> Batch:
         """The batch of one level.
 
         Args:
             tokens: int64 [B, K].
-            mask: bool [B, K, (level + 1) * K], the beams' ancestors; None for a chain.
+            mask: bool [B * K, (level + 1) * K], the beams' ancestors; None for a chain.
         """
-        kv, shape, device = self._kv, self._shape, tokens.device
-        first = self._num_keys + level * shape.topk
-        keys = first[:, None].long() + torch.arange(shape.topk, device=device)
-        pages = self._tables.gather(1, keys // kv.page_size)
-        slots = pages.long() * kv.page_size + keys % kv.page_size
-        place = self._num_keys + level
-        positions = place[:, None].expand(-1, shape.topk).flatten().long()
-        tail_positions = None
-        if mask is not None and shape.is_windowed:
-            depth = torch.arange((level + 1) * shape.topk, dtype=torch.int32, device=device)
-            tail_positions = self._num_keys[:, None] + depth // shape.topk
+        first, positions = self._first[level], self._positions[level]
+        tail_positions = self._tail_positions
+        if tail_positions is not None and mask is not None:
+            tail_positions = tail_positions[:, : mask.shape[1]]
         plan = TritonPlan(
-            kv=kv,
+            kv=self._kv,
             page_tables=self._tables,
             first_row=self._first_row,
             num_rows=self._num_rows,
@@ -170,13 +178,13 @@ class Levels:
             prefix_len=first if mask is None else self._num_keys,
             write_index=first,
             positions=positions,
-            tail_mask=None if mask is None else mask.flatten(0, 1).contiguous(),
+            tail_mask=mask,
             is_causal=None,
             tail_positions=tail_positions,
-            max_rows=shape.topk,
+            max_rows=self._shape.topk,
             num_splits=self._num_splits,
         )
-        return Batch(tokens.flatten(), positions, slots.flatten(), (), plan=plan)
+        return Batch(tokens.flatten(), positions, self._slots[level], (), plan=plan)
 
 
 def sampling_rows(records: torch.Tensor, any_sampled: bool, any_ranked: bool) -> SamplingRows:

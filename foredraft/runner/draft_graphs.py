@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,18 @@ logger = logging.getLogger(__name__)
 
 # Tokens and features of rows in, float logits of the rows that a batch names and their features out.
 Forward = Callable[[Batch, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class Beams(Protocol):
+    """Trees that grow; see `StaticBeams`."""
+
+    def grow(
+        self, logits: torch.Tensor, token_map: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def seen(self) -> torch.Tensor: ...
+
+    def write(self, results: torch.Tensor) -> None: ...
 
 
 @dataclass(slots=True)
@@ -272,32 +284,37 @@ class DraftGraphs:
 
     def _draft(self, batch: int, any_sampled: bool, any_ranked: bool) -> None:
         shape, records = self.shape, self._records(batch)
+        beams = self._beams(batch, records, any_sampled, any_ranked)
+        levels = Levels(shape, self._kv, self._tables, records)
+        logits = self._root_logits[:batch]
+        features = self._root_features
+        if features is not None:
+            features = features[:batch]
+        for level in range(shape.num_steps):
+            tokens, sources = beams.grow(logits, self._token_map)
+            if level + 1 == shape.num_steps:
+                break
+            read = None if features is None else features.index_select(0, sources)
+            mask = beams.seen() if shape.topk > 1 else None
+            logits, features = self._forward(levels.batch(level, tokens, mask), read)
+        beams.write(self._results[:batch])
+
+    def _beams(
+        self, batch: int, records: torch.Tensor, any_sampled: bool, any_ranked: bool
+    ) -> Beams:
+        shape = self.shape
+        if self._on_gpu and not any_sampled:
+            from foredraft.speculation.device_beams import DeviceBeams  # needs triton
+
+            return DeviceBeams(
+                batch, shape.num_steps, shape.topk, shape.vocab, self._ordering, self._device
+            )
         rows = None
         if self._ordering == "coupled":
             rows = sampling_rows(records, any_sampled, any_ranked)
-        beams = StaticBeams(
+        return StaticBeams(
             batch, shape.num_steps, shape.topk, shape.num_nodes + 1, self._ordering, rows
         )
-        levels = Levels(shape, self._kv, self._tables, records)
-        logits = self._root_logits[:batch, None]
-        features = self._root_features
-        if features is not None:
-            features = features[:batch, None]
-        for level in range(shape.num_steps):
-            tokens, parents = beams.expand(logits, self._token_map)
-            if level + 1 == shape.num_steps:
-                break
-            read = None
-            if features is not None:
-                index = parents[:, :, None].expand(-1, -1, features.shape[-1])
-                read = features.gather(1, index).flatten(0, 1)
-            mask = beams.ancestor_rows() if shape.topk > 1 else None
-            scores, following = self._forward(levels.batch(level, tokens, mask), read)
-            logits = scores.float().view(batch, shape.topk, -1)
-            if features is not None and following is not None:
-                features = following.view(batch, shape.topk, -1)
-        for row, part in enumerate(beams.nodes()):
-            self._results[:batch, row].copy_(part)
 
 
 def batch_sizes(max_batch: int) -> list[int]:

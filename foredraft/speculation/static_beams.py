@@ -28,6 +28,31 @@ class StaticBeams(BeamTree):
         self._level += 1
         return tokens, torch.zeros_like(tokens)
 
+    def grow(
+        self, logits: torch.Tensor, token_map: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `expand`, for rows in the order of the beams.
+
+        Args:
+            logits: [rows, V], one for each sequence at first, then K.
+
+        Returns:
+            int64 [B, K] tokens of the beams, int64 [B * K] the row that each of them continues.
+        """
+        width = len(logits) // self.batch
+        tokens, beams = self.expand(logits.float().view(self.batch, width, -1), token_map)
+        owner = torch.arange(0, len(logits), width, device=logits.device)
+        return tokens, (beams + owner[:, None]).flatten()
+
+    def seen(self) -> torch.Tensor:
+        """Which drafted rows each beam selected last may see: bool [B * K, level * K + K], levels counted from 0."""
+        return self.ancestor_rows().flatten(0, 1)
+
+    def write(self, results: torch.Tensor) -> None:
+        """Writes `nodes` to int32 [B, 3, N]."""
+        for row, part in enumerate(self.nodes()):
+            results[:, row].copy_(part)
+
     def nodes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The most valuable candidates of all levels, after the last `expand`.
 

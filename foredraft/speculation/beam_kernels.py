@@ -1,0 +1,180 @@
+"""Triton kernels that grow beam trees: the best children of every beam, the best beams of a level, the best nodes of all.
+
+Candidates are compared as 64-bit keys: a score's bits, ordered as integers, above the complement of an index, so that one
+maximum finds the best and of equals the first.
+"""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+NO_KEY = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def _key(score, index):
+    """int64 keys of float32 scores."""
+    bits = score.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.to(tl.int64) << 32) | (0xFFFFFFFF - index.to(tl.int64))
+
+
+@triton.jit
+def _index(key):
+    return (0xFFFFFFFF - (key & 0xFFFFFFFF)).to(tl.int32)
+
+
+@triton.jit
+def _score(key):
+    ordered = (key >> 32).to(tl.int32)
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def best_of_parts(
+    logits, keys, maxima, sums, stride, vocab, PARTS: tl.constexpr, TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """For each row and each part of its columns: the TOPK best, and what the softmax's sum needs.
+
+    Grid (rows, PARTS). keys int64 [rows, PARTS, TOPK]; maxima, sums float32 [rows, PARTS].
+    """
+    row, part = tl.program_id(0), tl.program_id(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < vocab
+    x = tl.load(logits + row.to(tl.int64) * stride + column, is_column, other=float("-inf"))
+    x = x.to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))
+    x = tl.minimum(x, 3.4028234663852886e38)
+    largest = tl.max(x, 0)
+    # A part without any token adds nothing; its maximum is minus infinity.
+    total = tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - largest)), 0)
+    place = row * PARTS + part
+    tl.store(maxima + place, largest)
+    tl.store(sums + place, total)
+    key = tl.where(is_column, _key(x, column), NO_KEY)
+    for child in range(TOPK):
+        best = tl.max(key, 0)
+        tl.store(keys + place * TOPK + child, best)
+        key = tl.where(key == best, NO_KEY, key)
+
+
+@triton.jit(do_not_specialize=["first", "level"])
+def select_beams(
+    keys, maxima, sums, token_map, values_in, nodes_in, mask_in,
+    values_out, nodes_out, mask_out, tokens, sources, all_scores, all_tokens, all_parents,
+    num_candidates, mask_stride, first, level, PARTS: tl.constexpr,
+    TOPK: tl.constexpr, BEAMS: tl.constexpr, PAD_TOPK: tl.constexpr, PAD_PARTS: tl.constexpr,
+    PAD_MASK: tl.constexpr, HAS_PARENTS: tl.constexpr, MAPPED: tl.constexpr, KEEP_FIRST: tl.constexpr,
+):  # fmt: skip
+    """The children of a sequence's beams become candidates, and the best of them the next beams.
+
+    Grid (B,). BEAMS is 1 at level 0, TOPK after it; `first` is the index of the level's first candidate.
+    """
+    sequence = tl.program_id(0)
+    beam, child = tl.arange(0, PAD_TOPK), tl.arange(0, PAD_TOPK)
+    is_beam, is_child = beam < BEAMS, child < TOPK
+    row = sequence * BEAMS + beam
+    # What the softmax divides by.
+    part = tl.arange(0, PAD_PARTS)
+    is_part = is_beam[:, None] & (part < PARTS)[None, :]
+    at = row[:, None] * PARTS + part[None, :]
+    largest = tl.load(maxima + at, is_part, other=float("-inf"))
+    total = tl.load(sums + at, is_part, other=0.0)
+    top = tl.max(largest, 1)
+    scaled = tl.where(largest == float("-inf"), 0.0, total * tl.exp(largest - top[:, None]))
+    normaliser = top + tl.log(tl.sum(scaled, 1))
+    # The best children of each beam among those of its parts.
+    entry = tl.arange(0, PAD_PARTS * PAD_TOPK)
+    entry_part, entry_child = entry // PAD_TOPK, entry % PAD_TOPK
+    is_entry = (entry_part < PARTS) & (entry_child < TOPK)
+    key = tl.load(
+        keys + (row[:, None] * PARTS + entry_part[None, :]) * TOPK + entry_child[None, :],
+        is_beam[:, None] & is_entry[None, :],
+        other=NO_KEY,
+    )
+    chosen = tl.full((PAD_TOPK, PAD_TOPK), NO_KEY, tl.int64)
+    for index in range(TOPK):
+        best = tl.max(key, 1)
+        chosen = tl.where(child[None, :] == index, best[:, None], chosen)
+        key = tl.where(key == best[:, None], NO_KEY, key)
+    is_candidate = is_beam[:, None] & is_child[None, :] & (chosen != NO_KEY)
+    column = tl.where(is_candidate, _index(chosen), 0)
+    value = _score(chosen) - normaliser[:, None]
+    parent = tl.full((PAD_TOPK,), -1, tl.int32)
+    if HAS_PARENTS:
+        value += tl.load(values_in + sequence * TOPK + beam, is_beam, other=0.0)[:, None]
+        parent = tl.load(nodes_in + sequence * TOPK + beam, is_beam, other=-1)
+    value = tl.where(is_candidate & (value == value), value, float("-inf"))
+    candidate = beam[:, None] * TOPK + child[None, :]
+    score = value
+    if KEEP_FIRST:  # the chain of first children always stays
+        score = tl.where(candidate == 0, float("inf"), score)
+    token = column
+    if MAPPED:
+        token = tl.load(token_map + column).to(tl.int32)
+    is_place = is_beam[:, None] & is_child[None, :]
+    place = sequence * num_candidates + first + candidate
+    tl.store(all_scores + place, score, is_place)
+    tl.store(all_tokens + place, token, is_place)
+    tl.store(all_parents + place, tl.broadcast_to(parent[:, None], (PAD_TOPK, PAD_TOPK)), is_place)
+    # The next beams, and what they take from the beams that they continue.
+    key = tl.where(is_place, _key(score, candidate), NO_KEY)
+    for index in range(TOPK):
+        best = tl.max(tl.max(key, 1), 0)
+        is_best = key == best
+        picked = _index(best)
+        old = picked // TOPK
+        out = sequence * TOPK + index
+        tl.store(tokens + out, tl.sum(tl.sum(tl.where(is_best, token, 0), 1), 0).to(tl.int64))
+        # Minus infinity would turn the sum of the others into it.
+        own = tl.max(tl.max(tl.where(is_best, value, float("-inf")), 1), 0)
+        tl.store(values_out + out, own)
+        tl.store(nodes_out + out, first + picked)
+        tl.store(sources + out, (sequence * BEAMS + old).to(tl.int64))
+        bit = tl.arange(0, PAD_MASK)
+        width = level * TOPK
+        seen = tl.load(mask_in + (sequence * TOPK + old) * mask_stride + bit, bit < width, other=0)
+        seen = tl.where(bit == width + index, 1, seen).to(tl.uint8)
+        tl.store(mask_out + out * mask_stride + bit, seen, bit < width + TOPK)
+        key = tl.where(is_best, NO_KEY, key)
+
+
+@triton.jit
+def select_nodes(
+    all_scores, all_tokens, all_parents, places, results, num_candidates, stride,
+    NODES: tl.constexpr, PAD_CANDIDATES: tl.constexpr, PAD_NODES: tl.constexpr,
+):  # fmt: skip
+    """The most valuable candidates of a sequence's tree, in the order of their indexes.
+
+    Grid (B,). results int32 [B, 3, NODES]: tokens (-1 after the last), parents, ranks; places int32 [B, candidates] is
+    scratch.
+    """
+    sequence = tl.program_id(0)
+    candidate = tl.arange(0, PAD_CANDIDATES)
+    is_candidate = candidate < num_candidates
+    base = sequence * num_candidates
+    score = tl.load(all_scores + base + candidate, is_candidate, other=float("-inf"))
+    key = tl.where(score > float("-inf"), _key(score, candidate), NO_KEY)
+    rank = tl.full((PAD_CANDIDATES,), -1, tl.int32)
+    for index in range(NODES):
+        best = tl.max(key, 0)
+        is_best = (key == best) & (key != NO_KEY)
+        rank = tl.where(is_best, index, rank)
+        key = tl.where(is_best, NO_KEY, key)
+    is_node = rank >= 0
+    place = tl.cumsum(is_node.to(tl.int32), 0) - 1
+    tl.store(places + base + candidate, place, is_candidate)
+    node = tl.arange(0, PAD_NODES)
+    out = results + sequence * stride
+    count = tl.sum(is_node.to(tl.int32), 0)
+    is_empty = (node >= count) & (node < NODES)
+    for part in tl.static_range(3):
+        tl.store(out + part * NODES + node, tl.full((PAD_NODES,), -1, tl.int32), is_empty)
+    tl.debug_barrier()
+    parent = tl.load(all_parents + base + candidate, is_candidate, other=-1)
+    above = tl.load(places + base + parent, is_node & (parent >= 0), other=-1)
+    tl.store(out + place, tl.load(all_tokens + base + candidate, is_candidate, other=-1), is_node)
+    tl.store(out + NODES + place, above, is_node)
+    tl.store(out + 2 * NODES + place, rank, is_node)

@@ -1,0 +1,60 @@
+"""Beam trees by Triton kernels against those by torch."""
+
+import pytest
+import torch
+
+from foredraft.speculation.sampling import SamplingRows
+from foredraft.speculation.static_beams import StaticBeams
+from foredraft.speculation.tree_building import Ordering
+from foredraft.types import SamplingParams
+from tests.support.triton_device import DEVICE, needs_triton
+
+pytestmark = [needs_triton, pytest.mark.gpu]
+
+
+@pytest.mark.parametrize(("ordering", "mapped"), [("topk", False), ("coupled", True)])
+@pytest.mark.parametrize(
+    ("shape", "vocab"),
+    [((3, 1, 3), 50), ((4, 1, 2), 4100), ((3, 3, 9), 50), ((2, 4, 60), 4096), ((5, 8, 31), 300)],
+)
+def test_the_same_trees(
+    ordering: Ordering, shape: tuple[int, int, int], vocab: int, mapped: bool
+) -> None:
+    from foredraft.speculation.device_beams import DeviceBeams
+
+    steps, topk, num_nodes = shape
+    batch = 3
+    generator = torch.Generator().manual_seed(steps * 100 + topk)
+    token_map = torch.randperm(2 * vocab, generator=generator)[:vocab] if mapped else None
+    rows = None
+    if ordering == "coupled":
+        rows = SamplingRows.from_params([SamplingParams(temperature=0.0)] * batch, [5] * batch)
+    expected = StaticBeams(batch, steps, topk, num_nodes + 1, ordering, rows)
+    found = DeviceBeams(batch, steps, topk, vocab, ordering, DEVICE)
+    on_device = None if token_map is None else token_map.to(DEVICE)
+    for level in range(steps):
+        width = topk if level else 1
+        # Different values, so that rounding cannot order them otherwise.
+        order = torch.stack(
+            [torch.randperm(vocab, generator=generator) for _ in range(batch * width)]
+        )
+        logits = order.float() * (40 / vocab)
+        logits[:, 7] = float("-inf")
+        if level == 1 and topk > 1:
+            logits[-1] = float("nan")  # a row without any token
+        tokens, beams = expected.expand(logits.view(batch, width, vocab), token_map)
+        got, sources = found.grow(logits.to(DEVICE), on_device)
+        assert torch.equal(got.cpu(), tokens)
+        owner = torch.arange(batch)[:, None] * width
+        assert torch.equal(sources.cpu().view(batch, topk), beams + owner)
+        if topk > 1:
+            mask = found.seen().cpu()
+            assert torch.equal(mask.view(batch, topk, -1), expected.ancestor_rows())
+    results = torch.empty(batch, 3, num_nodes, dtype=torch.int32, device=DEVICE)
+    found.write(results)
+    want_tokens, want_parents, want_ranks = expected.nodes()
+    is_node = want_tokens >= 0
+    got_tokens, got_parents, got_ranks = results.cpu().long().unbind(1)
+    assert torch.equal(got_tokens, want_tokens)
+    assert torch.equal(got_parents[is_node], want_parents[is_node])
+    assert torch.equal(got_ranks[is_node], want_ranks[is_node])
