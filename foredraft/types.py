@@ -22,6 +22,26 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class GrammarKind(enum.StrEnum):
+    """What a grammar is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "ebnf"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output has to look like; JSON text for schemas and structural tags."""
+
+    kind: GrammarKind
+    text: str
+
+
+MAX_GRAMMAR_CHARACTERS = 2**18
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one sequence are chosen (design section 2) and when it ends.
@@ -41,6 +61,7 @@ class SamplingParams:
         stop_token_ids: Tokens that end the sequence beside the model's own end-of-sequence tokens.
         ignore_eos: The model's end-of-sequence tokens do not end the sequence.
         logprobs: None for none, n >= 0 for those of emitted tokens with n alternatives each.
+        grammar: What the output has to look like; the sequence ends where the grammar does.
     """
 
     temperature: float = 1.0
@@ -57,6 +78,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequest naming the first field outside its range."""
@@ -116,6 +138,20 @@ class SamplingParams:
                 raise InvalidRequest("logit_bias", f"{token} is not in the vocabulary")
             if not math.isfinite(bias) or not -100 <= bias <= 100:
                 raise InvalidRequest("logit_bias", f"must be in [-100, 100], not {bias}")
+        if self.grammar is None:
+            return
+        # Where a grammar has ended there is nothing but an end token to choose.
+        if self.ignore_eos:
+            raise InvalidRequest("ignore_eos", "does not go with a grammar, which says when to end")
+        if self.min_new_tokens:
+            raise InvalidRequest(
+                "min_new_tokens", "does not go with a grammar, which says when to end"
+            )
+        if len(self.grammar.text) > MAX_GRAMMAR_CHARACTERS:
+            raise InvalidRequest(
+                "grammar",
+                f"has {len(self.grammar.text)} characters; {MAX_GRAMMAR_CHARACTERS} are taken at most",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ import logging
 import sys
 from pathlib import Path
 
+import torch
+
 from foredraft.api.verify.v1.verify_pb2_grpc import add_VerifyServiceServicer_to_server
 from foredraft.config.options import parse
 from foredraft.config.services import VerifyConfig
@@ -18,6 +20,7 @@ from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from foredraft.telemetry.metrics import start_metrics_server
 from verify_service.engine import Engine
+from verify_service.grammar.compiler import GrammarCompiler, GrammarLimits
 from verify_service.metrics import SpeculationMetrics
 from verify_service.service import ServedModel, VerifyService
 from verify_service.startup import Target, build_engine, connect_draft, load_target
@@ -35,7 +38,7 @@ def main() -> int:
     telemetry_logging.setup("verify", config.log_level, config.log_format)
     try:
         tracing.setup("verify", config.otlp_traces_endpoint)
-        resolved = resolve(config)
+        resolved = resolve(config, on_cpu=not torch.cuda.is_available())
         return lifetime.run(lambda: _serve(resolved))
     except ForedraftError as error:
         logger.error("cannot start: %s", error)
@@ -53,7 +56,13 @@ async def _serve(config: VerifyConfig) -> int:
     server.add(add_VerifyServiceServicer_to_server, service, SERVICE_NAME)
     await server.start()
     target, engine = await starting
-    service.open(engine, _served(config, target))
+    grammars = GrammarCompiler(
+        target.path,
+        engine.limits.vocab_size,
+        engine.limits.eos_token_ids,
+        GrammarLimits(config.grammar_timeout, config.grammar_memory_mb),
+    )
+    service.open(engine, _served(config, target), grammars)
     metrics = None
     if config.metrics_port is not None:
         metrics = start_metrics_server(config.metrics_port, config.metrics_host)
@@ -69,6 +78,7 @@ async def _serve(config: VerifyConfig) -> int:
 
     await serve(server, drain_timeout=config.drain_timeout, drain=drain, stop=stop)
     watch.cancel()
+    await grammars.close()
     await asyncio.to_thread(engine.stop)
     if metrics is not None:
         metrics.stop()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from foredraft.speculation import penalties
@@ -10,6 +11,7 @@ from foredraft.speculation.draft_tree import DraftTree, depths, paths
 from foredraft.speculation.noise import coins
 from foredraft.speculation.sampling import SamplingRows, choose, log_probs, probabilities
 from foredraft.speculation.verification import Verified, walk, walk_batch, walk_lossy
+from verify_service.grammar.masks import allow_only
 from verify_service.outputs import TokenLogprob
 from verify_service.request import Sequence as RequestSequence
 from verify_service.simulation import SimulatedAcceptance
@@ -110,6 +112,7 @@ class Chooser:
         raw = self._keep_raw(batch, spans, logits)
         for rows, (first, last) in zip(batch, spans, strict=True):
             self._penalise(rows, logits[first:last])
+        self._constrain(batch, spans, logits)
         sampling = SamplingRows.from_params(params, positions, self._device)
         if self._simulated is not None:
             trees = [rows.tree for rows in batch]
@@ -185,8 +188,8 @@ class Chooser:
         for i, rows in enumerate(batch):
             if rows.sequence.sampling.logprobs is not None:
                 first, last = spans[i]
-                penalised = penalties.needed(rows.sequence.sampling)
-                kept[i] = logits[first:last].clone() if penalised else logits[first:last]
+                is_changed = penalties.needed(rows.sequence.sampling) or rows.sequence.grammar
+                kept[i] = logits[first:last].clone() if is_changed else logits[first:last]
         return kept
 
     def _penalise(self, rows: VerifyRows, logits: torch.Tensor) -> None:
@@ -207,6 +210,26 @@ class Chooser:
         output = sequence.num_output
         index = [output, *(output + depth for depth in depths(rows.tree.parents))]
         state.apply_(logits, paths(rows.tree), index)
+
+    def _constrain(
+        self, batch: Sequence[VerifyRows], spans: list[tuple[int, int]], logits: torch.Tensor
+    ) -> None:
+        """Leaves the rows of sequences that follow a grammar only the tokens that it allows there."""
+        followed = [
+            (rows.sequence.grammar, rows.tree, span)
+            for rows, span in zip(batch, spans, strict=True)
+            if rows.sequence.grammar is not None
+        ]
+        if not followed:
+            return
+        num_rows = sum(last - first for _, _, (first, last) in followed)
+        masks = np.empty((num_rows, followed[0][0].num_words), np.int32)
+        start = 0
+        for grammar, tree, (first, last) in followed:
+            grammar.fill(tree, masks[start : start + last - first])
+            start += last - first
+        index = [row for _, _, (first, last) in followed for row in range(first, last)]
+        allow_only(logits, index, torch.from_numpy(masks))
 
     def _logprobs(
         self, rows: VerifyRows, raw: torch.Tensor | None, verified: Verified

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,9 @@ from verify_service.scheduler import Scheduler
 from verify_service.self_test import SelfTest
 from verify_service.step_plan import StepPlan
 from verify_service.target_step import TargetStep
+
+if TYPE_CHECKING:  # llguidance may be absent
+    from verify_service.grammar.matcher import CompiledGrammar
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +52,7 @@ class EngineLimits:
 class EngineRequest:
     """A checked request. `tag` is the submitter's name for it; outputs go to `sink` in the engine's thread.
 
-    A probe is the engine's own: always drafted for, and in no metric.
+    A probe is the engine's own: always drafted for, and in no metric. `grammar` is that of `sampling`, compiled.
     """
 
     tag: int
@@ -62,6 +66,7 @@ class EngineRequest:
     return_provenance: bool = False
     is_probe: bool = False
     traceparent: str = ""
+    grammar: "CompiledGrammar | None" = None
 
 
 @dataclass(slots=True)
@@ -259,6 +264,7 @@ class Engine:
             deadline=None if request.timeout_seconds is None else now + request.timeout_seconds,
             key_label=request.key_label,
             traceparent=request.traceparent,
+            grammar=None if request.grammar is None else request.grammar.follow(),
         )
         try:
             self._scheduler.add(sequence)
@@ -381,8 +387,15 @@ class Engine:
         for slot in plan.decode:
             drafted = trees.get(slot.seq.request_id, NOTHING)
             tree = self._worthwhile(slot.seq, drafted)
+            if (grammar := slot.seq.grammar) is not None:
+                grammar.resume(slot.seq.output)
+                tree = grammar.prune(tree)
             batch.append(VerifyRows(slot.seq, tree, drafted.confidence))
-        batch.extend(VerifyRows(chunk.seq, EMPTY) for chunk in plan.prefill if chunk.is_last)
+        for chunk in plan.prefill:
+            if chunk.is_last:
+                if chunk.seq.grammar is not None:
+                    chunk.seq.grammar.resume(chunk.seq.output)
+                batch.append(VerifyRows(chunk.seq, EMPTY))
         return batch
 
     def _commit(self, rows: VerifyRows, outcome: Outcome, num_chunk_tokens: int | None) -> None:
@@ -396,6 +409,11 @@ class Engine:
         live = self._live[sequence.request_id]
         accepted = [row - 1 for row in verified.path[1:]]
         num_kept, reason = sequence.append_tokens(verified.tokens)
+        if sequence.grammar is not None and sequence.grammar.failure is not None:
+            error = InvalidRequest("grammar", sequence.grammar.failure)
+            self._scheduler.finish(sequence, FinishReason.ERROR)
+            self._finish(sequence, live, FinishReason.ERROR, error)
+            return
         tokens = verified.tokens[:num_kept]
         self._scheduler.on_committed(sequence, num_chunk_tokens or num_kept)
         self._target.committed(sequence, tokens)

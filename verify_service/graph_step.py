@@ -87,6 +87,7 @@ class GraphStep(TargetStep):
         sampling = rows.sequence.sampling
         return (
             sampling.logprobs is None
+            and rows.sequence.grammar is None
             and not penalties.needed(sampling)
             and (sampling.temperature == 0 or not _has_filter(sampling))
             and not self._chooser.is_lossy

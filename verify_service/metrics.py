@@ -1,7 +1,5 @@
 """The verifier's metrics. Drafts, draft tokens and accepted tokens are counted as vLLM counts them."""
 
-import collections
-
 from prometheus_client import Counter
 
 from foredraft.telemetry.metrics import (
@@ -91,6 +89,19 @@ REQUESTS = counter("foredraft_verifier_requests_total", "Requests that ended.", 
 PREEMPTIONS = counter(
     "foredraft_preemptions_total", "Times a sequence gave its pages back to resume later."
 )
+GRAMMAR_COMPILE_SECONDS = histogram(
+    "foredraft_grammar_compile_seconds",
+    "From a grammar that is not cached to one that can be followed.",
+    REQUEST_BUCKETS,
+)
+GRAMMAR_CACHE_HITS = counter(
+    "foredraft_grammar_cache_hits_total", "Requests whose grammar was compiled already."
+)
+GRAMMARS_REFUSED = counter(
+    "foredraft_grammars_refused_total",
+    "Grammars that are wrong (invalid) or take too much to compile (bound).",
+    ("why",),
+)
 RUNNING = gauge("foredraft_running_sequences", "Sequences in the batch.")
 WAITING = gauge("foredraft_queue_depth", "Requests waiting in the verifier.")
 PAGES_USED = gauge("foredraft_kv_pages_used", "KV pages held by running sequences.")
@@ -116,12 +127,19 @@ class SpeculationMetrics:
         self._accept_length = ACCEPT_LENGTH.labels(algorithm)
         self._lossy = LOSSY.labels(algorithm)
         self._by_position: list[Counter] = []
-        self._pending: list[tuple[int, int]] = []
-        self._num_lossy = self._num_generated = 0
+        # Not published yet: verifications by accepted tokens, and sums.
+        self._by_accepted: list[int] = []
+        self._num_trees = self._num_nodes = self._num_lossy = self._num_generated = 0
 
     def verified(self, num_nodes: int, num_accepted: int, is_lossy: bool) -> None:
         """Notes one verification of one sequence."""
-        self._pending.append((num_nodes, num_accepted))
+        counts = self._by_accepted
+        while len(counts) <= num_accepted:
+            counts.append(0)
+        counts[num_accepted] += 1
+        if num_nodes:
+            self._num_trees += 1
+            self._num_nodes += num_nodes
         self._num_lossy += is_lossy
 
     def generated(self, num_tokens: int) -> None:
@@ -133,28 +151,31 @@ class SpeculationMetrics:
         if self._num_generated:
             GENERATION_TOKENS.inc(self._num_generated)
             self._num_generated = 0
-        pending, self._pending = self._pending, []
-        if not pending:
+        by_accepted, self._by_accepted = self._by_accepted, []
+        if not by_accepted:
             return
-        by_length = collections.Counter(num_accepted for _, num_accepted in pending)
-        num_accepted = sum(accepted * count for accepted, count in by_length.items())
-        self._verifies.inc(len(pending))
-        self._emitted.inc(num_accepted + len(pending))
-        for accepted, count in by_length.items():
-            observe_many(self._accept_length, accepted + 1, count)
+        num_verified = sum(by_accepted)
+        num_accepted = 0
+        for accepted, count in enumerate(by_accepted):
+            if count:
+                num_accepted += accepted * count
+                observe_many(self._accept_length, accepted + 1, count)
+        self._verifies.inc(num_verified)
+        self._emitted.inc(num_accepted + num_verified)
         if self._num_lossy:
             self._lossy.inc(self._num_lossy)
-            self._num_lossy = 0
-        nodes = [num_nodes for num_nodes, _ in pending if num_nodes]
-        if not nodes:
-            return
-        self._drafts.inc(len(nodes))
-        self._draft_tokens.inc(sum(nodes))
-        self._accepted_tokens.inc(num_accepted)
-        while len(self._by_position) < max(by_length):
+        if self._num_trees:
+            self._drafts.inc(self._num_trees)
+            self._draft_tokens.inc(self._num_nodes)
+            self._accepted_tokens.inc(num_accepted)
+            self._publish_positions(by_accepted)
+        self._num_trees = self._num_nodes = self._num_lossy = 0
+
+    def _publish_positions(self, by_accepted: list[int]) -> None:
+        while len(self._by_position) < len(by_accepted) - 1:
             position = str(len(self._by_position))
             self._by_position.append(ACCEPTED_BY_POSITION.labels(self._algorithm, position))
         deeper = 0
-        for depth in range(max(by_length), 0, -1):
-            deeper += by_length[depth]
+        for depth in range(len(by_accepted) - 1, 0, -1):
+            deeper += by_accepted[depth]
             self._by_position[depth - 1].inc(deeper)

@@ -2,10 +2,13 @@
 
 import enum
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from foredraft.kvcache.prefix_tree import PrefixNode
 from foredraft.types import FinishReason, SamplingParams, SpeculationParams
+
+if TYPE_CHECKING:  # llguidance may be absent
+    from verify_service.grammar.matcher import GrammarState
 
 
 class Status(enum.Enum):
@@ -38,6 +41,7 @@ class Sequence:
         namespace: Prefixes are shared within it only.
         key_label: Whose request it is, for drafts that learn from text.
         traceparent: Trace context for the draft; empty where nothing is traced.
+        grammar: What the output follows, if it follows a grammar.
         tokens: Prompt and output.
         num_computed: Leading tokens whose KV is committed to `pages`.
         num_cached: Prompt tokens that the prefix tree had when it was first admitted.
@@ -67,6 +71,7 @@ class Sequence:
     namespace: str = ""
     key_label: str = ""
     traceparent: str = ""
+    grammar: "GrammarState | None" = None
     tokens: list[int] = field(init=False)
     num_computed: int = 0
     num_cached: int = 0
@@ -144,10 +149,17 @@ class Sequence:
     def append_tokens(self, tokens: list[int]) -> Appended:
         """Takes the tokens that one step chose, up to where the sequence ends.
 
-        A stop token is kept as the last one. Sets `finish_reason` and `stop_token`.
+        A stop token is kept as the last one. Sets `finish_reason` and `stop_token`. Where a grammar ends, so does the
+        sequence; what it cannot follow any more is left out.
         """
         stops = self._stops
         num_left = self.num_output_left
+        if self.grammar is not None:
+            self.grammar.resume(self.output)
+            num_taken, has_ended = self.grammar.advance(tokens[:num_left])
+            if has_ended:
+                self.finish_reason = FinishReason.STOP
+            tokens = tokens[:num_taken]
         for i, token in enumerate(tokens[:num_left]):
             if token in stops:
                 self.tokens.extend(tokens[: i + 1])
@@ -155,7 +167,7 @@ class Sequence:
                 self.finish_reason = FinishReason.STOP
                 return Appended(i + 1, FinishReason.STOP)
         self.tokens.extend(tokens[:num_left])
-        if len(tokens) >= num_left:
+        if len(tokens) >= num_left and self.finish_reason is None:
             self.finish_reason = FinishReason.LENGTH
         return Appended(min(len(tokens), num_left), self.finish_reason)
 

@@ -368,6 +368,8 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self._detach(seq)
+        if seq.grammar is not None:
+            seq.grammar.release()
         seq.status = Status.WAITING
         seq.num_computed = 0
         seq.num_preemptions += 1

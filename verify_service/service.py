@@ -2,18 +2,26 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
 from foredraft import __version__
 from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
-from foredraft.errors import InvalidRequest, Overloaded, Unavailable
+from foredraft.errors import ForedraftError, InvalidRequest, Overloaded, Unavailable
 from foredraft.telemetry import tracing
 from foredraft.telemetry.tracing import Span
-from foredraft.types import FinishReason, SamplingParams, SpeculationParams
+from foredraft.types import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    SamplingParams,
+    SpeculationParams,
+)
 from verify_service.engine import Engine, EngineRequest
+from verify_service.grammar.compiler import GrammarCompiler
 from verify_service.outputs import Finish, Load, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -49,14 +57,14 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
     """Implements foredraft.api.verify.v1.VerifyService over one engine."""
 
     def __init__(self) -> None:
-        self._serving: tuple[Engine, ServedModel] | None = None
+        self._serving: tuple[Engine, ServedModel, GrammarCompiler] | None = None
         self._draining = False
 
-    def open(self, engine: Engine, model: ServedModel) -> None:
+    def open(self, engine: Engine, model: ServedModel, grammars: GrammarCompiler) -> None:
         """The model is loaded: calls are answered from now on."""
-        self._serving = (engine, model)
+        self._serving = (engine, model, grammars)
 
-    def _opened(self) -> tuple[Engine, ServedModel]:
+    def _opened(self) -> tuple[Engine, ServedModel, GrammarCompiler]:
         if self._serving is None:
             raise Unavailable("the verifier is loading its model; retry")
         return self._serving
@@ -68,7 +76,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
     async def GetModelInfo(
         self, request: verify_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> verify_pb2.GetModelInfoResponse:
-        engine, model = self._opened()
+        engine, model, _ = self._opened()
         limits = engine.limits
         steps, topk, tokens = model.tree_limits
         return verify_pb2.GetModelInfoResponse(
@@ -103,7 +111,8 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         requests: AsyncIterator[verify_pb2.RunRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[verify_pb2.RunResponse]:
-        stream = _Stream(self._opened()[0], asyncio.get_running_loop())
+        engine, _, grammars = self._opened()
+        stream = _Stream(engine, grammars, asyncio.get_running_loop())
         reader = asyncio.create_task(self._read(requests, stream))
         try:
             yield stream.heartbeat()
@@ -136,11 +145,15 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
 class _Stream:
     """One gateway's stream: its live requests and the messages that wait to be sent."""
 
-    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, engine: Engine, grammars: GrammarCompiler, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._engine = engine
+        self._grammars = grammars
         self._loop = loop
         self._messages: asyncio.Queue[verify_pb2.RunResponse | None] = asyncio.Queue()
         self._live: dict[int, int] = {}  # the gateway's id -> the engine's
+        self._compiling: dict[int, asyncio.Task[None]] = {}  # by the gateway's id
         self._spans: dict[int, Span] = {}  # by the gateway's id
         self._ended = False
         self.overflowed = False
@@ -158,17 +171,53 @@ class _Stream:
         return _response([], self._engine.load())
 
     def submit(self, submit: verify_pb2.SubmitRequest) -> None:
-        """Hands a request to the engine, or answers why not."""
+        """Hands a request to the engine, or answers why not; first its grammar is compiled, if it has a new one."""
         span = tracing.begin("verify", "server", submit.traceparent)
         try:
-            if submit.id in self._live:
+            if submit.id in self._live or submit.id in self._compiling:
                 raise InvalidRequest("id", f"{submit.id} is in use on this stream")
             request = self._engine_request(submit, span.traceparent)
-            self._live[submit.id] = self._engine.submit(request)
-            self._spans[submit.id] = span
+            grammar = request.sampling.grammar
+            if grammar is not None:
+                request.sampling.validate(self._engine.limits.vocab_size)
+                compiled = self._grammars.cached(grammar)
+                if compiled is None:
+                    task = asyncio.create_task(self._compile(grammar, request, span))
+                    self._compiling[submit.id] = task
+                    return
+                request = replace(request, grammar=compiled)
+            self._start(request, span)
         except (InvalidRequest, Overloaded, Unavailable) as error:
             span.end({}, error=str(error))
             self.refuse(submit.id, error)
+
+    def _start(self, request: EngineRequest, span: Span) -> None:
+        self._live[request.tag] = self._engine.submit(request)
+        self._spans[request.tag] = span
+
+    async def _compile(self, grammar: Grammar, request: EngineRequest, span: Span) -> None:
+        """Submits a request once its grammar is there. The wait counts for its deadline."""
+        started = time.monotonic()
+        left = request.timeout_seconds
+        try:
+            async with asyncio.timeout(left):
+                compiled = await self._grammars.compile(grammar)
+            if left is not None:
+                left = max(0.001, left - (time.monotonic() - started))
+            self._start(replace(request, grammar=compiled, timeout_seconds=left), span)
+        except asyncio.CancelledError:
+            self._end_unsubmitted(request.tag, span, Finish(FinishReason.CANCELLED))
+        except TimeoutError:
+            self._end_unsubmitted(request.tag, span, Finish(FinishReason.DEADLINE))
+        except ForedraftError as error:
+            self._end_unsubmitted(request.tag, span, Finish(FinishReason.ERROR, error=error))
+        finally:
+            self._compiling.pop(request.tag, None)
+            self._finish_if_idle()
+
+    def _end_unsubmitted(self, tag: int, span: Span, finish: Finish) -> None:
+        span.end({}, error=str(finish.error or finish.reason.value))
+        self._deliver([StepOutput(tag, finish=finish)], self._engine.load())
 
     def refuse(self, tag: int, error: InvalidRequest | Overloaded | Unavailable) -> None:
         """Answers a request that never reached the engine."""
@@ -179,6 +228,8 @@ class _Stream:
         """Cancels a live request; unknown ones have already ended."""
         if (number := self._live.get(tag)) is not None:
             self._engine.cancel(number)
+        elif (task := self._compiling.get(tag)) is not None:
+            task.cancel()
 
     def end_of_requests(self) -> None:
         """The gateway sends no more; the stream ends with its last live request."""
@@ -187,6 +238,8 @@ class _Stream:
 
     def close(self) -> None:
         """The stream is gone: whatever still runs for it is cancelled."""
+        for task in self._compiling.values():
+            task.cancel()
         for number in self._live.values():
             self._engine.cancel(number)
         self._live.clear()
@@ -214,6 +267,7 @@ class _Stream:
                 stop_token_ids=tuple(given.stop_token_ids),
                 ignore_eos=given.ignore_eos,
                 logprobs=given.logprobs if given.HasField("logprobs") else None,
+                grammar=_grammar(given.grammar),
             ),
             speculation=SpeculationParams(
                 enabled=asked.enabled if asked.HasField("enabled") else None,
@@ -251,8 +305,13 @@ class _Stream:
         self._finish_if_idle()
 
     def _finish_if_idle(self) -> None:
-        if self._ended and not self._live:
+        if self._ended and not self._live and not self._compiling:
             self._messages.put_nowait(None)
+
+
+def _grammar(given: verify_pb2.Grammar) -> Grammar | None:
+    kind = given.WhichOneof("kind")
+    return None if kind is None else Grammar(GrammarKind(kind), getattr(given, kind))
 
 
 def _end_span(span: Span, finish: Finish) -> None:

@@ -149,6 +149,10 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
         "Attach a draft only if its hidden states can go this way: memory of the GPU, shared memory, inside messages.",
         choices=("any", "cuda_ipc", "shm", "inline"),
     )
+    grammar_timeout: float = option(
+        5.0, "Seconds that compiling a JSON schema, a regex or another grammar may take."
+    )
+    grammar_memory_mb: int = option(512, "MiB that compiling a grammar may take.")
     drain_timeout: float = option(30.0, "Seconds that running requests get to finish on SIGTERM.")
 
 

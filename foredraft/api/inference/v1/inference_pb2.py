@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*foredraft/api/inference/v1/inference.proto\x12\x1a\x66oredraft.api.inference.v1\"\xf2\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x38\n\x04\x63hat\x18\x03 \x01(\x0b\x32(.foredraft.api.inference.v1.ChatMessagesH\x00\x12\x39\n\ttoken_ids\x18\x04 \x01(\x0b\x32$.foredraft.api.inference.v1.TokenIdsH\x00\x12<\n\x08sampling\x18\x05 \x01(\x0b\x32*.foredraft.api.inference.v1.SamplingParams\x12\x42\n\x0bspeculation\x18\x06 \x01(\x0b\x32-.foredraft.api.inference.v1.SpeculationParams\x12\x19\n\x11return_provenance\x18\x07 \x01(\x08\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\nrequest_id\x18\t \x01(\tB\x08\n\x06prompt\"I\n\x0c\x43hatMessages\x12\x39\n\x08messages\x18\x01 \x03(\x0b\x32\'.foredraft.api.inference.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf5\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12M\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x39.foredraft.api.inference.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\rH\x0c\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x11 \x01(\x08H\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x07\n\x05_seedB\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x04\n\x02_nB\x16\n\x14_skip_special_tokens\"\xab\x01\n\x11SpeculationParams\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\tnum_steps\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x11\n\x04topk\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1d\n\x10num_draft_tokens\x18\x04 \x01(\rH\x03\x88\x01\x01\x42\n\n\x08_enabledB\x0c\n\n_num_stepsB\x07\n\x05_topkB\x13\n\x11_num_draft_tokens\"\xb2\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x31\n\x06tokens\x18\x04 \x03(\x0b\x32!.foredraft.api.inference.v1.Token\x12:\n\ncompletion\x18\x05 \x01(\x0b\x32&.foredraft.api.inference.v1.Completion\"\xbe\x01\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12:\n\nprovenance\x18\x02 \x01(\x0e\x32&.foredraft.api.inference.v1.Provenance\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12=\n\x0c\x61lternatives\x18\x04 \x03(\x0b\x32\'.foredraft.api.inference.v1.Alternative\x12\x0c\n\x04text\x18\x05 \x01(\tB\n\n\x08_logprob\"*\n\x0b\x41lternative\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xa2\x02\n\nCompletion\x12?\n\rfinish_reason\x18\x01 \x01(\x0e\x32(.foredraft.api.inference.v1.FinishReason\x12\x11\n\tstop_text\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x41\n\x0bspeculation\x18\x07 \x01(\x0b\x32,.foredraft.api.inference.v1.SpeculationStats\x12\x17\n\nstop_token\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_stop_token\"\x94\x01\n\x10SpeculationStats\x12\x14\n\x0cverify_steps\x18\x01 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\x12\x15\n\raccept_length\x18\x04 \x01(\x02\x12\x13\n\x0b\x61\x63\x63\x65pt_rate\x18\x05 \x01(\x02\x12\r\n\x05lossy\x18\x06 \x01(\x08\"\x13\n\x11ListModelsRequest\"G\n\x12ListModelsResponse\x12\x31\n\x06models\x18\x01 \x03(\x0b\x32!.foredraft.api.inference.v1.Model\"+\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\x04\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xe6\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\x04\x12\x12\n\nvocab_size\x18\x04 \x01(\x04\x12\x1d\n\x15speculative_algorithm\x18\x05 \x01(\t\x12\x13\n\x0b\x64raft_model\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\x19\n\x11has_chat_template\x18\n \x01(\x08*U\n\nProvenance\x12\x1a\n\x16PROVENANCE_UNSPECIFIED\x10\x00\x12\x14\n\x10PROVENANCE_DRAFT\x10\x01\x12\x15\n\x11PROVENANCE_TARGET\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xdb\x02\n\x10InferenceService\x12g\n\x08Generate\x12+.foredraft.api.inference.v1.GenerateRequest\x1a,.foredraft.api.inference.v1.GenerateResponse0\x01\x12k\n\nListModels\x12-.foredraft.api.inference.v1.ListModelsRequest\x1a..foredraft.api.inference.v1.ListModelsResponse\x12q\n\x0cGetModelInfo\x12/.foredraft.api.inference.v1.GetModelInfoRequest\x1a\x30.foredraft.api.inference.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*foredraft/api/inference/v1/inference.proto\x12\x1a\x66oredraft.api.inference.v1\"\xf2\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x38\n\x04\x63hat\x18\x03 \x01(\x0b\x32(.foredraft.api.inference.v1.ChatMessagesH\x00\x12\x39\n\ttoken_ids\x18\x04 \x01(\x0b\x32$.foredraft.api.inference.v1.TokenIdsH\x00\x12<\n\x08sampling\x18\x05 \x01(\x0b\x32*.foredraft.api.inference.v1.SamplingParams\x12\x42\n\x0bspeculation\x18\x06 \x01(\x0b\x32-.foredraft.api.inference.v1.SpeculationParams\x12\x19\n\x11return_provenance\x18\x07 \x01(\x08\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\nrequest_id\x18\t \x01(\tB\x08\n\x06prompt\"I\n\x0c\x43hatMessages\x12\x39\n\x08messages\x18\x01 \x03(\x0b\x32\'.foredraft.api.inference.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xab\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12M\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x39.foredraft.api.inference.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\rH\x0c\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x11 \x01(\x08H\r\x88\x01\x01\x12\x34\n\x07grammar\x18\x12 \x01(\x0b\x32#.foredraft.api.inference.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x07\n\x05_seedB\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x04\n\x02_nB\x16\n\x14_skip_special_tokens\"z\n\x07Grammar\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x04 \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\xab\x01\n\x11SpeculationParams\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\tnum_steps\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x11\n\x04topk\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1d\n\x10num_draft_tokens\x18\x04 \x01(\rH\x03\x88\x01\x01\x42\n\n\x08_enabledB\x0c\n\n_num_stepsB\x07\n\x05_topkB\x13\n\x11_num_draft_tokens\"\xb2\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x31\n\x06tokens\x18\x04 \x03(\x0b\x32!.foredraft.api.inference.v1.Token\x12:\n\ncompletion\x18\x05 \x01(\x0b\x32&.foredraft.api.inference.v1.Completion\"\xbe\x01\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12:\n\nprovenance\x18\x02 \x01(\x0e\x32&.foredraft.api.inference.v1.Provenance\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12=\n\x0c\x61lternatives\x18\x04 \x03(\x0b\x32\'.foredraft.api.inference.v1.Alternative\x12\x0c\n\x04text\x18\x05 \x01(\tB\n\n\x08_logprob\"*\n\x0b\x41lternative\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xa2\x02\n\nCompletion\x12?\n\rfinish_reason\x18\x01 \x01(\x0e\x32(.foredraft.api.inference.v1.FinishReason\x12\x11\n\tstop_text\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x41\n\x0bspeculation\x18\x07 \x01(\x0b\x32,.foredraft.api.inference.v1.SpeculationStats\x12\x17\n\nstop_token\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_stop_token\"\x94\x01\n\x10SpeculationStats\x12\x14\n\x0cverify_steps\x18\x01 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\x12\x15\n\raccept_length\x18\x04 \x01(\x02\x12\x13\n\x0b\x61\x63\x63\x65pt_rate\x18\x05 \x01(\x02\x12\r\n\x05lossy\x18\x06 \x01(\x08\"\x13\n\x11ListModelsRequest\"G\n\x12ListModelsResponse\x12\x31\n\x06models\x18\x01 \x03(\x0b\x32!.foredraft.api.inference.v1.Model\"+\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\x04\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xe6\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\x04\x12\x12\n\nvocab_size\x18\x04 \x01(\x04\x12\x1d\n\x15speculative_algorithm\x18\x05 \x01(\t\x12\x13\n\x0b\x64raft_model\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\x19\n\x11has_chat_template\x18\n \x01(\x08*U\n\nProvenance\x12\x1a\n\x16PROVENANCE_UNSPECIFIED\x10\x00\x12\x14\n\x10PROVENANCE_DRAFT\x10\x01\x12\x15\n\x11PROVENANCE_TARGET\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xdb\x02\n\x10InferenceService\x12g\n\x08Generate\x12+.foredraft.api.inference.v1.GenerateRequest\x1a,.foredraft.api.inference.v1.GenerateResponse0\x01\x12k\n\nListModels\x12-.foredraft.api.inference.v1.ListModelsRequest\x1a..foredraft.api.inference.v1.ListModelsResponse\x12q\n\x0cGetModelInfo\x12/.foredraft.api.inference.v1.GetModelInfoRequest\x1a\x30.foredraft.api.inference.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_PROVENANCE']._serialized_start=2799
-  _globals['_PROVENANCE']._serialized_end=2884
-  _globals['_FINISHREASON']._serialized_start=2886
-  _globals['_FINISHREASON']._serialized_end=2981
+  _globals['_PROVENANCE']._serialized_start=2977
+  _globals['_PROVENANCE']._serialized_end=3062
+  _globals['_FINISHREASON']._serialized_start=3064
+  _globals['_FINISHREASON']._serialized_end=3159
   _globals['_GENERATEREQUEST']._serialized_start=75
   _globals['_GENERATEREQUEST']._serialized_end=445
   _globals['_CHATMESSAGES']._serialized_start=447
@@ -46,31 +46,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=568
   _globals['_TOKENIDS']._serialized_end=591
   _globals['_SAMPLINGPARAMS']._serialized_start=594
-  _globals['_SAMPLINGPARAMS']._serialized_end=1351
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1086
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1134
-  _globals['_SPECULATIONPARAMS']._serialized_start=1354
-  _globals['_SPECULATIONPARAMS']._serialized_end=1525
-  _globals['_GENERATERESPONSE']._serialized_start=1528
-  _globals['_GENERATERESPONSE']._serialized_end=1706
-  _globals['_TOKEN']._serialized_start=1709
-  _globals['_TOKEN']._serialized_end=1899
-  _globals['_ALTERNATIVE']._serialized_start=1901
-  _globals['_ALTERNATIVE']._serialized_end=1943
-  _globals['_COMPLETION']._serialized_start=1946
-  _globals['_COMPLETION']._serialized_end=2236
-  _globals['_SPECULATIONSTATS']._serialized_start=2239
-  _globals['_SPECULATIONSTATS']._serialized_end=2387
-  _globals['_LISTMODELSREQUEST']._serialized_start=2389
-  _globals['_LISTMODELSREQUEST']._serialized_end=2408
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2410
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2481
-  _globals['_MODEL']._serialized_start=2483
-  _globals['_MODEL']._serialized_end=2526
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2528
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2564
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2567
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2797
-  _globals['_INFERENCESERVICE']._serialized_start=2984
-  _globals['_INFERENCESERVICE']._serialized_end=3331
+  _globals['_SAMPLINGPARAMS']._serialized_end=1405
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1140
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1188
+  _globals['_GRAMMAR']._serialized_start=1407
+  _globals['_GRAMMAR']._serialized_end=1529
+  _globals['_SPECULATIONPARAMS']._serialized_start=1532
+  _globals['_SPECULATIONPARAMS']._serialized_end=1703
+  _globals['_GENERATERESPONSE']._serialized_start=1706
+  _globals['_GENERATERESPONSE']._serialized_end=1884
+  _globals['_TOKEN']._serialized_start=1887
+  _globals['_TOKEN']._serialized_end=2077
+  _globals['_ALTERNATIVE']._serialized_start=2079
+  _globals['_ALTERNATIVE']._serialized_end=2121
+  _globals['_COMPLETION']._serialized_start=2124
+  _globals['_COMPLETION']._serialized_end=2414
+  _globals['_SPECULATIONSTATS']._serialized_start=2417
+  _globals['_SPECULATIONSTATS']._serialized_end=2565
+  _globals['_LISTMODELSREQUEST']._serialized_start=2567
+  _globals['_LISTMODELSREQUEST']._serialized_end=2586
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2588
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2659
+  _globals['_MODEL']._serialized_start=2661
+  _globals['_MODEL']._serialized_end=2704
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2706
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2742
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2745
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2975
+  _globals['_INFERENCESERVICE']._serialized_start=3162
+  _globals['_INFERENCESERVICE']._serialized_end=3509
 # @@protoc_insertion_point(module_scope)

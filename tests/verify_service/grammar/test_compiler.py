@@ -1,0 +1,205 @@
+"""Grammars as clients send them, good and hostile, through the real worker process."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from foredraft.errors import InvalidRequest
+from foredraft.telemetry.metrics import REGISTRY
+from foredraft.text.tokenizer import Tokenizer
+from foredraft.types import Grammar, GrammarKind
+from tests.support import tiny_tokenizers
+from verify_service.grammar import compiler as compilers
+from verify_service.grammar.compiler import GrammarCompiler, GrammarLimits
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+EBNF = 'root ::= "yes" | no+\nno ::= "no" [0-9]'
+LARK = 'start: "yes" | no+\nno: "no" /[0-9]/'
+TAGS = {
+    "structures": [
+        {"begin": "<f>", "schema": {"enum": [1, 2]}, "end": "</f>"},
+        {"begin": "<g>", "schema": {"type": "boolean"}, "end": "</g>"},
+    ],
+    "triggers": ["<"],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizers.save(tiny_tokenizers.byte_level(), folder)
+    return folder
+
+
+@contextlib.asynccontextmanager
+async def running(
+    model: Path, seconds: float = 20, mb: int = 256
+) -> AsyncIterator[GrammarCompiler]:
+    compiler = GrammarCompiler(model, 600, frozenset({1}), GrammarLimits(seconds, mb))
+    try:
+        yield compiler
+    finally:
+        await compiler.close()
+
+
+async def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str, model: Path) -> bool:
+    """Whether a text is in the grammar's language."""
+    matcher = (await compiler.compile(grammar)).start()
+    tokens = Tokenizer.from_dir(model).encode(text, False)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def structural(**options: bool) -> Grammar:
+    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps({**TAGS, **options}))
+
+
+def test_every_kind(model: Path) -> None:
+    cases = [
+        (Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)), '{"a": -7}', '{"a": "x"}'),
+        (Grammar(GrammarKind.JSON_SCHEMA, "true"), "[1, {}]", "[1, {]"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}'), '{\n "x": [null]\n}', "[]"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["/", 1]}'), '"/"', '"'),
+        (Grammar(GrammarKind.REGEX, r"a/b\d\n{2}é"), "a/b7\n\né", "a/b7\né"),
+        (Grammar(GrammarKind.EBNF, EBNF), "no1no2", "no1no"),
+        (Grammar(GrammarKind.EBNF, LARK), "yes", "yesno1"),
+        (structural(), "so: <f>2</f>, <g>true</g>!", "<f>3</f>"),
+        (structural(), "nothing to call", "see <h>"),
+        (structural(at_least_one=True), "<f>1</f>\n<g>false</g>", "hm <f>1</f>"),
+        (structural(at_least_one=True, stop_after_first=True), "<f>1</f>", "<f>1</f>\n<f>1</f>"),
+        (structural(stop_after_first=True), "hm <f>1</f>", "<f>1</f> and"),
+    ]
+
+    async def run() -> None:
+        async with running(model) as compiler:
+            for grammar, good, bad in cases:
+                assert await accepts(compiler, grammar, good, model), (grammar, good)
+                assert not await accepts(compiler, grammar, bad, model), (grammar, bad)
+
+    asyncio.run(run())
+
+
+WRONG = [
+    (GrammarKind.JSON_SCHEMA, "{", "property name"),
+    (GrammarKind.JSON_SCHEMA, "[1]", "object"),
+    (GrammarKind.JSON_SCHEMA, '{"type": "strange"}', "strange"),
+    (GrammarKind.JSON_SCHEMA, '{"type": "object", "dependencies": {"a": ["b"]}}', "dependencies"),
+    (GrammarKind.JSON_SCHEMA, '{"$ref": "http://example.com/x"}', "example"),
+    (GrammarKind.JSON_SCHEMA, '{"x-guidance": 1}', "x-guidance"),
+    (GrammarKind.JSON_SCHEMA, "[" * 100_000, "deep"),
+    (GrammarKind.REGEX, "(a", "regex"),
+    (GrammarKind.REGEX, "a(?=b)", "look"),
+    (GrammarKind.EBNF, "root ::= (", "Expected"),
+    (GrammarKind.EBNF, 'start: "a" undefined', "undefined"),
+    (GrammarKind.STRUCTURAL_TAG, "{}", "structures"),
+    (
+        GrammarKind.STRUCTURAL_TAG,
+        '{"structures": [{"begin": "<a>"}], "triggers": ["b"]}',
+        "trigger",
+    ),
+]
+
+
+def test_wrong_ones_say_what_is_wrong_and_are_remembered(model: Path) -> None:
+    async def run() -> None:
+        async with running(model) as compiler:
+            for kind, text, said in WRONG:
+                with pytest.raises(InvalidRequest, match=said) as raised:
+                    await compiler.compile(Grammar(kind, text))
+                assert raised.value.field == "grammar"
+                with pytest.raises(InvalidRequest, match=said):
+                    compiler.cached(Grammar(kind, text))
+
+    asyncio.run(run())
+
+
+def deep_schema(levels: int) -> str:
+    """Every level doubles what the one above has."""
+    definitions = {
+        f"d{i}": {
+            "type": "object",
+            "properties": {
+                f"p{j}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 8} for j in range(60)
+            },
+        }
+        for i in range(levels)
+    }
+    definitions[f"d{levels}"] = {"type": "string", "pattern": "(a|b)*a(a|b){12}"}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": definitions})
+
+
+def test_hostile_ones_are_ended_while_good_ones_go_on(model: Path) -> None:
+    hostile = [
+        Grammar(GrammarKind.EBNF, "root ::= " + "(" * 60_000 + '"a"' + ")" * 60_000),
+        Grammar(GrammarKind.REGEX, "(" * 3000 + "a" + "{1,9})" * 3000),
+        Grammar(GrammarKind.REGEX, r"(.*\w{1,400}\d){1,400}"),
+        Grammar(GrammarKind.JSON_SCHEMA, deep_schema(200)),
+    ]
+
+    async def run() -> None:
+        # Far less than what the worker needs to give up by itself; so whatever takes long is killed here.
+        async with running(model, seconds=1.0, mb=64) as compiler:
+            await compiler.compile(Grammar(GrammarKind.REGEX, "warm"))
+            attempts = [asyncio.create_task(compiler.compile(grammar)) for grammar in hostile]
+            for i in range(5):
+                await compiler.compile(Grammar(GrammarKind.REGEX, f"good{i}"))
+            for outcome in await asyncio.gather(*attempts, return_exceptions=True):
+                # Either it is harmless after all, or it is refused by the request's fault.
+                assert not isinstance(outcome, BaseException) or isinstance(outcome, InvalidRequest)
+
+    asyncio.run(run())
+
+
+def test_time_and_memory_are_bounded(model: Path) -> None:
+    schema = Grammar(GrammarKind.JSON_SCHEMA, deep_schema(400))
+
+    async def refused(seconds: float, mb: int, said: str) -> None:
+        async with running(model, seconds, mb) as compiler:
+            with pytest.raises(InvalidRequest, match=said):
+                await compiler.compile(schema)
+            with pytest.raises(InvalidRequest, match=said):
+                compiler.cached(schema)  # without another trial
+
+    asyncio.run(refused(0.02, 1024, "0.02 s"))
+    asyncio.run(refused(60, 1, "1 MiB"))
+
+
+def value(name: str) -> float:
+    return REGISTRY.get_sample_value(name) or 0.0
+
+
+def test_the_cache_is_bounded_and_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "CACHED", 3)
+
+    async def run() -> None:
+        async with running(model) as compiler:
+            grammars = [Grammar(GrammarKind.REGEX, text) for text in "abcd"]
+            hits = value("foredraft_grammar_cache_hits_total")
+            count = value("foredraft_grammar_compile_seconds_count")
+            same = await asyncio.gather(*(compiler.compile(grammars[0]) for _ in range(8)))
+            assert len(set(map(id, same))) == 1
+            for grammar in grammars[1:3]:
+                await compiler.compile(grammar)
+            assert compiler.cached(grammars[0]) is same[0]
+            await compiler.compile(grammars[3])
+            assert [compiler.cached(g) is not None for g in grammars] == [True, False, True, True]
+            assert value("foredraft_grammar_compile_seconds_count") == count + 4
+            assert value("foredraft_grammar_cache_hits_total") == hits + 4
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_is_killed_is_started_again(model: Path) -> None:
+    async def run() -> None:
+        async with running(model) as compiler:
+            await compiler.compile(Grammar(GrammarKind.REGEX, "a"))
+            assert compiler._worker is not None
+            os.kill(compiler._worker._process.pid, signal.SIGKILL)
+            assert await accepts(compiler, Grammar(GrammarKind.REGEX, "b"), "b", model)
+
+    asyncio.run(run())

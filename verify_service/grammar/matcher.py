@@ -1,0 +1,167 @@
+"""Follows one sequence through its grammar: which drafted nodes it allows, and which tokens may come after each row."""
+
+import time
+from collections.abc import Sequence
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+
+from foredraft.speculation.draft_tree import EMPTY, DraftTree
+
+WORD_BITS = 32
+# Masks of one sequence in one step; a grammar that is slow to follow gets a smaller tree.
+STEP_SECONDS = 0.005
+
+
+class CompiledGrammar:
+    """A grammar that has been found to be good; shared by the sequences that follow it.
+
+    Args:
+        template: Never advanced itself.
+        vocab_size: Columns of the masks.
+    """
+
+    def __init__(self, template: llguidance.LLMatcher, vocab_size: int) -> None:
+        self._template = template
+        self.vocab_size = vocab_size
+
+    def start(self) -> llguidance.LLMatcher:
+        """A matcher at the beginning of the text."""
+        return self._template.deep_copy()
+
+    def follow(self) -> "GrammarState":
+        """What one sequence keeps of it."""
+        return GrammarState(self)
+
+
+class GrammarState:
+    """Where one sequence is in its grammar. A function of its output alone: it can be dropped and made again.
+
+    Used by one thread. After an error (a bound of a step's work was reached), `failure` says which; the state is then of
+    no more use.
+    """
+
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self._grammar = grammar
+        self._matcher: llguidance.LLMatcher | None = None
+        self._row_seconds = 0.0  # of the slowest step so far, per mask
+        self.failure: str | None = None
+
+    @property
+    def num_words(self) -> int:
+        """Words of a mask."""
+        return -(-self._grammar.vocab_size // WORD_BITS)
+
+    def release(self) -> None:
+        """Gives the memory back; `resume` starts again."""
+        self._matcher = None
+
+    def resume(self, output: Sequence[int]) -> None:
+        """Goes to where `output` ends, unless it is there already."""
+        if self._matcher is None:
+            self._matcher = self._grammar.start()
+            self._consume(self._matcher, list(output))
+
+    def advance(self, tokens: Sequence[int]) -> tuple[int, bool]:
+        """Takes tokens that were chosen.
+
+        Returns:
+            How many belong to the text, and whether it ends with the last of them.
+        """
+        matcher = self._current()
+        for i, token in enumerate(tokens):
+            if not self._consume(matcher, [token]):
+                return i, False
+            if matcher.is_stopped():
+                return i + 1, True
+        return len(tokens), False
+
+    def prune(self, tree: DraftTree) -> DraftTree:
+        """The nodes that the grammar allows; those behind a forbidden one, or behind the text's end, go with it."""
+        if not tree or self.failure is not None:
+            return EMPTY
+        if self._row_seconds > 0:
+            tree = tree.first(max(0, int(STEP_SECONDS / self._row_seconds) - 1))
+        matcher, below = self._current(), _children(tree)
+        kept = [False] * len(tree)
+
+        def visit(row: int) -> None:
+            for node in below[row]:
+                if matcher.try_consume_tokens([tree.tokens[node]]) == 1:
+                    kept[node] = True
+                    if not matcher.is_stopped():
+                        visit(node + 1)
+                    matcher.rollback(1)
+
+        visit(0)
+        self._check(matcher)
+        return _selected(tree, kept)
+
+    def fill(self, tree: DraftTree, masks: npt.NDArray[np.int32]) -> None:
+        """Writes which tokens may follow the newest token and each node of a pruned tree.
+
+        Args:
+            masks: int32 [1 + nodes, num_words], C-contiguous; bit v % 32 of word v // 32 is token v. Rows at which the
+                text has ended, and all rows after an error, allow everything: nothing is taken from them.
+        """
+        masks.fill(-1)
+        if self.failure is not None:
+            return
+        matcher, below = self._current(), _children(tree)
+        size = masks.shape[1] * masks.itemsize
+        started = time.perf_counter()
+
+        def visit(row: int) -> None:
+            matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, size)
+            for node in below[row]:
+                if matcher.try_consume_tokens([tree.tokens[node]]) != 1:
+                    continue
+                if not matcher.is_stopped():
+                    visit(node + 1)
+                matcher.rollback(1)
+
+        visit(0)
+        seconds = (time.perf_counter() - started) / len(masks)
+        self._row_seconds = max(seconds, 0.9 * self._row_seconds)
+        if self._check(matcher):
+            masks.fill(-1)
+
+    def _current(self) -> llguidance.LLMatcher:
+        assert self._matcher is not None, "not resumed"
+        return self._matcher
+
+    def _consume(self, matcher: llguidance.LLMatcher, tokens: list[int]) -> bool:
+        if matcher.try_consume_tokens(tokens) == len(tokens):
+            return True
+        if not self._check(matcher):
+            self.failure = "the grammar does not allow a token that was chosen"
+        return False
+
+    def _check(self, matcher: llguidance.LLMatcher) -> bool:
+        """Notes an error that the matcher is in."""
+        if matcher.is_error() and self.failure is None:
+            self.failure = f"takes too much to follow: {matcher.get_error().splitlines()[0][:200]}"
+        return self.failure is not None
+
+
+def _children(tree: DraftTree) -> list[list[int]]:
+    """For every row the nodes below it."""
+    below: list[list[int]] = [[] for _ in range(len(tree) + 1)]
+    for node, parent in enumerate(tree.parents):
+        below[parent + 1].append(node)
+    return below
+
+
+def _selected(tree: DraftTree, kept: Sequence[bool]) -> DraftTree:
+    if all(kept):
+        return tree
+    place = {-1: -1}
+    tokens: list[int] = []
+    parents: list[int] = []
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if kept[node]:
+            place[node] = len(tokens)
+            tokens.append(token)
+            parents.append(place[parent])
+    return DraftTree(tuple(tokens), tuple(parents))

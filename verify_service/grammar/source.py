@@ -1,0 +1,89 @@
+"""What clients send (a JSON schema, a regex, an EBNF, structural tags) as llguidance's own grammars.
+
+Runs in the compiling processes alone, since hostile input may make it slow.
+"""
+
+import json
+from typing import Any
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+from foredraft.types import GrammarKind
+
+# A model that likes white space could otherwise go on with it for ever. A schema's x-guidance comes before it.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
+TEXT = r"/(.|\n)*/"
+# Without no_forcing, where only one text can follow, only the tokenizer's own way to cut it would be allowed.
+OUTER = '%llguidance {"no_forcing": true}\nstart: @inner'
+
+
+def to_llguidance(kind: GrammarKind, text: str) -> str:
+    """The grammar in llguidance's form.
+
+    Raises:
+        ValueError: The text is not what its kind says.
+    """
+    inner: dict[str, Any]
+    if kind is GrammarKind.JSON_SCHEMA:
+        inner = {"json_schema": _schema(json.loads(text))}
+    elif kind is GrammarKind.REGEX:
+        inner = {"lark_grammar": f"start: /{llguidance.regex_to_lark(text, '')}/"}
+    elif kind is GrammarKind.EBNF:
+        inner = {"lark_grammar": any_to_lark(text)}
+    else:
+        inner = {"lark_grammar": _structural_tag(json.loads(text))}
+    grammars = [{"name": "main", "lark_grammar": OUTER}, {"name": "inner", **inner}]
+    return json.dumps({"grammars": grammars})
+
+
+def _schema(schema: Any) -> dict[str, Any]:
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError("a schema is an object")
+    options = schema.get("x-guidance", {})
+    if not isinstance(options, dict):
+        raise ValueError("x-guidance is an object")
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **options}}
+
+
+def _structural_tag(given: Any) -> str:
+    """SGLang's structural tags: text in which a trigger is followed by one of the structures that begin with it.
+
+    Beside `structures` and `triggers` there are `at_least_one` (nothing but structures, a line each) and
+    `stop_after_first` (the text ends with the first structure).
+    """
+    if not isinstance(given, dict) or not isinstance(given.get("structures"), list):
+        raise ValueError("structural tags have a list of structures")
+    structures, triggers = given["structures"], given.get("triggers")
+    if not structures:
+        raise ValueError("structures: give at least one")
+    if not isinstance(triggers, list) or not all(isinstance(t, str) and t for t in triggers):
+        raise ValueError("triggers: give a list of texts")
+    at_least_one, is_single = given.get("at_least_one", False), given.get("stop_after_first", False)
+    rules = [f"TAG_TEXT: {TEXT}"]
+    for i, structure in enumerate(structures):
+        begin, end = structure.get("begin"), structure.get("end", "")
+        if not (isinstance(begin, str) and isinstance(end, str)):
+            raise ValueError(f"structures.{i}: begin and end are texts")
+        trigger = next((t for t in triggers if begin.startswith(t)), None)
+        if trigger is None:
+            raise ValueError(f"structures.{i}: begin starts with none of the triggers")
+        body = f"%json {json.dumps(_schema(structure.get('schema', {})))} {_literal(end)}"
+        if at_least_one:
+            rules.append(f"tag_{i}: {_literal(begin)} {body}")
+        else:
+            rules.append(f"trigger_{i}[lazy]: TAG_TEXT {_literal(trigger)}")
+            rules.append(f"tag_{i}: trigger_{i} {_literal(begin[len(trigger) :])} {body}")
+    tags = " | ".join(f"tag_{i}" for i in range(len(structures)))
+    rules.append(f"tag: {tags}")
+    if at_least_one:
+        start = "tag" if is_single else r'tag ("\n" tag)*'
+    else:
+        start = "tag | TAG_TEXT" if is_single else "tag* TAG_TEXT"
+    return "\n".join([f"start: {start}", *rules])
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""

@@ -1,0 +1,13 @@
+"""What goes between the verifier and its grammar worker: JSON behind its length."""
+
+import json
+import struct
+from typing import Any
+
+HEAD = struct.Struct("<I")
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    """A message."""
+    body = json.dumps(message).encode()
+    return HEAD.pack(len(body)) + body
