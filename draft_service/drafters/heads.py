@@ -78,7 +78,7 @@ class HeadDrafter(PagedDrafter):
         path = target_path
         if given:
             path = resolve_model_path(given, config.speculative_draft_model_revision, bins=True)
-        config = complete(config, target, path if given else None)
+        config = complete(config, target, path if given else None, device.type == "cpu")
         name = target.dtype if config.dtype == "auto" else config.dtype
         if config.dtype == "auto" and device.type == "cpu":
             name = "float32"

@@ -14,7 +14,7 @@ from foredraft.models.registry import resolve_model_path
 C = TypeVar("C", bound=SpeculationConfig)
 
 
-def resolve(config: C) -> C:
+def resolve(config: C, on_cpu: bool = False) -> C:
     """`complete` for a configuration that names its target; reads nothing unless a head drafts.
 
     Raises:
@@ -32,17 +32,18 @@ def resolve(config: C) -> C:
             config.speculative_draft_model_revision,
             bins=True,
         )
-    return complete(config, target, path)
+    return complete(config, target, path, on_cpu)
 
 
-def complete(config: C, target: ModelConfig, head: Path | None) -> C:
+def complete(config: C, target: ModelConfig, head: Path | None, on_cpu: bool = False) -> C:
     """Settles what only the models' own files tell.
 
     EAGLE is MTP where the head is MTP layers: the target's own when there is no other head. The tree is (5, 4, 8) for
-    heads of a Llama target, (3, 1, 4) for others, and as deep as there are modules where each depth has its own.
+    heads of a Llama target, (5, 1, 6) on a CPU, (3, 1, 4) for others, and as deep as there are modules where each depth has its own.
 
     Args:
         head: Directory of the head; None when the flags name none.
+        on_cpu: Whether the models run on the CPU, where the flags leave it open.
 
     Raises:
         CheckpointError: The head is broken.
@@ -59,7 +60,7 @@ def complete(config: C, target: ModelConfig, head: Path | None) -> C:
         algorithm = "MTP"
         config = dataclasses.replace(config, speculative_algorithm=algorithm)
     if not config.enable_multi_layer_eagle:
-        return with_tree_defaults(config, target.architecture)
+        return with_tree_defaults(config, target.architecture, on_cpu)
     if algorithm != "MTP":
         raise ConfigError(
             f"--enable-multi-layer-eagle needs MTP layers; {head} is a head for {algorithm}"

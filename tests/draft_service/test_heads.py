@@ -436,7 +436,7 @@ def test_info(make: Make) -> None:
     info = make(KINDS["eagle3"]).info()
     assert (info.algorithm, info.uses_pages, info.vocab_size) == ("EAGLE3", True, VOCAB)
     assert (list(info.hidden.layers), info.hidden.width) == ([2, 1, 0], 3 * 48)
-    assert (info.limits.num_steps, info.limits.topk, info.limits.num_draft_tokens) == (5, 4, 8)
+    assert (info.limits.num_steps, info.limits.topk, info.limits.num_draft_tokens) == (5, 1, 6)
     assert info.kv_bytes_per_token == 2 * 2 * 12 * 4
     info = make(KINDS["eagle"]).info()
     assert (list(info.hidden.layers), info.hidden.width) == ([], 48)

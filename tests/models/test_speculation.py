@@ -81,6 +81,19 @@ def test_algorithm_and_tree(
     assert resolve(config) == config
 
 
+@pytest.mark.parametrize(("target", "limits"), [("llama", (5, 1, 6)), ("qwen", (3, 1, 4))])
+def test_on_a_cpu_trees_have_no_branches(
+    models: dict[str, str], target: str, limits: tuple[int, int, int]
+) -> None:
+    assert resolved(models, target, "EAGLE", "eagle", device="cpu").tree_limits == limits
+    given = DraftConfig(
+        model_path=models[target],
+        speculative_algorithm="EAGLE",
+        speculative_draft_model_path=models["eagle"],
+    )
+    assert resolve(given, on_cpu=True).tree_limits == limits
+
+
 def test_given_trees_stay(models: dict[str, str]) -> None:
     tree = {
         "speculative_num_steps": 2,
