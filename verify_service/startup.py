@@ -280,7 +280,7 @@ def build_engine(
         pages * target_bytes / 2**20,
     )
     return Engine(
-        TargetStep(runner, Chooser(limits.vocab_size, device, limits.eos_token_ids, thresholds)),
+        _target_step(config, runner, limits, thresholds, info),
         scheduler,
         drafting,
         DraftPolicy(

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,9 +14,10 @@ from foredraft.models.speculation import resolve
 from foredraft.types import SamplingParams, SpeculationParams
 from tests.support.drafts import DraftProcess
 from verify_service.engine import Engine, EngineRequest
+from verify_service.grammar.matcher import CompiledGrammar
 from verify_service.metrics import SpeculationMetrics
 from verify_service.outputs import Finish, Load, StepOutput, TokenLogprob
-from verify_service.startup import build_engine, connect_draft, load_target
+from verify_service.startup import DraftLink, build_engine, connect_draft, load_target
 
 DRAFT_FLAGS = {field.name for field in fields(DraftConfig)} - {"listen"}
 
@@ -42,6 +44,7 @@ class Job:
     timeout_seconds: float | None = None
     key_label: str = ""
     cancel_after: int | None = None
+    grammar: CompiledGrammar | None = None
 
 
 class Collector:
@@ -68,6 +71,7 @@ class Collector:
                     timeout_seconds=job.timeout_seconds,
                     key_label=job.key_label,
                     return_provenance=True,
+                    grammar=job.grammar,
                 )
             )
             if job.cancel_after is not None:
@@ -114,6 +118,14 @@ class Harness:
         assert scheduler.num_running == scheduler.num_waiting == 0
 
 
+def _wait_for_attach(link: DraftLink | None, timeout: float = 60.0) -> None:
+    """A draft on a GPU captures graphs when it is attached, which takes seconds."""
+    deadline = time.monotonic() + timeout
+    while link is not None and link.client.epoch == 0:
+        assert time.monotonic() < deadline, "the draft was not attached"
+        time.sleep(0.01)
+
+
 @contextlib.contextmanager
 def running_engine(model_path: Path, algorithm: str = "NONE", **flags: Any) -> Iterator[Harness]:
     """An engine on `model_path` (float32, one thread) with the draft service that `algorithm` needs."""
@@ -136,9 +148,11 @@ def running_engine(model_path: Path, algorithm: str = "NONE", **flags: Any) -> I
         config = resolve(VerifyConfig(**flags))
         metrics = SpeculationMetrics(algorithm)
         target = load_target(config)
-        engine = build_engine(config, target, metrics, connect_draft(config, target, metrics))
+        link = connect_draft(config, target, metrics)
+        engine = build_engine(config, target, metrics, link)
         engine.start()
         try:
+            _wait_for_attach(link)
             yield Harness(engine, draft)
         finally:
             engine.stop()
