@@ -67,7 +67,8 @@ class Session:
             raise
         response.step = request.step
         self._count(request, response)
-        if self._traced or any(sequence.begin.traceparent for sequence in request.sequences):
+        begins = (s.begin.traceparent for s in request.sequences if s.HasField("begin"))
+        if self._traced or any(begins):
             self._trace(request, response)
         return response
 

@@ -17,6 +17,7 @@ from foredraft.runner.draft_batches import NUM_ROWS, POSITION, SAMPLING, SLOT, S
 from foredraft.runner.draft_graphs import DraftGraphs, StepRecords
 from foredraft.transport.base import HiddenReader
 
+BRIEF_BYTES = 96  # of a sequence that decodes
 STEP_SECONDS = 10.0  # a step that takes longer waits for a verifier that has died
 
 
@@ -127,10 +128,9 @@ class GraphDrafting:
 
     def is_brief(self, request: draft_pb2.StepRequest) -> bool:
         """Whether a step is one for the graphs alone."""
-        num_rows = self.graphs.shape.num_rows
-        return len(request.sequences) <= self.graphs.max_batch and all(
-            len(sequence.tokens) <= num_rows for sequence in request.sequences
-        )
+        count = len(request.sequences)
+        # Few tokens make a short message; to look at each sequence takes longer.
+        return count <= self.graphs.max_batch and request.ByteSize() <= BRIEF_BYTES * count
 
     def fits(self, extensions: Sequence[Extension]) -> bool:
         """Whether the graphs can extend all of these."""
@@ -236,8 +236,8 @@ class GraphDrafting:
         shape = self.graphs.shape
         whole = (shape.num_steps, shape.topk, shape.num_nodes)
         tokens, parents, ranks = self.graphs.trees(count)
-        sizes = (tokens >= 0).sum(1).tolist()
         all_tokens, all_parents = tokens.tolist(), parents.tolist()
+        sizes = np.count_nonzero(tokens >= 0, axis=1).tolist()
         add, slot_of = response.proposals.add, slots.tolist()
         for i, limit in zip(wanted, limits, strict=True):
             size, own_tokens, own_parents = sizes[i], all_tokens[i], all_parents[i]

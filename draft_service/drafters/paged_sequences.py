@@ -68,6 +68,9 @@ class PagedSequences:
         self, attach: draft_pb2.AttachRequest, limits: tuple[int, int, int], shift: int = 0
     ) -> None:
         self._attach = attach
+        # Read for every sequence of every step.
+        self._page_size = attach.page_size
+        self._vocab_size, self._max_context = attach.vocab_size, attach.max_context
         self._limits = limits
         self._shift = shift
         self._sequences: dict[int, PagedSequence] = {}
@@ -83,33 +86,41 @@ class PagedSequences:
         """
         for slot in request.released_slots:
             self._sequences.pop(slot, None)
-        check_slots(request, self._sequences, self._attach.max_batch)
-        extensions = [self._apply_one(message) for message in request.sequences]
+        # A step of a large batch is read in less time than it takes to look at each message twice.
+        messages = list(request.sequences)
+        slots = {message.slot for message in messages}
+        if len(slots) < len(messages) or not slots <= self._sequences.keys():
+            check_slots(request, self._sequences, self._attach.max_batch)
+        extensions = [self._apply_one(message) for message in messages]
         return [extension for extension in extensions if extension.tokens]
 
     def _apply_one(self, message: draft_pb2.SequenceStep) -> Extension:
+        slot, start = message.slot, message.position
         if message.HasField("begin"):
-            self._sequences[message.slot] = PagedSequence(
-                message.slot,
+            self._sequences[slot] = PagedSequence(
+                slot,
                 _sampling_params(message.begin.sampling),
                 message.begin.valid_from,
-                message.position,
-                max(message.position - self._shift, 0),
+                start,
+                max(start - self._shift, 0),
             )
-        sequence = self._sequences[message.slot]
-        check_position(message, sequence.num_tokens)
-        tokens = check_tokens(message, self._attach.vocab_size, self._attach.max_context)
-        self._replace_pages(sequence, message)
-        start = message.position
+        sequence = self._sequences[slot]
+        tokens = list(message.tokens)
+        if start > sequence.num_tokens:
+            check_position(message, sequence.num_tokens)
+        if start + len(tokens) > self._max_context or max(tokens, default=0) >= self._vocab_size:
+            check_tokens(message, self._vocab_size, self._max_context)
+        if new_pages := message.new_pages:
+            self._replace_pages(sequence, message.first_page, list(new_pages))
         has_propose = message.HasField("propose")
         if has_propose and not tokens:
             if self._shift:
                 raise InvalidRequest(
-                    "tokens", f"slot {message.slot}: a head proposes after a token with its state"
+                    "tokens", f"slot {slot}: a head proposes after a token with its state"
                 )
             # The tree continues after a token that is known; its row is computed again for the logits.
             if start != sequence.num_tokens or sequence.last_token is None:
-                raise InvalidRequest("tokens", f"slot {message.slot}: none to propose after")
+                raise InvalidRequest("tokens", f"slot {slot}: none to propose after")
             start, tokens = start - 1, [sequence.last_token]
         if tokens or start < sequence.num_tokens:
             sequence.last_token = tokens[-1] if tokens else None
@@ -119,35 +130,34 @@ class PagedSequences:
             first_key, tokens = 0, tokens[1:]
         sequence.num_keys = first_key + len(tokens)
         # What is computed anew is valid, wherever it begins.
-        sequence.valid_from = min(sequence.valid_from, first_key)
-        if tokens and sequence.num_keys > len(sequence.pages) * self._attach.page_size:
+        if first_key < sequence.valid_from:
+            sequence.valid_from = first_key
+        if tokens and sequence.num_keys > len(sequence.pages) * self._page_size:
             raise InvalidRequest(
                 "new_pages",
-                f"slot {message.slot}: {len(sequence.pages)} pages do not hold "
-                f"{sequence.num_keys} keys",
+                f"slot {slot}: {len(sequence.pages)} pages do not hold {sequence.num_keys} keys",
             )
         limits = self._tree_limits(message.propose, sequence) if has_propose else None
         hidden = message.hidden if message.HasField("hidden") else None
         return Extension(sequence, first_key, tokens, hidden, limits)
 
-    def _replace_pages(self, sequence: PagedSequence, message: draft_pb2.SequenceStep) -> None:
-        new_pages = list(message.new_pages)
-        if not new_pages:
-            return
+    def _replace_pages(
+        self, sequence: PagedSequence, first_page: int, new_pages: list[int]
+    ) -> None:
         if max(new_pages) >= self._attach.num_pages:
             raise InvalidRequest(
                 "new_pages",
                 f"slot {sequence.slot}: page {max(new_pages)} is not below {self._attach.num_pages}",
             )
-        if message.first_page > len(sequence.pages):
+        if first_page > len(sequence.pages):
             raise InvalidRequest(
                 "first_page",
-                f"slot {sequence.slot}: {message.first_page} leaves a gap after "
+                f"slot {sequence.slot}: {first_page} leaves a gap after "
                 f"{len(sequence.pages)} pages",
             )
-        sequence.pages[message.first_page :] = new_pages
+        sequence.pages[first_page:] = new_pages
         if self.on_pages is not None:
-            self.on_pages(sequence.slot, message.first_page, new_pages)
+            self.on_pages(sequence.slot, first_page, new_pages)
 
     def _tree_limits(
         self, wanted: draft_pb2.TreeLimits, sequence: PagedSequence
@@ -157,7 +167,7 @@ class PagedSequences:
         topk = min(topk, wanted.topk or topk)
         nodes = min(nodes, wanted.num_draft_tokens - 1 if wanted.num_draft_tokens else nodes)
         # No path is longer than the tree has nodes, nor than the context has room.
-        steps = min(steps, nodes, self._attach.max_context - sequence.num_tokens)
+        steps = min(steps, nodes, self._max_context - sequence.num_tokens)
         return (steps, topk, nodes) if steps > 0 else None
 
 

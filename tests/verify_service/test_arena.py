@@ -1,6 +1,9 @@
 """Exchange regions by attach: which transport, how large, and when they end."""
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,10 +11,11 @@ import torch
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
-from foredraft.errors import AttachRefused
+from foredraft.errors import AttachRefused, DraftError
 from foredraft.telemetry.metrics import REGISTRY
 from foredraft.transport import shared_memory
-from foredraft.transport.base import ArenaError
+from foredraft.transport.base import ArenaError, HiddenWriter, RowFormat
+from foredraft.transport.process import pid_namespace, start_time
 from foredraft.types import SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import Job
@@ -146,3 +150,81 @@ def test_a_draft_that_cannot_map_gets_its_rows_in_messages(
         drafter.texts = [[5, 6, 7, *result.tokens]]
     assert drafter.check(path) > 0
     assert not segments()
+
+
+class OnGpu(HiddenWriter):
+    """Stands for a region that another process may still be reading."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(RowFormat(64, torch.float32), 4)
+        self.arena = tensor_pb2.Arena(transport=tensor_pb2.TRANSPORT_CUDA_IPC, epoch=epoch, size=1)
+        self.is_freed = False
+
+    def _put(self, first: int, rows: torch.Tensor) -> draft_pb2.HiddenRows:
+        raise NotImplementedError
+
+    def free(self) -> None:
+        assert not self.is_freed
+        self.is_freed = True
+
+
+class GpuArena(Arena):
+    """Makes such regions where no GPU is."""
+
+    def __init__(self) -> None:
+        super().__init__("unix:/tmp/draft.sock", 64, 4, 1 << 20, 100, "any")
+        self.writers: list[OnGpu] = []
+
+    def _open(self, transports: object, row: RowFormat, epoch: int) -> HiddenWriter:
+        self.writers.append(OnGpu(epoch))
+        return self.writers[-1]
+
+
+def of_process(pid: int) -> draft_pb2.GetDraftInfoResponse:
+    found = info()
+    found.process.CopyFrom(
+        tensor_pb2.Process(pid=pid, start_time=start_time(pid) or 0, pid_namespace=pid_namespace())
+    )
+    return found
+
+
+def test_a_region_on_a_gpu_stays_while_its_draft_may_read_it() -> None:
+    first, second = (
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)
+    )
+    try:
+        arena = GpuArena()
+        arena.open(of_process(first.pid), 1)
+        arena.attached(1)
+        first.send_signal(signal.SIGSTOP)
+        arena.ended(1, DraftError("no answer within 1 s"))
+        arena.open(of_process(second.pid), 2)
+        arena.attached(2)
+        assert not arena.writers[0].is_freed, "it only stands still"
+        first.kill()
+        first.wait()
+        arena.ended(2, None)
+        assert arena.writers[0].is_freed
+        assert not arena.writers[1].is_freed, "its process lives"
+        arena.open(of_process(second.pid), 3)
+        assert not arena.writers[1].is_freed
+        arena.attached(3)
+        assert arena.writers[1].is_freed, "it serves one verifier: the attach before is over"
+        arena.ended(3, AttachRefused("limits", "never so"))
+        assert not arena.writers[2].is_freed, "it had taken it"
+        arena.open(of_process(second.pid), 4)
+        arena.ended(4, AttachRefused("limits", "no"))
+        assert arena.writers[3].is_freed, "whoever refuses has unmapped it"
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.wait()
+
+
+def test_of_a_draft_that_cannot_be_seen_nothing_is_taken_for_granted() -> None:
+    arena = GpuArena()
+    for epoch in (1, 2):
+        arena.open(info(), epoch)
+        arena.attached(epoch)
+        arena.ended(epoch, None)
+    assert not any(writer.is_freed for writer in arena.writers)
