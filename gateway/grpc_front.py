@@ -1,7 +1,7 @@
 """The public gRPC: foredraft.api.inference.v1.InferenceService."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 
 import grpc
 
@@ -29,7 +29,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    ) -> None:
         try:
             with self._gate.admit(_authorization(context)), naming(_names(request)):
                 job = await self._job(request, context.time_remaining())
@@ -37,13 +37,23 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     async for chunk in chunks:
                         if _was_aborted(chunk):
                             await context.abort(grpc.StatusCode.ABORTED, "it was aborted by name")
-                        yield _response(job, chunk)
+                        await self._write(context, _response(job, chunk))
         except RequestTimeout as error:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
         except SlowClient as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except UnknownModel as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+
+    async def _write(
+        self, context: grpc.aio.ServicerContext, response: inference_pb2.GenerateResponse
+    ) -> None:
+        seconds = self._serving.config.client_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                await context.write(response)
+        except TimeoutError:
+            raise SlowClient(f"nothing was taken for {seconds:g} s") from None
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext

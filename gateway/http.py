@@ -27,6 +27,7 @@ M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+_SEND = "foredraft.send"
 _WANTS = "Input should be "
 _FIELD = re.compile(r"(?!(?:str|int|float|bool|dict|list)$)[a-z][a-z0-9_]*")
 
@@ -43,7 +44,7 @@ class Bounds:
 
     Attributes:
         body_bytes: Largest body.
-        seconds: For a body to arrive, and for a client to take something of what is sent.
+        seconds: For a body to arrive.
     """
 
     body_bytes: int
@@ -116,22 +117,30 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(errors.envelope(error), http.status, errors.headers(error))
 
 
+class DirectSend:
+    """ASGI around an application, which lets its event streams pass the middlewares by."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_SEND] = send
+        await self._app(scope, receive, send)
+
+
 class EventStream(Response):
     """Objects as server-sent events, an error as the last of them, then [DONE].
 
-    A client that goes away closes `items` at once; one that takes nothing for `seconds` is dropped.
+    A client that goes away, or is cut off because it takes nothing, closes `items` at once.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Any, rest: AsyncGenerator[Any, None], seconds: float) -> None:
+    def __init__(self, first: Any, rest: AsyncGenerator[Any, None]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
-        self._seconds = seconds
-        self._num_sent = 0
-        self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send(
@@ -141,47 +150,32 @@ class EventStream(Response):
                 "headers": self.raw_headers,
             }
         )
-        sender = asyncio.ensure_future(self._send(send))
+        # What wraps `send` looks at the start of an answer alone.
+        sender = asyncio.ensure_future(self._send(scope.get(_SEND, send)))
         gone = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
-            await self._watch(sender, gone)
+            await asyncio.wait({sender, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (sender, gone):
                 task.cancel()
             await asyncio.gather(sender, gone, return_exceptions=True)
 
-    async def _watch(self, sender: asyncio.Future[None], gone: asyncio.Future[None]) -> None:
-        """Returns when all is sent, the client has gone, or it takes nothing any more."""
-        stuck = -1
-        while not (sender.done() or gone.done()):
-            await asyncio.wait(
-                {sender, gone}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED
-            )
-            if self._is_sending and self._num_sent == stuck:
-                logger.info("a client took nothing for %g s: dropped", self._seconds)
-                return
-            stuck = self._num_sent
-
     async def _send(self, send: Send) -> None:
-        async with contextlib.aclosing(self._events()) as events:
-            async for event in events:
-                self._is_sending = True
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-                self._is_sending = False
-                self._num_sent += 1
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _events(self) -> AsyncGenerator[bytes, None]:
         async with contextlib.aclosing(self._rest) as rest:
             try:
-                yield encode_event(self._first)
+                await send(_body(encode_event(self._first)))
                 async for item in rest:
-                    yield encode_event(item)
+                    await send(_body(encode_event(item)))
             except Exception as error:
                 if not isinstance(error, ForedraftError):
                     logger.error("a stream failed", exc_info=error)
-                yield encode_event(errors.envelope(error))
-            yield DONE
+                await send(_body(encode_event(errors.envelope(error))))
+        await send(_body(DONE))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _body(event: bytes) -> Message:
+    return {"type": "http.response.body", "body": event, "more_body": True}
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -192,17 +186,14 @@ def encode_event(item: Any) -> bytes:
     return item if isinstance(item, bytes) else f"data: {_encode(item)}\n\n".encode()
 
 
-async def event_stream(
-    request: Request, items: AsyncGenerator[Any, None], bounds: Bounds
-) -> EventStream:
+async def event_stream(request: Request, items: AsyncGenerator[Any, None]) -> EventStream:
     """Streams objects. What fails before the first of them is raised, so that it gets a status of its own."""
 
     async def first() -> Any:
         return await anext(items)
 
     try:
-        head = await unless_disconnected(request, first())
-        return EventStream(head, items, bounds.seconds)
+        return EventStream(await unless_disconnected(request, first()), items)
     except BaseException:
         await items.aclose()
         raise

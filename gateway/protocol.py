@@ -1,22 +1,28 @@
-"""uvicorn's HTTP/1.1 protocol with bounds that it lacks: size of a request's head, and time for it to arrive."""
+"""uvicorn's HTTP/1.1 protocol with bounds that it lacks: size of a request's head, time for it to arrive, time for an
+answer to be taken."""
 
 import asyncio
+import logging
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
 
 
 def bounded_protocol(seconds: float) -> type[HttpToolsProtocol]:
-    """The protocol with a time of its own for heads."""
-    return type("Protocol", (BoundedHttpProtocol,), {"head_seconds": seconds})
+    """The protocol with a time of its own for heads and for taking answers."""
+    return type("Protocol", (BoundedHttpProtocol,), {"seconds": seconds})
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Answers 400 to a head over MAX_HEAD_BYTES; drops a connection whose head is not whole after `head_seconds`."""
+    """Answers 400 to a head over MAX_HEAD_BYTES; drops a connection whose head is not whole after `seconds`,
+    or whose client takes nothing of an answer for as long."""
 
-    head_seconds = 30.0
+    seconds = 30.0
     _head_bytes = 0
+    _write_timer: asyncio.TimerHandle | None = None
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -25,7 +31,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._watch_writes(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -60,9 +76,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise ValueError("the request's head is too large")  # the parser turns it into 400
 
     def _start_timer(self) -> None:
-        self._timer = self.loop.call_later(self.head_seconds, self.transport.close)
+        self._timer = self.loop.call_later(self.seconds, self.transport.close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _watch_writes(self, before: int) -> None:
+        self._write_timer = self.loop.call_later(self.seconds, self._check_writes, before)
+
+    def _check_writes(self, before: int) -> None:
+        """A client that has taken nothing since the last look is cut off, with what waits for it."""
+        waiting = self.transport.get_write_buffer_size()
+        if 0 < before <= waiting:
+            logger.info("a client took nothing for %g s: dropped", self.seconds)
+            self.transport.abort()
+        else:
+            self._watch_writes(waiting)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None

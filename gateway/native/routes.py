@@ -39,7 +39,7 @@ def make_router(serving: Serving) -> APIRouter:
         with naming(body.names()):
             jobs, is_batch = await _jobs(serving, body)
             if body.stream:
-                return await event_stream(request, _events(serving, body, jobs, is_batch), bounds)
+                return await event_stream(request, _events(serving, body, jobs, is_batch))
             answers = await unless_disconnected(request, _whole(serving, body, jobs))
             return JSONResponse(answers if is_batch else answers[0])
 

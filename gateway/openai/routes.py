@@ -152,7 +152,7 @@ async def _answer(serving: Serving, request: Request, call: Call) -> Response:
     if call.body.stream_options is not None and not call.body.stream:
         raise InvalidRequest("stream_options", "needs stream: true")
     if call.body.stream:
-        return await event_stream(request, _events(serving, call), serving.bounds)
+        return await event_stream(request, _events(serving, call))
     return JSONResponse(await unless_disconnected(request, _whole(serving, call)))
 
 
