@@ -54,6 +54,8 @@ def main() -> int:
     finally:
         own_room.close()
     reports.sort(key=lambda one: one["number"])
+    if arguments.output:
+        report.write(arguments.output, _about(arguments), reports)
     print(report.table(reports) if reports else "no faults")
     if arguments.plot and reports:
         report.draw(arguments.plot, reports)
@@ -72,12 +74,6 @@ async def _run(
 ) -> None:
     """Runs the faults of each algorithm on a stack of its own; `reports` grows."""
     known = {one["number"] for one in reports}
-    about = {
-        "seed": arguments.seed,
-        "faults": arguments.faults,
-        "clients": arguments.clients,
-        "cpus": os.cpu_count(),
-    }
     total = len(known | {number for _, block in blocks for number, _ in block})
     bar = tqdm(total=total, initial=len(known), unit="fault", disable=arguments.quiet)
     with bar:
@@ -104,7 +100,7 @@ async def _run(
                     )
                     reports.append(found.as_dict())
                     if arguments.output:
-                        report.write(arguments.output, about, reports)
+                        report.write(arguments.output, _about(arguments), reports)
                     bar.update()
                     if not found.is_good:
                         bar.write(f"{number} {fault.name}: {json.dumps(found.as_dict())}")
@@ -158,6 +154,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--list", action="store_true", help="print the faults and their weights")
     return parser
+
+
+def _about(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = ("seed", "faults", "clients", "threads", "deadline")
+    return {name: getattr(arguments, name) for name in names} | {"cpus": os.cpu_count()}
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

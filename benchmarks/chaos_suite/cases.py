@@ -86,7 +86,7 @@ class Asker:
     def __init__(self, http: str, grpc_address: str, deadline: float, grace: float) -> None:
         self._http = http
         self._grpc_address = grpc_address
-        self._deadline = deadline
+        self.deadline = deadline
         self._grace = grace
 
     async def answered(self, case: Case) -> Case:
@@ -101,7 +101,7 @@ class Asker:
             try:
                 tokens = [
                     token.id
-                    async for response in _stub(channel).Generate(request, timeout=self._deadline)
+                    async for response in _stub(channel).Generate(request, timeout=self.deadline)
                     for token in response.tokens
                 ]
             except grpc.aio.AioRpcError as error:
@@ -111,7 +111,7 @@ class Asker:
     async def ask(self, kind: str, case: Case, result: Result) -> None:
         """Sends one request and fills in how it went. Each opens a connection of its own."""
         try:
-            async with asyncio.timeout(self._deadline + self._grace):
+            async with asyncio.timeout(self.deadline + self._grace):
                 if kind == "grpc":
                     await self._ask_grpc(case, result)
                 else:
@@ -121,7 +121,7 @@ class Asker:
 
     async def _ask_grpc(self, case: Case, result: Result) -> None:
         async with aio_channel(self._grpc_address) as channel:
-            call = _stub(channel).Generate(_message(case), timeout=self._deadline)
+            call = _stub(channel).Generate(_message(case), timeout=self.deadline)
             is_complete = False
             try:
                 async for response in call:

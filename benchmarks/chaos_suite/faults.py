@@ -16,7 +16,7 @@ from benchmarks.chaos_suite.room import SHM
 # machine that is busy.
 HANG_SECONDS = {"draft": 30.0, "verify": 60.0, "gateway": 60.0}
 GONE_SECONDS = 10.0
-STOP_SECONDS = 60.0  # for a drain too
+STOP_SECONDS = 150.0  # for a drain too
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from benchmarks.chaos_suite.rig import START_SECONDS, NotHealthy, Rig
 
 GRACE_SECONDS = 4.0  # after a deadline, until its end must be told
 # A request that began so shortly before a fault may not have been with the service yet.
-_MARGIN_SECONDS = 0.3
+_MARGIN_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 
 
@@ -99,7 +99,7 @@ class Trial:
         results = await load.stop()
         report.seconds = time.monotonic() - struck
         report.outcomes = dict(Counter(result.outcome for result in results))
-        report.lost, report.wrong = assess(fault, results, struck)
+        report.lost, report.wrong = assess(fault, results, struck, self._asker.deadline)
         if report.recovered is not None:
             report.leaks = await leaks.check(self._rig, self._baseline)
         report.memory = self._memory()
@@ -145,26 +145,33 @@ class Trial:
         return found
 
 
-def assess(fault: Fault, results: list[Result], struck: float) -> tuple[int, list[str]]:
+def assess(
+    fault: Fault, results: list[Result], struck: float, deadline: float
+) -> tuple[int, list[str]]:
     """Requests that the fault may cost, and what no fault may do, in words.
 
     Args:
         fault: What was done.
         results: Of all requests around it.
         struck: When, by time.monotonic().
+        deadline: Seconds of a request.
     """
     lost, wrong = 0, []
     for result in results:
-        about = f"{result.kind} after {result.ended - result.started:.1f} s"
+        seconds = result.ended - result.started
+        about = f"{result.kind} after {seconds:.1f} s"
         if not is_prefix(result) or result.outcome == "wrong":
             wrong.append(f"{about}: tokens differ")
         elif result.outcome == "right":
             continue
+        elif fault.allowed and result.outcome == "deadline" and seconds > deadline - 1:
+            # Whoever waits for what has died waits until it is back, or until his deadline.
+            lost += 1
         elif result.outcome not in fault.allowed:
             wrong.append(f"{about}: {result.outcome} {result.detail}".strip())
         elif result.outcome == "unavailable" and not result.is_retryable:
             wrong.append(f"{about}: unavailable, but not said to be retryable")
-        elif _should_survive(fault, result, struck):
+        elif _should_survive(fault, result, struck) and seconds < deadline - 1:
             wrong.append(f"{about}: {result.outcome}, but it began before. {result.detail}")
         else:
             lost += 1
@@ -172,6 +179,6 @@ def assess(fault: Fault, results: list[Result], struck: float) -> tuple[int, lis
 
 
 def _should_survive(fault: Fault, result: Result, struck: float) -> bool:
-    if not result.started < struck - _MARGIN_SECONDS < result.ended - _MARGIN_SECONDS:
+    if not (result.started < struck - _MARGIN_SECONDS and result.ended > struck):
         return False
     return fault.survivors == "all" or (fault.survivors == "unseen" and result.num_seen == 0)
