@@ -29,6 +29,10 @@ class RequestTimeout(ForedraftError):
     """The request's deadline passed."""
 
 
+class WaitedTooLong(Unavailable):
+    """The request had no token after --max-queue-seconds."""
+
+
 class RateLimited(Overloaded):
     """The caller has more running, asks or generates more than its key may."""
 
@@ -79,6 +83,10 @@ HTTP_ERRORS: tuple[tuple[type[ForedraftError], HttpError], ...] = (
         Overloaded,
         HttpError(429, "RESOURCE_EXHAUSTED", "rate_limit_error", "overloaded", retryable=True),
     ),
+    (
+        WaitedTooLong,
+        HttpError(503, "UNAVAILABLE", "server_error", "queue_timeout", retryable=True),
+    ),
     (Unavailable, HttpError(503, "UNAVAILABLE", "server_error", "unavailable", retryable=True)),
     (RequestTimeout, HttpError(504, "DEADLINE_EXCEEDED", "server_error", "deadline_exceeded")),
     (SlowClient, HttpError(408, "RESOURCE_EXHAUSTED", "invalid_request_error", "slow_client")),
@@ -122,6 +130,7 @@ def outcome(error: BaseException) -> str:
         (InvalidRequest, "invalid"),
         (RateLimited, "rate_limited"),
         (Overloaded, "overloaded"),
+        (WaitedTooLong, "queue_timeout"),
         (Unavailable, "unavailable"),
         (RequestTimeout, "deadline"),
         (SlowClient, "slow_client"),

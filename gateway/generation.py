@@ -19,7 +19,7 @@ from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from gateway import metrics
 from gateway.decoding import Chunk, Completion, SequenceDecoder
-from gateway.errors import RequestTimeout
+from gateway.errors import RequestTimeout, WaitedTooLong
 from gateway.merging import merge
 from gateway.security.limits import Caller, Charge, current_caller
 from gateway.stopwatch import Stopwatch
@@ -71,9 +71,18 @@ class Job:
 
 
 class Generator:
-    """Runs jobs on a pool of verifiers."""
+    """Runs jobs on a pool of verifiers.
 
-    def __init__(self, pool: VerifierPool, tokenizer: Tokenizer) -> None:
+    Args:
+        pool: The verifiers.
+        tokenizer: The model's.
+        max_queue_seconds: A continuation that has got no token after so long is given up; 0 waits for its deadline.
+    """
+
+    def __init__(
+        self, pool: VerifierPool, tokenizer: Tokenizer, max_queue_seconds: float = 0.0
+    ) -> None:
+        self._max_queue_seconds = max_queue_seconds
         self._pool = pool
         self._tokenizer = tokenizer
         self._running: dict[tuple[str, str], _Running] = {}  # by caller and name
@@ -207,8 +216,8 @@ class Generator:
                 job.keep_stop,
                 job.skip_special_tokens,
             )
+            outputs = await self._first(ticket)
             while True:
-                outputs = await ticket.take()
                 before = decoder.num_tokens
                 text, tokens = decoder.feed(outputs)
                 watch.tokens(decoder.num_tokens - before)
@@ -222,6 +231,7 @@ class Generator:
                 if finish is None:
                     if text or tokens:
                         yield Chunk(choice, text, tokens, steps=decoder.take_steps())
+                    outputs = await ticket.take()
                     continue
                 _raise_failure(finish, connection)
                 tail, rest = decoder.flush()
@@ -232,6 +242,15 @@ class Generator:
         finally:
             running.remove(ticket)
             ticket.close()
+
+    async def _first(self, ticket: Ticket) -> list[verify_pb2.SequenceOutput]:
+        """The first outputs of a continuation."""
+        seconds = self._max_queue_seconds
+        try:
+            async with asyncio.timeout(seconds or None):
+                return await ticket.take()
+        except TimeoutError:
+            raise WaitedTooLong(f"no place was free within {seconds:g} s") from None
 
 
 class _Running:

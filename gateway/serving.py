@@ -60,7 +60,11 @@ class Serving:
         except BaseException:
             await encoding.close()
             raise
-        self._opened = (tokenizer, Generator(self.pool, tokenizer), encoding)
+        self._opened = (
+            tokenizer,
+            Generator(self.pool, tokenizer, config.max_queue_seconds),
+            encoding,
+        )
 
     def _load(self, path: str) -> Tokenizer:
         template = self.config.chat_template

@@ -227,6 +227,10 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
     max_concurrent_requests: int = option(
         2048, "Requests that run or wait here at most; more are refused with 503."
     )
+    max_queue_seconds: float = option(
+        0.0,
+        "Seconds that a request may wait for its first token; over it 503. 0 leaves it to its deadline.",
+    )
     max_prompt_tokens: int = option(0, "Longest prompt; 0 leaves it to the context length.")
     max_output_tokens: int = option(
         0, "Most tokens of one continuation; 0 leaves it to the context length."

@@ -202,3 +202,20 @@ def test_a_client_that_knows_reflection_alone(channel: grpc.Channel) -> None:
     asked = kinds[0](text=TEXT)
     asked.sampling.max_new_tokens = 3
     assert sum(len(response.tokens) for response in call(asked)) <= 3
+
+
+@pytest.mark.parametrize("algorithm", list(grpc.Compression))
+def test_compressed_calls(stack: LocalStack, algorithm: grpc.Compression) -> None:
+    with grpc.insecure_channel(stack.urls["grpc"], compression=algorithm) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        found = [
+            "".join(r.text for r in stub.Generate(request(), compression=each))
+            for each in (None, algorithm)
+        ]
+    assert found[0] == found[1]
+
+
+def test_large_metadata_is_refused(stub: Any) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        list(stub.Generate(request(), metadata=(("x-large", "a" * 100_000),)))
+    assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]

@@ -183,6 +183,8 @@ def held(key_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
     words = known.encode("The dog sleeps.", False)
 
     async def script(talk: Conversation, submit: Submit) -> None:
+        if submit.request_name == "starved":
+            await talk.wait(lambda: submit.id in talk.cancelled)
         await talk.say(submit.id, words)
         if submit.sampling.max_new_tokens > 10:
             await talk.wait(lambda: submit.id in talk.cancelled)
@@ -190,7 +192,7 @@ def held(key_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
 
     verifier.script = script
     place = f"unix:{directory}/v.sock"
-    flags = {"api_key_file": key_file, "max_concurrent_requests": 3}
+    flags = {"api_key_file": key_file, "max_concurrent_requests": 3, "max_queue_seconds": 1.0}
     with serving(verifier, place), stacks.running_gateway(place, **flags) as addresses:
         held = Held(*addresses)
         eventually(lambda: held.web.get("/health").status_code == 200)
@@ -251,6 +253,26 @@ def test_limits_of_all_together(held: Held) -> None:
                 list(stub.Generate(inference_pb2.GenerateRequest(text="ab"), metadata=metadata))
         assert busy.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
     eventually(lambda: held.ask("dave").status_code == 200)
+
+
+def test_a_request_that_gets_no_place(held: Held) -> None:
+    starved = held.ask("dave", **SHORT, request_id="starved")
+    assert starved.status_code == 503
+    assert starved.headers["retry-after"] == "1"
+    assert starved.json()["error"]["code"] == "queue_timeout"
+    outcome = 'foredraft_gateway_requests_total{outcome="queue_timeout"}'
+    eventually(lambda: metric(held.web, outcome) == 1)
+    with grpc.insecure_channel(held.grpc_address) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        asked = inference_pb2.GenerateRequest(text="ab", request_id="starved")
+        metadata = (("authorization", f"Bearer {SECRETS['dave']}"),)
+        with pytest.raises(grpc.RpcError) as late:
+            list(stub.Generate(asked, metadata=metadata))
+    assert late.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+    status = rpc_status.from_call(late.value)
+    assert status is not None
+    retry = error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(retry) for detail in status.details)
 
 
 def test_requests_a_minute(web: httpx.Client) -> None:
