@@ -265,15 +265,16 @@ class Drafting:
         if writer is None or run is None:
             self._request.sequences.append(news)
             return
-        rows = run.rows(max(news.position - 1, 0))
-        while len(rows) > writer.num_free:
+        first = max(news.position - 1, 0)
+        rows = run.rows(first)
+        while run.end - first > writer.num_free:
             if self._num_unread:
                 self._receive()
                 continue
             if num_rows := writer.num_free:
                 part = split_news(news, num_rows)
                 part.hidden.CopyFrom(writer.write(rows[:num_rows]))
-                rows = rows[num_rows:]
+                rows, first = rows[num_rows:], first + num_rows
                 self._request.sequences.append(part)
             self._send()
         news.hidden.CopyFrom(writer.write(rows))

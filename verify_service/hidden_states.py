@@ -36,6 +36,7 @@ class Run:
         start: First position that was captured; what lies before, pages may have.
         first: First position that is still kept.
         end: Position after the last.
+        parts: Their rows, in pieces: the first position of each, and its rows.
         resend_from: The draft's slots from here on have to be filled again: they are on another page now.
         unsent_pages: Pages marked as complete on the strength of rows that the draft has not been sent.
     """
@@ -43,30 +44,34 @@ class Run:
     start: int
     first: int
     end: int
-    parts: deque[torch.Tensor] = field(default_factory=deque)
+    parts: deque[tuple[int, torch.Tensor]] = field(default_factory=deque)
     resend_from: int | None = None
     unsent_pages: list[int] = field(default_factory=list)
 
-    def append(self, rows: torch.Tensor) -> None:
-        """Takes the rows after the last."""
-        self.parts.append(rows)
-        self.end += len(rows)
+    def append(self, rows: torch.Tensor, count: int) -> None:
+        """Takes the rows after the last, `count` of them."""
+        self.parts.append((self.end, rows))
+        self.end += count
 
     def rows(self, first: int) -> torch.Tensor:
-        """Rows of positions [first, end)."""
-        skip = first - self.first
-        assert skip >= 0
+        """Rows of positions [first, end), at least one."""
+        assert self.first <= first < self.end
+        start, last = self.parts[-1]
+        if first >= start:  # nearly always: what the last step committed
+            return last[first - start :] if first > start else last
         taken = []
-        for part in self.parts:
-            if skip < len(part):
-                taken.append(part[skip:])
-            skip = max(0, skip - len(part))
-        return taken[0] if len(taken) == 1 else torch.cat(taken)
+        for start, rows in reversed(self.parts):
+            taken.append(rows[max(first - start, 0) :])
+            if start <= first:
+                break
+        return torch.cat(taken[::-1])
 
     def drop_before(self, position: int) -> None:
         """Forgets rows before a position, as far as whole parts go."""
-        while self.parts and self.first + len(self.parts[0]) <= position:
-            self.first += len(self.parts.popleft())
+        parts = self.parts
+        while parts and (parts[1][0] if len(parts) > 1 else self.end) <= position:
+            parts.popleft()
+        self.first = parts[0][0] if parts else self.end
 
 
 class HiddenStates:
@@ -116,7 +121,8 @@ class HiddenStates:
         source = output.streams if self._layers else output.hidden
         assert source is not None
         rows = _gather(source, [row for one in committed for row in one.rows])
-        for one, part in zip(committed, rows.split([len(c.rows) for c in committed]), strict=True):
+        counts = [len(one.rows) for one in committed]
+        for one, count, part in zip(committed, counts, rows.split(counts), strict=True):
             sequence = one.sequence
             run = self._runs.get(sequence.request_id)
             if run is None or run.end != one.start:
@@ -124,7 +130,7 @@ class HiddenStates:
                 self.drop(sequence)
                 run = Run(one.start, one.start, one.start)
                 self._runs[sequence.request_id] = run
-            run.append(part)
+            run.append(part, count)
             self._mark(sequence, run, one.start)
 
     def drop(self, sequence: RequestSequence) -> None:

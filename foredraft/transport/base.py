@@ -137,10 +137,11 @@ class HiddenWriter(ABC):
         Raises:
             ArenaError: The writer was closed.
         """
-        if rows.dim() != 2 or rows.shape[1] != self.row.width:
-            raise ValueError(f"rows are {tuple(rows.shape)}, not [n, {self.row.width}]")
-        first = self._ring.take(len(rows))
-        return self._put(first, rows.to(self.row.dtype))
+        shape = rows.shape
+        if len(shape) != 2 or shape[1] != self.row.width:
+            raise ValueError(f"rows are {tuple(shape)}, not [n, {self.row.width}]")
+        first = self._ring.take(shape[0])
+        return self._put(first, rows if rows.dtype == self.row.dtype else rows.to(self.row.dtype))
 
     def sent(self, step: int) -> None:
         """The rows written since the last call go with `step`, whose message is sent after this."""
@@ -190,7 +191,7 @@ class RingWriter(HiddenWriter):
             self._collected.append(rows)
         else:
             self._store(first, [rows])
-        return draft_pb2.HiddenRows(arena_row=first, num_rows=len(rows))
+        return draft_pb2.HiddenRows(arena_row=first, num_rows=rows.shape[0])
 
     @abstractmethod
     def _store(self, first: int, rows: list[torch.Tensor]) -> None:
