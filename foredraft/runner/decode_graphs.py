@@ -6,7 +6,7 @@ trees are read from device memory, so a step needs one upload, one launch and on
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -236,7 +236,7 @@ class DecodeGraphs:
             self._choose(key, forward)
             # Without its logits, the largest tensor, whose memory serves the other graphs too.
             output = forward.output
-            return ModelOutput(output.logits.new_empty(0), output.hidden, output.captured)
+            return replace(output, logits=output.logits.new_empty(0))
 
         return self._record(run)
 
