@@ -18,17 +18,18 @@ def _tile(
     dims = tl.arange(0, BLOCK_D)
     offsets = slots[:, None] * HEAD_DIM + dims[None, :]
     wanted = in_range[:, None] & (dims < HEAD_DIM)[None, :]
-    k = tl.load(k_ptr + offsets, mask=wanted, other=0.0).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    # Both are under way before either is needed.
+    k = tl.load(k_ptr + offsets, mask=wanted, other=0.0)
+    v = tl.load(v_ptr + offsets, mask=wanted, other=0.0)
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
     scores = tl.where(seen & in_range[None, :], scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, 1))
     # A row that has seen no key yet stands at minus infinity, which must not be subtracted from itself.
     base = tl.where(new_best == float("-inf"), 0.0, new_best)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(best - base)
-    v = tl.load(v_ptr + offsets, mask=wanted, other=0.0).to(q.dtype)
-    acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
-    return acc, new_best, total * shrink + tl.sum(weights, 1)
+    weighted = tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
+    return acc * shrink[:, None] + weighted, new_best, total * shrink + tl.sum(weights, 1)
 
 
 @triton.jit
@@ -54,12 +55,20 @@ def attend(
     block = ROW_BLOCKS - 1 - tl.program_id(0) % ROW_BLOCKS  # of causal rows the longest first
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    # All lengths are asked for together: each answer takes as long as all of them.
     num_rows = tl.load(nums_rows + sequence)
-    if block * BLOCK_M >= num_rows * GROUP:
-        return
     first_row = tl.load(first_rows + sequence)
     prefix_len = tl.load(prefix_lens + sequence)
     begin = tl.load(prefix_starts + sequence)
+    write_index = prefix_len
+    causal = True
+    if MASKED:
+        write_index = tl.load(write_indexes + sequence)
+        causal = False
+        if MIXED:
+            causal = tl.load(is_causal + sequence) != 0
+    if block * BLOCK_M >= num_rows * GROUP:
+        return
 
     folded = block * BLOCK_M + tl.arange(0, BLOCK_M)
     row = folded // GROUP
@@ -69,14 +78,8 @@ def attend(
 
     last_row = tl.minimum(num_rows - 1, (block * BLOCK_M + BLOCK_M - 1) // GROUP)
     end = prefix_len + last_row + 1
-    causal = True
-    if MASKED:
-        if MIXED:
-            causal = tl.load(is_causal + sequence) != 0
-        else:
-            causal = False
-        if not causal:
-            end = tl.load(write_indexes + sequence) + num_rows
+    if MASKED and not causal:
+        end = write_index + num_rows
     oldest = tl.zeros([BLOCK_M], tl.int32)
     if WINDOWED:
         oldest = tl.load(positions + token, mask=is_row, other=0x3FFFFFFF).to(tl.int32) - window + 1
@@ -99,41 +102,32 @@ def attend(
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
 
-    prefix_end = tl.minimum(end, prefix_len)
-    for start in tl.range(begin, prefix_end, BLOCK_N):
+    for start in tl.range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
-        seen = is_row[:, None]
-        if WINDOWED:
-            seen = seen & (keys[None, :] >= oldest[:, None])
-        acc, best, total = _tile(
-            acc, best, total, q, k_ptr, v_ptr, table, keys, prefix_end, seen, scale,
-            HEAD_DIM, BLOCK_D, PAGE_SIZE, PRECISION,
-        )  # fmt: skip
-    for start in tl.range(tl.maximum(begin, prefix_len), end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
+        seen = is_row[:, None] & (keys < end)[None, :]
         tail = keys - prefix_len
-        seen = tail[None, :] <= row[:, None]
-        if MASKED:
-            allowed = is_row[:, None] & (tail < mask_width)[None, :]
-            if MIXED:
-                allowed = allowed & (not causal)
-            offsets = token[:, None] * mask_stride + tail[None, :]
-            masked = tl.load(tail_masks + offsets, mask=allowed, other=0) != 0
-            if MIXED:
-                seen = (seen & causal) | masked
-            else:
-                seen = masked
-        seen = seen & is_row[:, None]
+        if start + BLOCK_N > prefix_len:
+            allowed = tail[None, :] <= row[:, None]
+            if MASKED:
+                in_mask = is_row[:, None] & ((tail >= 0) & (tail < mask_width))[None, :]
+                if MIXED:
+                    in_mask = in_mask & (not causal)
+                offsets = token[:, None] * mask_stride + tail[None, :]
+                masked = tl.load(tail_masks + offsets, mask=in_mask, other=0) != 0
+                if MIXED:
+                    allowed = (allowed & causal) | masked
+                else:
+                    allowed = masked
+                allowed = allowed | (tail < 0)[None, :]
+            seen = seen & allowed
         if WINDOWED:
             places = keys
             if PLACED:
                 at = tail_positions + sequence.to(tl.int64) * tail_positions_stride + tail
-                placed = tail < mask_width
+                placed = (tail >= 0) & (tail < mask_width)
                 if MIXED:
                     placed = placed & (not causal)
-                places = tl.load(at, mask=placed, other=0)
-                if MIXED:
-                    places = tl.where(causal, keys, places)
+                places = tl.where(placed, tl.load(at, mask=placed, other=0), keys)
             seen = seen & (places[None, :] >= oldest[:, None])
         acc, best, total = _tile(
             acc, best, total, q, k_ptr, v_ptr, table, keys, end, seen, scale,
@@ -155,29 +149,28 @@ def attend(
 
 @triton.jit
 def combine(
-    out_ptr, part_acc, part_best, part_total, first_rows, nums_rows, max_rows,
+    out_ptr, part_acc, part_best, part_total,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts of one row under one head."""
+    """Adds up the parts of one row under one head. A part without keys wrote no sums."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    sequence = tl.program_id(0) // max_rows
-    row = tl.program_id(0) % max_rows
-    if row >= tl.load(nums_rows + sequence):
-        return
-    token = (tl.load(first_rows + sequence) + row).to(tl.int64)
-    line = token * HEADS + tl.program_id(1)
+    line = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     splits = tl.arange(0, NUM_SPLITS)
     dims = tl.arange(0, BLOCK_D)
-    best = tl.load(part_best + line * NUM_SPLITS + splits)
-    total = tl.load(part_total + line * NUM_SPLITS + splits)
+    part = line * NUM_SPLITS + splits
+    best = tl.load(part_best + part)
+    total = tl.load(part_total + part)
+    parts = tl.load(
+        part_acc + part[:, None] * HEAD_DIM + dims[None, :],
+        mask=(dims < HEAD_DIM)[None, :],
+        other=0.0,
+    )
     has_any = total > 0
     weight = tl.where(has_any, tl.exp2(best - tl.max(best, 0)), 0.0)
-    offsets = (line * NUM_SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
-    wanted = has_any[:, None] & (dims < HEAD_DIM)[None, :]
-    parts = tl.load(part_acc + offsets, mask=wanted, other=0.0)
+    parts = tl.where(has_any[:, None], parts, 0.0)
     result = tl.sum(parts * weight[:, None], 0) / tl.sum(total * weight, 0)
     tl.store(
         out_ptr + line * HEAD_DIM + dims,

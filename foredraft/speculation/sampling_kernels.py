@@ -59,8 +59,8 @@ def _log(x):
 
 
 @triton.jit
-def gumbel(k0, k1, tokens):
-    """g of the recipe, float32; tokens are int32."""
+def _uniform(k0, k1, tokens):
+    """w of the recipe; tokens are int32."""
     x = tokens.to(tl.uint32) ^ k0
     x ^= x >> 17
     x *= 0xED5AD4BB
@@ -70,7 +70,11 @@ def gumbel(k0, k1, tokens):
     x ^= x >> 15
     x *= 0x31848BAB
     x ^= x >> 14
-    w = tl.minimum((x.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+    return tl.minimum((x.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+
+
+@triton.jit
+def _gumbel_of(w):
     is_small = w < 0.5
     near = -_log1p(-tl.where(is_small, w, 0.0))
     far = -_log(tl.where(is_small, 0.5, 1.0 - w))  # 1 - w is exact here
@@ -84,14 +88,22 @@ def _scores(logits, base, temperature, noise, is_sampled):
 
 
 @triton.jit
+def _tidy(x):
+    """Float32 without NaN and plus infinity."""
+    x = x.to(tl.float32)
+    return tl.minimum(tl.where(x != x, float("-inf"), x), _LARGEST)
+
+
+@triton.jit
 def choose_parts(
-    logits_ptr, temperatures, seeds, positions, part_max, part_logit, part_noise, part_token,
+    logits_ptr, temperatures, seeds, positions, part_logit, part_noise, part_token,
     vocab, row_stride,
     BLOCK: tl.constexpr, TILES: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The best token of one part of one row, its logit and its noise, and the part's largest logit.
+    """The best token of one part of one row, its logit and its noise.
 
-    Scores are relative to the largest logit seen so far, so that they keep their digits near the top.
+    g is worked out for the tiles alone in which some token can beat the best one so far: g > d needs w < exp(-d), since
+    -log1p(-w) >= w.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -99,44 +111,53 @@ def choose_parts(
     is_sampled = temperature > 0
     k0, k1 = row_key(tl.load(seeds + row), tl.load(positions + row))
     divisor = tl.where(is_sampled, temperature, 1.0)
+    to_exponent = 1.4426950408889634 / divisor
     lanes = tl.arange(0, BLOCK)
-    base = float("-inf")
-    best_logit = tl.full([BLOCK], float("-inf"), tl.float32)
-    best_noise = tl.zeros([BLOCK], tl.float32)
-    best_token = part * TILES * BLOCK + lanes
+    first = part * TILES * BLOCK
+    logits_ptr += row * row_stride
+    best_logit = tl.full([], float("-inf"), tl.float32)
+    best_noise = tl.full([], 0.0, tl.float32)
+    best_token = first
+    ahead = tl.load(logits_ptr + first + lanes, mask=first + lanes < vocab, other=float("-inf"))
     for tile in range(TILES):
-        tokens = (part * TILES + tile) * BLOCK + lanes
-        x = tl.load(
-            logits_ptr + row * row_stride + tokens, mask=tokens < vocab, other=float("-inf")
-        ).to(tl.float32)
-        x = tl.minimum(tl.where(x != x, float("-inf"), x), _LARGEST)
-        noise = tl.zeros([BLOCK], tl.float32)
+        tokens = first + tile * BLOCK + lanes
+        x = _tidy(ahead)
+        following = tokens + BLOCK
+        is_there = (following < vocab) & (tile + 1 < TILES)
+        ahead = tl.load(logits_ptr + following, mask=is_there, other=float("-inf"))
         if is_sampled:
-            base = tl.maximum(base, tl.max(x, 0))
-            noise = gumbel(k0, k1, tokens)
-        is_better = _scores(x, base, divisor, noise, is_sampled) > _scores(
-            best_logit, base, divisor, best_noise, is_sampled
-        )
-        best_logit = tl.where(is_better, x, best_logit)
-        best_noise = tl.where(is_better, noise, best_noise)
-        best_token = tl.where(is_better, tokens, best_token)
-    scores = _scores(best_logit, base, divisor, best_noise, is_sampled)
-    is_top = scores == tl.max(scores, 0)
-    token = tl.min(tl.where(is_top, best_token, 0x7FFFFFFF), 0)
-    is_it = best_token == token
+            w = _uniform(k0, k1, tokens)
+            bound = tl.exp2((x - best_logit) * to_exponent - best_noise * 1.4426950408889634)
+            # With a margin for the rounding of both sides. The bound is infinite before the first token.
+            can_win = w < bound * 1.001
+            if tl.max(can_win.to(tl.int32), 0) > 0:
+                noise = _gumbel_of(w)
+                base = tl.maximum(best_logit, tl.max(x, 0))
+                scores = _scores(x, base, divisor, noise, is_sampled)
+                top = tl.max(scores, 0)
+                if top > _scores(best_logit, base, divisor, best_noise, is_sampled):
+                    token = tl.min(tl.where(scores == top, tokens, 0x7FFFFFFF), 0)
+                    is_it = tokens == token
+                    best_token = token
+                    best_logit = tl.max(tl.where(is_it, x, float("-inf")), 0)
+                    best_noise = tl.max(tl.where(is_it, noise, float("-inf")), 0)
+        else:
+            top = tl.max(x, 0)
+            if top > best_logit:
+                best_logit = top
+                best_token = tl.min(tl.where(x == top, tokens, 0x7FFFFFFF), 0)
     at = row * NUM_PARTS + part
-    tl.store(part_max + at, base)
-    tl.store(part_logit + at, tl.max(tl.where(is_it, best_logit, float("-inf")), 0))
-    tl.store(part_noise + at, tl.max(tl.where(is_it, best_noise, float("-inf")), 0))
-    tl.store(part_token + at, token)
+    tl.store(part_logit + at, best_logit)
+    tl.store(part_noise + at, best_noise)
+    tl.store(part_token + at, best_token)
 
 
 @triton.jit
 def choose_best(
-    temperatures, part_max, part_logit, part_noise, part_token, chosen,
+    temperatures, part_logit, part_noise, part_token, chosen,
     NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best of a row's parts, all scored against the row's largest logit."""
+    """The best of a row's parts, all scored against the largest of their logits."""
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, BLOCK)
     is_part = parts < NUM_PARTS
@@ -146,7 +167,7 @@ def choose_best(
     logit = tl.load(part_logit + at, mask=is_part, other=float("-inf"))
     noise = tl.load(part_noise + at, mask=is_part, other=0.0)
     token = tl.load(part_token + at, mask=is_part, other=0x7FFFFFFF)
-    base = tl.max(tl.load(part_max + at, mask=is_part, other=float("-inf")), 0)
+    base = tl.max(logit, 0)
     scores = _scores(logit, base, tl.where(is_sampled, temperature, 1.0), noise, is_sampled)
     top = tl.min(tl.where(scores == tl.max(scores, 0), token, 0x7FFFFFFF), 0)
     tl.store(chosen + row, top.to(tl.int64))
@@ -162,4 +183,4 @@ def gumbel_rows(
     is_token = columns < num_tokens
     k0, k1 = row_key(tl.load(seeds + row), tl.load(positions + row))
     ids = tl.load(tokens + row * token_stride + columns, mask=is_token, other=0).to(tl.int32)
-    tl.store(out + row * num_tokens + columns, gumbel(k0, k1, ids), mask=is_token)
+    tl.store(out + row * num_tokens + columns, _gumbel_of(_uniform(k0, k1, ids)), mask=is_token)

