@@ -119,7 +119,11 @@ def _descriptors(service: str) -> Inject:
         finally:
             if processes.is_alive(pid):
                 processes.limit_descriptors(pid, None)
-        return Outcome({})
+        if service == "gateway":
+            return Outcome({})
+        # A draft that could not map shared memory was attached without; the next attach finds descriptors again.
+        await rig.link.cut()
+        return Outcome({}, reattached=True)
 
     return inject
 

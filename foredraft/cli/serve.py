@@ -31,7 +31,8 @@ from foredraft.telemetry.logging import setup
 DESCRIPTION = """\
 Serves a model on this machine: starts a gateway (text, HTTP and gRPC), a verifier (the target
 model) and a draft (cheap guesses that the verifier checks), waits until all are healthy, restarts
-a draft that dies, and stops everything on Ctrl-C.
+what dies, and stops everything on Ctrl-C. A draft is restarted without end; a gateway or verifier
+that dies a sixth time within five minutes ends it.
 
 Every flag has a FOREDRAFT_* variable; a flag wins over its variable.
 """
