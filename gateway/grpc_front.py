@@ -8,11 +8,18 @@ import grpc
 from foredraft import __version__
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.errors import InvalidRequest
-from foredraft.types import FinishReason, SamplingParams, SpeculationParams
+from foredraft.types import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    SamplingParams,
+    SpeculationParams,
+)
 from gateway.decoding import Chunk, Completion, OutputToken
 from gateway.errors import RequestTimeout, SlowClient, UnknownModel
 from gateway.generation import Job
 from gateway.http import naming
+from gateway.openai.response_format import ANY_OBJECT
 from gateway.security.gate import Gate
 from gateway.serving import Serving, seed_or_random
 
@@ -108,6 +115,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             stop_token_ids=tuple(given.stop_token_ids),
             ignore_eos=bool(chosen("ignore_eos", False)),
             logprobs=given.logprobs if given.HasField("logprobs") else None,
+            grammar=_grammar(given.grammar),
         )
         return serving.job(
             await self._prompt(request),
@@ -142,6 +150,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 raise InvalidRequest("messages", "it has no messages")
             return await self._serving.encode_chat(messages)
         raise InvalidRequest("prompt", "give one of text, chat, token_ids")
+
+
+def _grammar(given: inference_pb2.Grammar) -> Grammar | None:
+    kind = given.WhichOneof("kind")
+    if kind == "json_object":
+        return ANY_OBJECT if given.json_object else None
+    return None if kind is None else Grammar(GrammarKind(kind), getattr(given, kind))
 
 
 def _authorization(context: grpc.aio.ServicerContext) -> str:

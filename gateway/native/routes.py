@@ -192,6 +192,7 @@ def _job(
         stop_token_ids=tuple(given.stop_token_ids or ()),
         ignore_eos=given.ignore_eos,
         logprobs=body.top_logprobs_num if body.return_logprob else None,
+        grammar=given.grammar(),
     )
     stop = (given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ())
     return serving.job(

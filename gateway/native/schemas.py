@@ -1,10 +1,12 @@
 """Bodies of the native routes: SGLang's fields and defaults, and what of them cannot be honoured."""
 
+import json
 from typing import Any
 
 from pydantic import model_validator
 
-from foredraft.types import SamplingParams
+from foredraft.errors import InvalidRequest
+from foredraft.types import Grammar, GrammarKind, SamplingParams
 from gateway.http import Body
 from gateway.openai.schemas import Speculation
 
@@ -20,10 +22,6 @@ REFUSED = {
     "token_ids_logprob": "log-probabilities of chosen ids are not computed",
 }
 REFUSED_SAMPLING = {
-    "json_schema": "grammars cannot be honoured",
-    "regex": "grammars cannot be honoured",
-    "ebnf": "grammars cannot be honoured",
-    "structural_tag": "grammars cannot be honoured",
     "stop_regex": "stop expressions cannot be honoured; use stop",
     "custom_params": "there is no custom logit processor",
 }
@@ -65,12 +63,27 @@ class NativeSampling(NativeBody):
     n: int = 1
     logit_bias: dict[str, float] | None = None
     sampling_seed: int | None = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     stop_regex: Any = None
     custom_params: Any = None
+
+    def grammar(self) -> Grammar | None:
+        """What the text has to look like.
+
+        Raises:
+            InvalidRequest: Several grammars are given.
+        """
+        given = [(kind, getattr(self, kind)) for kind in GrammarKind]
+        given = [(kind, value) for kind, value in given if value is not None]
+        if len(given) > 1:
+            raise InvalidRequest(given[1][0], f"does not go with {given[0][0]}: give one grammar")
+        if not given:
+            return None
+        kind, value = given[0]
+        return Grammar(kind, value if isinstance(value, str) else json.dumps(value))
 
 
 class GenerateBody(NativeBody):
@@ -113,7 +126,13 @@ class GenerateBody(NativeBody):
             if name in SamplingParams.__dataclass_fields__
             or name in REFUSED_SAMPLING
             or name in ("stop", "n")
+            or name in set(GrammarKind)
         }
+        samplings = self.sampling_params if isinstance(self.sampling_params, list) else []
+        first = samplings[0] if samplings else self.sampling_params
+        if isinstance(first, NativeSampling):
+            kinds = [kind for kind in GrammarKind if getattr(first, kind) is not None]
+            names["grammar"] = f"sampling_params.{kinds[0]}" if kinds else "sampling_params"
         return {
             **names,
             "seed": "sampling_params.sampling_seed",

@@ -9,6 +9,8 @@ from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason
 from gateway.decoding import Chunk, Completion, OutputToken, Step
 from gateway.openai.schemas import GenerationBody
+from gateway.openai.tool_parser import CallDeltas
+from gateway.openai.tools import Convention, ToolUse
 from gateway.serving import Serving
 
 
@@ -204,27 +206,67 @@ class CompletionReply(Reply):
 
 
 class ChatReply(Reply):
-    """/v1/chat/completions."""
+    """/v1/chat/completions.
+
+    Args:
+        use: The tools that may be called, None without.
+        convention: How calls are written.
+    """
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        use: ToolUse | None = None,
+        convention: Convention | None = None,
+    ) -> None:
+        super().__init__(tokenizer)
+        self._use = use
+        self._convention = convention
+        self._calls: dict[int, CallDeltas] = {}  # of each choice
+
     def choice(self, index: int, prompt: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
-        message = {"role": "assistant", "content": chunk.text, "refusal": None}
+        content = self._content(index, chunk)
+        calls = [
+            {k: v for k, v in c.items() if k != "index"} for c in content.get("tool_calls", ())
+        ]
+        message = {
+            "role": "assistant",
+            "content": content.get("content") if calls else content.get("content", ""),
+            "refusal": None,
+            **({"tool_calls": calls} if calls else {}),
+        }
         return {
             "message": message,
             "logprobs": self._logprobs(chunk.tokens),
-            **self._common(index, chunk, body),
+            **self._ended(index, chunk, body),
         }
 
     def deltas(
         self, index: int, prompt: int, chunk: Chunk, body: GenerationBody, is_first: bool
     ) -> list[dict[str, Any]]:
-        delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
-        if chunk.text or is_first:
-            delta["content"] = chunk.text
+        delta: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
+        delta |= self._content(index, chunk)
         logprobs = self._logprobs(chunk.tokens)
-        return [{"delta": delta, "logprobs": logprobs, **self._common(index, chunk, body)}]
+        return [{"delta": delta, "logprobs": logprobs, **self._ended(index, chunk, body)}]
+
+    def _content(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        """What a chunk adds: text, calls, both or neither."""
+        if self._use is None or self._convention is None:
+            return {"content": chunk.text} if chunk.text else {}
+        if index not in self._calls:
+            self._calls[index] = CallDeltas(self._convention)
+        return self._calls[index].delta(chunk.text, chunk.completion is not None)
+
+    def _ended(self, index: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
+        common = self._common(index, chunk, body)
+        calls = self._calls.get(index)
+        if calls and calls.num_calls and common["finish_reason"] == "stop":
+            assert self._use is not None
+            common["finish_reason"] = "stop" if self._use.is_named else "tool_calls"
+        return common
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:
         if not tokens or tokens[0].logprob is None:

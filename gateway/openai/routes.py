@@ -17,6 +17,7 @@ from gateway.http import event_stream, naming, read, unless_disconnected
 from gateway.openai import replies
 from gateway.openai.plain_events import PlainEvents
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
+from gateway.openai.tools import convention_of, told
 from gateway.openapi import reads
 from gateway.serving import Serving, check_batch
 
@@ -79,7 +80,7 @@ async def _completion_call(serving: Serving, body: CompletionBody) -> Call:
     prompts = body.prompts()
     check_batch("prompt", len(prompts), 1 if body.n is None else body.n)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling = body.sampling(max_tokens, body.logprobs)
+    sampling = body.sampling(max_tokens, body.logprobs, body.grammar())
     call_id = body.request_id or f"cmpl-{uuid.uuid4().hex}"
     jobs, echoes = [], []
     for i, prompt in enumerate(prompts):
@@ -106,8 +107,17 @@ async def _completion_call(serving: Serving, body: CompletionBody) -> Call:
 async def _chat_call(serving: Serving, body: ChatBody) -> Call:
     serving.check_model(body.model)
     body.check()
-    messages = [message.rendered() for message in body.messages]
-    variables = dict(body.chat_template_kwargs or {})
+    use = body.tool_use()
+    template = serving.tokenizer.chat_template
+    convention = None if template is None else convention_of(template.source)
+    messages, variables = told([message.rendered() for message in body.messages], use, convention)
+    grammar = body.grammar()
+    if use is not None and convention is not None:
+        if grammar is not None:
+            field = "structured_outputs" if body.structured_outputs else "response_format"
+            raise InvalidRequest(field, "does not go with tools that may be called")
+        grammar = use.grammar(convention)
+    variables |= body.chat_template_kwargs or {}
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
     if body.documents is not None:
@@ -116,10 +126,11 @@ async def _chat_call(serving: Serving, body: ChatBody) -> Call:
     given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     max_tokens = max(1, serving.info.context_length - len(ids)) if given is None else given
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = body.sampling(max_tokens, logprobs)
+    sampling = body.sampling(max_tokens, logprobs, grammar)
     call_id = body.request_id or f"chatcmpl-{uuid.uuid4().hex}"
     job = _job(serving, body, ids, sampling, call_id, given is not None, "messages")
-    return Call(call_id, int(time.time()), body, [job], replies.ChatReply(serving.tokenizer))
+    reply = replies.ChatReply(serving.tokenizer, use, convention)
+    return Call(call_id, int(time.time()), body, [job], reply)
 
 
 def _job(

@@ -5,8 +5,10 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 
 from foredraft.errors import InvalidRequest
-from foredraft.types import SamplingParams, SpeculationParams
+from foredraft.types import Grammar, SamplingParams, SpeculationParams
 from gateway.http import Body, refuse
+from gateway.openai.response_format import ResponseFormat, StructuredOutputs
+from gateway.openai.tools import NamedChoice, Tool, ToolUse, tool_use
 from gateway.serving import seed_or_random
 
 
@@ -76,6 +78,7 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     speculation: Speculation | None = None
     request_id: str | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -86,7 +89,20 @@ class GenerationBody(Body):
 
     def names(self) -> dict[str, str]:
         """Our field names, as this body has them."""
-        return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+        return {
+            "max_new_tokens": "max_tokens",
+            "min_new_tokens": "min_tokens",
+            "grammar": "structured_outputs",
+        }
+
+    def grammar(self) -> Grammar | None:
+        """What the text has to look like.
+
+        Raises:
+            InvalidRequest: It is not said clearly; names the field.
+        """
+        asked = self.structured_outputs
+        return None if asked is None else asked.compiled_from()
 
     def truncated(self, tokens: list[int]) -> list[int]:
         """The prompt's last tokens, as many as the request says."""
@@ -97,7 +113,9 @@ class GenerationBody(Body):
             raise InvalidRequest("truncate_prompt_tokens", f"must be at least 1, not {most}")
         return tokens[-most:]
 
-    def sampling(self, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
+    def sampling(
+        self, max_new_tokens: int, logprobs: int | None, grammar: Grammar | None
+    ) -> SamplingParams:
         """How tokens are chosen; OpenAI's defaults where a field is absent."""
         return SamplingParams(
             temperature=_or(self.temperature, 1.0),
@@ -114,6 +132,7 @@ class GenerationBody(Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
+            grammar=grammar,
         )
 
 
@@ -172,14 +191,6 @@ class Message(Body):
         return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
 
 
-class ResponseFormat(Body):
-    """Only plain text."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    type: str
-
-
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
@@ -188,8 +199,8 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
@@ -207,24 +218,33 @@ class ChatBody(GenerationBody):
         names = {"prompt": "messages", "logprobs": "top_logprobs", **super().names()}
         if self.max_tokens is None:
             names["max_new_tokens"] = "max_completion_tokens"
+        if self.tools:
+            names["grammar"] = "tools"
+        elif self.response_format is not None:
+            names["grammar"] = "response_format.json_schema.schema"
         return names
+
+    def grammar(self) -> Grammar | None:
+        asked = None if self.response_format is None else self.response_format.grammar()
+        if asked is not None and self.structured_outputs is not None:
+            raise InvalidRequest("structured_outputs", "does not go with response_format")
+        return asked or super().grammar()
+
+    def tool_use(self) -> ToolUse | None:
+        """What is asked of tools, None where none may be called."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def check(self) -> None:
         """Raises InvalidRequest for a field that cannot be honoured."""
         if not self.messages:
             raise InvalidRequest("messages", "it has no messages")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise InvalidRequest("response_format", "only the type text can be honoured")
         if self.modalities not in (None, ["text"]):
             raise InvalidRequest("modalities", "only text can be honoured")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice", "tools cannot be honoured")
         refuse(
             self.model_dump(),
             {
-                "tools": "tools cannot be honoured",
-                "functions": "functions cannot be honoured",
-                "function_call": "functions cannot be honoured",
+                "functions": "give tools instead",
+                "function_call": "give tool_choice instead",
                 "audio": "only text can be honoured",
                 "prediction": "predicted output cannot be honoured; n-gram drafting finds repetition by itself",
                 "reasoning_effort": "the model has no such setting",

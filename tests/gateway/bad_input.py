@@ -8,6 +8,7 @@ from gateway.errors import HTTP_ERRORS
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 USER = [{"role": "user", "content": "Hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -53,6 +54,10 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 def native(**sampling: Any) -> dict[str, Any]:
     return {"text": "x", "sampling_params": {"max_new_tokens": 2, **sampling}}
+
+
+def schema(given: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": given}}
 
 
 TABLE: dict[str, list[Bad]] = {
@@ -157,10 +162,20 @@ TABLE: dict[str, list[Bad]] = {
         Bad(CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]), 400, "messages.0.content", "messages.0.content: Input should be a valid string or 'text'"),
         Bad(CHAT, chat(messages=USER * 20_000), 413, None, "the body has 700031 bytes; at most 200000 are taken"),
         Bad(CHAT, chat(messages=USER * 2000), 400, "messages", "messages: it has 16012 tokens; the context length is 512 with the output"),
-        Bad(CHAT, chat(tools=[{"type": "function"}]), 400, "tools", "tools: tools cannot be honoured"),
-        Bad(CHAT, chat(tool_choice="required"), 400, "tool_choice", "tool_choice: tools cannot be honoured"),
-        Bad(CHAT, chat(response_format={"type": "json_object"}), 400, "response_format", "response_format: only the type text can be honoured"),
-        Bad(CHAT, chat(response_format={"type": "json_schema", "json_schema": {}}), 400, "response_format", "response_format: only the type text can be honoured"),
+        Bad(CHAT, chat(tools=[{"type": "function"}]), 400, "tools.0.function", "tools.0.function: Field required"),
+        Bad(CHAT, chat(tools=[{"type": "function", "function": {"name": "a b"}}]), 400, "tools.0.function.name", "tools.0.function.name: has 1 to 64 letters, digits, underscores and dashes"),
+        Bad(CHAT, chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "g"}}), 400, "tool_choice", "tool_choice: there is no function 'g' in tools"),
+        Bad(CHAT, chat(tools=TOOLS, response_format={"type": "json_object"}), 400, "response_format", "response_format: does not go with tools that may be called"),
+        Bad(CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {"properties": 5}}}]), 400, "tools", "tools: failed to compile JSON schema: properties must be an object"),
+        Bad(CHAT, chat(tool_choice="required"), 400, "tool_choice", "tool_choice: needs tools"),
+        Bad(CHAT, chat(messages=[*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]), 400, "messages", "messages: tool_calls are a list of calls, each with its function's name and arguments"),
+        Bad(CHAT, chat(response_format={"type": "json_object"}, ignore_eos=True), 400, "ignore_eos", "ignore_eos: does not go with a grammar, which says when to end"),
+        Bad(CHAT, chat(response_format={"type": "xml"}), 400, "response_format.type", "response_format.type: Input should be 'text', 'json_object' or 'json_schema'"),
+        Bad(CHAT, chat(response_format={"type": "json_schema", "json_schema": {}}), 400, "response_format.json_schema.name", "response_format.json_schema.name: Field required"),
+        Bad(CHAT, chat(response_format={"type": "json_schema", "json_schema": {"name": "x"}}), 400, "response_format.json_schema.schema", "response_format.json_schema.schema: give a schema"),
+        Bad(CHAT, chat(response_format=schema({"type": "strange"})), 400, "response_format.json_schema.schema", "response_format.json_schema.schema: Invalid type: strange"),
+        Bad(CHAT, chat(response_format=schema({"$ref": "http://example.com/x"})), 400, "response_format.json_schema.schema", "response_format.json_schema.schema: Resource 'http://example.com/x' is not present in a registry and retrieving it failed: Default retriever does not fetch resources"),
+        Bad(CHAT, chat(structured_outputs={"regex": "a", "choice": ["b"]}), 400, "structured_outputs", "structured_outputs: give exactly one, not 2"),
         Bad(CHAT, chat(modalities=["audio"]), 400, "modalities", "modalities: only text can be honoured"),
         Bad(CHAT, chat(prediction={"type": "content"}), 400, "prediction", "prediction: predicted output cannot be honoured; n-gram drafting finds repetition by itself"),
         Bad(CHAT, chat(top_logprobs=2), 400, "top_logprobs", "top_logprobs: needs logprobs: true"),
@@ -183,7 +198,11 @@ TABLE: dict[str, list[Bad]] = {
         Bad(GENERATE, native(temperature=-1), 400, "sampling_params.temperature", "sampling_params.temperature: must be in [0, 100], not -1.0"),
         Bad(GENERATE, native(max_new_tokens=0), 400, "sampling_params.max_new_tokens", "sampling_params.max_new_tokens: must be in [1, 2147483647], not 0"),
         Bad(GENERATE, native(sampling_seed=2**70), 400, "sampling_params.sampling_seed", "sampling_params.sampling_seed: must fit 64 bits"),
-        Bad(GENERATE, native(regex="a+"), 400, "sampling_params.regex", "sampling_params.regex: grammars cannot be honoured"),
+        Bad(GENERATE, native(regex="a("), 400, "sampling_params.regex", "sampling_params.regex: invalid regex \"a(\" (in regex): regex parse error: a( ^ error: unclosed group"),
+        Bad(GENERATE, native(regex="a", ebnf="root ::= \"a\""), 400, "sampling_params.ebnf", "sampling_params.ebnf: does not go with regex: give one grammar"),
+        Bad(GENERATE, native(regex="a+", min_new_tokens=2), 400, "sampling_params.min_new_tokens", "sampling_params.min_new_tokens: does not go with a grammar, which says when to end"),
+        Bad(GENERATE, native(json_schema="{"), 400, "sampling_params.json_schema", "sampling_params.json_schema: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        Bad(GENERATE, native(structural_tag={}), 400, "sampling_params.structural_tag", "sampling_params.structural_tag: structural tags have a list of structures"),
         Bad(GENERATE, native(unknown=1), 400, "sampling_params.unknown", "sampling_params.unknown: is not a field of this request, or not one that can be honoured"),
         Bad(GENERATE, {"text": "x", "sampling_params": [{}, {}]}, 400, "sampling_params", "sampling_params: 2 given for 1 prompts"),
         Bad(GENERATE, {"text": ["x", "y"], "rid": ["a"]}, 400, "rid", "rid: 1 given for 2 prompts"),

@@ -243,33 +243,34 @@ FIELDS: tuple[Field, ...] = (
 )  # fmt: skip
 
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-_NONE_YET = "grammars are not served"
+_WORD, _EBNF = "(yes|no)", 'root ::= "yes" | "no"'
+_TAGS = {"structures": [{"begin": "<f>", "schema": {"enum": [1]}, "end": "</f>"}], "triggers": ["<f>"], "at_least_one": True}
 
 GRAMMARS: tuple[Field, ...] = (
     *_rows(
-        (CHAT,), "OpenAI", "refused",
-        ("response_format", {"type": "json_object"}, "text alone"),
-        ("tools", [_TOOL], "tools are not served"),
-        ("tool_choice", "required", "tools are not served; none and auto change nothing"),
+        (CHAT,), "OpenAI", "honoured",
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}, "text, json_object, json_schema; a schema is always kept to, whatever `strict` says; not together with tools"),
+        ("tools", [_TOOL], "functions; how they are told and found: [Structured output](structured-output.md)"),
+        ("tool_choice", "required", "none, auto, required, or a function", (("tools", [_TOOL]),)),
+        ("parallel_tool_calls", False, "false: one call at most", (("tools", [_TOOL]),)),
     ),
     *_rows(
-        (CHAT,), "OpenAI", "ignored",
-        ("parallel_tool_calls", True, "there are no tools"),
+        (SAMPLING,), "SGLang", "honoured",
+        ("json_schema", '{"enum": ["yes", "no"]}', "text of a JSON schema, or the schema; one grammar alone"),
+        ("regex", _WORD, "the whole text matches"),
+        ("ebnf", _EBNF, "GBNF or Lark"),
+        ("structural_tag", _TAGS, "structures that begin with a trigger; also `at_least_one`, `stop_after_first`"),
     ),
     *_rows(
-        (SAMPLING,), "SGLang", "refused",
-        ("json_schema", "{}", _NONE_YET),
-        ("regex", "a+", _NONE_YET),
-        ("ebnf", "root ::= \"a\"", _NONE_YET),
-        ("structural_tag", "{}", _NONE_YET),
+        BOTH, "vLLM", "honoured",
+        ("structured_outputs", {"choice": ["yes", "no"]}, "one of json, regex, choice, grammar, json_object, structural_tag"),
     ),
     *_rows(
         BOTH, "vLLM", "refused",
-        ("guided_json", {}, _NONE_YET),
-        ("guided_regex", "a+", _NONE_YET),
-        ("guided_choice", ["a"], _NONE_YET),
-        ("guided_grammar", "root ::= \"a\"", _NONE_YET),
-        ("structured_outputs", {"regex": "a"}, _NONE_YET),
+        ("guided_json", {}, "structured_outputs instead"),
+        ("guided_regex", "a+", "structured_outputs instead"),
+        ("guided_choice", ["a"], "structured_outputs instead"),
+        ("guided_grammar", "root ::= \"a\"", "structured_outputs instead"),
     ),
 )  # fmt: skip
 

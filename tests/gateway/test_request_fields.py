@@ -244,6 +244,26 @@ def same_without_drafts(ask: Ask, field: Field) -> bool:
     return drafted == 0 and ask.ids(speculation={"enabled": False}) == ask.ids()
 
 
+def chooses(ask: Ask, field: Field) -> bool:
+    text = ask.text(**{field.name: field.example})
+    return text in ("yes", "no", '"yes"', '"no"', "<f>1</f>")
+
+
+def changes_prompt(ask: Ask, field: Field) -> bool:
+    plain = ask.whole()["usage"]["prompt_tokens"]
+    return bool(ask.whole(tools=field.example)["usage"]["prompt_tokens"] > plain)
+
+
+def calls(ask: Ask, field: Field) -> bool:
+    message = ask.one(**dict(field.beside), tool_choice="required", max_tokens=200)["message"]
+    return bool(message["tool_calls"][0]["function"]["name"] == "f")
+
+
+def calls_once(ask: Ask, field: Field) -> bool:
+    asked = {**dict(field.beside), "tool_choice": "required", "max_tokens": 200}
+    return len(ask.one(parallel_tool_calls=False, **asked)["message"]["tool_calls"]) == 1
+
+
 PROOFS: dict[str, Callable[[Ask, Field], bool]] = {
     "prompt": other_prompt,
     "messages": other_prompt,
@@ -295,6 +315,12 @@ PROOFS: dict[str, Callable[[Ask, Field], bool]] = {
     "add_special_tokens": fewer_prompt_tokens,
     "add_generation_prompt": fewer_prompt_tokens,
     "chat_template_kwargs": fewer_prompt_tokens,
+    "response_format": chooses,
+    "tools": changes_prompt,
+    "tool_choice": calls,
+    "parallel_tool_calls": calls_once,
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), chooses),
+    "structured_outputs": chooses,
     "documents": refuses_others("a", [1]),
 }
 

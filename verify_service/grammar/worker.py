@@ -4,9 +4,11 @@ Reads {"id", "kind", "text"} from stdin and writes {"id", "grammar", "bytes"} or
 """
 
 import contextlib
+import itertools
 import json
 import os
 import random
+import re
 import resource
 import select
 import signal
@@ -133,14 +135,21 @@ def _try(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[st
     except MemoryError:
         raise  # no answer says it, however it came about
     except Exception as error:  # the converters raise many kinds
-        return {"error": str(error)[:500]}
+        return {"error": str(error)[:300]}
     before = _memory(1)
     matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         _follow(matcher, vocabulary.vocab_size)
     if matcher.is_error():
-        return {"error": matcher.get_error()[:500]}
+        return {"error": _message(matcher.get_error())}
     return {"grammar": grammar, "bytes": _memory(1) - before}
+
+
+def _message(error: str) -> str:
+    """An error without the excerpts of what the grammar was made into, which its sender has not seen."""
+    lines = re.sub(r"\A(at \d+\(\d+\): )+", "", error).splitlines()
+    shown = itertools.takewhile(lambda line: not re.match(r"\s*\d+ \|", line), lines)
+    return " ".join(line.strip() for line in shown)[:300]
 
 
 def _follow(matcher: llguidance.LLMatcher, vocab_size: int) -> None:

@@ -1,0 +1,163 @@
+"""Finds calls of tools in a text that streams in."""
+
+import re
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.openai.tools import Convention
+
+_HEADER = re.compile(
+    r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
+)
+_BETWEEN = " \t\r\n;"  # what may stand between calls, and is no text
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer: text, the beginning of a call, or more of the latest call's arguments."""
+
+    text: str = ""
+    name: str | None = None
+    arguments: str = ""
+
+
+class ToolParser:
+    """Cuts one continuation into pieces. What is no whole call, such as one that was cut short before its name, is text."""
+
+    def __init__(self, convention: Convention) -> None:
+        is_llama = convention is Convention.LLAMA
+        self._begin = '{"name": "' if is_llama else "<tool_call>"
+        self._end = "}" if is_llama else "</tool_call>"
+        self._skip = 0 if is_llama else len(self._begin)  # before a call's JSON
+        self._buffer = ""
+        self._state = self._text
+        self._is_between = False  # after a call, with nothing but white space since
+        self._depth = 0
+        self._in_string = self._is_escaped = False
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that became certain."""
+        self._buffer += text
+        return list(self._run())
+
+    def flush(self) -> list[Piece]:
+        """The text has ended: what was held back."""
+        rest, self._buffer = self._buffer, ""
+        if self._state == self._after:
+            return []
+        return [Piece(text=rest)] if rest else []
+
+    def _run(self) -> Iterator[Piece]:
+        while True:
+            before = self._state, len(self._buffer)
+            piece = self._state()
+            if piece is not None:
+                yield piece
+            if (self._state, len(self._buffer)) == before:
+                return
+
+    def _text(self) -> Piece | None:
+        if self._is_between:
+            self._buffer = self._buffer.lstrip(_BETWEEN)
+            self._is_between = not self._buffer
+        place = self._buffer.find(self._begin)
+        if place >= 0:
+            self._state = self._call
+        else:
+            place = len(self._buffer) - _overlap(self._buffer, self._begin)
+        text, self._buffer = self._buffer[:place], self._buffer[place:]
+        return Piece(text=text) if text else None
+
+    def _call(self) -> Piece | None:
+        header = _HEADER.match(self._buffer, self._skip)
+        if header is not None:
+            self._buffer = self._buffer[header.end() :]
+            self._depth, self._in_string, self._is_escaped = 0, False, False
+            self._state = self._arguments
+            return Piece(name=header[1])
+        place = self._buffer.find(self._end)
+        if place < 0:
+            return None
+        place += len(self._end)
+        text, self._buffer = self._buffer[:place], self._buffer[place:]
+        self._state = self._text
+        return Piece(text=text)
+
+    def _arguments(self) -> Piece | None:
+        """As much of a JSON value as is there; its end is where its brackets close."""
+        for place, character in enumerate(self._buffer):
+            if self._in_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif character == "\\":
+                    self._is_escaped = True
+                elif character == '"':
+                    self._in_string = False
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    self._state = self._after
+                    place += self._depth == 0  # below that it closes what is around a bare value
+                    text, self._buffer = self._buffer[:place], self._buffer[place:]
+                    return Piece(arguments=text)
+        text, self._buffer = self._buffer, ""
+        return Piece(arguments=text) if text else None
+
+    def _after(self) -> None:
+        """The rest of a call."""
+        place = self._buffer.find(self._end)
+        if place >= 0:
+            self._buffer = self._buffer[place + len(self._end) :]
+            self._state = self._text
+            self._is_between = True
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Characters at the end of `text` that may be the beginning of `mark`."""
+    for size in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:size]):
+            return size
+    return 0
+
+
+class CallDeltas:
+    """The pieces of one choice in OpenAI's shape."""
+
+    def __init__(self, convention: Convention) -> None:
+        self._parser = ToolParser(convention)
+        self.num_calls = 0
+
+    def delta(self, text: str, is_last: bool) -> dict[str, Any]:
+        """What more text adds: `content`, `tool_calls`, both or neither."""
+        pieces = self._parser.feed(text)
+        if is_last:
+            pieces += self._parser.flush()
+        found: dict[str, Any] = {}
+        content = "".join(piece.text for piece in pieces)
+        if content:
+            found["content"] = content
+        calls: list[dict[str, Any]] = []
+        for piece in pieces:
+            if piece.name is not None:
+                calls.append(
+                    {
+                        "index": self.num_calls,
+                        "id": f"call_{uuid.uuid4().hex[:24]}",
+                        "type": "function",
+                        "function": {"name": piece.name, "arguments": ""},
+                    }
+                )
+                self.num_calls += 1
+            elif piece.arguments:
+                if not calls:
+                    calls.append({"index": self.num_calls - 1, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += piece.arguments
+        if calls:
+            found["tool_calls"] = calls
+        return found

@@ -1,0 +1,228 @@
+"""Tools: what a request says of functions, how a prompt tells of them, and the grammar that calls follow."""
+
+import enum
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from foredraft.errors import InvalidRequest
+from foredraft.types import Grammar, GrammarKind
+from gateway.http import Body
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+_SYSTEM = """\
+You can call the functions below. To call one, write a line <tool_call>, then a line with a JSON object that has its \
+name and arguments, then a line </tool_call>:
+<tool_call>
+{"name": "function", "arguments": {"key": "value"}}
+</tool_call>
+The functions:
+"""
+
+
+class Function(Body):
+    """A function that the model may call. Its parameters are kept to whether `strict` is asked for or not."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    """The function of a named choice."""
+
+    name: str
+
+
+class NamedChoice(Body):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class Convention(enum.Enum):
+    """How calls are written in a model's text.
+
+    HERMES: `<tool_call>`, a line of JSON with name and arguments, `</tool_call>` (Qwen, Hermes). LLAMA: JSON with name and
+    parameters and nothing around it (Llama 3.1 and later). OWN: as HERMES, told in the system message, for templates that
+    know nothing of tools.
+    """
+
+    HERMES = enum.auto()
+    LLAMA = enum.auto()
+    OWN = enum.auto()
+
+
+def convention_of(template: str) -> Convention | None:
+    """The convention of a chat template, None where it has another than these."""
+    if "tools" not in template and "tool_call" not in template:
+        return Convention.OWN
+    if "<tool_call>" in template and "<function=" not in template:
+        return Convention.HERMES
+    if '"parameters"' in template and "<|python_tag|>" in template:
+        return Convention.LLAMA
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request asks of tools, checked.
+
+    Attributes:
+        tools: For the template.
+        callable: The functions that may be called; all, or the one that was named.
+        is_required: There is at least one call, and nothing but calls.
+        is_single: There is one call at most.
+        is_named: A function was named; the answer then ends with `stop`, as OpenAI's does.
+    """
+
+    tools: Sequence[Tool]
+    callable: Sequence[Function]
+    is_required: bool
+    is_single: bool
+    is_named: bool
+
+    def grammar(self, convention: Convention) -> Grammar:
+        """Text and calls as asked for; calls have the form of their convention and arguments of their schema."""
+        is_llama = convention is Convention.LLAMA
+        key = "parameters" if is_llama else "arguments"
+        before, after = ("", "}") if is_llama else ("<tool_call>\n", "}\n</tool_call>")
+        structures = [
+            {
+                "begin": f'{before}{{"name": "{function.name}", "{key}": ',
+                "schema": function.parameters or {"type": "object", "additionalProperties": False},
+                "end": after,
+            }
+            for function in self.callable
+        ]
+        tags = {
+            "structures": structures,
+            "triggers": ['{"name": "' if is_llama else "<tool_call>"],
+            "at_least_one": self.is_required,
+            "stop_after_first": self.is_single,
+        }
+        return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tags, ensure_ascii=False))
+
+
+def tool_use(
+    tools: Sequence[Tool] | None,
+    choice: str | NamedChoice | None,
+    parallel: bool | None,
+) -> ToolUse | None:
+    """What the fields of a request ask for; None where no function may be called.
+
+    Raises:
+        InvalidRequest: A field is wrong; names it.
+    """
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice", "needs tools")
+        return None
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest("tools", f"at most {MAX_TOOLS} tools, not {len(tools)}")
+    names = [tool.function.name for tool in tools]
+    for i, name in enumerate(names):
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"tools.{i}.function.name", "has 1 to 64 letters, digits, underscores and dashes"
+            )
+        if name in names[:i]:
+            raise InvalidRequest(f"tools.{i}.function.name", f"{name!r} is there twice")
+        parameters = tools[i].function.parameters
+        if parameters and parameters.get("type", "object") != "object":
+            raise InvalidRequest(f"tools.{i}.function.parameters", "is the schema of an object")
+    functions = [tool.function for tool in tools]
+    if isinstance(choice, NamedChoice):
+        named = [function for function in functions if function.name == choice.function.name]
+        if not named:
+            raise InvalidRequest(
+                "tool_choice", f"there is no function {choice.function.name!r} in tools"
+            )
+        return ToolUse(tools, named, is_required=True, is_single=True, is_named=True)
+    if choice == "none":
+        return None
+    if choice not in (None, "auto", "required"):
+        raise InvalidRequest("tool_choice", "is none, auto, required, or names a function")
+    return ToolUse(tools, functions, choice == "required", parallel is False, is_named=False)
+
+
+def told(
+    messages: Sequence[dict[str, Any]], use: ToolUse | None, convention: Convention | None
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Messages as the template expects them, calls and their results among them, and variables for it.
+
+    Raises:
+        InvalidRequest: A call in a message is not what OpenAI's are, or the template's convention is not known.
+    """
+    if use is not None and convention is None:
+        raise InvalidRequest("tools", "the chat template writes calls in a way that is not known")
+    parsed = [{**message, **_calls(message)} for message in messages]
+    listed = [] if use is None else [tool.model_dump(exclude_none=True) for tool in use.tools]
+    if convention is not Convention.OWN:
+        return parsed, {"tools": listed} if listed else {}
+    plain = [_plain(message) for message in parsed]
+    if listed:
+        text = _SYSTEM + "\n".join(json.dumps(tool["function"]) for tool in listed)
+        if plain and plain[0]["role"] == "system":
+            plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}
+        else:
+            plain.insert(0, {"role": "system", "content": text})
+    return plain, {}
+
+
+def _calls(message: dict[str, Any]) -> dict[str, Any]:
+    """A message's calls with their arguments as objects, which templates expect."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return {}
+    try:
+        return {
+            "tool_calls": [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "name": str(call["function"]["name"]),
+                        "arguments": _object(call["function"].get("arguments")),
+                    },
+                }
+                for call in calls
+            ]
+        }
+    except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
+        raise InvalidRequest(
+            "messages",
+            "tool_calls are a list of calls, each with its function's name and arguments",
+        ) from None
+
+
+def _object(arguments: Any) -> dict[str, Any]:
+    value = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message for a template that knows no tools."""
+    content = message["content"]
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        written = json.dumps({"name": function["name"], "arguments": function["arguments"]})
+        content += ("\n" if content else "") + f"<tool_call>\n{written}\n</tool_call>"
+    return {**message, "content": content}

@@ -1,0 +1,145 @@
+"""Calls found in streamed text: however it is cut into chunks, the same pieces come out."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from foredraft.errors import InvalidRequest
+from gateway.openai.tool_parser import CallDeltas
+from gateway.openai.tools import Convention, NamedChoice, Tool, convention_of, told, tool_use
+
+ONE = (
+    '<tool_call>\n{"name": "f", "arguments": {"a": "}\\"]{", "b": [1, {"c": null}]}}\n</tool_call>'
+)
+TWO = '<tool_call>\n{"name": "g_2", "arguments": {}}\n</tool_call>'
+LLAMA = '{"name": "f", "parameters": {"x": "é"}}'
+ARGUMENTS = '{"a": "}\\"]{", "b": [1, {"c": null}]}'
+CASES: list[tuple[Convention, str, str, list[tuple[str, str]]]] = [
+    (Convention.HERMES, "no call <tool_cal at all", "no call <tool_cal at all", []),
+    (Convention.HERMES, "", "", []),
+    (Convention.HERMES, ONE, "", [("f", ARGUMENTS)]),
+    (Convention.OWN, f"Let me see.\n{ONE}\n{TWO}", "Let me see.\n", [("f", ARGUMENTS), ("g_2", "{}")]),
+    (Convention.HERMES, f"{TWO} and then {TWO}\n", "and then ", [("g_2", "{}"), ("g_2", "{}")]),
+    (Convention.HERMES, f"a <tool_call>nonsense</tool_call> b{TWO}", "a <tool_call>nonsense</tool_call> b", [("g_2", "{}")]),
+    (Convention.HERMES, ONE[:-30], "", [("f", ONE[ONE.index('{"a"') : -30])]),
+    (Convention.HERMES, '<tool_call>\n{"na', '<tool_call>\n{"na', []),
+    (Convention.LLAMA, f"{LLAMA}; {LLAMA}", "", [("f", '{"x": "é"}'), ("f", '{"x": "é"}')]),
+    (Convention.LLAMA, 'Hm: {"name" is not one', 'Hm: {"name" is not one', []),
+]  # fmt: skip
+
+
+def joined(deltas: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
+    """What a client makes of deltas."""
+    content, calls = "", []
+    for delta in deltas:
+        content += delta.get("content", "")
+        for call in delta.get("tool_calls", ()):
+            if call["index"] == len(calls):
+                assert call["id"]
+                assert call["type"] == "function"
+                calls.append((call["function"]["name"], ""))
+            name, arguments = calls[call["index"]]
+            calls[call["index"]] = (name, arguments + call["function"]["arguments"])
+    return content, calls
+
+
+@pytest.mark.parametrize(("convention", "text", "content", "calls"), CASES)
+def test_any_cutting_gives_the_same(convention: Any, text: str, content: str, calls: Any) -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        found = CallDeltas(convention)
+        places = sorted(rng.choices(range(len(text) + 1), k=seed))
+        cuts = zip([0, *places], [*places, len(text)], strict=True)
+        deltas = [found.delta(text[begin:end], False) for begin, end in cuts]
+        deltas.append(found.delta("", True))
+        assert joined(deltas) == (content, calls)
+        assert found.num_calls == len(calls)
+
+
+def test_text_is_not_held_back_longer_than_needed() -> None:
+    found = CallDeltas(Convention.HERMES)
+    assert found.delta("a < b", False) == {"content": "a < b"}
+    assert found.delta(" <tool", False) == {"content": " "}
+    assert found.delta("box", False) == {"content": "<toolbox"}
+    assert found.delta(ONE[:40], False)["tool_calls"][0]["function"]["name"] == "f"
+    assert found.delta('abc": 1', False)["tool_calls"][0]["function"]["arguments"] == 'abc": 1'
+
+
+@pytest.mark.parametrize(
+    ("template", "convention"),
+    [
+        ("{{ messages }}", Convention.OWN),
+        ("{% if tools %}<tool_call>{% endif %}", Convention.HERMES),
+        ('{{ tools }} {"name": name, "parameters": x} <|python_tag|>', Convention.LLAMA),
+        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}", None),
+        ("{% if tools %}<tool_call><function=f>{% endif %}", None),
+    ],
+)
+def test_conventions(template: str, convention: Convention | None) -> None:
+    assert convention_of(template) is convention
+
+
+def tool(name: str = "f", **more: Any) -> Tool:
+    return Tool.model_validate({"type": "function", "function": {"name": name, **more}})
+
+
+def test_templates_that_know_no_tools_get_them_told() -> None:
+    use = tool_use([tool(description="Adds.")], "auto", None)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    plain, variables = told(messages, use, Convention.OWN)
+    assert variables == {}
+    assert plain[0]["content"].startswith("Be brief.\n\n")
+    assert '{"name": "f", "description": "Adds."}' in plain[0]["content"]
+    expected = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert plain[2]["content"] == expected
+    assert plain[3] == {"role": "user", "content": "<tool_response>\n2\n</tool_response>"}
+    parsed, variables = told(messages, use, Convention.HERMES)
+    assert variables["tools"][0]["function"]["name"] == "f"
+    assert parsed[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert parsed[0] == messages[0]
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "field"),
+    [
+        ([], "required", "tool_choice"),
+        ([tool("a b")], None, "tools.0.function.name"),
+        ([tool(), tool()], None, "tools.1.function.name"),
+        ([tool(parameters={"type": "array"})], None, "tools.0.function.parameters"),
+        ([tool()], "sometimes", "tool_choice"),
+        (
+            [tool()],
+            NamedChoice.model_validate({"type": "function", "function": {"name": "g"}}),
+            "tool_choice",
+        ),
+        ([tool(f"f{i}") for i in range(129)], None, "tools"),
+    ],
+)
+def test_wrong_tools(tools: Any, choice: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        tool_use(tools, choice, None)
+    assert raised.value.field == field
+
+
+def test_the_grammar_says_what_was_asked_for() -> None:
+    tools = [tool(), tool("g", parameters={"type": "object", "properties": {}})]
+    one = NamedChoice.model_validate({"type": "function", "function": {"name": "g"}})
+    for choice, parallel, names, required, single in [
+        ("auto", None, ["f", "g"], False, False),
+        ("required", False, ["f", "g"], True, True),
+        (one, None, ["g"], True, True),
+    ]:
+        use = tool_use(tools, choice, parallel)
+        assert use is not None
+        tags = json.loads(use.grammar(Convention.HERMES).text)
+        assert [s["begin"].split('"')[3] for s in tags["structures"]] == names
+        assert (tags["at_least_one"], tags["stop_after_first"]) == (required, single)
+    assert tool_use(tools, "none", None) is None
