@@ -22,12 +22,15 @@ class ServiceProcess:
     Args:
         module: `verify_service`, `draft_service` or `gateway`.
         address: Where its health is asked for.
+        program: What to run instead of the module.
         flags: Fields of its configuration.
     """
 
-    def __init__(self, module: str, address: str, **flags: Any) -> None:
+    def __init__(
+        self, module: str, address: str, *, program: Sequence[str] = (), **flags: Any
+    ) -> None:
         self.address = address
-        self._command = [sys.executable, "-m", module, *to_flags(flags)]
+        self._command = [sys.executable, *(program or ("-m", module)), *to_flags(flags)]
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -20,6 +20,7 @@ from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from gateway.app import make_app
 from gateway.grpc_front import SERVICE_NAME, InferenceService
+from gateway.http import DirectSend
 from gateway.protocol import bounded_protocol
 from gateway.security.certificates import HttpContext, public_identity
 from gateway.security.gate import Gate
@@ -73,7 +74,7 @@ async def _serve(config: GatewayConfig) -> int:
     rpc.add(add_InferenceServiceServicer_to_server, InferenceService(serving, gate), SERVICE_NAME)
     await rpc.start()
     http_config = uvicorn.Config(
-        make_app(serving, gate),
+        DirectSend(make_app(serving, gate)),
         http=bounded_protocol(config.client_timeout),
         log_config=None,
         access_log=False,

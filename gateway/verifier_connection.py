@@ -46,8 +46,8 @@ class Ticket:
         self._waiter: asyncio.Future[None] | None = None
         self._error: ForedraftError | None = None
         self._finished = False
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(timeout + DEADLINE_GRACE, self._time_out)
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(timeout + DEADLINE_GRACE, self._time_out)
 
     async def take(self) -> list[verify_pb2.SequenceOutput]:
         """Waits for outputs and returns all there are.
@@ -63,7 +63,7 @@ class Ticket:
             if self._outputs:
                 outputs, self._outputs = self._outputs, []
                 return outputs
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             await self._waiter
 
     def cancel(self) -> None:
