@@ -7,12 +7,14 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from foredraft.cli.stack import LocalStack, make_supervisor
 from foredraft.errors import Overloaded
 from gateway import errors
+from tests.support import stack as stacks
 from tests.support.browsers import Browser, browser, chromium
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\n" * 4 + "def"
@@ -235,6 +237,30 @@ def test_a_run_can_be_stopped(stack: LocalStack, chrome: Browser) -> None:
         page.wait_for_function(
             "async () => (await (await fetch('/dashboard/figures')).json()).metrics.gateway_running_requests === 0"
         )
+
+
+def test_a_server_with_keys(chrome: Browser, tmp_path: Path) -> None:
+    model = stacks.make_model(tmp_path / "model")
+    with (
+        stacks.running_stack(
+            model, api_key="a-secret-of-the-test", protect_metrics=True
+        ) as guarded,
+        chrome.page(guarded.urls["http"] + "/") as page,
+    ):
+        page.wait_for_selector("#key_field:not([hidden])")
+        fill(page, max_tokens=8, mode="single")
+        page.click("#run")
+        page.wait_for_selector("#error:not([hidden])")
+        assert "API key" in page.inner_text("#error")
+        page.fill("#key", "a-secret-of-the-test")
+        page.keyboard.press("Tab")
+        page.click("#run")
+        page.wait_for_selector(".output .token")
+        page.wait_for_selector("body[data-running=false]")
+        assert page.locator("#error").is_hidden()
+        assert page.evaluate("fetch('/dashboard/figures').then(r => r.status)") == 401
+        page.goto(guarded.urls["http"] + "/dashboard")
+        page.wait_for_selector("#split_keys")
 
 
 def test_a_phone_shows_all(stack: LocalStack, chrome: Browser) -> None:
