@@ -25,7 +25,7 @@ MARK = "FOREDRAFT_CHAOS_MARK"
 SERVICES = ("gateway", "verify", "draft")
 DRAFTS = {"STANDALONE": "foredraft-demo-draft", "EAGLE3": "foredraft-demo-eagle3"}
 START_SECONDS = 120.0
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.2
 
 
 class NotHealthy(Exception):
