@@ -23,7 +23,7 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import DraftConfig
 from foredraft.errors import AttachRefused
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.layers.quantization import quantize_int8
+from foredraft.layers.quantization import quantize
 from foredraft.models.config import ModelConfig
 from foredraft.models.draft_head import DraftHead
 from foredraft.models.head_loader import load_head
@@ -103,8 +103,7 @@ class HeadDrafter(PagedDrafter):
             config.speculative_draft_load_format,
             config.enable_multi_layer_eagle,
         )
-        if config.speculative_draft_model_quantization == "int8":
-            quantize_int8(head)
+        quantize(head, config.speculative_draft_model_quantization, device)
         drafter = cls(
             head,
             target,

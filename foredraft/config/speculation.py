@@ -55,14 +55,21 @@ class SpeculationConfig:
     )
     speculative_draft_model_quantization: str = option(
         "unquant",
-        "Weights of the draft in memory; int8 quantizes them while loading, scales per output. On the CPU it saves memory, "
-        "not time.",
+        "Weights of the draft in memory, quantized while loading, scales per output: int8 (on the CPU it saves memory, not "
+        "time), or fp8 on GPUs from sm_89 on, whose activations are rounded to fp8 too.",
         choices=("unquant", "int8", "fp8"),
     )
     speculative_attention_mode: str = option(
         "prefill",
         "Which attention backend verifies drafts. Prefill and decode have the same one here, so both values mean the same.",
         choices=("prefill", "decode"),
+    )
+    enable_torch_compile: bool = option(
+        False,
+        "Refused: decode steps run as captured CUDA graphs with fused kernels instead.",
+    )
+    torch_compile_max_bs: int | None = option(
+        None, "Refused with --enable-torch-compile; --cuda-graph-max-bs bounds what is captured."
     )
     speculative_draft_sampling: str = option(
         "coupled", "Order of drafted children at temperature > 0.", choices=("topk", "coupled")
@@ -160,6 +167,11 @@ def check_speculation(config: SpeculationConfig) -> None:
         raise ConfigError(
             f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path"
         )
+    if config.enable_torch_compile or config.torch_compile_max_bs is not None:
+        raise ConfigError(
+            "--enable-torch-compile and --torch-compile-max-bs are not supported: decode steps of target and draft run as "
+            "captured CUDA graphs with fused kernels instead (--cuda-graph-max-bs bounds them)"
+        )
     if config.speculative_token_map and algorithm not in ("EAGLE", "MTP", "STANDALONE"):
         reason = "its head brings its own map (d2t)" if algorithm == "EAGLE3" else "no model drafts"
         raise ConfigError(
@@ -174,10 +186,10 @@ def check_speculation(config: SpeculationConfig) -> None:
             "--enable-multi-layer-eagle drafts chains: --speculative-eagle-topk must be 1"
         )
     quantization = config.speculative_draft_model_quantization
-    if quantization == "fp8":
+    if quantization == "fp8" and getattr(config, "device", "auto") == "cpu":
         raise ConfigError(
-            "--speculative-draft-model-quantization fp8 needs GPU kernels, which this version does not have; "
-            "int8 works"
+            "--speculative-draft-model-quantization fp8 does not go with --device cpu: a CPU has no products of 8-bit "
+            "floats; int8 works"
         )
     if quantization != "unquant" and algorithm in ("NONE", "NGRAM"):
         raise ConfigError(

@@ -1,13 +1,90 @@
-"""Weight-only quantization of projections after they are loaded: 8-bit integers with a scale for each output."""
+"""Quantization of projections after they are loaded: 8-bit integers, or on newer GPUs 8-bit floats, with a scale for each output."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from foredraft.errors import ConfigError
 from foredraft.layers.linear import Linear
 
 # From so many rows on, one conversion of the weights costs less than reading them once for each row.
 _MANY_ROWS = 8
+_FP8 = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(_FP8).max
+_FP8_CAPABILITY = (8, 9)  # of the first cards that multiply 8-bit floats (Ada)
+_FP8_MULTIPLE = 16  # both widths of a matrix that those products take
+
+
+def quantize(module: nn.Module, kind: str, device: torch.device) -> None:
+    """Does what `--speculative-draft-model-quantization` asks for: unquant, int8 or fp8.
+
+    Raises:
+        ConfigError: fp8, and the device does not multiply 8-bit floats.
+    """
+    if kind == "int8":
+        quantize_int8(module)
+    elif kind == "fp8":
+        reason = _why_no_fp8(device)
+        if reason:
+            raise ConfigError(
+                f"--speculative-draft-model-quantization fp8: {reason}; int8 works everywhere"
+            )
+        quantize_fp8(module)
+
+
+def _why_no_fp8(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "a CPU has no products of 8-bit floats"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FP8_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} is sm_{capability[0]}{capability[1]}, and they need sm_89 or newer"
+    return ""
+
+
+@torch.no_grad()
+def quantize_fp8(module: nn.Module) -> None:
+    """Turns the weights of all `Linear` in a module into float8_e4m3fn, each row scaled by its largest magnitude.
+
+    Activations are rounded to the same type row by row in each product, as SGLang's fp8 does. A matrix whose widths are no
+    multiples of 16 stays as it is, and so does an embedding that is an output matrix too.
+    """
+    for linear in module.modules():
+        if not isinstance(linear, Linear) or linear.weight.element_size() == 1:
+            continue
+        weight = linear.weight
+        if weight.shape[0] % _FP8_MULTIPLE or weight.shape[1] % _FP8_MULTIPLE:
+            continue
+        rounded, scales = _to_fp8(weight)
+        linear.weight = nn.Parameter(rounded, requires_grad=False)
+        linear.multiply = _Fp8Multiply(scales.t())
+
+
+def _to_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [n, k] as float8 and their scales, float32 [n, 1]."""
+    scales = rows.abs().amax(1, keepdim=True).float().div_(_FP8_MAX).clamp_min_(1e-12)
+    return (rows / scales).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8), scales
+
+
+class _Fp8Multiply:
+    """y = x W8^T + b with x rounded to 8-bit floats too.
+
+    Args:
+        scales: Of the outputs, float32 [1, num_outputs].
+    """
+
+    def __init__(self, scales: torch.Tensor) -> None:
+        self._scales = scales
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        rows, scales = _to_fp8(x)
+        # The kernel gives bfloat16 alone where scales go by rows.
+        out = torch._scaled_mm(
+            rows, weight.t(), scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
+        ).to(x.dtype)
+        return out if bias is None else out.add_(bias)
 
 
 @torch.no_grad()
@@ -17,7 +94,7 @@ def quantize_int8(module: nn.Module) -> None:
     Memory falls to about a quarter of float32. A matrix that is an embedding too stays there as it is.
     """
     for linear in module.modules():
-        if not isinstance(linear, Linear) or linear.weight.dtype == torch.int8:
+        if not isinstance(linear, Linear) or linear.weight.element_size() == 1:
             continue
         weight = linear.weight
         scales = weight.abs().amax(1).float().div_(127).clamp_min_(torch.finfo(torch.float32).tiny)

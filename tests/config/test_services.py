@@ -117,9 +117,11 @@ ILLEGAL: list[tuple[dict[str, Any], list[str]]] = [
         },
         ["--enable-multi-layer-eagle", "--speculative-eagle-topk"],
     ),
+    ({"enable_torch_compile": True}, ["--enable-torch-compile", "--cuda-graph-max-bs"]),
+    ({"torch_compile_max_bs": 8}, ["--torch-compile-max-bs", "--cuda-graph-max-bs"]),
     (
         {"speculative_draft_model_quantization": "fp8"},
-        ["--speculative-draft-model-quantization fp8", "GPU"],
+        ["--speculative-draft-model-quantization", "--speculative-algorithm NGRAM"],
     ),
     (
         {"speculative_draft_model_quantization": "int8"},
@@ -160,6 +162,13 @@ def test_what_cannot_be_served_is_refused_by_its_flags(
         config(**values)
     for flag in named:
         assert flag in str(refused.value)
+
+
+@pytest.mark.parametrize("config", [VerifyConfig, DraftConfig])
+def test_8_bit_floats_do_not_go_with_a_cpu(config: type) -> None:
+    with pytest.raises(ConfigError, match=r"--speculative-draft-model-quantization.*--device cpu"):
+        config(**STANDALONE, device="cpu", speculative_draft_model_quantization="fp8")
+    config(**STANDALONE, speculative_draft_model_quantization="fp8")
 
 
 @pytest.mark.parametrize(

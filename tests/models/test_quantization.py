@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from foredraft.errors import ConfigError
 from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.layers.linear import Linear
-from foredraft.layers.quantization import quantize_int8
+from foredraft.layers.quantization import quantize, quantize_fp8, quantize_int8
 
 CPU = torch.device("cpu")
 
@@ -54,3 +55,49 @@ def test_a_tied_embedding_stays() -> None:
     assert torch.equal(embedding.weight, before)
     assert head.weight.dtype == torch.int8
     torch.testing.assert_close(head(x), expected, atol=0.2, rtol=0.05)
+
+
+DEVICES = [CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 7, 40])
+def test_products_of_8_bit_floats(num_rows: int, bias: bool, device: torch.device) -> None:
+    """On the CPU torch multiplies them by a reference; what is tested there is the rounding around it."""
+    torch.manual_seed(num_rows)
+    linear = random_linear(96, 64, bias, torch.bfloat16).to(device)
+    linear.weight[5] = 0  # a row without any scale
+    scales = linear.weight.double().abs().amax(1, keepdim=True) / 448
+    rounded = (linear.weight.double() / scales.clamp_min(1e-30)).to(torch.float8_e4m3fn)
+    expected_weight = rounded.double() * scales
+    quantize_fp8(linear)
+    assert linear.weight.dtype == torch.float8_e4m3fn
+    x = torch.randn(num_rows, 64, dtype=torch.bfloat16, device=device)
+    expected = x.double() @ expected_weight.T
+    if linear.bias is not None:
+        expected += linear.bias.double()
+    found = linear(x)
+    assert found.dtype == torch.bfloat16
+    # 4 bits of mantissa in x: each product is off by at most 1 part in 16.
+    bound = x.double().abs() @ expected_weight.abs().T / 16 + 0.05 + 0.01 * expected.abs()
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+def test_matrices_that_do_not_fit_8_bit_products_stay() -> None:
+    odd = random_linear(96, 40, False, torch.bfloat16)
+    quantize_fp8(odd)
+    assert odd.weight.dtype == torch.bfloat16
+
+
+def test_8_bit_floats_are_refused_where_no_card_multiplies_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    linear = random_linear(32, 32, False, torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"--speculative-draft-model-quantization fp8.*CPU"):
+        quantize(linear, "fp8", CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(ConfigError, match=r"A100 is sm_80.*sm_89"):
+        quantize(linear, "fp8", torch.device("cuda"))
+    assert linear.weight.dtype == torch.bfloat16
