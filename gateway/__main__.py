@@ -30,6 +30,7 @@ from gateway.verifier_pool import VerifierPool
 DESCRIPTION = """The gateway: takes text over HTTP (OpenAI-compatible and native) and gRPC, and streams text back."""
 
 FILES_SECONDS = 1.0  # between looks at files that may change
+HEALTH_SECONDS = 0.5  # between looks at health where no verifier says anything
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ async def _follow_health(serving: Serving, rpc: RpcServer) -> None:
             was_ready = serving.is_ready
             await rpc.set_serving(was_ready)
             logger.info("a verifier is usable" if was_ready else "no verifier is usable")
-        await asyncio.sleep(0.05)
+        await serving.pool.wait_changed(HEALTH_SECONDS)
 
 
 async def _follow_files(reloads: Sequence[Callable[[], None]]) -> None:

@@ -72,13 +72,19 @@ class VerifierPool:
             remaining = deadline - loop.time()
             if remaining <= 0:
                 raise Unavailable("no verifier is ready")
-            self._changed.clear()
-            try:
-                # One that is avoided becomes usable without a change.
-                async with asyncio.timeout(min(remaining, AVOID_SECONDS)):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
+            await self.wait_changed(min(remaining, AVOID_SECONDS))
+
+    async def wait_changed(self, seconds: float) -> None:
+        """Returns when a verifier came, went or changed its health, or after so long.
+
+        One that is avoided for a moment becomes usable again without a change.
+        """
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            return
 
     async def flush_cache(self) -> int:
         """Drops cached prefixes everywhere; returns the pages given back.

@@ -130,7 +130,7 @@ def test_a_killed_verifier_costs_only_what_had_streamed(cluster: Cluster) -> Non
 
     other.kill()
     eventually(lambda: cluster.health()["status"] == 503)
-    assert check_health(cluster.grpc) == "NOT_SERVING"
+    eventually(lambda: check_health(cluster.grpc) == "NOT_SERVING")
     _, error = streamed(url, 0)
     assert error is not None
     assert (error["status"], error["code"], error["retryable"]) == (503, "unavailable", True)
