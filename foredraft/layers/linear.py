@@ -10,6 +10,7 @@ from foredraft.layers import one_row
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 BLOCKS = 16
+EXACT_ROWS = 32  # above, padding costs less than the kernels
 
 
 class Linear(nn.Module):
@@ -72,10 +73,29 @@ def float32_linear(
     elif num_rows <= 5:
         result = torch.mm(weight, x.t()).t().contiguous()
     elif HAS_ONEDNN:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return onednn_linear(x, weight, bias)
     else:
         return F.linear(x, weight, bias)
     return result if bias is None else result.add_(bias)
+
+
+def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`F.linear` by oneDNN, which compiles a kernel of about 0.6 MiB for every number of rows of every matrix and keeps it:
+    rows are rounded up, so that these stay few."""
+    num_rows, num_sized = x.shape[0], rows_with_kernel(x.shape[0])
+    if num_sized > num_rows:
+        wide = x.new_zeros((num_sized, x.shape[1]))
+        wide[:num_rows] = x
+        x = wide
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")[:num_rows]
+
+
+def rows_with_kernel(num_rows: int) -> int:
+    """Up to 32 as it is; above, the next multiple of an eighth of the power of two that it does not pass."""
+    if num_rows <= EXACT_ROWS:
+        return num_rows
+    step = (1 << (num_rows - 1).bit_length()) // 8
+    return -(-num_rows // step) * step
 
 
 def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

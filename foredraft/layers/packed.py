@@ -4,7 +4,7 @@ than one row."""
 import torch
 from torch import nn
 
-from foredraft.layers.linear import HAS_ONEDNN, Linear, float32_linear
+from foredraft.layers.linear import HAS_ONEDNN, Linear, float32_linear, onednn_linear
 
 LEAST_ROWS = 3  # up to two rows the plain matrix is read as fast
 _TYPICAL_ROWS = 16  # oneDNN lays a matrix out for some number of rows; others are served by it too
@@ -41,4 +41,4 @@ class PackedMultiply:
     ) -> torch.Tensor:
         if x.shape[0] < LEAST_ROWS:
             return float32_linear(x, weight, bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        return onednn_linear(x, self._packed, bias)

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from foredraft.layers.embedding import Embedding, LMHead
-from foredraft.layers.linear import Linear, float32_linear
+from foredraft.layers.linear import Linear, float32_linear, rows_with_kernel
 from foredraft.layers.packed import pack_linears
 from foredraft.layers.quantization import quantize_int8
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 5, 16, 33])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 5, 16, 33, 130])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(96, 64), (33, 20)])
 def test_products(num_rows: int, bias: bool, num_outputs: int, num_inputs: int) -> None:
@@ -47,3 +47,12 @@ def test_other_types_are_left_alone() -> None:
     quantize_int8(quantized)
     assert pack_linears(nn.ModuleList([half, quantized])) == 0
     assert half.multiply is not float32_linear
+
+
+def test_few_numbers_of_rows_get_kernels() -> None:
+    """Each costs half a MiB a matrix for good, and a soak sees them all."""
+    sizes = [rows_with_kernel(num_rows) for num_rows in range(1, 1025)]
+    assert len(set(sizes)) <= 32 + 5 * 4
+    for num_rows, size in enumerate(sizes, 1):
+        assert num_rows <= size <= max(32, 1.25 * num_rows)
+        assert rows_with_kernel(size) == size
