@@ -125,6 +125,11 @@ class DraftGraphs:
         self._pool: Any = None
         self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
         self._captures = False
+        self._has_kernels = False
+        if self._on_gpu:
+            from foredraft.speculation import device_beams  # needs triton
+
+            self._has_kernels = device_beams.works(shape.num_steps, shape.topk, shape.vocab, device)
 
     def set_pages(self, slot: int, first_entry: int, pages: list[int]) -> None:
         """Writes a part of a slot's page table, for the steps after this."""
@@ -303,15 +308,21 @@ class DraftGraphs:
         self, batch: int, records: torch.Tensor, any_sampled: bool, any_ranked: bool
     ) -> Beams:
         shape = self.shape
-        if self._on_gpu and not any_sampled:
-            from foredraft.speculation.device_beams import DeviceBeams  # needs triton
-
-            return DeviceBeams(
-                batch, shape.num_steps, shape.topk, shape.vocab, self._ordering, self._device
-            )
         rows = None
         if self._ordering == "coupled":
             rows = sampling_rows(records, any_sampled, any_ranked)
+        if self._has_kernels and not any_ranked:
+            from foredraft.speculation.device_beams import DeviceBeams
+
+            return DeviceBeams(
+                batch,
+                shape.num_steps,
+                shape.topk,
+                shape.vocab,
+                self._ordering,
+                self._device,
+                rows if any_sampled else None,
+            )
         return StaticBeams(
             batch, shape.num_steps, shape.topk, shape.num_nodes + 1, self._ordering, rows
         )

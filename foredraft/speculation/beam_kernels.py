@@ -9,6 +9,8 @@ maximum finds the best and of equals the first.
 import triton
 import triton.language as tl
 
+from foredraft.speculation.sampling_kernels import gumbel_of, row_key, uniform
+
 NO_KEY = tl.constexpr(-(2**63))
 
 
@@ -31,14 +33,16 @@ def _score(key):
     return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["level"])
 def best_of_parts(
-    logits, keys, maxima, sums, stride, vocab, PARTS: tl.constexpr, TOPK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, keys, maxima, sums, token_map, temperature, min_p, seeds, positions,
+    stride, vocab, level, PARTS: tl.constexpr, PAD_PARTS: tl.constexpr, COUNT: tl.constexpr,
+    BEAMS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """For each row and each part of its columns: the TOPK best, and what the softmax's sum needs.
+    """For each row and each part of its columns: the COUNT best, and what the softmax's sum needs.
 
-    Grid (rows, PARTS). keys int64 [rows, PARTS, TOPK]; maxima, sums float32 [rows, PARTS].
+    Grid (rows, PARTS). keys int64 [rows, PARTS, COUNT]; maxima, sums float32 [rows, PARTS]. With SAMPLED, rows whose
+    temperature is above 0 are ordered by the sampling rule's scores, noise included; the maxima must be there then.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
@@ -47,33 +51,53 @@ def best_of_parts(
     x = x.to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
     x = tl.minimum(x, 3.4028234663852886e38)
-    largest = tl.max(x, 0)
-    # A part without any token adds nothing; its maximum is minus infinity.
-    total = tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - largest)), 0)
     place = row * PARTS + part
-    tl.store(maxima + place, largest)
-    tl.store(sums + place, total)
+    if SAMPLED:
+        sequence = row // BEAMS
+        heat = tl.load(temperature + sequence)
+        is_sampled = heat > 0
+        others = tl.arange(0, PAD_PARTS)
+        best = tl.load(maxima + row * PARTS + others, others < PARTS, other=float("-inf"))
+        best = tl.max(best, 0)
+        best = tl.where(best == float("-inf"), 0.0, best)
+        relative = tl.div_rn(x - best, tl.where(is_sampled, heat, 1.0))
+        token = column
+        if MAPPED:
+            token = tl.load(token_map + column, is_column, other=0).to(tl.int32)
+        k0, k1 = row_key(tl.load(seeds + sequence), tl.load(positions + sequence) + level)
+        noise = gumbel_of(uniform(k0, k1, token))
+        is_kept = relative >= tl.log(tl.load(min_p + sequence))
+        x = tl.where(is_sampled, tl.where(is_kept, relative + noise, float("-inf")), x)
+    else:
+        largest = tl.max(x, 0)
+        # A part without any token adds nothing; its maximum is minus infinity.
+        total = tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - largest)), 0)
+        tl.store(maxima + place, largest)
+        tl.store(sums + place, total)
     key = tl.where(is_column, _key(x, column), NO_KEY)
-    for child in range(TOPK):
-        best = tl.max(key, 0)
-        tl.store(keys + place * TOPK + child, best)
-        key = tl.where(key == best, NO_KEY, key)
+    for index in range(COUNT):
+        best_key = tl.max(key, 0)
+        tl.store(keys + place * COUNT + index, best_key)
+        key = tl.where(key == best_key, NO_KEY, key)
 
 
 @triton.jit(do_not_specialize=["first", "level"])
 def select_beams(
-    keys, maxima, sums, token_map, values_in, nodes_in, mask_in,
+    keys, maxima, sums, token_map, temperature, values_in, nodes_in, mask_in,
     values_out, nodes_out, mask_out, tokens, sources, all_scores, all_tokens, all_parents,
     num_candidates, mask_stride, first, level, PARTS: tl.constexpr,
-    TOPK: tl.constexpr, BEAMS: tl.constexpr, PAD_TOPK: tl.constexpr, PAD_PARTS: tl.constexpr,
-    PAD_MASK: tl.constexpr, HAS_PARENTS: tl.constexpr, MAPPED: tl.constexpr, KEEP_FIRST: tl.constexpr,
+    TOPK: tl.constexpr, COUNT: tl.constexpr, BEAMS: tl.constexpr, PAD_TOPK: tl.constexpr,
+    PAD_COUNT: tl.constexpr, PAD_PARTS: tl.constexpr, PAD_MASK: tl.constexpr,
+    HAS_PARENTS: tl.constexpr, MAPPED: tl.constexpr, KEEP_FIRST: tl.constexpr,
+    SAMPLED: tl.constexpr,
 ):  # fmt: skip
     """The children of a sequence's beams become candidates, and the best of them the next beams.
 
-    Grid (B,). BEAMS is 1 at level 0, TOPK after it; `first` is the index of the level's first candidate.
+    Grid (B,). BEAMS is 1 at level 0, TOPK after it; `first` is the index of the level's first candidate. With SAMPLED, the
+    COUNT best scores of a row that is sampled share its probability, see `tree_building`.
     """
     sequence = tl.program_id(0)
-    beam, child = tl.arange(0, PAD_TOPK), tl.arange(0, PAD_TOPK)
+    beam, child = tl.arange(0, PAD_TOPK), tl.arange(0, PAD_COUNT)
     is_beam, is_child = beam < BEAMS, child < TOPK
     row = sequence * BEAMS + beam
     # What the softmax divides by.
@@ -86,22 +110,30 @@ def select_beams(
     scaled = tl.where(largest == float("-inf"), 0.0, total * tl.exp(largest - top[:, None]))
     normaliser = top + tl.log(tl.sum(scaled, 1))
     # The best children of each beam among those of its parts.
-    entry = tl.arange(0, PAD_PARTS * PAD_TOPK)
-    entry_part, entry_child = entry // PAD_TOPK, entry % PAD_TOPK
-    is_entry = (entry_part < PARTS) & (entry_child < TOPK)
+    entry = tl.arange(0, PAD_PARTS * PAD_COUNT)
+    entry_part, entry_child = entry // PAD_COUNT, entry % PAD_COUNT
+    is_entry = (entry_part < PARTS) & (entry_child < COUNT)
     key = tl.load(
-        keys + (row[:, None] * PARTS + entry_part[None, :]) * TOPK + entry_child[None, :],
+        keys + (row[:, None] * PARTS + entry_part[None, :]) * COUNT + entry_child[None, :],
         is_beam[:, None] & is_entry[None, :],
         other=NO_KEY,
     )
-    chosen = tl.full((PAD_TOPK, PAD_TOPK), NO_KEY, tl.int64)
-    for index in range(TOPK):
+    chosen = tl.full((PAD_TOPK, PAD_COUNT), NO_KEY, tl.int64)
+    for index in range(COUNT):
         best = tl.max(key, 1)
         chosen = tl.where(child[None, :] == index, best[:, None], chosen)
         key = tl.where(key == best[:, None], NO_KEY, key)
     is_candidate = is_beam[:, None] & is_child[None, :] & (chosen != NO_KEY)
     column = tl.where(is_candidate, _index(chosen), 0)
-    value = _score(chosen) - normaliser[:, None]
+    found = _score(chosen)
+    if SAMPLED:
+        heat = tl.load(temperature + sequence)
+        if heat > 0:
+            found = tl.where(chosen == NO_KEY, float("-inf"), found * heat)
+            top = tl.max(found, 1)
+            shares = tl.where(found == float("-inf"), 0.0, tl.exp(found - top[:, None]))
+            normaliser = top + tl.log(tl.sum(shares, 1))
+    value = found - normaliser[:, None]
     parent = tl.full((PAD_TOPK,), -1, tl.int32)
     if HAS_PARENTS:
         value += tl.load(values_in + sequence * TOPK + beam, is_beam, other=0.0)[:, None]
@@ -118,7 +150,7 @@ def select_beams(
     place = sequence * num_candidates + first + candidate
     tl.store(all_scores + place, score, is_place)
     tl.store(all_tokens + place, token, is_place)
-    tl.store(all_parents + place, tl.broadcast_to(parent[:, None], (PAD_TOPK, PAD_TOPK)), is_place)
+    tl.store(all_parents + place, tl.broadcast_to(parent[:, None], (PAD_TOPK, PAD_COUNT)), is_place)
     # The next beams, and what they take from the beams that they continue.
     key = tl.where(is_place, _key(score, candidate), NO_KEY)
     for index in range(TOPK):

@@ -59,7 +59,7 @@ def _log(x):
 
 
 @triton.jit
-def _uniform(k0, k1, tokens):
+def uniform(k0, k1, tokens):
     """w of the recipe; tokens are int32."""
     x = tokens.to(tl.uint32) ^ k0
     x ^= x >> 17
@@ -74,7 +74,7 @@ def _uniform(k0, k1, tokens):
 
 
 @triton.jit
-def _gumbel_of(w):
+def gumbel_of(w):
     is_small = w < 0.5
     near = -_log1p(-tl.where(is_small, w, 0.0))
     far = -_log(tl.where(is_small, 0.5, 1.0 - w))  # 1 - w is exact here
@@ -126,12 +126,12 @@ def choose_parts(
         is_there = (following < vocab) & (tile + 1 < TILES)
         ahead = tl.load(logits_ptr + following, mask=is_there, other=float("-inf"))
         if is_sampled:
-            w = _uniform(k0, k1, tokens)
+            w = uniform(k0, k1, tokens)
             bound = tl.exp2((x - best_logit) * to_exponent - best_noise * 1.4426950408889634)
             # With a margin for the rounding of both sides. The bound is infinite before the first token.
             can_win = w < bound * 1.001
             if tl.max(can_win.to(tl.int32), 0) > 0:
-                noise = _gumbel_of(w)
+                noise = gumbel_of(w)
                 base = tl.maximum(best_logit, tl.max(x, 0))
                 scores = _scores(x, base, divisor, noise, is_sampled)
                 top = tl.max(scores, 0)
@@ -183,4 +183,4 @@ def gumbel_rows(
     is_token = columns < num_tokens
     k0, k1 = row_key(tl.load(seeds + row), tl.load(positions + row))
     ids = tl.load(tokens + row * token_stride + columns, mask=is_token, other=0).to(tl.int32)
-    tl.store(out + row * num_tokens + columns, _gumbel_of(_uniform(k0, k1, ids)), mask=is_token)
+    tl.store(out + row * num_tokens + columns, gumbel_of(uniform(k0, k1, ids)), mask=is_token)

@@ -26,7 +26,7 @@ from foredraft.speculation.sampling import SamplingRows, greedy, perturbed_top, 
 Ordering = Literal["topk", "coupled"]
 
 DISAGREEMENT = 1.0  # 1 makes the greedy limit the draft's own probability, which is known to estimate acceptance well
-_MIN_RIVALS = (
+MIN_RIVALS = (
     16  # perturbed scores that share the probability; further ones are too far behind to matter
 )
 
@@ -186,7 +186,7 @@ class BeamTree:
     def _coupled(
         self, logits: torch.Tensor, rows: SamplingRows, token_map: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_rivals = self.topk if self.topk == 1 else max(self.topk, _MIN_RIVALS)
+        num_rivals = self.topk if self.topk == 1 else max(self.topk, MIN_RIVALS)
         columns, scores = perturbed_top(logits, rows, min(num_rivals, logits.shape[-1]), token_map)
         values = (scores * (rows.temperature[:, None] / DISAGREEMENT)).log_softmax(-1)
         return columns[:, : self.topk], values[:, : self.topk]

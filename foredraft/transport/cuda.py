@@ -182,5 +182,8 @@ def _call(result: tuple[Any, ...]) -> Any:
     """The values of a call, or its error as an exception."""
     error, *values = result
     if int(error) != 0:
+        from cuda.bindings import runtime
+
+        runtime.cudaGetLastError()  # or a later call of somebody else would report it again
         raise CudaError(f"{error.name} ({int(error)})")
     return values[0] if len(values) == 1 else tuple(values)

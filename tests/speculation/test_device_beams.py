@@ -12,13 +12,20 @@ from tests.support.triton_device import DEVICE, needs_triton
 pytestmark = [needs_triton, pytest.mark.gpu]
 
 
-@pytest.mark.parametrize(("ordering", "mapped"), [("topk", False), ("coupled", True)])
+@pytest.mark.parametrize(
+    ("ordering", "mapped", "temperatures"),
+    [("topk", False, (0, 0, 0)), ("coupled", True, (0, 0, 0)), ("coupled", False, (0.8, 0, 1.5))],
+)
 @pytest.mark.parametrize(
     ("shape", "vocab"),
     [((3, 1, 3), 50), ((4, 1, 2), 4100), ((3, 3, 9), 50), ((2, 4, 60), 4096), ((5, 8, 31), 300)],
 )
 def test_the_same_trees(
-    ordering: Ordering, shape: tuple[int, int, int], vocab: int, mapped: bool
+    ordering: Ordering,
+    shape: tuple[int, int, int],
+    vocab: int,
+    mapped: bool,
+    temperatures: tuple[float, ...],
 ) -> None:
     from foredraft.speculation.device_beams import DeviceBeams
 
@@ -28,13 +35,20 @@ def test_the_same_trees(
     token_map = torch.randperm(2 * vocab, generator=generator)[:vocab] if mapped else None
     rows = None
     if ordering == "coupled":
-        rows = SamplingRows.from_params([SamplingParams(temperature=0.0)] * batch, [5] * batch)
+        params = [
+            SamplingParams(temperature=t, min_p=0.001 * i, seed=77 + i)
+            for i, t in enumerate(temperatures)
+        ]
+        rows = SamplingRows.from_params(params, [5, 6, 7])
     expected = StaticBeams(batch, steps, topk, num_nodes + 1, ordering, rows)
-    found = DeviceBeams(batch, steps, topk, vocab, ordering, DEVICE)
+    own = None
+    if any(temperatures):
+        own = SamplingRows.from_params(params, [5, 6, 7], DEVICE)
+    found = DeviceBeams(batch, steps, topk, vocab, ordering, DEVICE, own)
     on_device = None if token_map is None else token_map.to(DEVICE)
     for level in range(steps):
         width = topk if level else 1
-        # Different values, so that rounding cannot order them otherwise.
+        # Values that are so different that rounding cannot order them otherwise; of noise that is very likely.
         order = torch.stack(
             [torch.randperm(vocab, generator=generator) for _ in range(batch * width)]
         )
@@ -58,3 +72,10 @@ def test_the_same_trees(
     assert torch.equal(got_tokens, want_tokens)
     assert torch.equal(got_parents[is_node], want_parents[is_node])
     assert torch.equal(got_ranks[is_node], want_ranks[is_node])
+
+
+@pytest.mark.parametrize(("topk", "vocab"), [(1, 300), (4, 300)])
+def test_the_kernels_work_here(topk: int, vocab: int) -> None:
+    from foredraft.speculation.device_beams import works
+
+    assert works(3, topk, vocab, DEVICE)
