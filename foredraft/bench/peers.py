@@ -80,10 +80,8 @@ class Peer:
             told["prompt"] = prompt.text
         if self.kind in _KINDS and ignore_eos:
             told["ignore_eos"] = True
-        # So that each read's tokens are known and need not be apportioned.
-        if self.kind == "foredraft":
-            told["return_token_ids"] = True
-        elif self.kind in ("vllm", "sglang"):
+        # So that each read's tokens are known and need not be apportioned; Foredraft tells them anyway.
+        if self.kind in ("vllm", "sglang"):
             options["continuous_usage_stats"] = True
         return json.dumps({**told, **extra}).encode()
 
