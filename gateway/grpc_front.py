@@ -18,8 +18,10 @@ from foredraft.types import (
 from gateway.decoding import Chunk, Completion, OutputToken
 from gateway.errors import RequestTimeout, SlowClient, UnknownModel
 from gateway.generation import Job
+from gateway.grpc_tools import CallFinder, function_use, message
 from gateway.http import naming
 from gateway.openai.response_format import ANY_OBJECT
+from gateway.openai.tools import Convention, ToolUse, convention_of, told
 from gateway.security.gate import Gate
 from gateway.serving import Serving, seed_or_random
 
@@ -39,12 +41,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         try:
             with self._gate.admit(_authorization(context)), naming(_names(request)):
-                job = await self._job(request, context.time_remaining())
+                use, convention = self._functions(request)
+                job = await self._job(request, context.time_remaining(), use, convention)
+                calls = use and convention and CallFinder(use, convention, job.num_choices)
                 async with contextlib.aclosing(self._serving.generator.stream(job)) as chunks:
                     async for chunk in chunks:
                         if _was_aborted(chunk):
                             await context.abort(grpc.StatusCode.ABORTED, "it was aborted by name")
-                        await self._write(context, _response(job, chunk))
+                        response = _response(job, chunk)
+                        if calls:
+                            calls.rewrite(response, chunk)
+                        await self._write(context, response)
         except RequestTimeout as error:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
         except SlowClient as error:
@@ -92,7 +99,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             has_chat_template=self._serving.tokenizer.chat_template is not None,
         )
 
-    async def _job(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Job:
+    def _functions(
+        self, request: inference_pb2.GenerateRequest
+    ) -> tuple[ToolUse | None, Convention | None]:
+        """What is asked of functions, and how the model writes calls."""
+        template = self._serving.tokenizer.chat_template
+        convention = None if template is None else convention_of(template.source)
+        return function_use(request.chat), convention
+
+    async def _job(
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout: float | None,
+        use: ToolUse | None,
+        convention: Convention | None,
+    ) -> Job:
         serving, given, asked = self._serving, request.sampling, request.speculation
         serving.check_model(request.model)
 
@@ -100,6 +121,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             value = getattr(given, field)
             return value if given.HasField(field) else default
 
+        grammar = _grammar(given.grammar)
+        if use is not None and convention is not None:
+            if grammar is not None:
+                raise InvalidRequest("grammar", "does not go with functions that may be called")
+            grammar = use.grammar(convention)
+        prompt = await self._prompt(request, use, convention)
         sampling = SamplingParams(
             temperature=chosen("temperature", _DEFAULT.temperature),
             top_k=int(chosen("top_k", _DEFAULT.top_k)),
@@ -115,10 +142,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             stop_token_ids=tuple(given.stop_token_ids),
             ignore_eos=bool(chosen("ignore_eos", False)),
             logprobs=given.logprobs if given.HasField("logprobs") else None,
-            grammar=_grammar(given.grammar),
+            grammar=grammar,
         )
         return serving.job(
-            await self._prompt(request),
+            prompt,
             sampling,
             max_new_tokens_given=given.HasField("max_new_tokens"),
             name=request.request_id,
@@ -138,17 +165,23 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             timeout=timeout,
         )
 
-    async def _prompt(self, request: inference_pb2.GenerateRequest) -> list[int]:
+    async def _prompt(
+        self,
+        request: inference_pb2.GenerateRequest,
+        use: ToolUse | None,
+        convention: Convention | None,
+    ) -> list[int]:
         kind = request.WhichOneof("prompt")
         if kind == "text":
             return await self._serving.encode(request.text)
         if kind == "token_ids":
             return list(request.token_ids.ids)
         if kind == "chat":
-            messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
-            if not messages:
+            if not request.chat.messages:
                 raise InvalidRequest("messages", "it has no messages")
-            return await self._serving.encode_chat(messages)
+            messages = [message(given) for given in request.chat.messages]
+            messages, variables = told(messages, use, convention)
+            return await self._serving.encode_chat(messages, **variables)
         raise InvalidRequest("prompt", "give one of text, chat, token_ids")
 
 
@@ -171,6 +204,9 @@ def _names(request: inference_pb2.GenerateRequest) -> dict[str, str]:
         **{name: f"sampling.{name}" for name in fields},
         "prompt": request.WhichOneof("prompt") or "prompt",
         "messages": "chat.messages",
+        "tools": "chat.functions",
+        "tool_choice": "chat.function_name",
+        **({"grammar": "chat.functions"} if request.chat.functions else {}),
     }
 
 

@@ -1,0 +1,96 @@
+"""Functions in the public gRPC: the chat messages' fields as the OpenAI routes know them, and calls in answers."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from foredraft.api.inference.v1 import inference_pb2
+from foredraft.errors import InvalidRequest
+from gateway.decoding import Chunk
+from gateway.openai.tool_parser import CallDeltas
+from gateway.openai.tools import (
+    Convention,
+    Function,
+    NamedChoice,
+    NamedFunction,
+    Tool,
+    ToolUse,
+    tool_use,
+)
+
+_CHOICES = {
+    inference_pb2.FUNCTION_USE_NONE: "none",
+    inference_pb2.FUNCTION_USE_REQUIRED: "required",
+}
+
+
+def function_use(chat: inference_pb2.ChatMessages) -> ToolUse | None:
+    """What a conversation asks of functions; None where none may be called.
+
+    Raises:
+        InvalidRequest: A field is wrong.
+    """
+    choice: str | NamedChoice = _CHOICES.get(chat.function_use, "auto")
+    if chat.function_name:
+        named = NamedFunction(name=chat.function_name)
+        choice = NamedChoice(type="function", function=named)
+    parallel = chat.parallel_calls if chat.HasField("parallel_calls") else None
+    try:
+        return tool_use([_tool(function) for function in chat.functions], choice, parallel)
+    except InvalidRequest as error:
+        field = error.field.replace("tools.", "chat.functions.").replace(".function.", ".")
+        raise InvalidRequest(field, error.message) from None
+
+
+def _tool(given: inference_pb2.Function) -> Tool:
+    try:
+        parameters: Any = json.loads(given.parameters or "null")
+        function = Function(
+            name=given.name, description=given.description or None, parameters=parameters
+        )
+    except (ValueError, ValidationError, RecursionError):
+        raise InvalidRequest("tools", f"the parameters of {given.name!r} are no schema") from None
+    return Tool(type="function", function=function)
+
+
+def message(given: inference_pb2.ChatMessage) -> dict[str, Any]:
+    """A message as chat templates expect it."""
+    found: dict[str, Any] = {"role": given.role, "content": given.content}
+    if given.calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in given.calls
+        ]
+    if given.call_id:
+        found["tool_call_id"] = given.call_id
+    return found
+
+
+class CallFinder:
+    """Takes the calls out of the texts of a request's continuations."""
+
+    def __init__(self, use: ToolUse, convention: Convention, num_choices: int) -> None:
+        self._use = use
+        self._deltas: Sequence[CallDeltas] = [CallDeltas(convention) for _ in range(num_choices)]
+
+    def rewrite(self, response: inference_pb2.GenerateResponse, chunk: Chunk) -> None:
+        """Moves what is a call from a response's text to its calls."""
+        deltas = self._deltas[chunk.index]
+        found = deltas.delta(chunk.text, chunk.completion is not None)
+        response.text = found.get("content", "")
+        for call in found.get("tool_calls", ()):
+            response.calls.add(
+                index=call["index"],
+                id=call.get("id", ""),
+                name=call["function"].get("name", ""),
+                arguments=call["function"]["arguments"],
+            )
+        has_stopped = response.completion.finish_reason == inference_pb2.FINISH_REASON_STOP
+        if has_stopped and deltas.num_calls and not self._use.is_named:
+            response.completion.finish_reason = inference_pb2.FINISH_REASON_CALLS
