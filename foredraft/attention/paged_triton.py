@@ -72,7 +72,8 @@ def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_si
     folded = max_rows * group_size
     programs = max(1, batch) * kv.num_kv_heads * -(-folded // 64)
     if folded <= FEW_ROWS:  # several programs run on a unit at a time
-        wanted = min(4 * units // programs, max_tokens // MIN_KEYS_FEW_ROWS)
+        per_unit = 4 if max_rows == 1 else 2  # adding the parts up costs more with more rows
+        wanted = min(per_unit * units // programs, max_tokens // MIN_KEYS_FEW_ROWS)
     else:
         wanted = min(2 * units // programs, max_tokens // MIN_KEYS_MANY_ROWS)
     return 1 << max(0, min(MAX_SPLITS, wanted).bit_length() - 1)

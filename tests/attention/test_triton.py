@@ -140,7 +140,8 @@ def test_splits_fill_the_device_and_no_more(monkeypatch):
     kv = PagedKV(1, 1, 4, 8, 16, torch.float32, "cpu")
     assert splits_for(1, 1, kv, 100_000) == 32
     assert splits_for(1, 1, kv, 300) == 4
-    assert splits_for(8, 4, kv, 100_000) == 4
+    assert splits_for(8, 1, kv, 100_000) == 4
+    assert splits_for(8, 4, kv, 100_000) == 2
     assert splits_for(1, 32, kv, 4096) == 4
     assert splits_for(8, 32, kv, 100_000) == 1
     assert splits_for(64, 32, kv, 100_000) == 1
