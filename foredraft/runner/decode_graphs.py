@@ -306,7 +306,8 @@ class DecodeGraphs:
         seed = header[:, SEED_LOW : SEED_HIGH + 1].contiguous().view(torch.int64)
 
         def each_row(values: torch.Tensor) -> torch.Tensor:
-            return values.view(key.batch, 1).expand(-1, key.rows).flatten()
+            # Of a single sequence, flatten alone would give a view that stands still.
+            return values.view(key.batch, 1).expand(-1, key.rows).flatten().contiguous()
 
         chosen = choose_tokens(
             forward.output.logits, each_row(temperature), each_row(seed), forward.positions + 1
