@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foredraft.layers import fused, one_row
-from foredraft.layers.linear import Linear, cuda_linear
+from foredraft.layers import fused
+from foredraft.layers.linear import Linear
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -41,15 +41,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden] -> [num_rows, hidden]."""
-        if fused.on_gpu(x):
-            return self.down(self._gated(x))
         both = self.gate_up(x)
+        if fused.on_gpu(both):
+            return self.down(fused.gated(both, self._kind))
         return self.down(self._activation(both[:, : self._size]).mul_(both[:, self._size :]))
-
-    def _gated(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden] -> [num_rows, intermediate_size], on a GPU."""
-        linear = self.gate_up
-        is_plain = linear.multiply is cuda_linear and self._kind == "silu"
-        if x.shape[0] == 1 and is_plain and one_row.supports(linear.weight):
-            return one_row.multiply(x, linear.weight, linear.bias, gated=True)
-        return fused.gated(linear(x), self._kind)
