@@ -61,15 +61,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--flags", type=json.loads, default={}, help="more flags, as JSON")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    # Before anything opens the card: who has opened it does not become the daemon's client.
+    with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
+        os.environ.update(variables)
         target, head = write_checkpoints(Path(folder), args.layers)
         rows = []
         for mode in args.modes:
-            with mps.running(args.mps and mode != "none") as variables:
-                os.environ.update(variables)
-                rows += _measure(mode, target, head, args)
-            for name in variables:
-                del os.environ[name]
+            rows += _measure(mode, target, head, args)
+        for name in variables:
+            del os.environ[name]
     if args.peer:
         for mode in args.modes:
             _measure_peer(mode, [row for row in rows if row.mode == mode], args)

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from foredraft.models.registry import resolve_model_path
+from foredraft.speculation.noise import gumbel
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
@@ -67,6 +69,31 @@ def texts_of(path: Path, algorithm: str, device: str, **flags) -> list[list[int]
         return [result.tokens for result in results]
 
 
+def assert_same(path: Path, got: list[list[int]], expected: list[list[int]]) -> None:
+    """Equal, but where two tokens are within rounding of each other (design section 2), at most once."""
+    ties = 0
+    for job, ours, theirs in zip(jobs(path), got, expected, strict=True):
+        if ours != theirs:
+            at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+            gap = gap_between(path, job, theirs[:at], ours[at], theirs[at])
+            assert gap < 1e-4, f"token {at} of {job.prompt[:5]}...: a gap of {gap}"
+            ties += 1
+    assert ties <= 1
+
+
+def gap_between(path: Path, job: Job, output: list[int], one: int, other: int) -> float:
+    """By how much the rule prefers one token to another, without filters and penalties, in float64."""
+    tokens = [*job.prompt, *output]
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, -1, [one, other]]
+    if job.sampling.temperature > 0:
+        seed, position = torch.tensor([job.sampling.seed]), torch.tensor([len(tokens)])
+        noise = gumbel(seed, position, torch.tensor([one, other]))[0].double()
+        logits = logits / job.sampling.temperature + noise
+    return abs(float(logits[0] - logits[1]))
+
+
 @pytest.fixture(scope="module")
 def demo() -> Path:
     return resolve_model_path("foredraft-demo")
@@ -79,7 +106,7 @@ def expected(demo: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 def test_plain_decoding_equals_the_cpus(demo, expected, graphs):
-    assert texts_of(demo, "NONE", "cuda", disable_cuda_graph=not graphs) == expected
+    assert_same(demo, texts_of(demo, "NONE", "cuda", disable_cuda_graph=not graphs), expected)
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 4), (4, 4, 12)], ids=["chain", "tree"])
@@ -97,7 +124,7 @@ def test_speculation_changes_no_token(demo, expected, algorithm, shape):
             "speculative_eagle_topk": topk,
             "speculative_num_draft_tokens": tokens,
         }
-    assert texts_of(demo, algorithm, "cuda", **flags) == expected
+    assert_same(demo, texts_of(demo, algorithm, "cuda", **flags), expected)
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
