@@ -217,7 +217,9 @@ def _draw(results: list[Result], path: Path) -> None:
             all_tokens[turn.number] += turn.prompt_tokens
         turns = sorted(all_tokens)
         rates = [cached[turn] / all_tokens[turn] for turn in turns]
-        axes.plot(turns, rates, marker="o", label=result.name)
+        # Two of the curves may be one.
+        width = 5 if result is results[0] else 1.5
+        axes.plot(turns, rates, marker="o", linewidth=width, label=result.name)
     axes.set(xlabel="turn", ylabel="prompt tokens found in the cache", ylim=(0, 1), xticks=turns)
     axes.legend()
     figure.tight_layout()
