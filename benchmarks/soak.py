@@ -48,6 +48,9 @@ TOLERANCES = {
 BOUNDS = {"speculative_ngram_capacity": 20_000, "max_total_tokens": 8192}
 # Of a machine that is busy with other things, so that lateness is not taken for death.
 PATIENCE = {"draft_step_timeout": 20.0, "num_threads": 1, "log_level": "warning"}
+# Figures that are 0 when nothing runs, and how long that may take.
+AT_REST = ("kv_pages_used", "running", "queued")
+IDLE_SECONDS = 60.0
 METRICS = {
     "foredraft_kv_pages_used": "kv_pages_used",
     "foredraft_kv_pages_cached": "kv_pages_cached",
@@ -163,9 +166,14 @@ class Soak:
         finally:
             self._load.stop()
             await clients
-        # What was cancelled last needs a step to go.
-        await asyncio.sleep(3)
-        self.report["idle"] = await asyncio.to_thread(self._sample)
+        # What was cancelled last needs steps to go, and a draft may be tested now that nothing runs.
+        deadline = time.monotonic() + IDLE_SECONDS
+        while True:
+            await asyncio.sleep(3)
+            self.report["idle"] = await asyncio.to_thread(self._sample)
+            engine = self.report["idle"]["engine"]
+            if not any(engine[name] for name in AT_REST) or time.monotonic() > deadline:
+                return
 
     def _sample(self) -> dict[str, Any]:
         processes = {}
@@ -210,7 +218,7 @@ def verdict(report: dict[str, Any]) -> int:
     problems = [f"{row['what']} grew" for row in report["growth"] if row["grew"]]
     problems += [f"unexpected: {text}" for text in report["unexpected"][:5]]
     idle = report.get("idle", {}).get("engine", {})
-    for name in ("kv_pages_used", "running", "queued"):
+    for name in AT_REST:
         if idle.get(name, 1):
             problems.append(f"{name} is {idle.get(name)} when nothing runs")
     problems += [f"left behind: {name}" for name in report["left_segments"]]
