@@ -1,105 +1,243 @@
 """Accept length by algorithm on the bundled family: tokens per verification, the target's own included.
 
-    python -m benchmarks.accept_length --prompts 24 --out benchmarks/results
+    python -m benchmarks.accept_length --out benchmarks/results
 
-For each draft, tree, temperature and order of children: 64 tokens of each prompt (the beginning of Python files of
-this repository and paragraphs of its documentation), all prompts in one batch, the whole tree verified in each step.
+For each draft, tree, order of children, temperature and batch size: 48 tokens after each of 32 prompts of up to 200 tokens
+(`accept_length_prompts.json`: pieces of Python files and pages of this repository, which the family was not trained on), the
+whole tree verified in each step. These are counts, not times, so that a busy machine gives the same. What is in the results
+already, for the same prompts, is not run again: a stopped run goes on where it was, and a run of some --drafts adds to them.
+The table goes to the page between its markers, if --page is given.
 """
 
 import argparse
+import hashlib
 import json
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
+from typing import Any
 
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support.engines import Job, running_engine
+from tests.support.engines import Harness, Job, running_engine
 
 ROOT = Path(__file__).parents[1]
-TREES = {"chain 4": (4, 1, 5), "tree 4/4/12": (4, 4, 12)}
-TEMPERATURES = (0.0, 0.7, 1.0)
-TOKENS = 64
+TREES = {"chain 5": (5, 1, 6), "tree 5/4/8": (5, 4, 8)}
+HEADS = {"EAGLE": "eagle", "EAGLE3": "eagle3", "MTP": "mtp", "STANDALONE": "draft"}
+TEMPERATURES, BATCHES, TOKENS = (0.0, 1.0), (1, 8, 32), 48
+MARKERS = "<!-- accept length: begin -->", "<!-- accept length: end -->"
+TITLES = {"EAGLE": "EAGLE-2", "EAGLE3": "EAGLE-3"}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A draft as it is served, and the batch sizes that it is measured with."""
+
+    draft: str
+    tree: str
+    order: str
+    flags: dict[str, Any] = field(default_factory=dict)
+    batches: tuple[int, ...] = BATCHES
+
+    @property
+    def name(self) -> str:
+        """Key of its results."""
+        return f"{self.draft}, {self.tree}, {self.order}"
+
+    @property
+    def algorithm(self) -> str:
+        """Of the flag."""
+        return self.draft.split(" ")[0]
+
+
+def cases() -> Iterator[Case]:
+    """All that is measured."""
+    yield Case("NGRAM", "12 rows", "-", {"speculative_ngram_scope": "request"})
+    for draft, folder in HEADS.items():
+        for tree, (steps, topk, rows) in TREES.items():
+            for order in ("coupled", "topk"):
+                flags = {
+                    "speculative_draft_model_path": str(ROOT / "models" / f"foredraft-demo-{folder}"),
+                    "speculative_num_steps": steps,
+                    "speculative_eagle_topk": topk,
+                    "speculative_num_draft_tokens": rows,
+                    "speculative_draft_sampling": order,
+                }  # fmt: skip
+                batches = BATCHES if order == "coupled" else BATCHES[1:2]
+                yield Case(draft, tree, order, flags, batches)
+                if draft != "EAGLE3" and order == "coupled":  # EAGLE-3 has a map of its own
+                    flags = {**flags, "speculative_token_map": "foredraft-demo-token-map"}
+                    yield Case(f"{draft} with token map", tree, order, flags, BATCHES[1:2])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model-path", default="foredraft-demo")
-    parser.add_argument("--draft-model-path", default="foredraft-demo-draft")
-    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--drafts", nargs="+", choices=("NGRAM", *HEADS), help="default: all")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--page", type=Path, help="page to write the table to")
+    parser.add_argument("--max-minutes", type=float, default=60.0, help="stop after so long")
     args = parser.parse_args()
-    target = resolve_model_path(args.model_path)
-    prompts = _prompts(Tokenizer.from_dir(target), args.prompts)
-    rows = []
-    for name, (steps, topk, tokens) in TREES.items():
-        for order in ("topk", "coupled"):
-            flags = {
-                "speculative_draft_model_path": str(resolve_model_path(args.draft_model_path)),
-                "speculative_num_steps": steps,
-                "speculative_eagle_topk": topk,
-                "speculative_num_draft_tokens": tokens,
-                "speculative_draft_sampling": order,
-            }
-            lengths = _measure(target, "STANDALONE", flags, prompts)
-            rows.append(
-                {"draft": "STANDALONE", "tree": name, "order": order, "accept_length": lengths}
-            )
-    lengths = _measure(target, "NGRAM", {"speculative_ngram_scope": "request"}, prompts)
-    rows.append({"draft": "NGRAM", "tree": "12 rows", "order": "-", "accept_length": lengths})
-    _report(rows, args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    target = resolve_model_path("foredraft-demo")
+    prompts = _prompts(Tokenizer.from_dir(target))
+    results = Results(args.out / "accept_length.json", prompts)
+    ends = time.monotonic() + 60 * args.max_minutes
+    # One batch size of everything first: the others are to show that they give the same.
+    for batches in (BATCHES[1:2], BATCHES):
+        for case in cases():
+            wanted = [batch for batch in case.batches if batch in batches]
+            if (args.drafts and case.algorithm not in args.drafts) or not results.lacks(
+                case, wanted
+            ):
+                continue
+            if time.monotonic() > ends:
+                print("stopped by --max-minutes; the same command goes on")
+                return 1
+            _measure(target, case, wanted, prompts, results)
+    table = _table(results)
+    print(table)
+    _plot(results, args.out / "accept_length.png")
+    if args.page:
+        text = args.page.read_text()
+        before, after = text.split(MARKERS[0])[0], text.split(MARKERS[1])[1]
+        args.page.write_text(f"{before}{MARKERS[0]}\n\n{table}\n{MARKERS[1]}{after}")
     return 0
 
 
-def _prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    files = [
-        *sorted(ROOT.glob("verify_service/*.py")),
-        *sorted(ROOT.glob("gateway/*.py")),
-        *sorted(ROOT.glob("docs/*.md")),
-    ]
-    texts = [file.read_text()[:1500] for file in files if file.stat().st_size > 1500]
-    return [tokenizer.encode(text)[:250] for text in texts[:count]]
+class Results:
+    """Accept lengths by case, temperature and batch, kept in a file."""
+
+    def __init__(self, file: Path, prompts: Sequence[Sequence[int]]) -> None:
+        self._file = file
+        digest = hashlib.sha256(json.dumps([list(p) for p in prompts]).encode()).hexdigest()[:16]
+        kept = json.loads(file.read_text()) if file.is_file() else {}
+        if not isinstance(kept, dict) or kept.get("prompts") != digest:
+            kept = {"prompts": digest, "tokens": TOKENS, "accept_length": {}}
+        self._kept = kept
+
+    def lacks(self, case: Case, batches: Sequence[int]) -> bool:
+        """Whether something of the case is still to be measured."""
+        return any(
+            self.get(case, temperature, batch) is None
+            for temperature in TEMPERATURES
+            for batch in batches
+        )
+
+    def get(self, case: Case, temperature: float, batch: int) -> float | None:
+        """A result, if it is there."""
+        value = (
+            self._kept["accept_length"].get(case.name, {}).get(f"T={temperature}, batch {batch}")
+        )
+        return None if value is None else float(value)
+
+    def set(self, case: Case, temperature: float, batch: int, length: float) -> None:
+        """Keeps a result."""
+        of_case = self._kept["accept_length"].setdefault(case.name, {})
+        of_case[f"T={temperature}, batch {batch}"] = round(length, 4)
+        self._file.write_text(json.dumps(self._kept, indent=1) + "\n")
+
+
+def _prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    texts = json.loads((Path(__file__).parent / "accept_length_prompts.json").read_text())
+    return [tokenizer.encode(text)[:200] for text in texts]
 
 
 def _measure(
-    target: Path, algorithm: str, flags: dict, prompts: list[list[int]]
-) -> dict[str, float]:
-    lengths = {}
+    target: Path,
+    case: Case,
+    batches: Sequence[int],
+    prompts: list[list[int]],
+    results: Results,
+) -> None:
     settings = {
         "page_size": 32,
         "max_total_tokens": 32768,
-        "draft_step_timeout": 30.0,
-        "num_threads": None,
-        **flags,
+        "draft_step_timeout": 60.0,
+        "draft_wait": 120.0,
+        **case.flags,
     }
-    with running_engine(target, algorithm, **settings) as harness:
+    with running_engine(target, case.algorithm, **settings) as harness:
         harness.engine.draft_everything()
         for temperature in TEMPERATURES:
-            jobs = [
-                Job(prompt, SamplingParams(temperature=temperature, seed=i, max_new_tokens=TOKENS, ignore_eos=True))
-                for i, prompt in enumerate(prompts)
-            ]  # fmt: skip
-            ends = [result.finish for result in harness.run(jobs, timeout=600)]
-            steps = sum(end.verify_steps for end in ends)
-            lengths[str(temperature)] = 1 + sum(end.accepted_tokens for end in ends) / steps
-    return lengths
+            for batch in batches:
+                if results.get(case, temperature, batch) is not None:
+                    continue
+                length = _accept_length(harness, prompts, temperature, batch)
+                results.set(case, temperature, batch, length)
+                print(f"{case.name}, T={temperature}, batch {batch}: {length:.3f}", flush=True)
 
 
-def _report(rows: list[dict], args: argparse.Namespace) -> None:
-    table = Table(
-        "draft", "tree", "order", *(f"T = {t}" for t in TEMPERATURES), title="accept length"
-    )
-    for row in rows:
-        lengths = [f"{row['accept_length'][str(t)]:.2f}" for t in TEMPERATURES]
-        table.add_row(row["draft"], row["tree"], row["order"], *lengths)
-    Console().print(table)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "accept_length.json").write_text(json.dumps(rows, indent=1))
+def _accept_length(
+    harness: Harness, prompts: list[list[int]], temperature: float, batch: int
+) -> float:
+    num_steps = num_accepted = 0
+    for first in range(0, len(prompts), batch):
+        jobs = [
+            Job(prompt, SamplingParams(temperature=temperature, seed=seed, max_new_tokens=TOKENS, ignore_eos=True))
+            for seed, prompt in enumerate(prompts[first : first + batch], first)
+        ]  # fmt: skip
+        for result in harness.run(jobs, timeout=600):
+            assert result.finish is not None
+            num_steps += result.finish.verify_steps
+            num_accepted += result.finish.accepted_tokens
+    return 1 + num_accepted / num_steps
+
+
+def _table(results: Results) -> str:
+    """In Markdown; how far the batch sizes lie apart is in the last column."""
+    lines = [
+        "| draft | tree | T = 0, topk | T = 0, coupled | T = 1, topk | T = 1, coupled | batch 1, 8, 32 differ by |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    rows: dict[tuple[str, str], dict[str, Case]] = {}
+    for case in cases():
+        rows.setdefault((case.draft, case.tree), {})[case.order] = case
+    for (draft, tree), orders in rows.items():
+        cells, spread = [], []
+        for temperature in TEMPERATURES:
+            for order in ("topk", "coupled"):
+                shown = orders.get(order) or orders.get("-")
+                value = results.get(shown, temperature, 8) if shown else None
+                cells.append("" if value is None else f"{value:.2f}")
+        for case in orders.values():
+            for temperature in TEMPERATURES:
+                found = [results.get(case, temperature, batch) for batch in BATCHES]
+                values = [value for value in found if value is not None]
+                if len(values) > 1:
+                    spread.append(max(values) / min(values) - 1)
+        differ = f"{max(spread):.1%}" if spread else ""
+        title = TITLES.get(draft.split(" ")[0], draft.split(" ")[0])
+        title += draft[len(draft.split(" ")[0]) :]
+        lines.append(f"| {title} | {tree} | {' | '.join(cells)} | {differ} |")
+    return "\n".join(lines) + "\n"
+
+
+def _plot(results: Results, file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [case for case in cases() if case.order != "topk" and len(case.batches) > 1]
+    figure, axes = pyplot.subplots(figsize=(9, 4))
+    for i, temperature in enumerate(TEMPERATURES):
+        values = [results.get(case, temperature, 8) or 0 for case in shown]
+        axes.bar(
+            [x + 0.4 * i for x in range(len(shown))], values, 0.38, label=f"T = {temperature:g}"
+        )
+    axes.set_xticks([x + 0.2 for x in range(len(shown))])
+    names = [f"{TITLES.get(case.draft, case.draft)}\n{case.tree}" for case in shown]
+    axes.set_xticklabels(names, fontsize=7)
+    axes.set_ylabel("tokens per verify, batch 8")
+    axes.set_title("Accept length on the bundled family, coupled drafting")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
 
 
 if __name__ == "__main__":
