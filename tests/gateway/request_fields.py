@@ -244,7 +244,11 @@ FIELDS: tuple[Field, ...] = (
 
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 _WORD, _EBNF = "(yes|no)", 'root ::= "yes" | "no"'
-_TAGS = {"structures": [{"begin": "<f>", "schema": {"enum": [1]}, "end": "</f>"}], "triggers": ["<f>"], "at_least_one": True}
+_TAGS = {
+    "structures": [{"begin": "<f>", "schema": {"enum": [1]}, "end": "</f>"}],
+    "triggers": ["<f>"],
+    "at_least_one": True,
+}
 
 GRAMMARS: tuple[Field, ...] = (
     *_rows(

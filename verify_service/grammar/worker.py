@@ -102,7 +102,7 @@ def _begin(
     if pid == 0:
         os.close(ours)
         with contextlib.suppress(BaseException):
-            _bound(memory_mb)
+            _bound(seconds, memory_mb)
             with os.fdopen(theirs, "wb") as out:
                 out.write(json.dumps(_try(request, vocabulary)).encode())
         os._exit(0)
@@ -110,12 +110,15 @@ def _begin(
     return _Trial(request["id"], pid, ours, time.monotonic() + seconds)
 
 
-def _bound(memory_mb: int) -> None:
+def _bound(seconds: float, memory_mb: int) -> None:
     os.nice(10)
     devnull = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):  # what a library prints on its way down is not for others
         os.dup2(devnull, descriptor)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The parent ends it well before; this is for a child whose parent was killed.
+    most = int(2 * seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (most, most))
     if sys.platform == "linux":
         limit = _memory(0) + memory_mb * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
