@@ -13,6 +13,7 @@ from gateway.security.gate import Gate
 OPEN = frozenset({"/", "/dashboard", "/health"})
 OPEN_FOLDER = "/web/"
 METRICS = frozenset({"/metrics", "/dashboard/figures"})
+PROBE = "/health_generate"  # generates a token
 # These end work or tell of it; a caller over its limits may use them.
 UNCOUNTED = frozenset({"/abort_request", "/flush_cache"})
 
@@ -29,7 +30,8 @@ class GateMiddleware:
         if scope["type"] != "http" or self._is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
-        counts = scope["method"] not in ("GET", "HEAD") and scope["path"] not in UNCOUNTED
+        path = scope["path"]
+        counts = path == PROBE or (scope["method"] not in ("GET", "HEAD") and path not in UNCOUNTED)
         with ExitStack() as admission:
             try:
                 admission.enter_context(
