@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foredraft.config.options import to_flags
 from foredraft.config.services import DraftConfig, VerifyConfig
@@ -14,10 +14,12 @@ from foredraft.models.speculation import resolve
 from foredraft.types import SamplingParams, SpeculationParams
 from tests.support.drafts import DraftProcess
 from verify_service.engine import Engine, EngineRequest
-from verify_service.grammar.matcher import CompiledGrammar
 from verify_service.metrics import SpeculationMetrics
 from verify_service.outputs import Finish, Load, StepOutput, TokenLogprob
 from verify_service.startup import DraftLink, build_engine, connect_draft, load_target
+
+if TYPE_CHECKING:  # llguidance may be absent
+    from verify_service.grammar.matcher import CompiledGrammar
 
 DRAFT_FLAGS = {field.name for field in fields(DraftConfig)} - {"listen"}
 
@@ -44,7 +46,7 @@ class Job:
     timeout_seconds: float | None = None
     key_label: str = ""
     cancel_after: int | None = None
-    grammar: CompiledGrammar | None = None
+    grammar: "CompiledGrammar | None" = None
 
 
 class Collector:
