@@ -16,9 +16,9 @@ PROBE_NODES = 2  # drafted after a pause, until one is accepted
 OVERHEAD_LEVELS = 2.0  # that a draft costs beside its levels
 PRIOR_DECAY = 0.9  # of the acceptance assumed for a node over its parent's
 SIBLING_DECAY = 0.3  # over that of the sibling before it
-PRIOR_WEIGHT = 0.02  # of one outcome in the acceptance assumed for sequences to come
-# Acceptance of a first node before anything was seen, by confidence of the proposal.
-PRIORS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
+PRIOR_WEIGHT = 0.05  # of one outcome in the acceptance assumed for sequences to come
+# Acceptance of a first node before anything was seen, by confidence of the proposal; 0 is a model's.
+PRIORS = (0.6, 0.5, 0.6, 0.7, 0.8, 0.85)
 
 
 class StepCost:
@@ -261,7 +261,10 @@ class DraftPolicy:
         next_sibling: dict[int, float] = {}
         for i in range(count):
             parent = parents[i] if i < len(parents) else i - 1
-            above = first if parent < 0 else PRIOR_DECAY * hits[parent]
+            above = first
+            if parent >= 0:
+                # What repeats goes on repeating. A model's guesses are about as good at each depth.
+                above = (PRIOR_DECAY if confidence else hits[0]) * hits[parent]
             assumed = next_sibling.get(parent, above)
             next_sibling[parent] = SIBLING_DECAY * assumed
             hits.append(history.hits[i] if i < known else assumed)
