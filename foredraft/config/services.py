@@ -236,13 +236,15 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
         0, "Most tokens of one continuation; 0 leaves it to the context length."
     )
     tokenizer_processes: int = option(
-        2, "Processes that tokenize and render chat templates; up to four more while prompts take long."
+        2,
+        "Processes that tokenize and render chat templates; up to four more while prompts take long.",
     )
     tokenizer_timeout: float = option(
         10.0, "Seconds that tokenizing a prompt or rendering its template may take."
     )
     tokenizer_memory_mb: int = option(
-        1024, "MiB that tokenizing a prompt or rendering its template may take, on top of the tokenizer."
+        1024,
+        "MiB that tokenizing a prompt or rendering its template may take, on top of the tokenizer.",
     )
     client_timeout: float = option(
         30.0,

@@ -130,7 +130,13 @@ def test_rotates_and_stores(dtype, norms, rows, head_dim):
     slots = torch.randperm(120, generator=torch.Generator().manual_seed(0))[:rows]
     moved_angles = tuple(x.to(DEVICE) for x in angles)
     got = fused.rotate_and_store(
-        heads.clone().to(DEVICE), q_heads, moved_angles, weights, kv.keys(1), kv.values(1), slots.to(DEVICE)
+        heads.clone().to(DEVICE),
+        q_heads,
+        moved_angles,
+        weights,
+        kv.keys(1),
+        kv.values(1),
+        slots.to(DEVICE),
     )
     close(got, want_q, dtype)
     close(kv.keys(1)[:, slots.to(DEVICE)].transpose(0, 1), want_k, dtype)
