@@ -18,7 +18,7 @@ PRIOR_DECAY = 0.9  # of the acceptance assumed for a node over its parent's
 SIBLING_DECAY = 0.3  # over that of the sibling before it
 PRIOR_WEIGHT = 0.05  # of one outcome in the acceptance assumed for sequences to come
 # Acceptance of a first node before anything was seen, by confidence of the proposal; 0 is a model's.
-PRIORS = (0.6, 0.5, 0.6, 0.7, 0.8, 0.85)
+PRIORS = (0.6, 0.3, 0.45, 0.6, 0.75, 0.85)
 
 
 class StepCost:
