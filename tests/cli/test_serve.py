@@ -117,7 +117,11 @@ def test_serve_answers_recovers_and_leaves_nothing(
                 with urllib.request.urlopen(url, timeout=10) as answer:
                     assert b"foredraft_build_info" in answer.read()
             [directory] = runtime.iterdir()
-            assert {path.name for path in directory.iterdir()} == {"verify.sock", "draft.sock"}
+            assert {path.name for path in directory.iterdir()} == {
+                "gateway.sock",
+                "verify.sock",
+                "draft.sock",
+            }
 
             children = children_of(process.pid)
             assert set(children) == {"gateway", "verify_service", "draft_service"}
