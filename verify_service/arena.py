@@ -1,4 +1,5 @@
-"""The arena: weights that the draft shares, and an exchange region for every attach of a draft that reads hidden states.
+"""The arena: weights that the draft shares, and an exchange region for every attach of a draft that reads hidden states or
+whose steps can stay on the GPU.
 
 Made and freed in the draft client's thread, written by the engine's. Which rows go through is not decided here.
 """
@@ -15,7 +16,8 @@ from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import AttachRefused, ForedraftError, InvalidRequest
 from foredraft.rpc import address
 from foredraft.transport import choice, cuda, shared_memory, weights
-from foredraft.transport.base import ArenaError, HiddenWriter, RowFormat
+from foredraft.transport.base import ArenaError, HiddenWriter, Region, RowFormat
+from foredraft.transport.device_exchange import DeviceExchange, StepSizes
 from foredraft.transport.process import Peer
 from verify_service import metrics
 
@@ -28,15 +30,26 @@ class Exchange:
 
     Attributes:
         epoch: Number of the attach.
-        layers: Layers whose entering residual stream it reads; empty for the state after the final norm.
-        writer: Where the rows go.
+        layers: Layers whose entering residual stream it reads; empty for the state after the final norm, None when it
+            reads none.
+        region: The memory.
         peer: The draft's process.
     """
 
     epoch: int
-    layers: tuple[int, ...]
-    writer: HiddenWriter
+    layers: tuple[int, ...] | None
+    region: Region
     peer: Peer
+
+    @property
+    def writer(self) -> HiddenWriter | None:
+        """Where hidden states go; None for a draft that reads none."""
+        return self.region if isinstance(self.region, HiddenWriter) else None
+
+    @property
+    def device(self) -> DeviceExchange | None:
+        """Where steps pass that stay on the GPU; None where none can."""
+        return self.region.device
 
 
 class Arena:
@@ -51,6 +64,7 @@ class Arena:
         required: Name of the only transport to use; "any" for the best that both ends can do.
         device: Where the target runs.
         shared: Its weights that a draft may use, by name.
+        steps: Sizes of steps that stay on the GPU; None for none such.
     """
 
     def __init__(
@@ -63,6 +77,7 @@ class Arena:
         required: str,
         device: torch.device = choice.CPU,
         shared: Mapping[str, torch.Tensor] | None = None,
+        steps: StepSizes | None = None,
     ) -> None:
         supported = choice.supported(is_same_host(draft), device)
         self._own = [t for t in supported if required in ("any", choice.NAMES[t])]
@@ -77,6 +92,7 @@ class Arena:
         self._num_layers = num_layers
         self._max_bytes = max_bytes
         self._useful_rows = useful_rows
+        self._steps = steps
         self._exchange: Exchange | None = None
         self._refused: set[tensor_pb2.Transport] = set()
         removed = shared_memory.remove_leftovers()
@@ -84,25 +100,31 @@ class Arena:
             logger.info("removed %d shared-memory segments of dead processes", removed)
 
     def open(self, info: draft_pb2.GetDraftInfoResponse, epoch: int) -> tensor_pb2.Arena | None:
-        """Makes the region of a new attach; None for a draft that reads no hidden states.
+        """Makes the region of a new attach; None for a draft that needs none.
 
         Raises:
             AttachRefused: The target has no such hidden states, or no transport will do.
         """
-        if not info.HasField("hidden"):
-            return None
         self._free_left()
-        row, layers = self._row(info.hidden), tuple(info.hidden.layers)
         usable = [t for t in self._own if t in info.transports and t not in self._refused]
         if not self._is_on_same_gpu(info):
             usable = [t for t in usable if t != tensor_pb2.TRANSPORT_CUDA_IPC]
-        try:
-            writer = self._open(usable, row, epoch)
-        except ArenaError as error:
-            raise AttachRefused("transports", error.message) from error
-        self._exchange = Exchange(epoch, layers, writer, Peer(info.process))
+        steps = self._steps if info.device_steps else None
+        layers: tuple[int, ...] | None = None
+        region: Region | None = None
+        if info.HasField("hidden"):
+            row, layers = self._row(info.hidden), tuple(info.hidden.layers)
+            try:
+                region = self._open(usable, row, epoch, steps)
+            except ArenaError as error:
+                raise AttachRefused("transports", error.message) from error
+        elif steps is not None:
+            region = choice.open_region(usable, epoch, self._device, steps)
+        if region is None:
+            return None
+        self._exchange = Exchange(epoch, layers, region, Peer(info.process))
         self._was_answered = False
-        return writer.arena
+        return region.arena
 
     def weights(self, info: draft_pb2.GetDraftInfoResponse, epoch: int) -> list[tensor_pb2.Arena]:
         """The weights that a draft on the same GPU can use as they lie; none where it has to load its own."""
@@ -125,25 +147,29 @@ class Arena:
         if exchange is None:
             return
         self._was_answered = True
+        region, writer = exchange.region, exchange.writer
         try:
-            exchange.writer.attached()
+            region.attached()
         except ArenaError as error:
             raise AttachRefused(f"arena.{error.field}", error.message) from error
         self._refused.clear()
         self._free_left(exchange.peer)
-        arena = exchange.writer.arena
+        arena = region.arena
         name = choice.NAMES[arena.transport]
         if self._device.type == "cuda" and arena.transport != tensor_pb2.TRANSPORT_CUDA_IPC:
             logger.warning("hidden states leave the GPU: the draft cannot map its memory")
         metrics.TRANSPORT.labels(name).set(1)
         metrics.ARENA_BYTES.set(arena.size)
-        logger.info(
-            "hidden states of %d x %s through %s, %d rows",
-            exchange.writer.row.width,
-            str(exchange.writer.row.dtype).removeprefix("torch."),
-            name,
-            exchange.writer.capacity,
-        )
+        if writer is not None:
+            logger.info(
+                "hidden states of %d x %s through %s, %d rows",
+                writer.row.width,
+                str(writer.row.dtype).removeprefix("torch."),
+                name,
+                writer.capacity,
+            )
+        if region.device is not None:
+            logger.info("steps of the draft can stay on the GPU")
 
     def ended(self, epoch: int, error: ForedraftError | None) -> None:
         """The stream of an attach has ended, or was refused: its region goes.
@@ -154,12 +180,12 @@ class Arena:
         exchange = self.exchange(epoch)
         if exchange is None:
             return
-        transport = exchange.writer.arena.transport
+        transport = exchange.region.arena.transport
         if isinstance(error, AttachRefused) and error.field.startswith("arena"):
             # It cannot map what this host offers: another container's /dev/shm, say.
             self._refused.add(transport)
         self._exchange = None
-        exchange.writer.close()
+        exchange.region.close()
         self._left.append(exchange)
         was_refused = isinstance(error, AttachRefused) and not self._was_answered
         if was_refused or transport != tensor_pb2.TRANSPORT_CUDA_IPC:
@@ -188,7 +214,7 @@ class Arena:
 
     def _free(self, exchange: Exchange) -> None:
         self._left.remove(exchange)
-        exchange.writer.free()
+        exchange.region.free()
         exchange.peer.close()
 
     def _row(self, needs: draft_pb2.HiddenNeeds) -> RowFormat:
@@ -209,14 +235,18 @@ class Arena:
         return row
 
     def _open(
-        self, transports: Sequence[tensor_pb2.Transport], row: RowFormat, epoch: int
+        self,
+        transports: Sequence[tensor_pb2.Transport],
+        row: RowFormat,
+        epoch: int,
+        steps: StepSizes | None,
     ) -> HiddenWriter:
         capacity = min(self._max_bytes // row.num_bytes, self._useful_rows)
         if capacity < 1:
             raise AttachRefused(
                 "hidden.width", f"a row of {row.num_bytes} bytes does not fit --arena-mb"
             )
-        return choice.open_writer(transports, row, capacity, epoch, self._device)
+        return choice.open_writer(transports, row, capacity, epoch, self._device, steps)
 
 
 def is_same_host(draft: str) -> bool:

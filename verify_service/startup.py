@@ -25,6 +25,7 @@ from foredraft.rpc.tls import service_identity
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.text.tokenizer import tokenizer_fingerprint
+from foredraft.transport.device_exchange import StepSizes
 from verify_service.arena import Arena
 from verify_service.chooser import Chooser, Thresholds
 from verify_service.draft_client import DraftClient
@@ -152,6 +153,7 @@ class DraftLink:
                 "embedding": target.model.embedding.weight,
                 "lm_head": target.model.lm_head.weight,
             },
+            steps=StepSizes(config.max_running_requests, config.tree_limits[0] + 1, nodes - 1),
         )
         self.client = DraftClient(
             config.draft,

@@ -4,6 +4,7 @@ bounds their memory."""
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,9 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import ForedraftError, InvalidRequest
 from foredraft.transport import codec
+
+if TYPE_CHECKING:
+    from foredraft.transport.device_exchange import DeviceExchange, DraftExchange
 
 HIDDEN = "hidden"  # name of the ring among the arena's tensors
 MAX_ROW_BYTES = 1 << 24
@@ -102,15 +106,37 @@ class RowRing:
             self._num_used -= self._sent.popleft()[1]
 
 
-class HiddenWriter(ABC):
-    """The verifier's end of one attach. One thread writes; `close` may come from another.
+class Region:
+    """The verifier's end of one attach's arena.
 
     Attributes:
         arena: For the attach message.
-        row: Format of the rows.
+        device: Where steps pass that stay on the GPU; None where none can.
     """
 
     arena: tensor_pb2.Arena
+    device: "DeviceExchange | None" = None
+
+    def attached(self) -> None:
+        """Both ends have mapped the memory: its name may go.
+
+        Raises:
+            ArenaError: They have not mapped the same.
+        """
+
+    def close(self) -> None:
+        """Takes no more rows. Gives the memory back where the draft cannot be hurt by that. May be called twice."""
+
+    def free(self) -> None:
+        """Gives back what `close` could not: the draft has unmapped it. Called once, after `close`."""
+
+
+class HiddenWriter(Region, ABC):
+    """A region for a draft that reads hidden states. One thread writes; `close` may come from another.
+
+    Attributes:
+        row: Format of the rows.
+    """
 
     def __init__(self, row: RowFormat, capacity: int) -> None:
         self.row = row
@@ -153,19 +179,6 @@ class HiddenWriter(ABC):
 
     @abstractmethod
     def _put(self, first: int, rows: torch.Tensor) -> draft_pb2.HiddenRows: ...
-
-    def attached(self) -> None:  # noqa: B027
-        """Both ends have mapped the memory: its name may go.
-
-        Raises:
-            ArenaError: They have not mapped the same.
-        """
-
-    def close(self) -> None:  # noqa: B027
-        """Takes no more rows. Gives the memory back where the draft cannot be hurt by that. May be called twice."""
-
-    def free(self) -> None:  # noqa: B027
-        """Gives back what `close` could not: the draft has unmapped it. Called once, after `close`."""
 
 
 class RingWriter(HiddenWriter):
@@ -210,9 +223,11 @@ class HiddenReader(ABC):
 
     Attributes:
         ring: [capacity, width], where rows lie on a GPU that is mapped here; None elsewhere, and after `close`.
+        exchange: For steps that stay on such a GPU; None where none can, and after `close`.
     """
 
     ring: torch.Tensor | None = None
+    exchange: "DraftExchange | None" = None
 
     def expect(self, step: int) -> None:  # noqa: B027
         """What is read from now on belongs to a step whose message has come."""

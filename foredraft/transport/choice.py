@@ -7,7 +7,8 @@ import torch
 
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.transport import cuda, shared_memory
-from foredraft.transport.base import ArenaError, HiddenReader, HiddenWriter, RowFormat
+from foredraft.transport.base import ArenaError, HiddenReader, HiddenWriter, Region, RowFormat
+from foredraft.transport.device_exchange import DraftExchange, StepSizes
 from foredraft.transport.inline import InlineReader, InlineWriter
 from foredraft.transport.shared_memory import SharedMemoryReader, SharedMemoryWriter
 
@@ -42,12 +43,14 @@ def open_writer(
     capacity: int,
     epoch: int,
     device: torch.device = CPU,
+    steps: StepSizes | None = None,
 ) -> HiddenWriter:
     """The verifier's end of the first of `transports` that can be had.
 
     Args:
         capacity: Rows in use at most.
         device: Where the target runs.
+        steps: Sizes of steps that stay on the GPU, where both can have them.
 
     Raises:
         ArenaError: None can be had.
@@ -59,7 +62,7 @@ def open_writer(
                 # Imported only where there is a GPU that can share memory.
                 from foredraft.transport.cuda_ipc import CudaIpcWriter
 
-                return CudaIpcWriter(row, capacity, epoch, device)
+                return CudaIpcWriter(row, capacity, epoch, device, steps)
             if transport == tensor_pb2.TRANSPORT_SHM:
                 return SharedMemoryWriter(row, capacity, epoch)
             return InlineWriter(row, capacity, epoch)
@@ -67,6 +70,21 @@ def open_writer(
             logger.warning("no %s transport: %s", NAMES[transport], error)
             reason = error
     raise reason
+
+
+def open_region(
+    transports: Sequence[tensor_pb2.Transport], epoch: int, device: torch.device, steps: StepSizes
+) -> Region | None:
+    """The verifier's end of an arena for a draft that reads no hidden states; None where it needs none."""
+    if tensor_pb2.TRANSPORT_CUDA_IPC not in transports:
+        return None
+    from foredraft.transport.cuda_ipc import CudaIpcRegion
+
+    try:
+        return CudaIpcRegion([], epoch, device, steps, None)
+    except ArenaError as error:
+        logger.warning("no %s transport: %s", NAMES[tensor_pb2.TRANSPORT_CUDA_IPC], error)
+        return None
 
 
 def open_reader(
@@ -89,3 +107,24 @@ def open_reader(
     if arena.transport == tensor_pb2.TRANSPORT_INLINE:
         return InlineReader(row)
     raise ArenaError("transport", f"{arena.transport} is none that this process can do")
+
+
+def open_exchange(arena: tensor_pb2.Arena, epoch: int, device: torch.device) -> DraftExchange:
+    """The draft's end of an arena without hidden states.
+
+    Args:
+        device: Where the draft runs.
+
+    Raises:
+        ArenaError: It cannot be mapped; names the field.
+    """
+    if arena.transport != tensor_pb2.TRANSPORT_CUDA_IPC or not cuda.is_supported(device):
+        raise ArenaError("transport", f"{arena.transport} is none that this process can do")
+    from foredraft.transport.cuda_ipc import CudaIpcExchange, CudaIpcMapping
+
+    mapping = CudaIpcMapping(arena, epoch)
+    try:
+        return CudaIpcExchange(mapping, arena, None)
+    except ArenaError:
+        mapping.close()
+        raise

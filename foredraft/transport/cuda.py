@@ -3,6 +3,8 @@
 `cuda.bindings` comes with torch's CUDA builds and is imported only where it is used.
 """
 
+import contextlib
+import weakref
 from typing import Any
 
 import torch
@@ -61,21 +63,16 @@ class Block:
         self.num_bytes = num_bytes
         self.device = device
         self.pointer = int(_call(runtime.cudaMalloc(num_bytes)))
-        try:
-            self.handle = handle_of(self.pointer)
-            self.bytes = view(self.pointer, num_bytes, device)
-            self.bytes.zero_()
-            torch.cuda.current_stream(device).synchronize()
-        except BaseException:
-            self.free()
-            raise
+        memory = _Raw(self.pointer, num_bytes)
+        weakref.finalize(memory, _free, self.pointer, device)
+        self.handle = handle_of(self.pointer)
+        self.bytes = torch.as_tensor(memory, device=device)
+        self.bytes.zero_()
+        torch.cuda.current_stream(device).synchronize()
 
     def free(self) -> None:
-        """Gives the memory back; nobody may use it then."""
-        from cuda.bindings import runtime
-
-        _use(self.device)
-        runtime.cudaFree(self.pointer)
+        """Gives the memory back, as soon as no tensor in it is left."""
+        del self.bytes
 
 
 class Mapping:
@@ -139,6 +136,20 @@ def view(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(_Raw(pointer, num_bytes), device=device)
 
 
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that is nobody else's; torch's own streams go round."""
+    from cuda.bindings import runtime
+
+    _use(device)
+    _, highest = _call(runtime.cudaDeviceGetStreamPriorityRange())
+    handle = int(
+        _call(runtime.cudaStreamCreateWithPriority(runtime.cudaStreamNonBlocking, highest))
+    )
+    stream = torch.cuda.ExternalStream(handle, device=device)
+    weakref.finalize(stream, _destroy, handle)
+    return stream
+
+
 def write_word(stream: torch.cuda.Stream, pointer: int, value: int) -> None:
     """Writes a 32-bit word once everything before it in the stream is done and can be seen by others."""
     from cuda.bindings import driver
@@ -165,6 +176,21 @@ class _Raw:
             "data": (pointer, False),
             "version": 3,
         }
+
+
+def _free(pointer: int, device: torch.device) -> None:
+    with contextlib.suppress(ImportError, CudaError):  # at the process's end
+        from cuda.bindings import runtime
+
+        _use(device)
+        runtime.cudaFree(pointer)
+
+
+def _destroy(stream: int) -> None:
+    with contextlib.suppress(ImportError):
+        from cuda.bindings import runtime
+
+        runtime.cudaStreamDestroy(stream)
 
 
 def _use(device: torch.device) -> None:

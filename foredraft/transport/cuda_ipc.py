@@ -1,71 +1,90 @@
-"""Hidden states in a block of GPU memory that verifier and draft both map: they never leave the GPU.
+"""Hidden states, and steps that stay on the GPU, in a block of its memory that verifier and draft both map.
 
-The block is the verifier's. Its first page holds who it is for, what the draft writes back at the attach, and the number of
-the newest step whose rows are there: the verifier's stream writes that after the rows, the draft's stream waits for it. The
-draft waits only for steps that a message has announced, so what it waits for is under way; should the verifier die just
-then, `abandon` ends the wait.
+The block is the verifier's. Its first page holds who it is for, what the draft writes back at the attach, and two words:
+the newest step whose rows are there, which the verifier's stream writes after the rows and the draft's stream waits for, and
+the newest step whose trees are. The draft waits only for steps that a message has announced, so what it waits for is under
+way; should the verifier die just then, `abandon` ends the wait.
 """
 
 import struct
+from collections.abc import Sequence
 
 import torch
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import InvalidRequest
-from foredraft.transport import codec, cuda
+from foredraft.transport import cuda, layout
 from foredraft.transport.base import (
     HIDDEN,
     ArenaError,
     HiddenReader,
+    Region,
     RingWriter,
     RowFormat,
     check_ring,
     check_rows,
 )
+from foredraft.transport.device_exchange import (
+    ACCEPTED,
+    ROWS,
+    TREES,
+    DeviceExchange,
+    DraftExchange,
+    StepSizes,
+)
 
 _HEADER = struct.Struct("<8sQQ")  # magic, epoch, size of the block
 _MAGIC, _ANSWER = b"foredra1", b"draftra1"
 _ANSWER_AT = 64  # offsets in the first page
-_FLAG_AT = 128
+_VERIFIED_AT, _DRAFTED_AT = 128, 192
 _FIRST_ROW = 4096
 
 
-class CudaIpcWriter(RingWriter):
-    """Makes a new block. Rows are gathered into it by one kernel per step, when the step is sent.
+class CudaIpcRegion(Region):
+    """A new block.
 
     Args:
-        row: Format of the rows.
-        capacity: Rows of the ring.
+        specs: What lies in it.
         epoch: Number of the attach.
         device: Where the target runs.
+        steps: Sizes of steps that stay on the GPU; None where none will.
+        row: Of the hidden states that the draft reads; None for none.
+
+    Attributes:
+        tensors: By name; empty once it is closed.
 
     Raises:
         ArenaError: The block cannot be made.
     """
 
-    def __init__(self, row: RowFormat, capacity: int, epoch: int, device: torch.device) -> None:
-        super().__init__(row, capacity)
-        size = _FIRST_ROW + capacity * row.num_bytes
+    def __init__(
+        self,
+        specs: Sequence[layout.TensorSpec],
+        epoch: int,
+        device: torch.device,
+        steps: StepSizes | None,
+        row: RowFormat | None,
+    ) -> None:
+        every = [*specs, *(steps.tensors(row) if steps is not None else ())]
+        arena = layout.describe(tensor_pb2.TRANSPORT_CUDA_IPC, epoch, every, _FIRST_ROW)
         try:
-            self._block = cuda.Block(size, device)
+            self._block = block = cuda.Block(arena.size, device)
         except cuda.CudaError as error:
-            raise ArenaError("size", f"no block of {size} bytes: {error}") from error
-        self._put_bytes(0, _HEADER.pack(_MAGIC, epoch, size))
-        self._rows: torch.Tensor | None = _ring(self._block.bytes, _FIRST_ROW, row, capacity)
-        self.arena = tensor_pb2.Arena(
-            transport=tensor_pb2.TRANSPORT_CUDA_IPC,
-            handle=self._block.handle,
-            size=size,
-            device_uuid=cuda.uuid_of(device),
-            epoch=epoch,
-        )
-        self.arena.tensors.add(
-            name=HIDDEN,
-            offset=_FIRST_ROW,
-            dtype=codec.to_message(row.dtype),
-            shape=(capacity, row.width),
-        )
+            raise ArenaError("size", f"no block of {arena.size} bytes: {error}") from error
+        arena.handle, arena.device_uuid = block.handle, cuda.uuid_of(device)
+        self.arena = arena
+        header = bytearray(_HEADER.pack(_MAGIC, epoch, arena.size))
+        block.bytes[: len(header)].copy_(torch.frombuffer(header, dtype=torch.uint8))
+        self.tensors = {t.name: layout.view(block.bytes, t) for t in arena.tensors}
+        if steps is not None:
+            words = (block.pointer + _VERIFIED_AT, block.pointer + _DRAFTED_AT)
+            self.device = DeviceExchange(self.tensors, *words)
+
+    def publish(self, step: int) -> None:
+        """The current stream says that the rows of a step are there."""
+        stream = torch.cuda.current_stream(self._block.device)
+        cuda.write_word(stream, self._block.pointer + _VERIFIED_AT, step)
 
     def attached(self) -> None:
         """Looks whether what the draft wrote has come here.
@@ -78,16 +97,59 @@ class CudaIpcWriter(RingWriter):
             raise ArenaError("handle", "what the draft wrote into the block did not arrive")
 
     def close(self) -> None:
-        """Writes no more. The block stays until `free`: the draft may still be reading it."""
-        self._rows = None
+        """Ends waits for the draft. The block stays until `free`: the draft may still be using it."""
+        self.tensors.clear()
+        if self.device is not None:
+            self.device.close()
 
     def free(self) -> None:
-        """Gives the block back."""
-        torch.cuda.synchronize(self._block.device)
+        """Gives the block back, as soon as nobody here holds a tensor in it."""
+        self.device = None
         self._block.free()
 
+
+class CudaIpcWriter(RingWriter):
+    """Rows in such a block. They are gathered into it by one kernel per step, when the step is sent.
+
+    Args:
+        row: Format of the rows.
+        capacity: Rows of the ring.
+        epoch: Number of the attach.
+        device: Where the target runs.
+        steps: See CudaIpcRegion.
+
+    Raises:
+        ArenaError: The block cannot be made.
+    """
+
+    def __init__(
+        self,
+        row: RowFormat,
+        capacity: int,
+        epoch: int,
+        device: torch.device,
+        steps: StepSizes | None = None,
+    ) -> None:
+        super().__init__(row, capacity)
+        ring = layout.ring_spec(row, capacity)
+        self._region = CudaIpcRegion([ring], epoch, device, steps, row)
+        self.arena, self.device = self._region.arena, self._region.device
+
+    def attached(self) -> None:
+        """See CudaIpcRegion."""
+        self._region.attached()
+
+    def close(self) -> None:
+        """See CudaIpcRegion. Writes no more."""
+        self._region.close()
+
+    def free(self) -> None:
+        """See CudaIpcRegion."""
+        self.device = None
+        self._region.free()
+
     def _store(self, first: int, rows: list[torch.Tensor]) -> None:
-        ring = self._rows
+        ring = self._region.tensors.get(HIDDEN)
         if ring is None:
             raise ArenaError("epoch", f"attach {self.arena.epoch} has ended")
         num_rows = sum(len(part) for part in rows)
@@ -101,16 +163,103 @@ class CudaIpcWriter(RingWriter):
         ring[: num_rows - fitting].copy_(joined[fitting:])
 
     def _publish(self, step: int) -> None:
-        stream = torch.cuda.current_stream(self._block.device)
-        cuda.write_word(stream, self._block.pointer + _FLAG_AT, step)
+        self._region.publish(step)
 
-    def _put_bytes(self, offset: int, data: bytes) -> None:
-        source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._block.bytes[offset : offset + len(data)].copy_(source)
+
+class CudaIpcMapping:
+    """The draft's mapping of a block.
+
+    Args:
+        arena: As the verifier describes it.
+        epoch: Number of the attach.
+
+    Raises:
+        ArenaError: The description contradicts the block or this attach.
+    """
+
+    def __init__(self, arena: tensor_pb2.Arena, epoch: int) -> None:
+        if arena.epoch != epoch:
+            raise ArenaError("epoch", f"the arena is of attach {arena.epoch}, not {epoch}")
+        device = cuda.device_of(arena.device_uuid)
+        if device is None:
+            raise ArenaError("device_uuid", f"this process does not see GPU {arena.device_uuid}")
+        if len(arena.handle) != cuda.HANDLE_BYTES:
+            raise ArenaError("handle", f"{len(arena.handle)} bytes are no handle")
+        try:
+            mapping = cuda.Mapping(arena.handle, arena.size, device)
+        except cuda.CudaError as error:
+            raise ArenaError("handle", f"cannot map the block: {error}") from error
+        self._mapping: cuda.Mapping | None = mapping
+        self._mapped = mapping.bytes
+        if bytes(mapping.bytes[: _HEADER.size].cpu().numpy()) != _HEADER.pack(
+            _MAGIC, epoch, arena.size
+        ):
+            self.close()
+            raise ArenaError("epoch", "the block is not of this attach")
+        answer = bytearray(_HEADER.pack(_ANSWER, epoch, arena.size))
+        mapping.bytes[_ANSWER_AT : _ANSWER_AT + len(answer)].copy_(
+            torch.frombuffer(answer, dtype=torch.uint8)
+        )
+        torch.cuda.current_stream(device).synchronize()
+        self._side = cuda.new_stream(device)
+        self._newest = 0  # step that was waited for
+
+    def view(self, arena: tensor_pb2.Arena, name: str) -> torch.Tensor:
+        """A tensor of the arena.
+
+        Raises:
+            ArenaError: There is none.
+        """
+        tensor = layout.find(arena, name)
+        if tensor is None:
+            raise ArenaError("tensors", f"there is none named {name!r}")
+        return layout.view(self._mapped, tensor)
+
+    def rows(self, offset: int, count: int, row: RowFormat) -> torch.Tensor:
+        """[count, width] from a place in the block on.
+
+        Raises:
+            ArenaError: They do not end within it.
+        """
+        end = offset + count * row.num_bytes
+        if end > len(self._mapped):
+            raise ArenaError("size", f"{count} rows do not end within {len(self._mapped)} bytes")
+        return self._mapped[offset:end].view(row.dtype).view(count, row.width)
+
+    def wait(self, step: int) -> None:
+        """The current stream waits for what an announced step committed.
+
+        Raises:
+            InvalidRequest: The attach has ended.
+        """
+        if self._mapping is None:
+            raise InvalidRequest("hidden", "the attach has ended")
+        self._newest = step
+        stream = torch.cuda.current_stream(self._mapping.device)
+        cuda.wait_word(stream, self._mapping.pointer + _VERIFIED_AT, step)
+
+    def publish(self, step: int) -> None:
+        """The current stream says that a step's trees are there."""
+        if self._mapping is not None:
+            stream = torch.cuda.current_stream(self._mapping.device)
+            cuda.write_word(stream, self._mapping.pointer + _DRAFTED_AT, step)
+
+    def abandon(self) -> None:
+        """Ends the waits for what will not come; what is read then means nothing."""
+        if self._mapping is not None:
+            cuda.write_word(self._side, self._mapping.pointer + _VERIFIED_AT, self._newest)
+            self._side.synchronize()
+
+    def close(self) -> None:
+        """Unmaps the block once nothing uses it. May be called twice."""
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            torch.cuda.synchronize(mapping.device)
+            mapping.close()
 
 
 class CudaIpcReader(HiddenReader):
-    """Maps a block.
+    """Reads rows in a block.
 
     Args:
         arena: As the verifier describes it.
@@ -123,34 +272,18 @@ class CudaIpcReader(HiddenReader):
 
     def __init__(self, arena: tensor_pb2.Arena, row: RowFormat, epoch: int) -> None:
         offset, capacity = check_ring(arena, row, epoch, _FIRST_ROW)
-        device = cuda.device_of(arena.device_uuid)
-        if device is None:
-            raise ArenaError("device_uuid", f"this process does not see GPU {arena.device_uuid}")
-        if len(arena.handle) != cuda.HANDLE_BYTES:
-            raise ArenaError("handle", f"{len(arena.handle)} bytes are no handle")
-        try:
-            self._mapping: cuda.Mapping | None = cuda.Mapping(arena.handle, arena.size, device)
-        except cuda.CudaError as error:
-            raise ArenaError("handle", f"cannot map the block: {error}") from error
-        data = self._mapping.bytes
-        if bytes(data[: _HEADER.size].cpu().numpy()) != _HEADER.pack(_MAGIC, epoch, arena.size):
-            self.close()
-            raise ArenaError("epoch", "the block is not of this attach")
-        answer = bytearray(_HEADER.pack(_ANSWER, epoch, arena.size))
-        data[_ANSWER_AT : _ANSWER_AT + len(answer)].copy_(
-            torch.frombuffer(answer, dtype=torch.uint8)
-        )
-        torch.cuda.current_stream(device).synchronize()
-        self.ring = _ring(data, offset, row, capacity)
-        self._step = 0
+        self._mapping = CudaIpcMapping(arena, epoch)
+        self.ring = self._mapping.rows(offset, capacity, row)
+        if layout.find(arena, TREES) is not None:
+            try:
+                self.exchange = CudaIpcExchange(self._mapping, arena, row)
+            except ArenaError:
+                self.close()
+                raise
 
     def expect(self, step: int) -> None:
         """The current stream waits for the rows of an announced step."""
-        if self._mapping is None:
-            raise InvalidRequest("hidden", "the attach has ended")
-        self._step = step
-        stream = torch.cuda.current_stream(self._mapping.device)
-        cuda.wait_word(stream, self._mapping.pointer + _FLAG_AT, step)
+        self._mapping.wait(step)
 
     def read(self, rows: draft_pb2.HiddenRows) -> torch.Tensor:
         """The rows of the ring; a copy on the device, made when the stream comes to it."""
@@ -163,20 +296,52 @@ class CudaIpcReader(HiddenReader):
 
     def abandon(self) -> None:
         """Ends the wait for rows that will not come; what is read then means nothing."""
-        if self._mapping is not None:
-            with torch.cuda.device(self._mapping.device):
-                side = torch.cuda.Stream()
-                cuda.write_word(side, self._mapping.pointer + _FLAG_AT, self._step)
-                side.synchronize()
+        self._mapping.abandon()
 
     def close(self) -> None:
         """Unmaps the block once nothing reads it."""
-        mapping, self._mapping, self.ring = self._mapping, None, None
-        if mapping is not None:
-            torch.cuda.synchronize(mapping.device)
-            mapping.close()
+        self.ring = self.exchange = None
+        self._mapping.close()
 
 
-def _ring(data: torch.Tensor, offset: int, row: RowFormat, capacity: int) -> torch.Tensor:
-    used = data[offset : offset + capacity * row.num_bytes]
-    return used.view(row.dtype).view(capacity, row.width)
+class CudaIpcExchange(DraftExchange):
+    """Steps in a block.
+
+    Args:
+        mapping: Closed with the exchange.
+        arena: As the verifier describes it.
+        row: Of the hidden states that the draft reads; None for none.
+
+    Raises:
+        ArenaError: The tensors are not as they should be.
+    """
+
+    def __init__(
+        self, mapping: CudaIpcMapping, arena: tensor_pb2.Arena, row: RowFormat | None
+    ) -> None:
+        self._mapping = mapping
+        self.accepted, self.trees = mapping.view(arena, ACCEPTED), mapping.view(arena, TREES)
+        self.hidden, self.first_row = None, 0
+        if row is None:
+            return
+        offset, self.first_row = check_ring(arena, row, arena.epoch, _FIRST_ROW)
+        rows = mapping.view(arena, ROWS)
+        self.hidden = mapping.rows(offset, self.first_row + rows.numel() // row.width, row)
+        if self.hidden[self.first_row].data_ptr() != rows.data_ptr() or rows.dtype != row.dtype:
+            raise ArenaError("tensors", f"{ROWS} do not lie behind {HIDDEN}")
+
+    def wait(self, step: int) -> None:
+        """See DraftExchange."""
+        self._mapping.wait(step)
+
+    def publish(self, step: int) -> None:
+        """See DraftExchange."""
+        self._mapping.publish(step)
+
+    def abandon(self) -> None:
+        """See DraftExchange."""
+        self._mapping.abandon()
+
+    def close(self) -> None:
+        """See DraftExchange."""
+        self._mapping.close()

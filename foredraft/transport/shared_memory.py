@@ -21,7 +21,6 @@ from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import InvalidRequest
 from foredraft.transport import codec
 from foredraft.transport.base import (
-    HIDDEN,
     ArenaError,
     HiddenReader,
     RingWriter,
@@ -29,6 +28,7 @@ from foredraft.transport.base import (
     check_ring,
     check_rows,
 )
+from foredraft.transport.layout import describe, ring_spec
 from foredraft.transport.process import pid_namespace, start_time
 
 FOLDER = Path("/dev/shm")
@@ -61,7 +61,10 @@ class SharedMemoryWriter(RingWriter):
 
     def __init__(self, row: RowFormat, capacity: int, epoch: int) -> None:
         super().__init__(row, capacity)
-        size = _FIRST_ROW + capacity * row.num_bytes
+        self.arena = describe(
+            tensor_pb2.TRANSPORT_SHM, epoch, [ring_spec(row, capacity)], _FIRST_ROW
+        )
+        size = self.arena.size
         self._path = FOLDER / _new_name()
         try:
             self._map: mmap.mmap | None = _create(self._path, size)
@@ -71,18 +74,7 @@ class SharedMemoryWriter(RingWriter):
         self._rows: np.ndarray | None = np.frombuffer(
             self._map, dtype=np.uint8, offset=_FIRST_ROW
         ).reshape(capacity, row.num_bytes)
-        self.arena = tensor_pb2.Arena(
-            transport=tensor_pb2.TRANSPORT_SHM,
-            handle=self._path.name.encode(),
-            size=size,
-            epoch=epoch,
-        )
-        self.arena.tensors.add(
-            name=HIDDEN,
-            offset=_FIRST_ROW,
-            dtype=codec.to_message(row.dtype),
-            shape=(capacity, row.width),
-        )
+        self.arena.handle = self._path.name.encode()
 
     def attached(self) -> None:
         """Takes the segment's name away, so that it ends with the two processes."""

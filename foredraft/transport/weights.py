@@ -1,13 +1,11 @@
 """Weights of the target that its draft maps instead of loading them: torch's own allocations, shared as they lie."""
 
-import math
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from foredraft.api.tensor.v1 import tensor_pb2
-from foredraft.errors import InvalidRequest
-from foredraft.transport import codec, cuda
+from foredraft.transport import codec, cuda, layout
 from foredraft.transport.base import ArenaError
 
 
@@ -85,16 +83,4 @@ class MappedWeights:
             raise ArenaError("handle", f"cannot map the weights: {error}") from error
         self._mappings.append(mapping)
         for tensor in arena.tensors:
-            self.tensors[tensor.name] = _view(mapping.bytes, tensor)
-
-
-def _view(data: torch.Tensor, tensor: tensor_pb2.ArenaTensor) -> torch.Tensor:
-    try:
-        dtype = codec.to_torch(tensor.dtype)
-    except InvalidRequest as error:
-        raise ArenaError("tensors", error.message) from error
-    shape = tuple(tensor.shape)
-    end = tensor.offset + math.prod(shape) * dtype.itemsize
-    if end > len(data) or tensor.offset % dtype.itemsize:
-        raise ArenaError("tensors", f"{tensor.name} does not lie within {len(data)} bytes")
-    return data[tensor.offset : end].view(dtype).view(shape)
+            self.tensors[tensor.name] = layout.view(mapping.bytes, tensor)

@@ -175,7 +175,7 @@ class GpuArena(Arena):
         super().__init__("unix:/tmp/draft.sock", 64, 4, 1 << 20, 100, "any")
         self.writers: list[OnGpu] = []
 
-    def _open(self, transports: object, row: RowFormat, epoch: int) -> HiddenWriter:
+    def _open(self, transports: object, row: RowFormat, epoch: int, steps: object) -> HiddenWriter:
         self.writers.append(OnGpu(epoch))
         return self.writers[-1]
 

@@ -12,7 +12,7 @@ class GetDraftInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetDraftInfoResponse(_message.Message):
-    __slots__ = ("algorithm", "model", "kv_bytes_per_token", "weight_bytes", "hidden", "transports", "limits", "vocab_size", "tokenizer_fingerprint", "uses_pages", "version", "device_uuid", "process", "shared_weights", "shared_weight_bytes", "bytes_per_sequence", "workspace_bytes")
+    __slots__ = ("algorithm", "model", "kv_bytes_per_token", "weight_bytes", "hidden", "transports", "limits", "vocab_size", "tokenizer_fingerprint", "uses_pages", "version", "device_uuid", "process", "shared_weights", "shared_weight_bytes", "bytes_per_sequence", "workspace_bytes", "device_steps")
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class GetDraftInfoResponse(_message.Message):
     SHARED_WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     WORKSPACE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_STEPS_FIELD_NUMBER: _ClassVar[int]
     algorithm: str
     model: str
     kv_bytes_per_token: int
@@ -47,7 +48,8 @@ class GetDraftInfoResponse(_message.Message):
     shared_weight_bytes: int
     bytes_per_sequence: int
     workspace_bytes: int
-    def __init__(self, algorithm: _Optional[str] = ..., model: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., hidden: _Optional[_Union[HiddenNeeds, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[_tensor_pb2.Transport, str]]] = ..., limits: _Optional[_Union[TreeLimits, _Mapping]] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., uses_pages: bool = ..., version: _Optional[str] = ..., device_uuid: _Optional[str] = ..., process: _Optional[_Union[_tensor_pb2.Process, _Mapping]] = ..., shared_weights: _Optional[_Iterable[str]] = ..., shared_weight_bytes: _Optional[int] = ..., bytes_per_sequence: _Optional[int] = ..., workspace_bytes: _Optional[int] = ...) -> None: ...
+    device_steps: bool
+    def __init__(self, algorithm: _Optional[str] = ..., model: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., hidden: _Optional[_Union[HiddenNeeds, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[_tensor_pb2.Transport, str]]] = ..., limits: _Optional[_Union[TreeLimits, _Mapping]] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., uses_pages: bool = ..., version: _Optional[str] = ..., device_uuid: _Optional[str] = ..., process: _Optional[_Union[_tensor_pb2.Process, _Mapping]] = ..., shared_weights: _Optional[_Iterable[str]] = ..., shared_weight_bytes: _Optional[int] = ..., bytes_per_sequence: _Optional[int] = ..., workspace_bytes: _Optional[int] = ..., device_steps: bool = ...) -> None: ...
 
 class HiddenNeeds(_message.Message):
     __slots__ = ("layers", "width", "dtype")
@@ -138,7 +140,7 @@ class StepRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ..., sequences: _Optional[_Iterable[_Union[SequenceStep, _Mapping]]] = ..., released_slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SequenceStep(_message.Message):
-    __slots__ = ("slot", "begin", "new_pages", "position", "tokens", "propose", "hidden", "first_page")
+    __slots__ = ("slot", "begin", "new_pages", "position", "tokens", "propose", "hidden", "first_page", "device_row")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     NEW_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +149,7 @@ class SequenceStep(_message.Message):
     PROPOSE_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ROW_FIELD_NUMBER: _ClassVar[int]
     slot: int
     begin: Begin
     new_pages: _containers.RepeatedScalarFieldContainer[int]
@@ -155,7 +158,8 @@ class SequenceStep(_message.Message):
     propose: TreeLimits
     hidden: HiddenRows
     first_page: int
-    def __init__(self, slot: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., new_pages: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., propose: _Optional[_Union[TreeLimits, _Mapping]] = ..., hidden: _Optional[_Union[HiddenRows, _Mapping]] = ..., first_page: _Optional[int] = ...) -> None: ...
+    device_row: int
+    def __init__(self, slot: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., new_pages: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., propose: _Optional[_Union[TreeLimits, _Mapping]] = ..., hidden: _Optional[_Union[HiddenRows, _Mapping]] = ..., first_page: _Optional[int] = ..., device_row: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("valid_from", "sampling", "scope", "traceparent")
