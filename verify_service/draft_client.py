@@ -70,6 +70,9 @@ class DraftClient:
         on_ended: Called from there when what `make_attach` made for an attach is no longer needed, with its number
             and, where the draft did not take it, why.
         identity: For TLS over TCP.
+
+    Attributes:
+        step_timeout: As given.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class DraftClient:
         self._target = target
         self._identity = identity
         self._make_attach = make_attach
-        self._step_timeout = step_timeout
+        self.step_timeout = step_timeout
         self._on_state = on_state
         self._on_attached = on_attached
         self._on_ended = on_ended
@@ -163,7 +166,7 @@ class DraftClient:
         if not stream.unanswered:
             raise DraftError("no step waits for an answer")
         expected, num_tokens = stream.unanswered[0]
-        timeout = self._step_timeout * (1 + num_tokens // TOKENS_PER_TIMEOUT)
+        timeout = self.step_timeout * (1 + num_tokens // TOKENS_PER_TIMEOUT)
         self._deadline = time.monotonic() + timeout
         try:
             response = stream.read()
@@ -179,6 +182,15 @@ class DraftClient:
         if response.step.step != expected:
             raise self._drop(stream, f"step {expected} was answered by step {response.step.step}")
         return response.step
+
+    def drop(self, reason: str) -> DraftError:
+        """Ends the current attach; the draft may attach anew.
+
+        Returns:
+            The reason as an error.
+        """
+        stream = self._stream
+        return DraftError(reason) if stream is None else self._drop(stream, reason)
 
     def close(self) -> None:
         """Ends the connection and the thread. No more is sent or received."""
@@ -273,7 +285,7 @@ class DraftClient:
 
     def _watch(self, stream: _Stream) -> None:
         stream.call.add_callback(self._wake)
-        poll = min(_POLL_SECONDS, self._step_timeout / 4)
+        poll = min(_POLL_SECONDS, self.step_timeout / 4)
         with self._changed:
             while self._stream is stream and not self._closed and stream.call.is_active():
                 self._changed.wait(poll)

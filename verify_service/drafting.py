@@ -1,12 +1,14 @@
 """Between the engine and its draft: tells the draft what was committed, brings back trees, survives its death.
 
-Holds per sequence what the current draft has been told. Nothing here can change a token: a lost draft means
-empty trees.
+A step is told by values, and answered by trees; or, on one GPU, the draft is told where on the device it finds what the
+target's step under way will commit, and puts its trees there. Nothing here can change a token: a lost draft means empty trees.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import torch
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import DraftError
@@ -14,32 +16,16 @@ from foredraft.kvcache.draft_marks import DraftMarks
 from foredraft.runner.model_runner import ForwardOutput
 from foredraft.speculation.draft_tree import EMPTY, DraftTree, sanitize
 from foredraft.transport.base import ArenaError
+from foredraft.transport.device_exchange import DeviceExchange
 from verify_service.draft_client import DraftClient
+from verify_service.draft_news import DraftNews, split_news
 from verify_service.draft_policy import DraftHistory
-from verify_service.hidden_states import CommittedRows, HiddenStates, Run
+from verify_service.hidden_states import CommittedRows, HiddenStates
 from verify_service.metrics import DRAFT_SECONDS, SpeculationMetrics
 from verify_service.request import Sequence as RequestSequence
+from verify_service.target_step import DeviceOutcome
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Told:
-    """What the draft of attach `epoch` knows of a sequence in `slot`.
-
-    Attributes:
-        num_tokens: Leading tokens that it has.
-        num_pages: Leading entries of the page table that it has.
-        run: The hidden states of which it was told, where it reads any.
-        histories: What drafting brought so far, by the confidence of proposals.
-    """
-
-    epoch: int = 0
-    slot: int | None = None
-    num_tokens: int = 0
-    num_pages: int = 0
-    run: Run | None = None
-    histories: dict[int, DraftHistory] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +37,20 @@ class Drafted:
 
 
 NOTHING = Drafted(EMPTY, 0)
-PATIENCE = 32  # hidden states that are kept back while nothing is asked of a sequence's draft
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A sequence that goes on behind a step under way.
+
+    Attributes:
+        row: Its place in that step.
+        num_nodes: Of the tree that it wants; 0 for none.
+    """
+
+    sequence: RequestSequence
+    row: int
+    num_nodes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +88,14 @@ class Drafting:
         hidden: HiddenStates,
     ) -> None:
         self._client = client
-        self._marks = marks
-        self._page_size = page_size
         self._vocab_size = vocab_size
         self._tree_shape = tree_shape
-        self._scope = scope
         self._refill_tokens = refill_tokens
         self._metrics = metrics
         self._hidden = hidden
-        self._told: dict[int, Told] = {}
+        self._news = DraftNews(marks, page_size, scope, hidden)
         self._released: list[int] = []
+        self._exchange: DeviceExchange | None = None
         self._epoch = 0
         self._step = 0
         self._num_unread = 0
@@ -119,7 +116,7 @@ class Drafting:
 
     def history(self, sequence: RequestSequence, confidence: int = 0) -> DraftHistory:
         """The record of what proposals of one confidence brought to a sequence."""
-        return self._of(sequence).histories.setdefault(confidence, DraftHistory())
+        return self._news.of(sequence).histories.setdefault(confidence, DraftHistory())
 
     @property
     def is_cheap(self) -> bool:
@@ -138,7 +135,9 @@ class Drafting:
         if epoch != self._epoch:
             self._epoch, self._step, self._num_unread = epoch, 0, 0
             self._released.clear()
-            self._hidden.attach(epoch)
+            self._exchange = self._hidden.attach(epoch)
+            info = self._client.info
+            self._news.attach(epoch, info is not None and info.uses_pages)
 
     def release(self, slots: Iterable[int]) -> None:
         """Slots that sequences gave back; told with the next step."""
@@ -146,13 +145,13 @@ class Drafting:
 
     def forget(self, sequence: RequestSequence) -> None:
         """The sequence has ended."""
-        self._told.pop(sequence.request_id, None)
+        self._news.forget(sequence)
         self._hidden.drop(sequence)
 
     def preempted(self, sequence: RequestSequence) -> None:
         """The sequence has lost its pages."""
         self._hidden.drop(sequence)
-        self._of(sequence).run = None
+        self._news.preempted(sequence)
 
     @property
     def capture(self) -> tuple[int, ...] | None:
@@ -160,9 +159,18 @@ class Drafting:
         it reads nothing."""
         return self._hidden.layers
 
-    def keep(self, output: ForwardOutput, committed: Sequence[CommittedRows]) -> None:
-        """Takes the hidden states that a step committed."""
-        self._hidden.keep(output, committed)
+    def keep(
+        self,
+        output: ForwardOutput,
+        committed: Sequence[CommittedRows],
+        gathered: torch.Tensor | None = None,
+    ) -> None:
+        """Takes the hidden states that a step committed; see `HiddenStates.keep`."""
+        self._hidden.keep(output, committed, gathered)
+
+    def gather(self, output: ForwardOutput, count: int) -> torch.Tensor:
+        """The hidden states of the first rows of a step under way."""
+        return self._hidden.gather(output, list(range(count)))
 
     def close(self) -> None:
         """Ends the connection."""
@@ -202,6 +210,81 @@ class Drafting:
             return self._lost(error)
         return self._trees
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether `refresh` has something to find out."""
+        return self._client.epoch != self._epoch
+
+    def can_follow(self, sequences: Iterable[RequestSequence]) -> bool:
+        """Whether the draft can take from the device what the step under way commits to these."""
+        return self._exchange is not None and all(map(self._news.can_follow, sequences))
+
+    def follow(self, members: Sequence[Member], outcome: DeviceOutcome) -> int | None:
+        """Lets the draft go on behind the target's step under way.
+
+        Args:
+            members: Of the next step.
+            outcome: Of the step under way.
+
+        Returns:
+            What `fetch` and `followed` ask for; None where the draft is gone.
+        """
+        exchange = self._exchange
+        assert exchange is not None
+        self._request = draft_pb2.StepRequest(released_slots=self._released)
+        self._forget_slots()
+        self._asked = {}
+        steps, topk = self._tree_shape
+        for member in members:
+            news = self._news.on_device(member.sequence, member.row)
+            if member.num_nodes:
+                news.propose.num_steps = steps
+                news.propose.topk = topk
+                news.propose.num_draft_tokens = exchange.trees.shape[2] + 1
+            self._request.sequences.append(news)
+        count = outcome.num_sequences
+        exchange.accepted[:count].copy_(outcome.accepted[:count])
+        if exchange.rows is not None:
+            rows = exchange.rows[:count].flatten(0, 1)
+            index = outcome.index[: len(rows)]
+            torch.index_select(self._hidden.source(outcome.output), 0, index, out=rows)
+        exchange.publish(self._step + 1)
+        try:
+            self._send(is_on_device=True)
+            # The draft answers when its work is on the way: all but the newest answers are there.
+            while self._num_unread > 1:
+                self._receive()
+        except (DraftError, ArenaError) as error:
+            self._lost(error)
+            return None
+        return self._step
+
+    def fetch(self, step: int, trees: torch.Tensor) -> None:
+        """Lets the current stream wait for the trees of a step that was followed, and copies them, [n, 2, N]."""
+        exchange = self._exchange
+        assert exchange is not None
+        exchange.wait_trees(step)
+        trees.copy_(exchange.trees[: len(trees)])
+
+    def followed(self, sequence: RequestSequence, start: int) -> None:
+        """What the draft took from the device is known now: tokens committed from key `start` on."""
+        self._news.followed(sequence, start)
+
+    def is_late(self, waiting: float) -> bool:
+        """Whether a target that waits for trees should wait no longer.
+
+        Args:
+            waiting: Seconds that it may have waited.
+        """
+        return self.is_stale or waiting > self._client.step_timeout
+
+    def abandon(self, step: int) -> None:
+        """Ends the target's wait for trees; the draft may still write, so it is dropped."""
+        if self._exchange is not None:
+            self._exchange.release(step)
+        if not self.is_stale:
+            self._lost(self._client.drop("its trees did not come in time"))
+
     def _lost(self, error: DraftError | ArenaError) -> dict[int, Drafted]:
         logger.warning("drafting stopped: %s; decoding goes on without a draft", error)
         self._metrics.failures.inc()
@@ -222,15 +305,17 @@ class Drafting:
         # pages that are marked as told.
         known = all(self._hidden.run(want.sequence) is not None for want in wanted)
         nobody_joins = known and not extending
+        # Where one follows on the device, all do.
+        may_wait = nobody_joins and not (self._exchange and any(w.max_nodes for w in wanted))
         budget = self._refill_tokens
         for want in wanted:
-            if nobody_joins and want.max_nodes == 0 and self._may_wait(want.sequence):
+            if may_wait and want.max_nodes == 0 and self._news.may_wait(want.sequence):
                 continue
-            news, num_tokens = self._news(want.sequence, budget)
+            news, num_tokens = self._news.news(want.sequence, budget)
             budget -= num_tokens
             # A draft that reads hidden states proposes after the last one that it is given.
             may_ask = num_tokens > 0 or not reads_hidden
-            if want.max_nodes > 0 and may_ask and self._has_caught_up(want.sequence):
+            if want.max_nodes > 0 and may_ask and self._news.has_caught_up(want.sequence):
                 steps, topk = self._shape(want.sequence)
                 # Deeper than the output may grow would be drafted in vain.
                 steps = min(steps, want.max_nodes, want.sequence.num_output_left - 1)
@@ -241,22 +326,14 @@ class Drafting:
             if num_tokens or news.HasField("propose") or news.HasField("begin"):
                 self._add(want.sequence, news)
         for sequence in extending:
-            news, num_tokens = self._news(sequence, budget)
+            news, num_tokens = self._news.news(sequence, budget)
             budget -= num_tokens
             if num_tokens or news.HasField("begin"):
                 self._add(sequence, news)
 
-    def _may_wait(self, sequence: RequestSequence) -> bool:
-        told, run = self._of(sequence), self._hidden.run(sequence)
-        return run is not None and told.run is run and run.end - told.num_tokens < PATIENCE
-
     def _forget_slots(self) -> None:
-        """A preempted sequence begins anew even where it gets its old slot back: the draft was told of its release."""
         if self._released:
-            released = set(self._released)
-            for told in self._told.values():
-                if told.slot in released:
-                    told.slot = None
+            self._news.released(self._released)
             self._released.clear()
 
     def _add(self, sequence: RequestSequence, news: draft_pb2.SequenceStep) -> None:
@@ -281,10 +358,10 @@ class Drafting:
         self._request.sequences.append(news)
         self._hidden.sent(run)
 
-    def _send(self) -> None:
+    def _send(self, is_on_device: bool = False) -> None:
         self._step += 1
         self._request.step = self._step
-        if self._hidden.writer is not None:
+        if self._hidden.writer is not None and not is_on_device:
             self._hidden.writer.sent(self._step)
         self._client.send(self._request, self._epoch)
         self._num_unread += 1
@@ -325,127 +402,3 @@ class Drafting:
         steps, topk = self._tree_shape
         asked = sequence.speculation
         return min(asked.num_steps or steps, steps), min(asked.topk or topk, topk)
-
-    def _of(self, sequence: RequestSequence) -> Told:
-        return self._told.setdefault(sequence.request_id, Told())
-
-    def _has_caught_up(self, sequence: RequestSequence) -> bool:
-        return self._of(sequence).num_tokens == len(sequence.tokens)
-
-    @property
-    def _uses_pages(self) -> bool:
-        info = self._client.info
-        return info is not None and info.uses_pages
-
-    def _news(self, sequence: RequestSequence, budget: int) -> tuple[draft_pb2.SequenceStep, int]:
-        """What the draft does not know yet of a running sequence, and how many tokens that is."""
-        if self._hidden.layers is not None:
-            return self._hidden_news(sequence)
-        told = self._of(sequence)
-        assert sequence.slot is not None
-        news = draft_pb2.SequenceStep(slot=sequence.slot)
-        if told.epoch != self._epoch or told.slot != sequence.slot:
-            self._begin(sequence, told, news)
-        if not self._uses_pages:
-            end = len(sequence.tokens)
-        else:
-            self._replace_pages(sequence, told)
-            # A prompt's tokens are told once the target has them; the newest token has a page already.
-            end = len(sequence.tokens) if sequence.is_decoding else sequence.num_computed
-            end = min(end, told.num_tokens + max(budget, 0))
-        news.position = told.num_tokens
-        if end <= told.num_tokens:
-            return news, 0
-        start, told.num_tokens = told.num_tokens, end
-        news.tokens.extend(sequence.tokens[start:end])
-        if self._uses_pages:
-            self._tell_pages(sequence, told, news)
-            self._mark(sequence, start, end)
-        return news, end - start
-
-    def _hidden_news(self, sequence: RequestSequence) -> tuple[draft_pb2.SequenceStep, int]:
-        """The same for a draft that reads hidden states: as far as they are there, and one token further."""
-        told, run = self._of(sequence), self._hidden.run(sequence)
-        news = draft_pb2.SequenceStep(slot=sequence.slot or 0)
-        if run is None:
-            return news, 0
-        if told.run is not run or told.epoch != self._epoch or told.slot != sequence.slot:
-            self._begin(sequence, told, news)
-            told.run = run
-            # A hidden state belongs to the token after it: whoever lacks those from `start` on has start + 1 tokens.
-            told.num_tokens = run.start + 1 if run.start else 0
-            news.begin.valid_from = self._hidden.valid_from(sequence, run)
-        elif run.resend_from is not None:
-            told.num_tokens = min(told.num_tokens, run.resend_from + 1)
-        told.num_pages = min(told.num_pages, sequence.pages_changed_from)
-        sequence.pages_changed_from = len(sequence.pages)
-        start, end = told.num_tokens, run.end + 1
-        if end == start:
-            return news, 0
-        told.num_tokens, news.position = end, start
-        news.tokens.extend(sequence.tokens[start:end])
-        self._tell_pages(sequence, told, news)
-        return news, end - start
-
-    @staticmethod
-    def _tell_pages(sequence: RequestSequence, told: Told, news: draft_pb2.SequenceStep) -> None:
-        news.first_page = told.num_pages
-        news.new_pages.extend(sequence.pages[told.num_pages :])
-        told.num_pages = len(sequence.pages)
-
-    def _begin(self, sequence: RequestSequence, told: Told, news: draft_pb2.SequenceStep) -> None:
-        told.epoch, told.slot, told.num_tokens, told.num_pages = self._epoch, sequence.slot, 0, 0
-        if self._uses_pages and self._hidden.layers is None:
-            limit = sequence.num_computed // self._page_size
-            num_valid = self._marks.valid_prefix(sequence.pages[:limit], self._epoch)
-            told.num_tokens = num_valid * self._page_size
-        sampling = sequence.sampling
-        news.begin.valid_from = 0
-        news.begin.scope = self._scope_of(sequence)
-        news.begin.traceparent = sequence.traceparent
-        news.begin.sampling.temperature = sampling.temperature
-        news.begin.sampling.top_k = sampling.top_k
-        news.begin.sampling.top_p = sampling.top_p
-        news.begin.sampling.min_p = sampling.min_p
-        news.begin.sampling.seed = sampling.seed
-
-    def _scope_of(self, sequence: RequestSequence) -> str:
-        if self._scope == "request":
-            return ""
-        return "server" if self._scope == "server" else f"key:{sequence.key_label}"
-
-    def _replace_pages(self, sequence: RequestSequence, told: Told) -> None:
-        """Notices entries of the page table that changed since the draft was told."""
-        changed = sequence.pages_changed_from
-        sequence.pages_changed_from = len(sequence.pages)
-        if changed >= told.num_pages:
-            return
-        told.num_pages = changed
-        # A page that another sequence filled the same way holds draft KV only where its mark says so.
-        end = min(told.num_tokens // self._page_size, len(sequence.pages))
-        for i in range(changed, end):
-            if not self._marks.is_valid(sequence.pages[i], self._epoch):
-                told.num_tokens = i * self._page_size
-                return
-
-    def _mark(self, sequence: RequestSequence, start: int, end: int) -> None:
-        """Marks the pages that tokens [start, end) fill; the stream's order makes it true in time."""
-        for i in range(start // self._page_size, end // self._page_size):
-            self._marks.mark(sequence.pages[i], self._epoch)
-
-
-def split_news(news: draft_pb2.SequenceStep, num_rows: int) -> draft_pb2.SequenceStep:
-    """Takes from the news of a sequence the part whose hidden states are the first `num_rows` (at least 1).
-
-    `news` keeps the rest: later tokens, and the wish for a tree.
-    """
-    num_tokens = num_rows if news.position else num_rows + 1
-    part = draft_pb2.SequenceStep()
-    part.CopyFrom(news)
-    part.ClearField("propose")
-    del part.tokens[num_tokens:]
-    for name in ("begin", "new_pages", "first_page"):
-        news.ClearField(name)
-    del news.tokens[:num_tokens]
-    news.position += num_tokens
-    return part

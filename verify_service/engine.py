@@ -1,4 +1,7 @@
-"""The engine: one thread that schedules, drafts, runs the target, verifies, commits and emits, step after step."""
+"""The engine: one thread that schedules, drafts, runs the target, verifies, commits and emits, step after step.
+
+Where the target can start a step before the one before it is done, it does: see `run_ahead`.
+"""
 
 import dataclasses
 import logging
@@ -7,28 +10,26 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
 from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.speculation.draft_tree import EMPTY, DraftTree
-from foredraft.types import FinishReason, SamplingParams, SpeculationParams
+from foredraft.types import FinishReason
 from verify_service import metrics
 from verify_service.chooser import Outcome, VerifyRows
 from verify_service.draft_policy import DraftPolicy
 from verify_service.drafting import NOTHING, Drafted, Drafting, Wanted
 from verify_service.hidden_states import committed_rows
-from verify_service.outputs import Finish, Load, Sink, StepOutput, VerifiedTree
-from verify_service.request import Sequence
+from verify_service.live_requests import EngineRequest, Live, LiveRequests
+from verify_service.outputs import Load, StepOutput, VerifiedTree
+from verify_service.request import Sequence, Status
+from verify_service.run_ahead import Flight, RunAhead
 from verify_service.scheduler import Scheduler
 from verify_service.self_test import SelfTest
 from verify_service.step_plan import StepPlan
-from verify_service.target_step import TargetStep
-
-if TYPE_CHECKING:  # llguidance may be absent
-    from verify_service.grammar.matcher import CompiledGrammar
+from verify_service.target_step import StepResult, TargetStep
 
 logger = logging.getLogger(__name__)
 
@@ -48,38 +49,6 @@ class EngineLimits:
     max_nodes: int
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """A checked request. `tag` is the submitter's name for it; outputs go to `sink` in the engine's thread.
-
-    A probe is the engine's own: always drafted for, and in no metric. `grammar` is that of `sampling`, compiled.
-    """
-
-    tag: int
-    prompt: list[int]
-    sampling: SamplingParams
-    sink: Sink
-    speculation: SpeculationParams = field(default_factory=SpeculationParams)
-    priority: int = 0
-    timeout_seconds: float | None = None
-    key_label: str = ""
-    return_provenance: bool = False
-    is_probe: bool = False
-    traceparent: str = ""
-    grammar: "CompiledGrammar | None" = None
-
-
-@dataclass(slots=True)
-class _Live:
-    """What the engine keeps beside a sequence while it lives."""
-
-    request: EngineRequest
-    submitted: float
-    queue_seconds: float = 0.0
-    histogram: list[int] = field(default_factory=list)
-    is_lossy: bool = False
-
-
 class Engine:
     """Runs every step. `start`, `submit`, `cancel`, `load`, `flush_cache` and `stop` are for other threads.
 
@@ -88,6 +57,7 @@ class Engine:
         drafting: The draft's side, or None for plain decoding.
         policy: How much to draft.
         self_test: Of each draft that is attached, while the engine idles.
+        overlap: Whether steps may be started before the outcome of the one before them is known.
     """
 
     def __init__(
@@ -99,6 +69,7 @@ class Engine:
         limits: EngineLimits,
         speculation: metrics.SpeculationMetrics,
         self_test: SelfTest | None = None,
+        overlap: bool = True,
     ) -> None:
         self.limits = limits
         self._target = target
@@ -108,8 +79,11 @@ class Engine:
         self._speculation = speculation
         self._self_test = self_test
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._live: dict[int, _Live] = {}
-        self._outputs: dict[Sink, list[StepOutput]] = {}
+        self._ahead = RunAhead(target, scheduler, drafting, limits.max_nodes)
+        self._overlap = overlap
+        self._flight: Flight | None = None
+        self._ended_at = 0.0  # when the newest step's outcome was known
+        self._live = LiveRequests()
         self._num_submitted = 0
         self._submit_lock = threading.Lock()
         self._stopping = False
@@ -169,7 +143,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits or runs."""
-        return not self._live and self._inbox.empty()
+        return not self._live.by_number and self._inbox.empty()
 
     @property
     def failure(self) -> BaseException | None:
@@ -192,25 +166,26 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                if not self._scheduler.has_work:
+                if not self._has_work:
                     self._wait_for_work()
                 self._take_inbox()
-                if self._scheduler.has_work:
+                if self._has_work:
                     self.step()
-                # While a draft works there is time to emit, so that it need not wait for that.
-                if self._drafting is None or not self._scheduler.has_work:
+                # While a draft or a step under way keeps others busy there is time to emit; else nobody need wait for that.
+                if self._flight or self._drafting is None or not self._has_work:
                     self._emit()
+            if self._flight is not None:
+                self._ahead.finish(self._flight)
         except BaseException as error:
             logger.exception("the engine failed; the verifier has to be restarted")
             self._failure = error
         self._take_inbox()
-        for live in self._live.values():
-            stopped = Unavailable("the verifier stopped; retry")
-            self._queue(
-                live, StepOutput(live.request.tag, finish=Finish(FinishReason.ERROR, error=stopped))
-            )
-        self._live.clear()
+        self._live.end_all(Unavailable("the verifier stopped; retry"))
         self._emit()
+
+    @property
+    def _has_work(self) -> bool:
+        return self._scheduler.has_work or self._flight is not None
 
     def _wait_for_work(self) -> None:
         self._observe()
@@ -244,10 +219,10 @@ class Engine:
     def _add(self, number: int, request: EngineRequest) -> None:
         now = time.monotonic()
         if not request.is_probe and self._self_test is not None and self._self_test.interrupt():
-            for other, live in self._live.items():
+            for other, live in self._live.by_number.items():
                 if live.request.is_probe:
                     self._scheduler.cancel(other)
-        live = self._live[number] = _Live(request, now)
+        self._live.by_number[number] = Live(request, now)
         room = self._scheduler.max_sequence_tokens - len(request.prompt)
         sampling = request.sampling
         if sampling.max_new_tokens > room:
@@ -269,13 +244,20 @@ class Engine:
         try:
             self._scheduler.add(sequence)
         except ForedraftError as error:
-            self._finish(sequence, live, FinishReason.ERROR, error)
+            self._finish(sequence, FinishReason.ERROR, error)
 
     def _cancel(self, number: int) -> None:
         self._scheduler.cancel(number)
 
     def step(self) -> None:
-        """Runs one step: schedule, draft, forward, verify, commit."""
+        """Runs one step: schedule, draft, forward, verify, commit; or starts one, and commits the one before it."""
+        if self._flight is not None:
+            flight, self._flight = (
+                self._flight,
+                self._ahead.start_behind(self._flight, self._wanted_nodes),
+            )
+            self._land(flight)
+            return
         started = time.perf_counter()
         if self._drafting is not None:
             self._drafting.refresh()
@@ -290,6 +272,9 @@ class Engine:
         if plan.is_empty:
             return
         batch = self._batch(plan, trees)
+        if self._overlap and not plan.prefill and self._target.can_start(batch):
+            self._flight = self._ahead.start(batch)
+            return
         starts = [slot.seq.num_computed for slot in plan.decode]
         capture = self._drafting.capture if self._drafting is not None else None
         result = self._target.run(batch, plan.prefill, capture or ())
@@ -305,13 +290,49 @@ class Engine:
                 verify_rows, outcome, num_chunk_tokens.get(verify_rows.sequence.request_id)
             )
         if self._drafting is not None and capture is not None:
-            paths = [outcome.verified.path for outcome in result.outcomes[: len(plan.decode)]]
-            committed = committed_rows(plan, result.first_rows, starts, paths)
+            decoding = [slot.seq for slot in plan.decode]
+            paths = [outcome.verified.path for outcome in result.outcomes[: len(decoding)]]
+            committed = committed_rows(decoding, plan.prefill, result.first_rows, starts, paths)
             self._drafting.keep(result.output, committed)
-        ended = time.perf_counter()
         metrics.FORWARD_SECONDS.observe(result.forward_seconds)
         metrics.VERIFY_SECONDS.observe(verified - drafted - result.forward_seconds)
-        metrics.STEP_SECONDS.observe(ended - started)
+        self._ended(started)
+
+    def _land(self, flight: Flight) -> None:
+        """Takes the outcome of a step that was started."""
+        result, trees = self._ahead.finish(flight)
+        paths: list[list[int]] = []
+        starts: list[int] = []
+        for sequence, tree, confidence, outcome in zip(
+            flight.sequences, trees, flight.confidences, result.outcomes, strict=True
+        ):
+            starts.append(sequence.num_computed)
+            paths.append(outcome.verified.path)
+            if sequence.status is Status.RUNNING:
+                self._commit(VerifyRows(sequence, tree, confidence), outcome, None)
+        self._tell(flight, result, starts, paths)
+        self._policy.observe(result.num_logit_rows, time.perf_counter() - self._ended_at)
+        metrics.OVERLAPPED_STEPS.inc(self._flight is not None)
+        self._ended(max(flight.started_at, self._ended_at))
+
+    def _tell(
+        self, flight: Flight, result: StepResult, starts: list[int], paths: list[list[int]]
+    ) -> None:
+        """Lets the draft know what a step committed: it has it already, or gets its hidden states later."""
+        drafting = self._drafting
+        if drafting is None:
+            return
+        if flight.is_followed:
+            for sequence, start in zip(flight.sequences, starts, strict=True):
+                if sequence.status is Status.RUNNING:
+                    drafting.followed(sequence, start)
+        elif drafting.capture is not None:
+            committed = committed_rows(flight.sequences, (), result.first_rows, starts, paths)
+            drafting.keep(result.output, committed, flight.gathered)
+
+    def _ended(self, started: float) -> None:
+        self._ended_at = time.perf_counter()
+        metrics.STEP_SECONDS.observe(self._ended_at - started)
         self._observe()
 
     def _wanted_nodes(self, sequence: Sequence) -> int:
@@ -324,7 +345,7 @@ class Engine:
             limit = min(limit, asked.num_draft_tokens - 1)
         if sequence.num_output_left <= 1:
             return 0
-        if drafting.is_cheap or self._live[sequence.request_id].request.is_probe:
+        if drafting.is_cheap or self._live[sequence].request.is_probe:
             return limit
         return self._policy.num_nodes(
             drafting.history(sequence),
@@ -360,7 +381,7 @@ class Engine:
             self._drafting.release(plan.released_slots)
         now = time.monotonic()
         for sequence in plan.admitted:
-            live = self._live[sequence.request_id]
+            live = self._live[sequence]
             if sequence.num_preemptions == 0 and not live.request.is_probe:
                 live.queue_seconds = now - live.submitted
                 metrics.QUEUE_SECONDS.observe(live.queue_seconds)
@@ -372,7 +393,7 @@ class Engine:
                 self._drafting.preempted(sequence)
         for sequence in plan.ended:
             assert sequence.finish_reason is not None
-            self._finish(sequence, self._live[sequence.request_id], sequence.finish_reason)
+            self._finish(sequence, sequence.finish_reason)
 
     def _draft(self, plan: StepPlan) -> dict[int, Drafted]:
         if self._drafting is None:
@@ -406,13 +427,13 @@ class Engine:
                 verification.
         """
         sequence, tree, verified = rows.sequence, rows.tree, outcome.verified
-        live = self._live[sequence.request_id]
+        live = self._live[sequence]
         accepted = [row - 1 for row in verified.path[1:]]
         num_kept, reason = sequence.append_tokens(verified.tokens)
         if sequence.grammar is not None and sequence.grammar.failure is not None:
             error = InvalidRequest("grammar", sequence.grammar.failure)
             self._scheduler.finish(sequence, FinishReason.ERROR)
-            self._finish(sequence, live, FinishReason.ERROR, error)
+            self._finish(sequence, FinishReason.ERROR, error)
             return
         tokens = verified.tokens[:num_kept]
         self._scheduler.on_committed(sequence, num_chunk_tokens or num_kept)
@@ -431,15 +452,15 @@ class Engine:
             else None,
         )
         if reason is None:
-            self._queue(live, output)
+            self._live.queue(live, output)
             return
         self._scheduler.finish(sequence)
-        self._finish(sequence, live, reason, output=output)
+        self._finish(sequence, reason, output=output)
 
     def _record(
         self,
         sequence: Sequence,
-        live: _Live,
+        live: Live,
         rows: VerifyRows,
         accepted: list[int],
         num_kept: int,
@@ -450,10 +471,7 @@ class Engine:
         sequence.count_step(num_nodes, num_accepted)
         if not live.request.is_probe:
             self._speculation.verified(num_nodes, len(accepted), is_lossy)
-        live.is_lossy |= is_lossy
-        while len(live.histogram) <= len(accepted):
-            live.histogram.append(0)
-        live.histogram[len(accepted)] += 1
+        live.count(len(accepted), is_lossy)
         if self._drafting is not None:
             history = self._drafting.history(sequence, rows.confidence)
             self._policy.record(history, rows.tree.parents, accepted, rows.confidence)
@@ -461,47 +479,20 @@ class Engine:
     def _finish(
         self,
         sequence: Sequence,
-        live: _Live,
         reason: FinishReason,
         error: ForedraftError | None = None,
         output: StepOutput | None = None,
     ) -> None:
         """The last output of a sequence that has left the scheduler."""
-        del self._live[sequence.request_id]
         self._target.forget(sequence)
         if self._drafting is not None:
             self._drafting.forget(sequence)
-        if not live.request.is_probe:
-            metrics.REQUESTS.labels(reason.value).inc()
-        finish = Finish(
-            reason=reason,
-            stop_token=sequence.stop_token,
-            error=error,
-            prompt_tokens=sequence.num_prompt,
-            completion_tokens=sequence.num_output,
-            cached_tokens=sequence.num_cached,
-            verify_steps=sequence.num_steps,
-            drafted_tokens=sequence.num_drafted,
-            accepted_tokens=sequence.num_accepted,
-            preemptions=sequence.num_preemptions,
-            queue_seconds=live.queue_seconds,
-            lossy=live.is_lossy,
-            accepted_histogram=tuple(live.histogram),
-        )
-        last = output or StepOutput(live.request.tag)
-        self._queue(live, dataclasses.replace(last, finish=finish))
-
-    def _queue(self, live: _Live, output: StepOutput) -> None:
-        self._outputs.setdefault(live.request.sink, []).append(output)
+        self._live.finish(sequence, reason, error, output)
 
     def _emit(self) -> None:
         """Hands each submitter the outputs of this step."""
-        if not self._outputs:
-            return
-        load = self.load()
-        outputs, self._outputs = self._outputs, {}
-        for sink, news in outputs.items():
-            sink(news, load)
+        if self._live.has_news:
+            self._live.emit(self.load())
 
     def _observe(self) -> None:
         pool = self._scheduler.pool

@@ -2,30 +2,85 @@
 
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from foredraft.models.decoder import ModelOutput
-from foredraft.runner.decode_graphs import (
-    COMMITTED,
-    NUM_ROWS,
-    SEED_HIGH,
-    SLOT,
-    TEMPERATURE,
-    DecodeGraphs,
-    StepArrays,
-)
+from foredraft.runner.decode_graphs import DecodeGraphs, RunningStep, StepArrays
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.speculation import penalties
+from foredraft.speculation.draft_tree import EMPTY, DraftTree, sanitize
 from foredraft.speculation.triton_sampling import PAD, ROOT
+from foredraft.speculation.triton_steps import (
+    COMMITTED,
+    FORCED,
+    NUM_ROWS,
+    SAMPLING,
+    SLOT,
+    TREE,
+)
 from foredraft.speculation.verification import Verified
 from foredraft.types import SamplingParams
 from verify_service.chooser import Chooser, Outcome, VerifyRows
+from verify_service.request import Sequence as RequestSequence
 from verify_service.simulation import SimulatedAcceptance
 from verify_service.step_plan import PrefillChunk
-from verify_service.target_step import StepResult, TargetStep
+from verify_service.target_step import (
+    AheadRows,
+    DeviceOutcome,
+    StartedStep,
+    StepResult,
+    TargetStep,
+)
+
+
+class GraphRun(StartedStep):
+    """A replayed graph."""
+
+    def __init__(
+        self, running: RunningStep, num_rows: int, outcome: DeviceOutcome, vocab_size: int
+    ) -> None:
+        self.num_rows, self.outcome = num_rows, outcome
+        self._running, self._vocab_size = running, vocab_size
+        self._started = time.perf_counter()
+
+    @property
+    def is_done(self) -> bool:
+        """See StartedStep."""
+        return self._running.is_done
+
+    def finish(self) -> tuple[StepResult, list[DraftTree]]:
+        """See StartedStep."""
+        chosen = self._running.chosen()
+        outcomes = [
+            Outcome(Verified(path[:length], tokens[:length]))
+            for length, path, tokens in zip(
+                chosen.lengths.tolist(), chosen.paths.tolist(), chosen.tokens.tolist(), strict=True
+            )
+        ]
+        trees = [EMPTY] * len(outcomes)
+        if self.num_rows > 1:
+            sizes = np.count_nonzero(chosen.tree_parents >= 0, axis=1).tolist()
+            parents = (chosen.tree_parents[:, 1:] - 1).tolist()
+            trees = [
+                self._tree(tokens[:size], parents[:size])
+                for size, tokens, parents in zip(
+                    sizes, chosen.tree_tokens[:, 1:].tolist(), parents, strict=True
+                )
+            ]
+        num_logit_rows = len(outcomes) * self.num_rows
+        seconds = time.perf_counter() - self._started
+        first_rows = range(0, num_logit_rows, self.num_rows)
+        return (
+            StepResult(outcomes, self._running.output, first_rows, num_logit_rows, seconds),
+            trees,
+        )
+
+    def _tree(self, tokens: list[int], parents: list[int]) -> DraftTree:
+        tree, _ = sanitize(tokens, parents, self._vocab_size, len(tokens))
+        return tree if len(tree) == len(tokens) else EMPTY
 
 
 class GraphStep(TargetStep):
@@ -48,6 +103,36 @@ class GraphStep(TargetStep):
         super().__init__(runner, chooser)
         self._graphs = graphs
         self._simulated = simulated
+        self._vocab_size = runner.model.config.vocab_size
+
+    def can_start(self, batch: Sequence[VerifyRows]) -> bool:
+        """See TargetStep."""
+        return len(batch) <= self._graphs.max_batch and all(map(self._is_plain, batch))
+
+    def start(self, batch: Sequence[VerifyRows], capture: Sequence[int]) -> StartedStep:
+        """See TargetStep."""
+        num_rows = self._num_rows(batch)
+        self._fill_values(batch, num_rows)
+        return self._start(len(batch), num_rows, capture)
+
+    def start_ahead(
+        self,
+        batch: Sequence[AheadRows],
+        capture: Sequence[int],
+        fetch: Callable[[torch.Tensor], None] | None,
+    ) -> StartedStep:
+        """See TargetStep."""
+        num_rows = 1
+        if fetch is not None:
+            num_rows = self._graphs.max_rows
+            fetch(self._graphs.trees)
+        arrays = self._fill([rows.sequence for rows in batch], num_rows)
+        header = arrays.header
+        header[:, COMMITTED] = -1
+        header[:, TREE] = [-1 if rows.tree is None else rows.tree for rows in batch]
+        header[:, NUM_ROWS] = [1 if rows.tree is None else num_rows for rows in batch]
+        arrays.parents[:] = PAD
+        return self._start(len(batch), num_rows, capture)
 
     def run(
         self,
@@ -58,29 +143,29 @@ class GraphStep(TargetStep):
         """See TargetStep."""
         if chunks or len(batch) > self._graphs.max_batch:
             return super().run(batch, chunks, capture)
-        capture = capture or self._graphs.capture  # what is there already
+        if self.can_start(batch):
+            return self.start(batch, capture).finish()[0]
         started = time.perf_counter()
-        num_rows = self._graphs.max_rows if any(rows.tree.tokens for rows in batch) else 1
-        self._update_pages(batch)
-        self._fill(self._graphs.arrays(len(batch), num_rows), batch, num_rows)
-        if all(self._is_plain(rows) for rows in batch):
-            output, chosen = self._graphs.step(len(batch), num_rows, capture)
-            outcomes = [
-                Outcome(Verified(path[:length], tokens[:length]))
-                for length, path, tokens in zip(
-                    chosen.lengths.tolist(),
-                    chosen.paths.tolist(),
-                    chosen.tokens.tolist(),
-                    strict=True,
-                )
-            ]
-        else:
-            output = self._graphs.forward(len(batch), num_rows, capture)
-            outcomes = self._chooser.choose(batch, self._logits(output, batch, num_rows))
-            self._commit(batch, outcomes)
+        num_rows = self._num_rows(batch)
+        self._fill_values(batch, num_rows)
+        output = self._graphs.forward(len(batch), num_rows, capture or self._graphs.capture)
+        outcomes = self._chooser.choose(batch, self._logits(output, batch, num_rows))
+        self._commit(batch, outcomes)
         seconds = time.perf_counter() - started
         first_rows = range(0, len(batch) * num_rows, num_rows)
         return StepResult(outcomes, output, first_rows, len(batch) * num_rows, seconds)
+
+    def _num_rows(self, batch: Sequence[VerifyRows]) -> int:
+        return self._graphs.max_rows if any(rows.tree.tokens for rows in batch) else 1
+
+    def _start(self, count: int, num_rows: int, capture: Sequence[int]) -> GraphRun:
+        graphs = self._graphs
+        # Hidden states that are captured anyway cost no second set of graphs.
+        running = graphs.start(count, num_rows, capture or graphs.capture)
+        outcome = DeviceOutcome(
+            count, graphs.accepted[:count], graphs.accepted_index, running.output
+        )
+        return GraphRun(running, num_rows, outcome, self._vocab_size)
 
     def _is_plain(self, rows: VerifyRows) -> bool:
         """Whether the rule needs nothing but logits, temperature, seed and position."""
@@ -93,36 +178,42 @@ class GraphStep(TargetStep):
             and not self._chooser.is_lossy
         )
 
-    def _update_pages(self, batch: Sequence[VerifyRows]) -> None:
+    def _fill(self, sequences: Sequence[RequestSequence], num_rows: int) -> StepArrays:
+        """Everything of the records but roots and trees."""
+        arrays = self._graphs.arrays(len(sequences), num_rows)
+        self._update_pages(sequences)
+        header = arrays.header
+        header[:, SLOT] = [sequence.slot or 0 for sequence in sequences]
+        samplings = [sequence.sampling for sequence in sequences]
+        words = b"".join(
+            struct.pack("<fffiQ", s.temperature, s.top_p, s.min_p, s.top_k, s.seed)
+            for s in samplings
+        )
+        header[:, SAMPLING] = np.frombuffer(words, np.int32).reshape(len(sequences), -1)
+        header[:, FORCED] = 0 if self._simulated is None else self._simulated.draw()
+        return arrays
+
+    def _fill_values(self, batch: Sequence[VerifyRows], num_rows: int) -> None:
+        sequences = [rows.sequence for rows in batch]
+        arrays = self._fill(sequences, num_rows)
+        header = arrays.header
+        header[:, COMMITTED] = [sequence.num_computed for sequence in sequences]
+        header[:, NUM_ROWS] = [1 + len(rows.tree) for rows in batch]
+        header[:, TREE] = -1
+        arrays.tokens[:, 0] = [sequence.tokens[-1] for sequence in sequences]
+        arrays.parents[:, 0] = ROOT
+        if num_rows > 1:
+            _fill_trees(arrays, batch, num_rows)
+
+    def _update_pages(self, sequences: Sequence[RequestSequence]) -> None:
         updates = []
-        for rows in batch:
-            sequence = rows.sequence
+        for sequence in sequences:
             first, size = sequence.device_pages_from, len(sequence.pages)
             if first < size:
                 assert sequence.slot is not None
                 updates.append((sequence.slot, first, sequence.pages[first:]))
                 sequence.device_pages_from = size
         self._graphs.set_pages(updates)
-
-    def _fill(self, arrays: StepArrays, batch: Sequence[VerifyRows], num_rows: int) -> None:
-        header = arrays.header
-        sequences = [rows.sequence for rows in batch]
-        header[:, SLOT] = [sequence.slot or 0 for sequence in sequences]
-        header[:, COMMITTED] = [sequence.num_computed for sequence in sequences]
-        header[:, NUM_ROWS] = [1 + len(rows.tree) for rows in batch]
-        samplings = [sequence.sampling for sequence in sequences]
-        words = b"".join(struct.pack("<fQ", s.temperature, s.seed) for s in samplings)
-        header[:, TEMPERATURE : SEED_HIGH + 1] = np.frombuffer(words, np.int32).reshape(-1, 3)
-        roots = [sequence.tokens[-1] for sequence in sequences]
-        arrays.tokens[:, 0] = roots
-        arrays.parents[:, 0] = ROOT
-        if num_rows > 1:
-            _fill_trees(arrays, batch, num_rows)
-        if self._simulated is not None and arrays.forced is not None:
-            forced = self._simulated.forced([rows.tree for rows in batch])
-            arrays.forced[:] = -1
-            for row, tokens in zip(arrays.forced, forced, strict=True):
-                row[: len(tokens)] = tokens
 
     def _logits(
         self, output: ModelOutput, batch: Sequence[VerifyRows], num_rows: int

@@ -13,10 +13,11 @@ import torch
 from foredraft.kvcache.draft_marks import DraftMarks
 from foredraft.runner.model_runner import ForwardOutput
 from foredraft.transport.base import HiddenWriter
+from foredraft.transport.device_exchange import DeviceExchange
 from verify_service.arena import Arena
 from verify_service.request import Sequence as RequestSequence
 from verify_service.request import Status
-from verify_service.step_plan import StepPlan
+from verify_service.step_plan import PrefillChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,12 @@ class Run:
         """Takes the rows after the last, `count` of them."""
         self.parts.append((self.end, rows))
         self.end += count
+
+    def skip(self, count: int) -> None:
+        """Counts rows after the last that are not kept, nor those before them."""
+        self.parts.clear()
+        self.end += count
+        self.first = self.end
 
     def rows(self, first: int) -> torch.Tensor:
         """Rows of positions [first, end), at least one."""
@@ -106,32 +113,72 @@ class HiddenStates:
         """Where rows of the current attach go; None when it reads none."""
         return self._writer
 
-    def attach(self, epoch: int) -> None:
-        """Another draft is attached, or with epoch 0 none: what was kept for the last one is void."""
+    def attach(self, epoch: int) -> DeviceExchange | None:
+        """Another draft is attached, or with epoch 0 none: what was kept for the last one is void.
+
+        Returns:
+            What it shares with the target on the device, if anything.
+        """
         exchange = self._arena.exchange(epoch) if epoch else None
         self._epoch = epoch
         self._layers = exchange.layers if exchange is not None else None
         self._writer = exchange.writer if exchange is not None else None
         self._runs.clear()
+        return exchange.device if exchange is not None else None
 
-    def keep(self, output: ForwardOutput, committed: Sequence[CommittedRows]) -> None:
-        """Takes the rows that a step committed, after the scheduler has."""
+    def keep(
+        self,
+        output: ForwardOutput,
+        committed: Sequence[CommittedRows],
+        gathered: torch.Tensor | None = None,
+    ) -> None:
+        """Takes the rows that a step committed, after the scheduler has.
+
+        Args:
+            gathered: What `gather` gave for them, where the output is gone already.
+        """
         if self._layers is None or not committed:
             return
-        source = output.streams if self._layers else output.hidden
-        assert source is not None
-        rows = _gather(source, [row for one in committed for row in one.rows])
+        rows = gathered
+        if rows is None:
+            rows = self.gather(output, [row for one in committed for row in one.rows])
         counts = [len(one.rows) for one in committed]
         for one, count, part in zip(committed, counts, rows.split(counts), strict=True):
             sequence = one.sequence
             run = self._runs.get(sequence.request_id)
             if run is None or run.end != one.start:
                 # The sequence took over pages that another one has filled meanwhile, or is new.
-                self.drop(sequence)
-                run = Run(one.start, one.start, one.start)
-                self._runs[sequence.request_id] = run
+                run = self._begin(sequence, one.start)
             run.append(part, count)
-            self._mark(sequence, run, one.start)
+            if not self._mark(sequence, run, one.start):
+                # Rows of a page that was exchanged are gone: the draft sees this sequence from here on.
+                run = self._begin(sequence, one.start)
+                run.append(part, count)
+
+    def gather(self, output: ForwardOutput, rows: list[int]) -> torch.Tensor:
+        """Rows of a step, in memory that holds nothing else; without waiting for a GPU."""
+        source = self.source(output)
+        index = torch.tensor(rows)
+        if source.is_cuda:
+            index = index.pin_memory().to(source.device, non_blocking=True)
+        return source.index_select(0, index)
+
+    def source(self, output: ForwardOutput) -> torch.Tensor:
+        """[T, width]: what the draft reads of a forward."""
+        source = output.streams if self._layers else output.hidden
+        assert source is not None
+        return source
+
+    def passed(self, sequence: RequestSequence, start: int, count: int) -> None:
+        """The draft has taken rows of positions [start, start + count) by itself, on the device."""
+        run = self._runs.get(sequence.request_id)
+        if run is None:
+            return
+        run.skip(count)
+        if not self._mark(sequence, run, start):
+            self.drop(sequence)
+            return
+        run.unsent_pages.clear()
 
     def drop(self, sequence: RequestSequence) -> None:
         """The sequence ended or lost its pages; rows that the draft was not sent will never be."""
@@ -180,8 +227,17 @@ class HiddenStates:
             end -= 1
         return end * self._page_size
 
-    def _mark(self, sequence: RequestSequence, run: Run, start: int) -> None:
-        """Marks the pages that the new rows complete; they go to the draft before anything that relies on it."""
+    def _begin(self, sequence: RequestSequence, start: int) -> Run:
+        self.drop(sequence)
+        run = self._runs[sequence.request_id] = Run(start, start, start)
+        return run
+
+    def _mark(self, sequence: RequestSequence, run: Run, start: int) -> bool:
+        """Marks the pages that the new rows complete; they go to the draft before anything that relies on it.
+
+        Returns:
+            Whether the rows are kept that have to be sent again.
+        """
         size = self._page_size
         for i in range(start // size, run.end // size):
             page = sequence.pages[i]
@@ -189,15 +245,19 @@ class HiddenStates:
                 continue
             if i >= sequence.pages_changed_from:
                 resend = max(i * size, run.start)
+                if resend < run.first:
+                    return False
                 if run.resend_from is None or resend < run.resend_from:
                     run.resend_from = resend
             if i * size >= run.start:
                 self._marks.mark(page, self._epoch)
                 run.unsent_pages.append(page)
+        return True
 
 
 def committed_rows(
-    plan: StepPlan,
+    decoding: Sequence[RequestSequence],
+    chunks: Sequence[PrefillChunk],
     first_rows: Sequence[int],
     starts: Sequence[int],
     paths: Sequence[Sequence[int]],
@@ -205,30 +265,21 @@ def committed_rows(
     """Which rows of a step's forward were committed to sequences that go on.
 
     Args:
-        first_rows: Of each sequence of the step: of `plan.decode`, then of `plan.prefill`.
-        starts: Position of each root of `plan.decode`.
+        first_rows: Of each sequence of the step: of those that decode, then of the chunks.
+        starts: Position of the root of each that decodes.
         paths: Accepted rows of each of these.
     """
     committed = []
-    num_trees = len(plan.decode)
-    for slot, first, start, path in zip(
-        plan.decode, first_rows[:num_trees], starts, paths, strict=True
+    num_trees = len(decoding)
+    for sequence, first, start, path in zip(
+        decoding, first_rows[:num_trees], starts, paths, strict=True
     ):
-        sequence = slot.seq
         if sequence.status is Status.RUNNING:
             kept = path[: sequence.num_computed - start]
             committed.append(CommittedRows(sequence, start, [first + row for row in kept]))
-    for chunk, first in zip(plan.prefill, first_rows[num_trees:], strict=True):
+    for chunk, first in zip(chunks, first_rows[num_trees:], strict=True):
         sequence = chunk.seq
         if sequence.status is Status.RUNNING:
             num_kept = min(chunk.num_tokens, sequence.num_computed - chunk.start)
             committed.append(CommittedRows(sequence, chunk.start, range(first, first + num_kept)))
     return committed
-
-
-def _gather(source: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Rows of a step, in memory that holds nothing else; without waiting for a GPU."""
-    index = torch.tensor(rows)
-    if source.is_cuda:
-        index = index.pin_memory().to(source.device, non_blocking=True)
-    return source.index_select(0, index)

@@ -77,6 +77,10 @@ VERIFY_SECONDS = histogram(
     STEP_BUCKETS,
 )
 STEP_SECONDS = histogram("foredraft_step_seconds", "A whole engine step.", STEP_BUCKETS)
+OVERLAPPED_STEPS = counter(
+    "foredraft_overlapped_steps_total",
+    "Engine steps behind which the next one was started before their outcome was known.",
+)
 QUEUE_SECONDS = histogram(
     "foredraft_queue_seconds", "From submission to admission.", REQUEST_BUCKETS
 )

@@ -44,6 +44,7 @@ class Sequence:
         grammar: What the output follows, if it follows a grammar.
         tokens: Prompt and output.
         num_computed: Leading tokens whose KV is committed to `pages`.
+        num_in_flight: Tokens that steps which were started, and whose outcome is not known yet, may add at most.
         num_cached: Prompt tokens that the prefix tree had when it was first admitted.
         pages: Page table; may cover more than `num_computed` (draft trees, pages matched ahead).
         pages_changed_from: Index of the first entry of `pages` that changed since whoever keeps
@@ -74,6 +75,7 @@ class Sequence:
     grammar: "GrammarState | None" = None
     tokens: list[int] = field(init=False)
     num_computed: int = 0
+    num_in_flight: int = 0
     num_cached: int = 0
     pages: list[int] = field(default_factory=list)
     pages_changed_from: int = 0

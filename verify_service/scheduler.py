@@ -25,6 +25,7 @@ class Scheduler:
 
     One thread calls: `add` and `cancel` between steps, then per step `schedule`, and for each
     sequence of the plan `Sequence.append_tokens`, `on_committed`, and `finish` when it has ended.
+    While the outcome of one step is not known, `schedule_ahead` plans the step after it.
 
     Args:
         pool: The pages.
@@ -72,6 +73,9 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # both sorted by rank
         self._running: list[Sequence] = []
         self._cancelled: list[Sequence] = []
+        self._may_admit = (
+            False  # whether admission may turn out otherwise than when it was last tried
+        )
         self._next_deadline = math.inf
         self._num_arrived = 0
         self._free_slots = list(range(max_running_requests))  # a heap: low numbers first
@@ -136,6 +140,7 @@ class Scheduler:
         self._num_arrived += 1
         self._live[seq.request_id] = seq
         self._enqueue(seq)
+        self._may_admit = True
         if seq.deadline is not None:
             self._next_deadline = min(self._next_deadline, seq.deadline)
 
@@ -166,6 +171,41 @@ class Scheduler:
                 plan.decode.append(DecodeSlot(seq, self._reserve_tree(seq, wanted_nodes(seq))))
         plan.released_slots, self._released_slots = self._released_slots, []
         return plan
+
+    def going_on(self, flying: list[Sequence]) -> list[Sequence]:
+        """Those of a step under way that surely take part in the step after it."""
+        return [seq for seq in flying if seq.status is Status.RUNNING and seq.num_output_left > 1]
+
+    def schedule_ahead(
+        self, going: list[Sequence], num_nodes: int, now: float | None = None
+    ) -> bool:
+        """Plans a step that decodes only, behind one whose outcome is not known yet, and reserves its pages.
+
+        Args:
+            going: Its sequences, with `num_in_flight` set.
+            num_nodes: Tree nodes that each would verify beside its root.
+            now: `time.monotonic()` seconds.
+
+        Returns:
+            Whether it may be started; not where somebody joins, leaves or is prefilled, or pages are short.
+        """
+        if self._cancelled or (time.monotonic() if now is None else now) >= self._next_deadline:
+            return False
+        if self._may_admit and self._waiting and self._free_slots:
+            return False
+        # Whoever does not fly has a prompt to compute, or has just computed it.
+        if any(not seq.num_in_flight for seq in self._running):
+            return False
+        num_keys = [len(seq.tokens) + seq.num_in_flight + num_nodes for seq in going]
+        missing = sum(
+            max(0, self.pool.pages_for(keys) - len(seq.pages))
+            for seq, keys in zip(going, num_keys, strict=True)
+        )
+        if not going or missing > self.num_available_pages:
+            return False
+        for seq, keys in zip(going, num_keys, strict=True):
+            self._tables.grow(seq, keys)
+        return True
 
     def on_committed(self, seq: Sequence, num_tokens: int) -> None:
         """Notes that the KV of `num_tokens` more tokens of `seq.tokens` is in its pages.
@@ -257,6 +297,7 @@ class Scheduler:
 
         Never overtakes: who does not fit holds the others back, so that it will fit.
         """
+        self._may_admit = False
         if not self._waiting or not self._free_slots:
             return
         unclaimed = self.num_available_pages
@@ -379,6 +420,7 @@ class Scheduler:
     def _detach(self, seq: Sequence) -> None:
         """Takes slot and pages from a running sequence."""
         assert seq.slot is not None
+        self._may_admit = True
         self._tables.truncate(seq, 0)
         heapq.heappush(self._free_slots, seq.slot)
         self._released_slots.append(seq.slot)

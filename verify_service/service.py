@@ -20,8 +20,9 @@ from foredraft.types import (
     SamplingParams,
     SpeculationParams,
 )
-from verify_service.engine import Engine, EngineRequest
+from verify_service.engine import Engine
 from verify_service.grammar.compiler import GrammarCompiler
+from verify_service.live_requests import EngineRequest
 from verify_service.outputs import Finish, Load, StepOutput
 
 logger = logging.getLogger(__name__)

@@ -24,10 +24,14 @@ class SimulatedAcceptance:
         self._length = length
         self._random = random.Random(0)
 
+    def draw(self) -> int:
+        """Tokens that every sequence of a step gets."""
+        whole = int(self._length)
+        return whole + (self._random.random() < self._length - whole)
+
     def forced(self, trees: Sequence[DraftTree]) -> list[list[int]]:
         """For every row of every tree the token to take, -1 where it does not matter: along the deepest path."""
-        whole = int(self._length)
-        num_tokens = whole + (self._random.random() < self._length - whole)
+        num_tokens = self.draw()
         return [_forced(tree, num_tokens) for tree in trees]
 
 

@@ -291,6 +291,7 @@ def build_engine(
         limits,
         metrics,
         self_test,
+        overlap=not config.disable_overlap_schedule,
     )
 
 
@@ -323,6 +324,7 @@ def _target_step(
             config.cuda_graph_max_bs or limits.max_running_requests, limits.max_running_requests
         ),
         max_rows=max_rows,
+        max_path=config.tree_limits[0] + 1,
         max_tokens=limits.context_length,
         num_slots=limits.max_running_requests,
         simulate=simulated is not None,

@@ -4,11 +4,15 @@ Which sequences take part and what becomes of their tokens is the engine's.
 """
 
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ForwardOutput, ModelRunner
+from foredraft.speculation.draft_tree import DraftTree
 from verify_service.chooser import Chooser, Outcome, VerifyRows
 from verify_service.request import Sequence as RequestSequence
 from verify_service.step_plan import PrefillChunk
@@ -33,6 +37,59 @@ class StepResult:
     forward_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceOutcome:
+    """Where on the device the outcome of a step will be that has been started.
+
+    Attributes:
+        num_sequences: Of the step, padding included.
+        accepted: int32 [num_sequences, 1 + P]: how many tokens were emitted, and these.
+        index: int64 [num_sequences * P]: the rows of `output` that chose them.
+        output: Hidden states of the step.
+    """
+
+    num_sequences: int
+    accepted: torch.Tensor
+    index: torch.Tensor
+    output: ForwardOutput
+
+
+@dataclass(frozen=True, slots=True)
+class AheadRows:
+    """A sequence in a step that begins where the step before it, not known yet, leaves the sequence.
+
+    Attributes:
+        tree: Row of the trees that `fetch` brings; None to verify none.
+    """
+
+    sequence: RequestSequence
+    tree: int | None
+
+
+class StartedStep(ABC):
+    """A step under way.
+
+    Attributes:
+        num_rows: Rows of each sequence.
+        outcome: For a draft on the same device.
+    """
+
+    num_rows: int
+    outcome: DeviceOutcome
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait."""
+
+    @abstractmethod
+    def finish(self) -> tuple[StepResult, list[DraftTree]]:
+        """Waits for the outcome; and the trees that were verified.
+
+        A tree in which something made no sense is given as an empty one.
+        """
+
+
 class TargetStep:
     """Runs any step, operation by operation.
 
@@ -52,6 +109,27 @@ class TargetStep:
     def forget(self, sequence: RequestSequence) -> None:
         """Says that a sequence has ended."""
         self._chooser.forget(sequence)
+
+    def can_start(self, batch: Sequence[VerifyRows]) -> bool:
+        """Whether `start` can run a step, and another one be started before this one is done."""
+        return False
+
+    def start(self, batch: Sequence[VerifyRows], capture: Sequence[int]) -> StartedStep:
+        """Starts a step that only decodes; see `run`."""
+        raise NotImplementedError
+
+    def start_ahead(
+        self,
+        batch: Sequence[AheadRows],
+        capture: Sequence[int],
+        fetch: Callable[[torch.Tensor], None] | None,
+    ) -> StartedStep:
+        """Starts a step behind one that is under way.
+
+        Args:
+            fetch: Brings the trees, into int32 [n, 2, N] on the device; None where none are verified.
+        """
+        raise NotImplementedError
 
     def run(
         self,

@@ -125,6 +125,9 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
         512, "Prompt tokens computed per step at most, over all requests."
     )
     disable_radix_cache: bool = option(False, "Do not share prefixes between requests.")
+    disable_overlap_schedule: bool = option(
+        False, "On a GPU, wait for the outcome of a step before the next one is started."
+    )
     simulate_accept_length: float | None = option(
         None,
         "For benchmarks with --load-format dummy: replace what is accepted, so that a verification gives this many tokens "

@@ -1,7 +1,8 @@
 """One decode step as a CUDA graph: trees in, the target's forward, the rule, the walk, accepted KV in place, tokens out.
 
 Everything has a fixed shape: B sequences of R rows, padded, with a graph for each pair that is used. Lengths, pages and
-trees are read from device memory, so a step needs one upload, one launch and one download.
+trees are read from device memory, so a step needs one upload, one launch and one download; and a step may be started before
+the outcome of the one before it is known on the host.
 """
 
 import logging
@@ -24,15 +25,27 @@ from foredraft.speculation.triton_sampling import (
     prepare_trees,
     walk_trees,
 )
+from foredraft.speculation.triton_steps import (
+    HEADER,
+    NUM_ROWS,
+    SEED_HIGH,
+    SEED_LOW,
+    SLOT,
+    TEMPERATURE,
+    TREE,
+    Begun,
+    Ended,
+    begin_step,
+    end_step,
+    pretend_paths,
+)
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-# Columns of a sequence's record, before its tokens and its parents.
-SLOT, COMMITTED, NUM_ROWS, TEMPERATURE, SEED_LOW, SEED_HIGH = range(6)
-HEADER = 6
 PAGE_UPDATES = 8192  # of one upload
+UNDER_WAY = 3  # steps whose host memory must not be written yet: one that runs, one behind it, one being filled in
 
 
 @dataclass(slots=True)
@@ -40,16 +53,60 @@ class StepArrays:
     """What the host fills in for a step, views of one pinned block.
 
     Attributes:
-        header: int32 [B, HEADER].
+        header: int32 [B, HEADER]; columns in `triton_steps`.
         tokens: int32 [B, R]; the root first.
         parents: int32 [B, R], parent rows; see `triton_sampling`.
-        forced: int32 [B, R], tokens to take instead of the rule's, -1 for none; where acceptance is simulated.
     """
 
     header: npt.NDArray[np.int32]
     tokens: npt.NDArray[np.int32]
     parents: npt.NDArray[np.int32]
-    forced: npt.NDArray[np.int32] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the rule gave, on the host; views that stay as they are for two more steps.
+
+    Attributes:
+        lengths: int32 [B], accepted rows.
+        paths: int32 [B, R], these rows, the root first; -1 after.
+        tokens: int32 [B, R], the token emitted at each; -1 after.
+        tree_tokens, tree_parents: int32 [B, R], the trees that were verified, the root first; as in `StepArrays`.
+    """
+
+    lengths: npt.NDArray[np.int32]
+    paths: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
+    tree_tokens: npt.NDArray[np.int32]
+    tree_parents: npt.NDArray[np.int32]
+
+
+class RunningStep:
+    """A step that was started.
+
+    Attributes:
+        output: Hidden states of all B x R rows, padding included, once it is done and until the next step starts (the logits
+            are gone).
+    """
+
+    def __init__(
+        self, output: ModelOutput, results: torch.Tensor, done: torch.cuda.Event, num_rows: int
+    ) -> None:
+        self.output = output
+        self._results, self._done, self._num_rows = results, done, num_rows
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the outcome is on the host."""
+        return self._done.query()
+
+    def chosen(self) -> Chosen:
+        """Waits for the outcome."""
+        self._done.synchronize()
+        results = self._results.numpy()
+        max_rows = (results.shape[1] - 1) // 4
+        parts = (results[:, 1 + i * max_rows :][:, : self._num_rows] for i in range(4))
+        return Chosen(results[:, 0], *parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +121,9 @@ class _Forward:
     """What the forward of one shape reads and gives, in memory that its graph keeps."""
 
     output: ModelOutput
-    tokens: torch.Tensor
-    parents: torch.Tensor
+    begun: Begun
     positions: torch.Tensor
     tables: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """What the rule gave, on the host.
-
-    Attributes:
-        lengths: int32 [B], accepted rows.
-        paths: int32 [B, R], these rows, the root first; -1 after.
-        tokens: int32 [B, R], the token emitted at each; -1 after.
-    """
-
-    lengths: npt.NDArray[np.int32]
-    paths: npt.NDArray[np.int32]
-    tokens: npt.NDArray[np.int32]
 
 
 class DecodeGraphs:
@@ -91,12 +132,15 @@ class DecodeGraphs:
     Args:
         max_batch: Sequences at most.
         max_rows: Rows of a sequence at most, the root included.
+        max_path: Tokens of one step that a draft is told of at most.
         max_tokens: Of a sequence.
         num_slots: Sequences that may be known at a time; each has a page table of its own on the device.
-        simulate: Whether `StepArrays.forced` is obeyed.
+        simulate: Whether the column `FORCED` is obeyed.
 
     Attributes:
         capture: Layers that were captured when the graphs were made ready.
+        trees: int32 [max_batch, 2, max_rows - 1]: what a draft on the device proposed, for records that say so.
+        accepted, accepted_index: Of the newest step, for a draft; see `triton_steps.Ended`.
     """
 
     def __init__(
@@ -107,30 +151,39 @@ class DecodeGraphs:
         *,
         max_batch: int,
         max_rows: int,
+        max_path: int,
         max_tokens: int,
         num_slots: int,
         simulate: bool = False,
     ) -> None:
         if not kv.num_scratch_pages:
             raise ValueError("padding rows need a scratch page")
-        self.max_batch, self.max_rows = max_batch, max_rows
+        self.max_batch, self.max_rows, self.max_path = max_batch, max_rows, max_path
         self.batch_sizes = batch_sizes(max_batch)
         self.capture: tuple[int, ...] = ()
         self._model, self._kv, self._attention = model, kv, attention
         self._max_tokens = max_tokens
         self._simulate = simulate
         device = self._device = kv.data.device
-        width = HEADER + max_rows * (3 if simulate else 2)
-        self._host = torch.zeros(max_batch, width, dtype=torch.int32).pin_memory()
+        width = HEADER + 2 * max_rows
+        self._hosts = _pinned(UNDER_WAY, max_batch, width)
         self._inputs = torch.zeros(max_batch, width, dtype=torch.int32, device=device)
-        max_pages = -(-(max_tokens + max_rows) // kv.page_size)
+        # A step may begin before the one before it is over, which has a tree of its own.
+        max_pages = -(-(max_tokens + 2 * max_rows) // kv.page_size)
         # The last row belongs to no sequence: padding reads it, and padded updates go there.
         self._no_slot = num_slots
         self._tables = torch.zeros(num_slots + 1, max_pages, dtype=torch.int32, device=device)
-        self._updates = torch.zeros(3, PAGE_UPDATES, dtype=torch.int64).pin_memory()
-        self._results = torch.zeros(max_batch, 1 + 2 * max_rows, dtype=torch.int32, device=device)
-        self._host_results = torch.zeros_like(self._results, device="cpu").pin_memory()
-        self._done = torch.cuda.Event()
+        self._state = torch.zeros(num_slots + 1, 2, dtype=torch.int32, device=device)
+        self._updates = _pinned(UNDER_WAY, 3, PAGE_UPDATES, dtype=torch.int64)
+        self._results = torch.zeros(max_batch, 1 + 4 * max_rows, dtype=torch.int32, device=device)
+        self._host_results = _pinned(UNDER_WAY, *self._results.shape)
+        self._done = [torch.cuda.Event() for _ in range(UNDER_WAY)]
+        self._current = 0  # of all that is there UNDER_WAY times
+        self.trees = torch.zeros(
+            max_batch, 2, max(1, max_rows - 1), dtype=torch.int32, device=device
+        )
+        self.accepted = torch.zeros(max_batch, 1 + max_path, dtype=torch.int32, device=device)
+        self.accepted_index = torch.zeros(max_batch * max_path, dtype=torch.int64, device=device)
         self._pool = torch.cuda.graph_pool_handle()
         self._steps: dict[_Key, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
         self._forwards: dict[_Key, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
@@ -139,8 +192,22 @@ class DecodeGraphs:
         """The padded batch of a step."""
         return next(size for size in self.batch_sizes if size >= num_sequences)
 
+    def arrays(self, num_sequences: int, num_rows: int) -> StepArrays:
+        """What to fill in for the next step; padding is filled in already."""
+        self._current = (self._current + 1) % UNDER_WAY
+        batch = self.batch_size(num_sequences)
+        host = self._hosts[self._current].numpy()
+        self._pad(host[num_sequences:batch])
+        rows = host[:num_sequences]
+        first_parent = HEADER + self.max_rows
+        return StepArrays(
+            header=rows[:, :HEADER],
+            tokens=rows[:, HEADER : HEADER + num_rows],
+            parents=rows[:, first_parent : first_parent + num_rows],
+        )
+
     def set_pages(self, updates: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Writes parts of page tables: (slot, first entry, pages) each. Takes effect for the steps after it."""
+        """Writes parts of page tables: (slot, first entry, pages) each; after `arrays`, for that step and those after it."""
         if not updates:
             return
         slots = np.concatenate([np.full(len(pages), slot) for slot, _, pages in updates])
@@ -150,7 +217,7 @@ class DecodeGraphs:
             if start:
                 torch.cuda.current_stream().synchronize()  # the pinned block is still being read
             end = min(start + PAGE_UPDATES, len(slots))
-            block = self._updates[:, : end - start]
+            block = self._updates[self._current][:, : end - start]
             for row, values in zip(block.numpy(), (slots, entries, pages), strict=True):
                 row[:] = values[start:end]
             where_and_what = block.to(self._device, non_blocking=True)
@@ -158,47 +225,18 @@ class DecodeGraphs:
                 (where_and_what[0], where_and_what[1]), where_and_what[2].to(torch.int32)
             )
 
-    def arrays(self, num_sequences: int, num_rows: int) -> StepArrays:
-        """What to fill in for a step; padding is filled in already."""
-        batch = self.batch_size(num_sequences)
-        host = self._host.numpy()
-        padding = host[num_sequences:batch]
-        padding[:, :HEADER] = 0
-        padding[:, SLOT] = self._no_slot
-        padding[:, HEADER + self.max_rows :] = PAD
-        rows = host[:num_sequences]
-        first_parent = HEADER + self.max_rows
-        first_forced = first_parent + self.max_rows
-        return StepArrays(
-            header=rows[:, :HEADER],
-            tokens=rows[:, HEADER : HEADER + num_rows],
-            parents=rows[:, first_parent : first_parent + num_rows],
-            forced=rows[:, first_forced : first_forced + num_rows] if self._simulate else None,
-        )
-
-    def step(
-        self, num_sequences: int, num_rows: int, capture: Sequence[int]
-    ) -> tuple[ModelOutput, Chosen]:
-        """Runs a whole step on the arrays that were filled in, and waits for the tokens.
-
-        Returns:
-            Hidden states of all B x R rows, padding included, valid until the next step (the logits are gone); and what
-            was chosen, views that the next step overwrites.
-        """
+    def start(self, num_sequences: int, num_rows: int, capture: Sequence[int]) -> RunningStep:
+        """Starts a whole step on the arrays that were filled in. At most one step that was started before may be running."""
         key = _Key(self.batch_size(num_sequences), num_rows, tuple(capture))
         self._upload(key)
         if key not in self._steps:
             self._steps[key] = self._capture_step(key)
         graph, output = self._steps[key]
         graph.replay()
-        self._host_results[: key.batch].copy_(self._results[: key.batch], non_blocking=True)
-        self._done.record()
-        self._done.synchronize()
-        results = self._host_results.numpy()[:num_sequences]
-        first = 1 + self.max_rows
-        return output, Chosen(
-            results[:, 0], results[:, 1 : 1 + num_rows], results[:, first : first + num_rows]
-        )
+        results, done = self._host_results[self._current], self._done[self._current]
+        results[: key.batch].copy_(self._results[: key.batch], non_blocking=True)
+        done.record()
+        return RunningStep(output, results[:num_sequences], done, num_rows)
 
     def forward(self, num_sequences: int, num_rows: int, capture: Sequence[int]) -> ModelOutput:
         """Runs the target alone, for batches whose tokens are chosen otherwise.
@@ -221,14 +259,17 @@ class DecodeGraphs:
         for rows in sorted(num_rows, reverse=True):
             for batch in reversed(self.batch_sizes):
                 self.arrays(0, rows)
-                host = self._host.numpy()[:batch]
-                host[:] = 0
-                host[:, SLOT] = self._no_slot
-                host[:, HEADER + self.max_rows :] = PAD
-                self.step(batch, rows, capture)
+                self._pad(self._hosts[self._current].numpy()[:batch])
+                self.start(batch, rows, capture).chosen()
+
+    def _pad(self, records: npt.NDArray[np.int32]) -> None:
+        records[:, :HEADER] = 0
+        records[:, SLOT] = self._no_slot
+        records[:, TREE] = -1
+        records[:, HEADER + self.max_rows :] = PAD
 
     def _upload(self, key: _Key) -> None:
-        self._inputs[: key.batch].copy_(self._host[: key.batch], non_blocking=True)
+        self._inputs[: key.batch].copy_(self._hosts[self._current][: key.batch], non_blocking=True)
 
     def _capture_step(self, key: _Key) -> tuple[torch.cuda.CUDAGraph, ModelOutput]:
         def run() -> ModelOutput:
@@ -242,36 +283,35 @@ class DecodeGraphs:
 
     def _forward(self, key: _Key) -> _Forward:
         inputs = self._inputs[: key.batch]
-        tokens = inputs[:, HEADER : HEADER + key.rows]
-        first = HEADER + self.max_rows
-        parents = inputs[:, first : first + key.rows]
-        batch, tables = self._batch(key, inputs, tokens, parents)
+        begun = begin_step(inputs, self.max_rows, key.rows, self._state, self.trees)
+        batch, tables = self._batch(key, inputs, begun)
         output = self._model.forward(batch, self._kv, self._attention, key.capture)
-        return _Forward(output, tokens, parents, batch.positions, tables)
+        return _Forward(output, begun, batch.positions, tables)
 
     def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Runs once for real, which compiles what is not compiled yet, then captures."""
+        state = self._state.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             run()
         torch.cuda.current_stream().wait_stream(side)
+        # A step that goes on from here must not begin where it has ended.
+        self._state.copy_(state)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             result = run()
         return graph, result
 
-    def _batch(
-        self, key: _Key, inputs: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
-    ) -> tuple[Batch, torch.Tensor]:
+    def _batch(self, key: _Key, inputs: torch.Tensor, begun: Begun) -> tuple[Batch, torch.Tensor]:
         """The step as the model sees it, made of the uploaded records."""
         kv, device = self._kv, self._device
-        slots, committed, num_rows = (inputs[:, i] for i in (SLOT, COMMITTED, NUM_ROWS))
+        slots, num_rows = inputs[:, SLOT], inputs[:, NUM_ROWS].contiguous()
         tables = self._tables.index_select(0, slots)
         rows = prepare_trees(
-            tokens,
-            parents,
-            committed,
+            begun.tokens,
+            begun.parents,
+            begun.committed,
             num_rows,
             tables,
             kv.page_size,
@@ -284,10 +324,10 @@ class DecodeGraphs:
             first_row=torch.arange(
                 0, key.batch * key.rows, key.rows, dtype=torch.int32, device=device
             ),
-            num_rows=num_rows.contiguous(),
+            num_rows=num_rows,
             prefix_start=torch.zeros(key.batch, dtype=torch.int32, device=device),
-            prefix_len=committed.contiguous(),
-            write_index=committed.contiguous(),
+            prefix_len=begun.committed,
+            write_index=begun.committed,
             positions=rows.positions,
             tail_mask=rows.mask if key.rows > 1 else None,
             is_causal=None,
@@ -299,11 +339,9 @@ class DecodeGraphs:
         return batch, tables
 
     def _choose(self, key: _Key, forward: _Forward) -> None:
-        inputs = self._inputs[: key.batch]
-        header = inputs[:, :HEADER]
-        committed = header[:, COMMITTED]
-        temperature = header[:, TEMPERATURE].contiguous().view(torch.float32)
-        seed = header[:, SEED_LOW : SEED_HIGH + 1].contiguous().view(torch.int64)
+        inputs, begun = self._inputs[: key.batch], forward.begun
+        temperature = inputs[:, TEMPERATURE].contiguous().view(torch.float32)
+        seed = inputs[:, SEED_LOW : SEED_HIGH + 1].contiguous().view(torch.int64)
 
         def each_row(values: torch.Tensor) -> torch.Tensor:
             # Of a single sequence, flatten alone would give a view that stands still.
@@ -312,18 +350,18 @@ class DecodeGraphs:
         chosen = choose_tokens(
             forward.output.logits, each_row(temperature), each_row(seed), forward.positions + 1
         ).view(key.batch, key.rows)
+        path, length, emitted = walk_trees(chosen, begun.tokens, begun.parents)
         if self._simulate:
-            first = HEADER + 2 * self.max_rows
-            forced = inputs[:, first : first + key.rows]
-            chosen = torch.where(forced >= 0, forced.long(), chosen)
-        path, length, emitted = walk_trees(chosen, forward.tokens, forward.parents)
+            pretend_paths(inputs, path, length, emitted)
         if key.rows > 1:
-            commit_paths(self._kv, forward.tables, committed.contiguous(), path, length)
-        results = self._results[: key.batch]
-        results[:, 0] = length
-        results[:, 1 : 1 + key.rows] = path
-        first = 1 + self.max_rows
-        results[:, first : first + key.rows] = emitted.to(torch.int32)
+            commit_paths(self._kv, forward.tables, begun.committed, path, length)
+        ended = Ended(
+            self._results[: key.batch],
+            self._state,
+            self.accepted[: key.batch],
+            self.accepted_index[: key.batch * self.max_path],
+        )
+        end_step(inputs, begun, path, length, emitted, ended)
 
 
 def batch_sizes(max_batch: int) -> list[int]:
@@ -331,3 +369,7 @@ def batch_sizes(max_batch: int) -> list[int]:
     sizes = [1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, max_batch + 1, 32)]
     kept = [size for size in sizes if size < max_batch]
     return [*kept, max_batch]
+
+
+def _pinned(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype).pin_memory()

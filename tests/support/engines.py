@@ -13,7 +13,8 @@ from foredraft.config.services import DraftConfig, VerifyConfig
 from foredraft.models.speculation import resolve
 from foredraft.types import SamplingParams, SpeculationParams
 from tests.support.drafts import DraftProcess
-from verify_service.engine import Engine, EngineRequest
+from verify_service.engine import Engine
+from verify_service.live_requests import EngineRequest
 from verify_service.metrics import SpeculationMetrics
 from verify_service.outputs import Finish, Load, StepOutput, TokenLogprob
 from verify_service.startup import DraftLink, build_engine, connect_draft, load_target

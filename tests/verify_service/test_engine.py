@@ -13,7 +13,7 @@ from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from tests.support.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.reference import Reference
-from verify_service.engine import EngineRequest
+from verify_service.live_requests import EngineRequest
 
 ENDS = frozenset({EOS})
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)

@@ -17,7 +17,7 @@ from tests.support.engines import Harness, Job, running_engine
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
 from verify_service import startup
 from verify_service.arena import Arena
-from verify_service.drafting import split_news
+from verify_service.draft_news import split_news
 
 WIDTH = SMALL["hidden_size"]
 FLAGS = {"page_size": 8, "chunked_prefill_size": 20, "max_running_requests": 8}

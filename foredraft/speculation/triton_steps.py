@@ -1,0 +1,127 @@
+"""What a decode step on a GPU takes over from the step before it without the host, and what it leaves to the next.
+
+A step's host part is a record of int32 for each sequence: the columns below, then R tokens and R parents. A record may say
+that its sequence goes on where the device stands (`COMMITTED` -1), and that its tree is one that a draft on the same device
+has written (`TREE`). The kernels are imported on first use.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# Columns of a record; the last six are packed as "<fffiQ".
+(
+    SLOT,
+    COMMITTED,  # keys before the root, or -1: where the step before left the slot
+    NUM_ROWS,
+    TREE,  # row of the draft's trees, or -1: the tree is in the record
+    FORCED,  # tokens to pretend that were accepted, for benchmarks; 0 for none
+    TEMPERATURE,
+    TOP_P,
+    MIN_P,
+    TOP_K,
+    SEED_LOW,
+    SEED_HIGH,
+) = range(11)
+HEADER = 12  # even, so that seeds can be read as one number
+SAMPLING = slice(TEMPERATURE, SEED_HIGH + 1)
+FILLER = 100  # the token that pretended paths consist of
+
+
+@dataclass(slots=True)
+class Begun:
+    """Trees of a step.
+
+    Attributes:
+        tokens: int32 [B, R], the root first.
+        parents: int32 [B, R], see `triton_sampling`.
+        committed: int32 [B].
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    committed: torch.Tensor
+
+
+def begin_step(
+    records: torch.Tensor, max_rows: int, num_rows: int, state: torch.Tensor, trees: torch.Tensor
+) -> Begun:
+    """Reads the records.
+
+    Args:
+        records: int32 [B, HEADER + 2 * max_rows], contiguous in the last dimension.
+        num_rows: R of this step, at most max_rows.
+        state: int32 [slots, 2]: committed keys and newest token of each slot.
+        trees: int32 [n, 2, N], tokens and parent nodes (-1 for the root's children) as a draft wrote them; read once. What
+            makes no sense there stands for nothing.
+    """
+    from foredraft.speculation import step_kernels
+
+    batch, device = len(records), records.device
+    tokens = torch.empty(batch, num_rows, dtype=torch.int32, device=device)
+    parents = torch.empty_like(tokens)
+    committed = torch.empty(batch, dtype=torch.int32, device=device)
+    step_kernels.begin[(batch,)](
+        records, state, trees, tokens, parents, committed,
+        records.stride(0), num_rows, trees.shape[2],
+        SLOT=SLOT, COMMITTED=COMMITTED, TREE=TREE,
+        FIRST_TOKEN=HEADER, FIRST_PARENT=HEADER + max_rows, ROWS=_padded(num_rows), num_warps=1,
+    )  # fmt: skip
+    return Begun(tokens, parents, committed)
+
+
+def pretend_paths(
+    records: torch.Tensor, path: torch.Tensor, length: torch.Tensor, emitted: torch.Tensor
+) -> None:
+    """Replaces outcomes of `walk_trees` in place where a record asks for it, by rows spread over the tree."""
+    from foredraft.speculation import step_kernels
+
+    batch, rows = path.shape
+    # Rows apart, so that their KV has to be moved, as that of a real tree's path.
+    step_kernels.pretend[(batch,)](
+        records, path, length, emitted,
+        records.stride(0), rows, 2 if rows > 16 else 1, FILLER,
+        FORCED=FORCED, ROWS=_padded(rows), num_warps=1,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Ended:
+    """Where a step's outcome goes.
+
+    Attributes:
+        results: int32 [B, 1 + 4 * max_rows], for the host: length, then path, emitted tokens, tree's tokens and parents.
+        state: int32 [slots, 2], as in `begin_step`.
+        accepted: int32 [B, 1 + max_path], for a draft: how many tokens were emitted, and these.
+        index: int64 [B * max_path]: for each of them the row of the forward that chose it.
+    """
+
+    results: torch.Tensor
+    state: torch.Tensor
+    accepted: torch.Tensor
+    index: torch.Tensor
+
+
+def end_step(
+    records: torch.Tensor,
+    begun: Begun,
+    path: torch.Tensor,
+    length: torch.Tensor,
+    emitted: torch.Tensor,
+    ended: Ended,
+) -> None:
+    """Writes down an outcome of `walk_trees`. Paths longer than max_path are told to the draft in part."""
+    from foredraft.speculation import step_kernels
+
+    batch, rows = path.shape
+    max_path = ended.accepted.shape[1] - 1
+    step_kernels.end[(batch,)](
+        records, ended.state, begun.committed, path, length, emitted,
+        begun.tokens, begun.parents, ended.results, ended.accepted, ended.index,
+        records.stride(0), ended.results.stride(0), rows, (ended.results.shape[1] - 1) // 4, max_path,
+        SLOT=SLOT, ROWS=_padded(rows), PATH=_padded(max_path), num_warps=1,
+    )  # fmt: skip
+
+
+def _padded(size: int) -> int:
+    return 1 << max(0, (size - 1).bit_length())

@@ -1,0 +1,142 @@
+"""Steps that are started before the outcome of the one before them is known, so that a GPU never waits for the host.
+
+A step that only decodes is started and not waited for. While it runs, the step after it is planned for whoever surely goes on,
+with pages for the longest outcome, and started too: it begins where the device stands then. Only now the first one is waited
+for. So the host knows what was accepted one step late. What it then finds to have ended has surplus rows in the step under
+way, which are dropped; their KV lies behind everything that was committed, and whoever gets these pages writes them later.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from foredraft.speculation.draft_tree import DraftTree
+from verify_service.chooser import VerifyRows
+from verify_service.drafting import Drafting, Member
+from verify_service.request import Sequence
+from verify_service.scheduler import Scheduler
+from verify_service.target_step import AheadRows, StartedStep, StepResult, TargetStep
+
+POLL_SECONDS = (
+    1e-4  # while the step after the awaited one keeps the GPU busy, nothing is lost by coming late
+)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step under way.
+
+    Attributes:
+        sequences: In the order of its rows.
+        confidences: Of the proposals that it verifies.
+        draft_step: The draft's step for whose trees it waits on the device; 0 for none.
+        is_followed: Whether the draft takes its outcome from the device.
+        gathered: Its hidden states, where the step behind it would overwrite them.
+    """
+
+    sequences: list[Sequence]
+    started: StartedStep
+    confidences: list[int]
+    draft_step: int = 0
+    is_followed: bool = False
+    gathered: torch.Tensor | None = None
+    started_at: float = field(default_factory=time.perf_counter)
+
+
+class RunAhead:
+    """Starts steps and waits for them.
+
+    Args:
+        max_nodes: Of the trees that a draft gives on the device.
+    """
+
+    def __init__(
+        self, target: TargetStep, scheduler: Scheduler, drafting: Drafting | None, max_nodes: int
+    ) -> None:
+        self._target = target
+        self._scheduler = scheduler
+        self._drafting = drafting
+        self._max_nodes = max_nodes
+
+    def start(self, batch: list[VerifyRows]) -> Flight:
+        """Starts a step of which everything is known."""
+        started = self._target.start(batch, self._capture)
+        sequences = [rows.sequence for rows in batch]
+        return self._flight(sequences, started, [rows.confidence for rows in batch])
+
+    def start_behind(
+        self, flight: Flight, wanted_nodes: Callable[[Sequence], int]
+    ) -> Flight | None:
+        """Starts the step after one under way.
+
+        Args:
+            wanted_nodes: Tree nodes that a sequence should verify.
+
+        Returns:
+            None where the outcome of the one under way has to be known first.
+        """
+        drafting = self._drafting
+        if drafting is not None and drafting.is_stale:
+            return None
+        going = self._scheduler.going_on(flight.sequences)
+        nodes = [wanted_nodes(sequence) for sequence in going]
+        reads_hidden = drafting is not None and drafting.capture is not None
+        if any(nodes):
+            if drafting is None or not drafting.can_follow(going):
+                return None
+        elif reads_hidden and flight.started.num_rows > 1:
+            return None  # which rows will be committed, and have to be kept for the draft?
+        if not self._scheduler.schedule_ahead(going, self._max_nodes if any(nodes) else 0):
+            return None
+        if not any(nodes):
+            if reads_hidden and drafting is not None:
+                output = flight.started.outcome.output
+                flight.gathered = drafting.gather(output, len(flight.sequences))
+            rows = [AheadRows(sequence, None) for sequence in going]
+            return self._flight(going, self._target.start_ahead(rows, self._capture, None))
+        assert drafting is not None
+        row_of = {sequence.request_id: i for i, sequence in enumerate(flight.sequences)}
+        members = [
+            Member(sequence, row_of[sequence.request_id], wanted)
+            for sequence, wanted in zip(going, nodes, strict=True)
+        ]
+        step = drafting.follow(members, flight.started.outcome)
+        if step is None:
+            return None
+        flight.is_followed = True
+        rows = [
+            AheadRows(member.sequence, member.row if member.num_nodes else None)
+            for member in members
+        ]
+        started = self._target.start_ahead(
+            rows, self._capture, lambda trees: drafting.fetch(step, trees)
+        )
+        behind = self._flight(going, started)
+        behind.draft_step = step
+        return behind
+
+    def finish(self, flight: Flight) -> tuple[StepResult, list[DraftTree]]:
+        """Waits for a step; a draft that does not come is not waited for. See `StartedStep.finish`."""
+        drafting = self._drafting
+        if flight.draft_step and drafting is not None:
+            while not flight.started.is_done:
+                if drafting.is_late(time.perf_counter() - flight.started_at):
+                    drafting.abandon(flight.draft_step)
+                time.sleep(POLL_SECONDS)
+        finished = flight.started.finish()
+        for sequence in flight.sequences:
+            sequence.num_in_flight -= flight.started.num_rows
+        return finished
+
+    def _flight(
+        self, sequences: list[Sequence], started: StartedStep, confidences: list[int] | None = None
+    ) -> Flight:
+        for sequence in sequences:
+            sequence.num_in_flight += started.num_rows
+        return Flight(sequences, started, confidences or [0] * len(sequences))
+
+    @property
+    def _capture(self) -> tuple[int, ...]:
+        return (self._drafting.capture if self._drafting is not None else None) or ()

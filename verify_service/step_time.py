@@ -1,0 +1,205 @@
+"""What a step costs: the target's forward by its rows, and the wait for a draft. Measured at start, corrected by real steps."""
+
+import bisect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+S = TypeVar("S")
+
+LEVEL_WEIGHT, OWN_WEIGHT = 0.2, 0.25  # of one real step in the time of all shapes, and of its own
+# On a GPU nothing else runs, so that a shape's own error is what is left to learn.
+GRID_LEVEL_WEIGHT, GRID_OWN_WEIGHT = 0.02, 0.1
+OVERHEAD_LEVELS = 2.0  # that a draft costs beside its levels
+LEAST_ROWS = 32  # below so many rows of a step, more rows per sequence cost a GPU nothing
+FIRST_DRAFT = 1.0  # most plain steps that a draft's first answer, which may compile, counts as
+
+
+class RowTimes:
+    """Seconds of one target forward where rows add up, as on a CPU.
+
+    Between measured widths the time is interpolated; beyond the last it grows linearly. A wider forward never
+    counts as faster than a narrower one: where the measurements say so, both take their mean.
+    """
+
+    is_padded = False
+
+    def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
+        self._widths = list(widths)
+        self._measured = list(seconds)
+        self._seconds = rising(self._measured)
+
+    @classmethod
+    def measure(
+        cls, widths: Sequence[int], run: Callable[[int], float], budget: float = 2.0
+    ) -> "RowTimes":
+        """Calls `run(width)` -> seconds in rounds over all widths and keeps the best of each width.
+
+        After a first round, which warms up, rounds go on for `budget` seconds, five at most.
+        """
+        return cls(widths, best_of_rounds(widths, run, budget))
+
+    def observe(self, batch: int, rows: int, seconds: float) -> None:
+        """Takes the time of a real forward of `rows` decoding rows in all.
+
+        All widths move towards it in proportion, since a machine that has become slower or faster has become so for
+        all of them; the nearest width moves a little more, which slowly corrects the table's shape.
+        """
+        surprise = _surprise(seconds, self.seconds(batch, rows))
+        nearest = min(range(len(self._widths)), key=lambda i: abs(math.log(self._widths[i] / rows)))
+        for i in range(len(self._measured)):
+            self._measured[i] *= 1 + (OWN_WEIGHT if i == nearest else LEVEL_WEIGHT) * surprise
+        self._seconds = rising(self._measured)
+
+    def seconds(self, batch: int, rows: int) -> float:
+        """Expected seconds of a forward with `rows` rows in all, of however many sequences."""
+        widths, seconds = self._widths, self._seconds
+        if rows <= widths[0] or len(widths) == 1:
+            return seconds[0]
+        i = min(bisect.bisect_left(widths, rows), len(widths) - 1)
+        slope = (seconds[i] - seconds[i - 1]) / (widths[i] - widths[i - 1])
+        return seconds[i - 1] + slope * (rows - widths[i - 1])
+
+    def table(self) -> dict[int, float]:
+        """Widths and seconds, for logs and benchmarks."""
+        return dict(zip(self._widths, self._seconds, strict=True))
+
+
+class GridTimes:
+    """Seconds of one target step by (sequences, rows of each), both padded to the shapes that were captured.
+
+    Args:
+        seconds: By (batch, rows of each sequence); every batch has at least one row.
+    """
+
+    is_padded = True
+
+    def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
+        self._measured = dict(seconds)
+        self._level = 1.0
+        self._batches = sorted({batch for batch, _ in seconds})
+        self._rows = {
+            batch: sorted(rows for other, rows in seconds if other == batch)
+            for batch in self._batches
+        }
+
+    @classmethod
+    def measure(
+        cls,
+        shapes: Iterable[tuple[int, int]],
+        run: Callable[[int, int], float],
+        budget: float = 2.0,
+    ) -> "GridTimes":
+        """Calls `run(batch, rows of each)` -> seconds; as `RowTimes.measure`."""
+        shapes = list(shapes)
+        seconds = best_of_rounds(shapes, lambda shape: run(*shape), budget)
+        return cls(dict(zip(shapes, seconds, strict=True)))
+
+    def batch(self, num_sequences: int) -> int:
+        """The batch that so many sequences are padded to; the largest for more than that."""
+        i = bisect.bisect_left(self._batches, num_sequences)
+        return self._batches[min(i, len(self._batches) - 1)]
+
+    def rows(self, num_sequences: int) -> list[int]:
+        """The captured rows per sequence, rising; the first is the one-row step."""
+        return self._rows[self.batch(num_sequences)]
+
+    def observe(self, batch: int, rows: int, seconds: float) -> None:
+        """Takes the time of a real step of `batch` sequences of `rows` rows each."""
+        surprise = _surprise(seconds, self.seconds(batch, rows))
+        self._level *= 1 + GRID_LEVEL_WEIGHT * surprise
+        self._measured[self._shape(batch, rows)] *= 1 + GRID_OWN_WEIGHT * surprise
+
+    def seconds(self, batch: int, rows: int) -> float:
+        """Expected seconds of a step of `batch` sequences of `rows` rows each."""
+        return self._level * self._measured[self._shape(batch, rows)]
+
+    def table(self) -> dict[tuple[int, int], float]:
+        """Shapes and seconds, for logs and benchmarks."""
+        return {shape: self._level * seconds for shape, seconds in self._measured.items()}
+
+    def _shape(self, batch: int, rows: int) -> tuple[int, int]:
+        padded = self.batch(batch)
+        known = self._rows[padded]
+        return padded, known[min(bisect.bisect_left(known, rows), len(known) - 1)]
+
+
+StepTimes = RowTimes | GridTimes
+
+
+class DraftTimes:
+    """How long a step waits for its drafts, by sequences and levels drafted: learnt, nothing before the first.
+
+    In units of a plain step of one sequence, since a machine that becomes slower does so for both. What was not seen
+    yet is taken from the nearest that was; reading what was committed and the message there and back count as
+    `OVERHEAD_LEVELS`.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[int, int], float] = {}
+        self._counts: dict[tuple[int, int], int] = {}
+
+    def observe(self, batch: int, levels: int, steps: float) -> None:
+        """Takes the wait of a real step."""
+        key = (batch.bit_length(), levels)
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        known = self.steps(batch, levels) or FIRST_DRAFT / 2
+        # Whatever else runs lengthens a wait, nothing shortens it: a short one says more.
+        weight = max(0.1 if steps > known else 0.3, 1 / count)
+        self._steps[key] = known + weight * (min(steps, 2 * known) - known)
+
+    def steps(self, batch: int, levels: int) -> float:
+        """Expected wait; 0 while nothing is known."""
+        if not self._steps or levels == 0:
+            return 0.0
+        size = batch.bit_length()
+        known = self._steps.get((size, levels))
+        if known is not None:
+            return known
+        nearest = min(
+            self._steps, key=lambda seen: 2 * abs(seen[0] - size) + abs(seen[1] - levels)
+        )
+        return self._steps[nearest] * (levels + OVERHEAD_LEVELS) / (nearest[1] + OVERHEAD_LEVELS)
+
+
+def row_buckets(batch: int, max_rows: int) -> list[int]:
+    """Rows per sequence for which steps of `batch` sequences are worth a graph: 1, powers of two, `max_rows`.
+
+    A few rows in all cost a GPU the same, so small batches have no small trees.
+    """
+    powers = (1 << i for i in range(1, max_rows.bit_length()))
+    kept = [rows for rows in powers if rows < max_rows and batch * rows >= LEAST_ROWS]
+    return sorted({1, *kept, max_rows})
+
+
+def best_of_rounds(shapes: Sequence[S], run: Callable[[S], float], budget: float) -> list[float]:
+    """The shortest of several runs of each shape, in rounds over all, so that a busy moment slows one of each at most."""
+    for shape in shapes:
+        run(shape)
+    best = [run(shape) for shape in shapes]
+    spent = sum(best)
+    for _ in range(4):
+        if spent > budget:
+            break
+        times = [run(shape) for shape in shapes]
+        best = [min(pair) for pair in zip(best, times, strict=True)]
+        spent += sum(times)
+    return best
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The non-decreasing sequence nearest to `values` in least squares (pool adjacent violators)."""
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        block = (value, 1)
+        while blocks and blocks[-1][0] > block[0]:
+            mean, count = blocks.pop()
+            total = count + block[1]
+            block = ((mean * count + block[0] * block[1]) / total, total)
+        blocks.append(block)
+    return [mean for mean, count in blocks for _ in range(count)]
+
+
+def _surprise(seconds: float, expected: float) -> float:
+    # An outlier, such as a step that waited for a page fault, must not throw the table.
+    return min(seconds / expected - 1, 1.0)
