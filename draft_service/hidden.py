@@ -1,4 +1,4 @@
-"""The draft's end of the arena. Torch is imported only for drafters that read hidden states."""
+"""The draft's end of the arena. Torch is imported only for drafters that need one."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from foredraft.transport.base import HiddenReader
+    from foredraft.transport.device_exchange import DraftExchange
 
 
 def supported_transports(
@@ -21,19 +22,19 @@ def supported_transports(
     Args:
         device: Where the drafter runs; None for one without torch.
     """
-    if not info.HasField("hidden"):
+    if not info.HasField("hidden") and not info.device_steps:
         return [tensor_pb2.TRANSPORT_INLINE]
     from foredraft.transport import choice
 
     return choice.supported(True, device or choice.CPU)
 
 
-def open_reader(
+def open_arena(
     info: draft_pb2.GetDraftInfoResponse,
     attach: draft_pb2.AttachRequest,
     device: "torch.device | None",
-) -> "HiddenReader | None":
-    """Maps the verifier's arena; None when the drafter reads no hidden states.
+) -> "tuple[HiddenReader | None, DraftExchange | None]":
+    """Maps the verifier's arena: for a drafter that reads hidden states, and for steps that stay on the GPU.
 
     Args:
         device: Where the drafter runs; None for one without torch.
@@ -41,15 +42,20 @@ def open_reader(
     Raises:
         AttachRefused: The arena is missing or cannot be mapped; names its field.
     """
-    if not info.HasField("hidden"):
-        return None
+    needs_rows, has_arena = info.HasField("hidden"), attach.HasField("arena")
+    if needs_rows and not has_arena:
+        raise AttachRefused("arena", "this draft reads hidden states, and the verifier offers none")
+    if not has_arena or not (needs_rows or info.device_steps):
+        return None, None
     from foredraft.transport import choice
     from foredraft.transport.base import ArenaError, RowFormat
 
-    if not attach.HasField("arena"):
-        raise AttachRefused("arena", "this draft reads hidden states, and the verifier offers none")
+    where = device or choice.CPU
     try:
+        if not needs_rows:
+            return None, choice.open_exchange(attach.arena, attach.epoch, where)
         row = RowFormat.of(info.hidden)
-        return choice.open_reader(attach.arena, row, attach.epoch, device or choice.CPU)
+        reader = choice.open_reader(attach.arena, row, attach.epoch, where)
     except ArenaError as error:
         raise AttachRefused(f"arena.{error.field}", error.message) from error
+    return reader, reader.exchange

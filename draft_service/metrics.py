@@ -11,6 +11,11 @@ ATTACHES = counter(
     ("algorithm", "outcome"),
 )
 STEPS = counter("foredraft_drafter_steps_total", "Engine steps answered.", BY_ALGORITHM)
+DEVICE_STEPS = counter(
+    "foredraft_drafter_device_steps_total",
+    "Engine steps that stayed on the GPU: their tokens and seconds are in no other figure.",
+    BY_ALGORITHM,
+)
 REFUSED_STEPS = counter(
     "foredraft_drafter_refused_steps_total",
     "Steps that broke the protocol; each ended its session.",
@@ -39,6 +44,7 @@ class DrafterMetrics:
         self.accepted_attaches = ATTACHES.labels(algorithm, "accepted")
         self.refused_attaches = ATTACHES.labels(algorithm, "refused")
         self.steps = STEPS.labels(algorithm)
+        self.device_steps = DEVICE_STEPS.labels(algorithm)
         self.refused_steps = REFUSED_STEPS.labels(algorithm)
         self.extended_tokens = EXTENDED_TOKENS.labels(algorithm)
         self.proposed_tokens = PROPOSED_TOKENS.labels(algorithm)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from draft_service.drafters.base import Drafter
-from draft_service.hidden import open_reader, supported_transports
+from draft_service.hidden import open_arena, supported_transports
 from draft_service.metrics import DrafterMetrics
 from draft_service.session import Session
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
@@ -131,21 +131,16 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self, drafter: Drafter, attach: draft_pb2.AttachRequest
     ) -> tuple[Session, draft_pb2.AttachResponse]:
         """In the drafter's thread: maps the arena, then makes the proposer."""
-        reader = open_reader(self._info, attach, drafter.device)
-        try:
+        reader, exchange = open_arena(self._info, attach, drafter.device)
+        with contextlib.ExitStack() as undo:
+            for end in (reader, exchange):
+                if end is not None:
+                    undo.callback(end.close)
             proposer, response = drafter.attach(attach)
-        except BaseException:
-            if reader is not None:
-                reader.close()
-            raise
-        proposer.hidden = reader
-        try:
+            proposer.hidden, proposer.exchange = reader, exchange
+            undo.callback(proposer.close)
             proposer.prepare()
-        except BaseException:
-            proposer.close()
-            if reader is not None:
-                reader.close()
-            raise
+            undo.pop_all()
         return Session(proposer, self._worker, self._metrics), response
 
     def _loaded(self) -> Drafter:

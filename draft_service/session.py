@@ -79,11 +79,13 @@ class Session:
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._worker, self._free))
 
     def _free(self) -> None:
+        proposer = self._proposer
         try:
-            self._proposer.close()
+            proposer.close()
         finally:
-            if self._proposer.hidden is not None:
-                self._proposer.hidden.close()
+            for end in (proposer.hidden, proposer.exchange):
+                if end is not None:
+                    end.close()
 
     def _trace(self, request: draft_pb2.StepRequest, response: draft_pb2.StepResponse) -> None:
         self._end_spans(request.released_slots)
@@ -117,6 +119,9 @@ class Session:
     def _count(self, request: draft_pb2.StepRequest, response: draft_pb2.StepResponse) -> None:
         metrics = self._metrics
         metrics.steps.inc()
+        if request.sequences and request.sequences[0].HasField("device_row"):
+            metrics.device_steps.inc()
+            return
         metrics.extended_tokens.inc(sum(len(sequence.tokens) for sequence in request.sequences))
         metrics.proposed_tokens.inc(sum(len(proposal.tokens) for proposal in response.proposals))
         metrics.extend_seconds.observe(response.extend_microseconds * 1e-6)

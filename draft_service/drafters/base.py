@@ -9,6 +9,7 @@ if TYPE_CHECKING:  # they need torch, which not every drafter does
     import torch
 
     from foredraft.transport.base import HiddenReader
+    from foredraft.transport.device_exchange import DraftExchange
 
 
 class Proposer(ABC):
@@ -17,12 +18,14 @@ class Proposer(ABC):
     Attributes:
         hidden: Reads the rows that `SequenceStep.hidden` names; set before the first step where the drafter's info asks
             for hidden states. Whoever set it closes it.
+        exchange: For steps that stay on the GPU; set likewise where both ends can have them.
     """
 
     hidden: "HiddenReader | None" = None
+    exchange: "DraftExchange | None" = None
 
     def prepare(self) -> None:  # noqa: B027
-        """Called once, when `hidden` is set: does now what would make the first steps slow."""
+        """Called once, when these are set: does now what would make the first steps slow."""
 
     @abstractmethod
     def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:

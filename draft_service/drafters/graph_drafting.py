@@ -1,4 +1,5 @@
-"""A step of a draft on a GPU: packs what was committed, runs the graphs, waits once, unpacks the trees."""
+"""A step of a draft on a GPU: packs what was committed, runs the graphs, waits once, unpacks the trees. A step that stays on
+the GPU is only put into the stream."""
 
 import struct
 import time
@@ -10,12 +11,22 @@ import numpy as np
 import torch
 
 from draft_service.drafters.beam_drafting import Wish
-from draft_service.drafters.paged_sequences import Extension, PagedSequence
+from draft_service.drafters.hidden_source import HiddenSource
+from draft_service.drafters.paged_sequences import Continuation, Extension, PagedSequence
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import Unavailable
-from foredraft.runner.draft_batches import NUM_ROWS, POSITION, SAMPLING, SLOT, START, VALID_FROM
-from foredraft.runner.draft_graphs import DraftGraphs, StepRecords
+from foredraft.runner.draft_batches import (
+    NUM_ROWS,
+    ROW,
+    SAMPLING,
+    SLOT,
+    START,
+    VALID_FROM,
+)
+from foredraft.runner.draft_graphs import DraftGraphs
+from foredraft.runner.draft_uploads import StepRecords
 from foredraft.transport.base import HiddenReader
+from foredraft.transport.device_exchange import DraftExchange
 
 BRIEF_BYTES = 96  # of a sequence that decodes
 STEP_SECONDS = 10.0  # a step that takes longer waits for a verifier that has died
@@ -38,68 +49,21 @@ class GraphSettings:
         return min(self.limit or attach.max_batch, attach.max_batch)
 
 
-def wait(is_done: Callable[[], bool], reader: HiddenReader | None) -> None:
+def wait(is_done: Callable[[], bool], source: HiddenReader | DraftExchange | None) -> None:
     """Until the device has done what was asked of it.
 
+    Args:
+        source: Of what it may wait for.
+
     Raises:
-        Unavailable: It waits for hidden states that will not come.
+        Unavailable: It waits for what will not come.
     """
     deadline = time.monotonic() + STEP_SECONDS
     while not is_done():
         if time.monotonic() > deadline:
-            if reader is not None:
-                reader.abandon()
-            raise Unavailable("the hidden states of a step did not come")
-
-
-class HiddenSource:
-    """Where graphs find the target's hidden states: the verifier's own ring, or a buffer that rows are copied to.
-
-    Args:
-        reader: Of the attach.
-        num_rows: Of a step at most.
-        width: Of a row.
-        dtype: Of a row.
-        device: Where the graphs run.
-
-    Attributes:
-        rows: [n, width] on the device; the same memory while the attach lasts.
-    """
-
-    def __init__(
-        self,
-        reader: HiddenReader,
-        num_rows: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._reader = reader
-        ring = reader.ring
-        self._is_shared = ring is not None and ring.device == device
-        self.rows = torch.zeros(num_rows, width, dtype=dtype, device=device)
-        if ring is not None and self._is_shared:
-            self.rows = ring
-
-    def places(
-        self, extensions: Sequence[Extension], num_rows: np.ndarray, width: int
-    ) -> np.ndarray:
-        """Where in `rows` the states of each extension's tokens are, int [n, width]; copies them there where they must be.
-
-        Args:
-            num_rows: Of each extension.
-        """
-        hidden = [extension.hidden for extension in extensions]
-        if self._is_shared:
-            first = [rows.arena_row for rows in hidden if rows is not None]
-            return (np.array(first)[:, None] + np.arange(width)) % len(self.rows)
-        parts = [self._reader.read(rows) for rows in hidden if rows is not None]
-        rows = torch.cat(parts).to(self.rows.dtype)
-        if self.rows.is_cuda and not rows.is_cuda:
-            rows = rows.pin_memory()
-        self.rows[: len(rows)].copy_(rows, non_blocking=True)
-        ends = num_rows.cumsum()
-        return np.minimum((ends - num_rows)[:, None] + np.arange(width), len(self.rows) - 1)
+            if source is not None:
+                source.abandon()
+            raise Unavailable("what a step committed did not come")
 
 
 class GraphDrafting:
@@ -109,6 +73,7 @@ class GraphDrafting:
         graphs: Of the draft model.
         source: Of hidden states, for a model that reads them.
         reader: Of hidden states, which may have to be told that none will come.
+        exchange: For steps that stay on the GPU; None where none can.
     """
 
     def __init__(
@@ -116,15 +81,22 @@ class GraphDrafting:
         graphs: DraftGraphs,
         source: HiddenSource | None = None,
         reader: HiddenReader | None = None,
+        exchange: DraftExchange | None = None,
     ) -> None:
         self.graphs = graphs
-        self._source, self._reader = source, reader
+        self._source, self._exchange = source, exchange
+        self._awaited = exchange or reader
         slots = graphs.shape.max_slots
         # Of the sequences that have slots now; their sampling as the records hold it.
         self._owners: list[PagedSequence | None] = [None] * slots
         self._sampling = np.zeros((slots, SAMPLING.stop - SAMPLING.start), dtype=np.int32)
         self._is_sampled = np.zeros(slots, dtype=bool)
         self._is_ranked = np.zeros(slots, dtype=bool)
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether steps can stay on the GPU."""
+        return self._exchange is not None
 
     def is_brief(self, request: draft_pb2.StepRequest) -> bool:
         """Whether a step is one for the graphs alone."""
@@ -157,7 +129,8 @@ class GraphDrafting:
         wanted = [i for i, extension in enumerate(extensions) if extension.limits is not None]
         if wanted:
             graphs.draft(count, *self._modes(slots))
-        self.wait()
+            graphs.download(count)
+        self._finish()
         if wanted:
             limits = [extensions[i].limits for i in wanted]
             self._answer(wanted, slots, limits, count, response)
@@ -179,18 +152,48 @@ class GraphDrafting:
                 torch.stack(features) if features else None,
             )
             graphs.draft(len(part), *self._modes(slots))
-            self.wait()
+            graphs.download(len(part))
+            self._finish()
             limits = [wish.limits for wish in part]
             self._answer(range(len(part)), slots, limits, len(part), response)
 
-    def wait(self) -> None:
-        """Until the device has done all that was asked of it; see `wait`."""
-        self.graphs.start_waiting()
-        wait(lambda: self.graphs.is_done, self._reader)
+    def proceed(self, step: int, continuations: Sequence[Continuation]) -> None:
+        """A step that stays on the GPU: puts it into the stream, behind the verifier's.
+
+        Waits only for the step before the last, which bounds what is under way.
+        """
+        exchange, graphs = self._exchange, self.graphs
+        assert exchange is not None
+        for first in range(0, len(continuations), graphs.max_batch):
+            part = continuations[first : first + graphs.max_batch]
+            wait(lambda: graphs.is_free, exchange)
+            records, slots = self._fill([one.sequence for one in part])
+            records.header[:, START] = [one.start for one in part]
+            records.header[:, NUM_ROWS] = -1
+            records.header[:, ROW] = [one.row for one in part]
+            graphs.upload(len(part))
+            if first == 0:
+                exchange.wait(step)
+            graphs.extend(len(part))
+            if any(one.is_wanted for one in part):
+                graphs.draft(len(part), *self._modes(slots))
+            graphs.finish()
+        exchange.publish(step)
+
+    def settle(self) -> None:
+        """Until steps that stayed on the GPU are done: what comes next may wait for the device in other ways."""
+        wait(lambda: self.graphs.is_done, self._awaited)
 
     def close(self) -> None:
-        """Frees the graphs."""
+        """Frees the graphs. The verifier is gone: what it has not committed yet is not waited for."""
+        if self._exchange is not None and not self.graphs.is_done:
+            self._exchange.abandon()
         self.graphs.close()
+
+    def _finish(self) -> None:
+        """Until the device has done all that was asked of it; see `wait`."""
+        self.graphs.finish()
+        wait(lambda: self.graphs.is_done, self._awaited)
 
     def _fill(self, sequences: Sequence[PagedSequence]) -> tuple[StepRecords, np.ndarray]:
         """Everything of the records but tokens and where they go."""
@@ -201,7 +204,6 @@ class GraphDrafting:
         slots = np.array([sequence.slot for sequence in sequences])
         records.header[:, SLOT] = slots
         records.header[:, VALID_FROM] = [sequence.valid_from for sequence in sequences]
-        records.header[:, POSITION] = [sequence.num_tokens for sequence in sequences]
         records.header[:, SAMPLING] = self._sampling[slots]
         return records, slots
 

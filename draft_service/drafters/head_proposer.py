@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from draft_service.drafters.beam_drafting import Scratch
-from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings, HiddenSource
-from draft_service.drafters.paged import Limits, PagedProposer, draft_shape
+from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings
+from draft_service.drafters.hidden_source import HiddenSource
+from draft_service.drafters.paged import Limits, PagedProposer
 from draft_service.drafters.paged_sequences import Extension
+from draft_service.drafters.step_shape import draft_shape, handed_on
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.base import Batch
 from foredraft.errors import InvalidRequest
@@ -72,6 +74,7 @@ class HeadProposer(PagedProposer):
             head.lm_head.weight.shape[0],
             head.config.layer.hidden_size,
             head.config.layer.windows,
+            shift=1,
         )
         source = HiddenSource(
             reader,
@@ -96,10 +99,11 @@ class HeadProposer(PagedProposer):
             token_map=head.token_map,
             features=lambda places: head.fuse(source.rows.index_select(0, places)),
             max_batch=settings.max_batch(self._attach),
+            handed_on=handed_on(self.exchange, shape),
         )
         if settings.captures:
             graphs.capture(sampled=True)
-        return GraphDrafting(graphs, source, reader)
+        return GraphDrafting(graphs, source, reader, self.exchange)
 
     def _features(self, extension: Extension) -> torch.Tensor:
         """The target's hidden states of the positions before the tokens', fused."""

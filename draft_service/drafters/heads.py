@@ -62,6 +62,7 @@ class HeadDrafter(PagedDrafter):
         self._target = target
         self._name = name
         self.target_weights: TargetWeights | None = None
+        self.has_device_steps = head.num_modules == 1
 
     @classmethod
     def load(cls, config: DraftConfig) -> "HeadDrafter":

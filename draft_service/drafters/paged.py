@@ -16,10 +16,9 @@ from draft_service.drafters.paged_sequences import Extension, PagedSequence, Pag
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.choice import attention_for
 from foredraft.config.services import DraftConfig
-from foredraft.errors import AttachRefused, ConfigError
+from foredraft.errors import AttachRefused, ConfigError, InvalidRequest
 from foredraft.kvcache.paged_kv import KVShape, PagedKV
 from foredraft.runner.batch import SequenceRows
-from foredraft.runner.draft_batches import DraftShape
 from foredraft.speculation.draft_tree import DraftTree
 from foredraft.speculation.tree_building import Ordering
 from foredraft.transport import cuda
@@ -79,9 +78,11 @@ class PagedDrafter(Drafter):
     Attributes:
         attention: For its device.
         graphs: How steps of fixed shape run; None for none such, where shapes cost nothing.
+        has_device_steps: Whether these can stay on a GPU.
     """
 
     max_sessions = 1
+    has_device_steps = True
 
     def __init__(
         self,
@@ -151,6 +152,7 @@ class PagedDrafter(Drafter):
         if self._kv_device.type == "cpu" or settings is None:
             return
         info.device_uuid = cuda.uuid_of(self._kv_device)
+        info.device_steps = self.has_device_steps
         steps, topk, _ = self._limits
         # Scratch is whole pages.
         info.bytes_per_sequence = info.kv_bytes_per_token * ((steps - 1) * topk + PAGE_SLACK)
@@ -189,37 +191,6 @@ class PagedDrafter(Drafter):
         for name in ("page_size", "num_pages", "max_batch", "max_context"):
             if not getattr(request, name):
                 raise AttachRefused(name, "must be at least 1")
-
-
-def draft_shape(
-    attach: draft_pb2.AttachRequest,
-    limits: Limits,
-    vocab: int,
-    feature_size: int,
-    windows: Sequence[int | None],
-) -> DraftShape:
-    """The sizes of steps of fixed shape for one verifier.
-
-    Args:
-        limits: (steps, topk, nodes) of the largest tree.
-        vocab: Columns of the draft's logits.
-        feature_size: Of a head's features; 0 for none.
-        windows: Of the draft's layers.
-    """
-    steps, topk, nodes = limits
-    # A verifier's page table has room for a tree behind the longest sequence.
-    max_keys = attach.max_context + nodes + 2
-    return DraftShape(
-        num_steps=steps,
-        topk=topk,
-        num_nodes=nodes,
-        num_rows=steps + 1,
-        max_slots=attach.max_batch,
-        max_pages=-(-max_keys // attach.page_size),
-        vocab=vocab,
-        feature_size=feature_size,
-        is_windowed=any(window is not None for window in windows),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,12 +287,18 @@ class PagedProposer(Proposer):
     @torch.inference_mode()
     def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
         """Computes the KV of what was committed, then drafts."""
-        started = time.perf_counter_ns()
+        started, fast = time.perf_counter_ns(), self._fast
+        if request.sequences and request.sequences[0].HasField("device_row"):
+            if fast is None or not fast.can_continue:
+                raise InvalidRequest("device_row", "this attach has no exchange on a GPU")
+            fast.proceed(request.step, self._sequences.proceed(request))
+            return draft_pb2.StepResponse()
         extensions = self._sequences.apply(request)
+        if fast is not None and extensions:
+            fast.settle()
         if self.hidden is not None and extensions:
             self.hidden.expect(request.step)
         response = draft_pb2.StepResponse()
-        fast = self._fast
         if fast is not None and fast.fits(extensions):
             fast.step(extensions, response)
             response.draft_microseconds = (time.perf_counter_ns() - started) // 1000

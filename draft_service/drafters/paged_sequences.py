@@ -18,6 +18,7 @@ class PagedSequence:
         sampling: How the target will choose its tokens.
         valid_from: Keys before this position are not attended.
         num_tokens: Leading tokens that are known.
+        num_ahead: Tokens that steps may have added of which only the device knows, at most.
         num_keys: Keys on the pages, or void before `valid_from`: one for each token, or for heads one fewer.
         last_token: The newest of them; None before the first step's tokens.
         pages: The page table.
@@ -28,6 +29,7 @@ class PagedSequence:
     valid_from: int
     num_tokens: int
     num_keys: int
+    num_ahead: int = 0
     last_token: int | None = None
     pages: list[int] = field(default_factory=list)
 
@@ -47,6 +49,22 @@ class Extension:
     tokens: list[int]
     hidden: draft_pb2.HiddenRows | None
     limits: tuple[int, int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A sequence of a step whose committed tokens are on the device alone.
+
+    Attributes:
+        start: Key index of the first token; -1 where that too is known there alone.
+        row: Of the exchange, where the tokens are and the tree goes.
+        is_wanted: Whether a tree is.
+    """
+
+    sequence: PagedSequence
+    start: int
+    row: int
+    is_wanted: bool
 
 
 class PagedSequences:
@@ -94,8 +112,40 @@ class PagedSequences:
         extensions = [self._apply_one(message) for message in messages]
         return [extension for extension in extensions if extension.tokens]
 
+    def proceed(self, request: draft_pb2.StepRequest) -> list[Continuation]:
+        """Takes the news of a step that stays on the device.
+
+        Raises:
+            InvalidRequest: The step breaks the protocol.
+        """
+        for slot in request.released_slots:
+            self._sequences.pop(slot, None)
+        check_slots(request, self._sequences, self._attach.max_batch)
+        continuations = [self._proceed_one(message) for message in request.sequences]
+        if len({one.row for one in continuations}) < len(continuations):
+            raise InvalidRequest("device_row", "two sequences have the same")
+        return continuations
+
+    def _proceed_one(self, message: draft_pb2.SequenceStep) -> Continuation:
+        slot, row = message.slot, message.device_row
+        if not message.HasField("device_row") or row >= self._attach.max_batch:
+            raise InvalidRequest("device_row", f"slot {slot}: all of a step have one or none")
+        if message.HasField("begin") or message.tokens or message.HasField("hidden"):
+            raise InvalidRequest("device_row", f"slot {slot}: it comes without begin and tokens")
+        sequence = self._sequences[slot]
+        if sequence.num_tokens < self._shift:
+            raise InvalidRequest("device_row", f"slot {slot}: its first token is not known")
+        if new_pages := message.new_pages:
+            self._replace_pages(sequence, message.first_page, list(new_pages))
+        start = -1 if sequence.num_ahead else sequence.num_keys
+        sequence.num_ahead += self._limits[0] + 1
+        sequence.last_token = None
+        return Continuation(sequence, start, row, message.HasField("propose"))
+
     def _apply_one(self, message: draft_pb2.SequenceStep) -> Extension:
         slot, start = message.slot, message.position
+        if message.HasField("device_row"):
+            raise InvalidRequest("device_row", f"slot {slot}: all of a step have one or none")
         if message.HasField("begin"):
             self._sequences[slot] = PagedSequence(
                 slot,
@@ -106,8 +156,8 @@ class PagedSequences:
             )
         sequence = self._sequences[slot]
         tokens = list(message.tokens)
-        if start > sequence.num_tokens:
-            check_position(message, sequence.num_tokens)
+        if start > sequence.num_tokens + sequence.num_ahead:
+            check_position(message, sequence.num_tokens + sequence.num_ahead)
         if start + len(tokens) > self._max_context or max(tokens, default=0) >= self._vocab_size:
             check_tokens(message, self._vocab_size, self._max_context)
         if new_pages := message.new_pages:
@@ -122,9 +172,9 @@ class PagedSequences:
             if start != sequence.num_tokens or sequence.last_token is None:
                 raise InvalidRequest("tokens", f"slot {slot}: none to propose after")
             start, tokens = start - 1, [sequence.last_token]
-        if tokens or start < sequence.num_tokens:
+        if tokens or start != sequence.num_tokens:
             sequence.last_token = tokens[-1] if tokens else None
-        sequence.num_tokens = start + len(tokens)
+        sequence.num_tokens, sequence.num_ahead = start + len(tokens), 0
         first_key = start - self._shift
         if first_key < 0:  # nothing comes before token 0
             first_key, tokens = 0, tokens[1:]

@@ -14,10 +14,10 @@ from draft_service.drafters.paged import (
     PagedDrafter,
     PagedProposer,
     device_of,
-    draft_shape,
     graph_settings,
     weight_bytes,
 )
+from draft_service.drafters.step_shape import draft_shape, handed_on
 from foredraft import __version__
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
@@ -158,20 +158,21 @@ class _StandaloneProposer(PagedProposer):
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             return model.forward(batch, runner.kv, runner.attention).logits, None
 
+        vocab, windows = model.lm_head.weight.shape[0], model.config.windows
+        shape = draft_shape(self._attach, self._limits, vocab, 0, windows)
         graphs = DraftGraphs(
             forward,
             runner.kv,
-            draft_shape(
-                self._attach, self._limits, model.lm_head.weight.shape[0], 0, model.config.windows
-            ),
+            shape,
             ordering=self._ordering,
             token_map=self._token_map,
             features=None,
             max_batch=settings.max_batch(self._attach),
+            handed_on=handed_on(self.exchange, shape),
         )
         if settings.captures:
             graphs.capture(sampled=True)
-        return GraphDrafting(graphs)
+        return GraphDrafting(graphs, exchange=self.exchange)
 
 
 class _Levels:

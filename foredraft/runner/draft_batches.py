@@ -1,6 +1,7 @@
 """The batches of a draft step of fixed shape, made on the device of what the host uploaded: records of the sequences.
 
-A record is a row of int32: `HEADER` numbers, R tokens, and the places of their hidden states.
+A record is a row of int32: `HEADER` numbers, R tokens, and the places of their hidden states. What the host does not know of
+a sequence it gives as -1, see `draft_hand_on.resolve`; the position is always found there.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from foredraft.speculation.sampling import SamplingRows
     TOP_K,
     SEED_LOW,
     SEED_HIGH,
-) = range(11)
+    ROW,
+) = range(12)
 HEADER = 12
 SAMPLING = slice(TEMPERATURE, SEED_HIGH + 1)
 
@@ -42,6 +44,7 @@ class DraftShape:
         vocab: Columns of the logits.
         feature_size: Of the features that a head hands on; 0 for a model that reads tokens alone.
         is_windowed: Whether a layer sees a window of positions.
+        shift: How far a token's position lies behind its key index.
     """
 
     num_steps: int
@@ -53,6 +56,7 @@ class DraftShape:
     vocab: int
     feature_size: int
     is_windowed: bool = False
+    shift: int = 0
 
     @property
     def scratch_rows(self) -> int:

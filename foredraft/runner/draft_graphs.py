@@ -2,13 +2,13 @@
 
 Everything has a fixed shape: B sequences, R committed tokens each at most, S levels of K beams, padded, with graphs for a
 few sizes of B. Lengths, pages, tokens and trees stay on the device, so a step needs one upload, two launches and one
-download. The same code runs operation by operation where nothing is captured, on any device.
+download; none where tokens and trees are handed on there. The same code runs operation by operation where nothing is
+captured, on any device.
 """
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,18 +17,18 @@ import torch
 
 from foredraft.attention.base import Batch
 from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.runner import draft_hand_on
 from foredraft.runner.draft_batches import (
     HEADER,
-    SLOT,
     DraftShape,
     Levels,
     committed_batch,
     sampling_rows,
 )
+from foredraft.runner.draft_hand_on import HandedOn
+from foredraft.runner.draft_uploads import StepRecords, Uploads
 from foredraft.speculation.static_beams import StaticBeams
 from foredraft.speculation.tree_building import Ordering
-
-PAGE_UPDATES = 512  # of one upload
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +48,6 @@ class Beams(Protocol):
     def write(self, results: torch.Tensor) -> None: ...
 
 
-@dataclass(slots=True)
-class StepRecords:
-    """What the host fills in for a step, views of one pinned block.
-
-    Attributes:
-        header: int32 [B, HEADER].
-        tokens: int32 [B, R].
-        places: int32 [B, R], of each token's hidden state in the source; read where the model has features.
-    """
-
-    header: npt.NDArray[np.int32]
-    tokens: npt.NDArray[np.int32]
-    places: npt.NDArray[np.int32]
-
-
 class DraftGraphs:
     """Draft steps of one model over one cache.
 
@@ -77,6 +62,7 @@ class DraftGraphs:
         features: Gives features [n, feature_size] of places, int64 [n], in the source of hidden states; None for a model
             without.
         max_batch: Largest B.
+        handed_on: For steps whose tokens do not come from the host; None for none such.
     """
 
     def __init__(
@@ -89,6 +75,7 @@ class DraftGraphs:
         token_map: torch.Tensor | None,
         features: Callable[[torch.Tensor], torch.Tensor] | None,
         max_batch: int,
+        handed_on: HandedOn | None = None,
     ) -> None:
         self.shape = shape
         self.max_batch = max_batch
@@ -99,18 +86,11 @@ class DraftGraphs:
         self._on_gpu = device.type == "cuda"
         first_page = kv.num_pages + shape.max_slots * shape.scratch_pages(kv.page_size)
         self._dump_slot = first_page * kv.page_size
-        self._width = HEADER + 2 * shape.num_rows
-        size = 3 * PAGE_UPDATES + max_batch * self._width
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=self._on_gpu)
-        self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
-        # The last row belongs to no sequence; unused updates go to its first entry.
-        self._tables = torch.zeros(
-            shape.max_slots + 1, shape.max_pages, dtype=torch.int32, device=device
-        )
-        self._host_updates = self._host[: 3 * PAGE_UPDATES].view(3, PAGE_UPDATES).numpy()
-        self._num_updates = PAGE_UPDATES  # that are in the block from the step before
-        self._updates: list[tuple[int, int, list[int]]] = []
-        self._host_records = self._host[3 * PAGE_UPDATES :].view(max_batch, self._width).numpy()
+        self._handed_on = handed_on or HandedOn.nowhere(shape, device)
+        # Of a step and the one before, each in as many parts as it takes.
+        num_blocks = 2 * -(-shape.max_slots // max_batch)
+        self._uploads = Uploads(shape, max_batch, self._handed_on.spare_row, num_blocks, device)
+        self._num_keys = torch.zeros(shape.max_slots + 1, dtype=torch.int32, device=device)
         self._root_logits = torch.zeros(max_batch, shape.vocab, device=device)
         self._root_features: torch.Tensor | None = None
         if shape.feature_size:
@@ -121,33 +101,37 @@ class DraftGraphs:
         self._host_results = torch.zeros(
             max_batch, 3, shape.num_nodes, dtype=torch.int32, pin_memory=self._on_gpu
         )
-        self._done = torch.cuda.Event() if self._on_gpu else None
         self._pool: Any = None
         self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
         self._captures = False
         self._has_kernels = False
+        self._resolve, self._hand_on_trees = draft_hand_on.resolve, draft_hand_on.hand_on_trees
         if self._on_gpu:
             from foredraft.speculation import device_beams  # needs triton
 
             self._has_kernels = device_beams.works(shape.num_steps, shape.topk, shape.vocab, device)
+        if self._has_kernels:
+            from foredraft.runner import draft_kernels
+
+            self._resolve = draft_kernels.resolve
+            self._hand_on_trees = draft_kernels.hand_on_trees
 
     def set_pages(self, slot: int, first_entry: int, pages: list[int]) -> None:
         """Writes a part of a slot's page table, for the steps after this."""
-        self._updates.append((slot, first_entry, pages[: self.shape.max_pages - first_entry]))
+        self._uploads.set_pages(slot, first_entry, pages)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether another step can be filled in: the one before the last is done."""
+        return self._uploads.is_free
 
     def records(self, num_sequences: int) -> StepRecords:
-        """What to fill in for a step; padding is filled in already."""
-        padding = self._host_records[num_sequences : self._batch_size(num_sequences)]
-        padding[:] = 0
-        padding[:, SLOT] = self.shape.max_slots
-        rows, end = self._host_records[:num_sequences], HEADER + self.shape.num_rows
-        return StepRecords(rows[:, :HEADER], rows[:, HEADER:end], rows[:, end:])
+        """What to fill in for a step, once `is_free`; padding is filled in already."""
+        return self._uploads.records(num_sequences, self._batch_size(num_sequences))
 
     def upload(self, num_sequences: int) -> None:
         """Sends records and page updates to the device."""
-        self._fill_updates()
-        end = 3 * PAGE_UPDATES + self._batch_size(num_sequences) * self._width
-        self._inputs[:end].copy_(self._host[:end], non_blocking=True)
+        self._uploads.send(self._batch_size(num_sequences))
 
     def extend(self, num_sequences: int) -> None:
         """Computes the KV of the uploaded records' tokens, and what comes after each sequence's last one."""
@@ -156,7 +140,7 @@ class DraftGraphs:
 
     def take_roots(self, logits: torch.Tensor, features: torch.Tensor | None) -> None:
         """In place of `extend`: the logits [n, V] and features [n, H] of the sequences' last tokens."""
-        self._apply_updates()
+        self._prepare(self._batch_size(len(logits)))
         self._root_logits[: len(logits)].copy_(logits)
         if self._root_features is not None and features is not None:
             self._root_features[: len(features)].copy_(features)
@@ -172,22 +156,25 @@ class DraftGraphs:
         sampled = any_sampled and self._ordering == "coupled"
         mode = (sampled, sampled and any_ranked)
         self._run(("draft", batch, *mode), lambda: self._draft(batch, *mode))
-        self._host_results[:batch].copy_(self._results[:batch], non_blocking=True)
 
-    def start_waiting(self) -> None:
+    def download(self, num_sequences: int) -> None:
+        """Lets the trees come to the host."""
+        trees = self._results[:num_sequences]
+        self._host_results[:num_sequences].copy_(trees, non_blocking=True)
+
+    def finish(self) -> None:
         """After the step's last call: notes what to wait for."""
-        if self._done is not None:
-            self._done.record()
+        self._uploads.finish()
 
     @property
     def is_done(self) -> bool:
-        """Whether everything up to `start_waiting` is done."""
-        return self._done is None or self._done.query()
+        """Whether everything up to `finish` is done."""
+        return self._uploads.is_done
 
     def trees(
         self, num_sequences: int
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Once it is done: tokens, parents and ranks [B, N] each, see `StaticBeams.nodes`; valid until the next step."""
+        """Once a download is done: tokens, parents and ranks [B, N] each, see `StaticBeams.nodes`; valid until the next step."""
         results = self._host_results[:num_sequences].numpy()
         return results[:, 0], results[:, 1], results[:, 2]
 
@@ -201,9 +188,7 @@ class DraftGraphs:
         self._captures = True
         self._pool = torch.cuda.graph_pool_handle()
         for batch in reversed(self.batch_sizes):
-            self.records(0)
-            self._host_records[:batch] = 0
-            self._host_records[:batch, SLOT] = self.shape.max_slots
+            self._uploads.records(0, batch)  # padding, which belongs to nobody
             self.upload(batch)
             self.extend(batch)
             self.draft(batch, False, False)
@@ -218,7 +203,9 @@ class DraftGraphs:
         )
 
     def close(self) -> None:
-        """Drops the graphs, which hold memory and addresses."""
+        """Drops the graphs, which hold memory and addresses, once none runs."""
+        if self._captures:
+            torch.cuda.synchronize(self._device)
         self._graphs.clear()
 
     def _batch_size(self, num_sequences: int) -> int:
@@ -244,40 +231,17 @@ class DraftGraphs:
             return
         graph.replay()
 
-    def _fill_updates(self) -> None:
-        """Puts page updates into the block, as many as it holds; more of them wait for nothing and go first."""
-        slots = [slot for slot, _, pages in self._updates for _ in pages]
-        entries = [first + i for _, first, pages in self._updates for i in range(len(pages))]
-        numbers = [page for _, _, pages in self._updates for page in pages]
-        self._updates.clear()
-        late = max(0, len(slots) - PAGE_UPDATES)
-        if late:
-            early = torch.tensor([slots[:late], entries[:late], numbers[:late]]).to(self._device)
-            self._tables.index_put_((early[0], early[1]), early[2].to(torch.int32))
-        count = len(slots) - late
-        block = self._host_updates
-        block[0, :count], block[1, :count], block[2, :count] = (
-            slots[late:],
-            entries[late:],
-            numbers[late:],
-        )
-        if count < self._num_updates:
-            block[0, count : self._num_updates] = self.shape.max_slots
-            block[1:, count : self._num_updates] = 0
-        self._num_updates = count
-
-    def _apply_updates(self) -> None:
-        slots, entries, pages = self._inputs[: 3 * PAGE_UPDATES].view(3, PAGE_UPDATES)
-        self._tables.index_put_((slots, entries), pages)
-
-    def _records(self, batch: int) -> torch.Tensor:
-        start = 3 * PAGE_UPDATES
-        return self._inputs[start : start + batch * self._width].view(batch, self._width)
+    def _prepare(self, batch: int) -> None:
+        """What comes first in a step on the device: page tables, and what the host did not know of the records."""
+        self._uploads.apply_updates()
+        shape, records, handed_on = self.shape, self._uploads.on_device(batch), self._handed_on
+        max_keys = shape.max_pages * self._kv.page_size
+        self._resolve(shape, records, self._num_keys, handed_on, max_keys)
 
     def _extend(self, batch: int) -> None:
-        self._apply_updates()
-        shape, records = self.shape, self._records(batch)
-        committed = committed_batch(shape, self._kv, self._tables, records, self._dump_slot)
+        self._prepare(batch)
+        shape, records, tables = self.shape, self._uploads.on_device(batch), self._uploads.tables
+        committed = committed_batch(shape, self._kv, tables, records, self._dump_slot)
         end = HEADER + shape.num_rows
         features = None
         if self._features is not None:
@@ -288,9 +252,9 @@ class DraftGraphs:
             self._root_features[:batch].copy_(following)
 
     def _draft(self, batch: int, any_sampled: bool, any_ranked: bool) -> None:
-        shape, records = self.shape, self._records(batch)
+        shape, records = self.shape, self._uploads.on_device(batch)
         beams = self._beams(batch, records, any_sampled, any_ranked)
-        levels = Levels(shape, self._kv, self._tables, records)
+        levels = Levels(shape, self._kv, self._uploads.tables, records)
         logits = self._root_logits[:batch]
         features = self._root_features
         if features is not None:
@@ -303,6 +267,7 @@ class DraftGraphs:
             mask = beams.seen() if shape.topk > 1 else None
             logits, features = self._forward(levels.batch(level, tokens, mask), read)
         beams.write(self._results[:batch])
+        self._hand_on_trees(records, self._results[:batch], self._handed_on.trees)
 
     def _beams(
         self, batch: int, records: torch.Tensor, any_sampled: bool, any_ranked: bool

@@ -10,6 +10,7 @@ from foredraft.speculation.sampling import greedy, perturbed_top, scrub
 from foredraft.speculation.tree_building import BeamTree
 
 PAD = -1  # token of a node that is none
+NO_NODE = -2  # its parent, in what is handed to a verifier
 
 
 class StaticBeams(BeamTree):

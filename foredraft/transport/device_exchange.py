@@ -16,7 +16,6 @@ from foredraft.transport.base import RowFormat
 from foredraft.transport.layout import TensorSpec
 
 ACCEPTED, ROWS, TREES = "accepted", "rows", "trees"  # names among the arena's tensors
-NO_NODE = -2  # parent of a node that is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class DeviceExchange:
     Attributes:
         accepted: int32 [max_batch, 1 + R], how many tokens were committed, then these.
         rows: [max_batch, R, width], hidden states of the accepted rows; None for a draft that reads none.
-        trees: int32 [max_batch, 2, N], tokens, then parents; `NO_NODE` for the parent of a node that is none.
+        trees: int32 [max_batch, 2, N], tokens, then parents; -2 for the parent of a node that is none.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], verified: int, drafted: int) -> None:

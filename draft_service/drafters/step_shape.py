@@ -1,0 +1,61 @@
+"""Sizes of a draft's steps of fixed shape, of the verifier's attach and the draft model."""
+
+from collections.abc import Sequence
+
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.errors import AttachRefused
+from foredraft.runner.draft_batches import DraftShape
+from foredraft.runner.draft_hand_on import HandedOn
+from foredraft.transport.device_exchange import DraftExchange
+
+
+def draft_shape(
+    attach: draft_pb2.AttachRequest,
+    limits: tuple[int, int, int],
+    vocab: int,
+    feature_size: int,
+    windows: Sequence[int | None],
+    shift: int = 0,
+) -> DraftShape:
+    """The sizes of steps of fixed shape for one verifier.
+
+    Args:
+        limits: (steps, topk, nodes) of the largest tree.
+        vocab: Columns of the draft's logits.
+        feature_size: Of a head's features; 0 for none.
+        windows: Of the draft's layers.
+        shift: See `PagedSequences`.
+    """
+    steps, topk, nodes = limits
+    # A verifier's page table has room for a tree behind the longest sequence, and one that goes on for a step after its
+    # end, before the verifier's host knows of that, for another.
+    max_keys = attach.max_context + 2 * (nodes + 2)
+    return DraftShape(
+        num_steps=steps,
+        topk=topk,
+        num_nodes=nodes,
+        num_rows=steps + 1,
+        max_slots=attach.max_batch,
+        max_pages=-(-max_keys // attach.page_size),
+        vocab=vocab,
+        feature_size=feature_size,
+        is_windowed=any(window is not None for window in windows),
+        shift=shift,
+    )
+
+
+def handed_on(exchange: DraftExchange | None, shape: DraftShape) -> HandedOn | None:
+    """What the graphs need to know of an exchange.
+
+    Raises:
+        AttachRefused: It is for steps of another shape.
+    """
+    if exchange is None:
+        return None
+    accepted, trees = tuple(exchange.accepted.shape), tuple(exchange.trees.shape)
+    batch = shape.max_slots + 1
+    if accepted != (batch, 1 + shape.num_rows) or trees != (batch, 2, shape.num_nodes):
+        raise AttachRefused(
+            "arena.tensors", f"tokens {accepted} and trees {trees}, not for {shape}"
+        )
+    return HandedOn(exchange.accepted, exchange.trees, exchange.first_row)
