@@ -12,6 +12,7 @@ from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
 from tests.support.engines import Job, running_engine
+from verify_service.metrics import OVERLAPPED_STEPS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,15 +34,24 @@ DRAFTS = {
 }
 
 
-def jobs(path: Path, num_tokens: int = 48) -> list[Job]:
+def plain_jobs(path: Path, num_tokens: int = 48, spread: int = 0) -> list[Job]:
+    """Jobs that need no host to choose their tokens; they end `spread` tokens one after the other."""
     tokenizer = Tokenizer.from_dir(path)
     made = []
     for i, text in enumerate(TEXTS):
         for temperature in (0.0, 1.0):
             sampling = SamplingParams(
-                temperature=temperature, seed=i, max_new_tokens=num_tokens, ignore_eos=True
+                temperature=temperature,
+                seed=i,
+                max_new_tokens=num_tokens + spread * len(made),
+                ignore_eos=True,
             )
             made.append(Job(tokenizer.encode(text), sampling))
+    return made
+
+
+def jobs(path: Path, num_tokens: int = 48) -> list[Job]:
+    made = plain_jobs(path, num_tokens)
     filtered = SamplingParams(
         temperature=0.8, top_p=0.9, top_k=40, seed=7, max_new_tokens=num_tokens, logprobs=2
     )
@@ -51,7 +61,9 @@ def jobs(path: Path, num_tokens: int = 48) -> list[Job]:
     return [*made, Job(made[0].prompt, filtered), Job(made[2].prompt, punished)]
 
 
-def texts_of(path: Path, algorithm: str, device: str, **flags) -> list[list[int]]:
+def texts_of(
+    path: Path, algorithm: str, device: str, work: list[Job] | None = None, **flags
+) -> list[list[int]]:
     settings = {
         "device": device,
         "dtype": "float32",
@@ -61,7 +73,7 @@ def texts_of(path: Path, algorithm: str, device: str, **flags) -> list[list[int]
         **flags,
     }
     with running_engine(path, algorithm, **settings) as harness:
-        results = harness.run(jobs(path), timeout=300)
+        results = harness.run(work or jobs(path), timeout=300)
         assert all(result.finish is not None for result in results)
         harness.check_nothing_left()
         if algorithm != "NONE":
@@ -69,10 +81,12 @@ def texts_of(path: Path, algorithm: str, device: str, **flags) -> list[list[int]
         return [result.tokens for result in results]
 
 
-def assert_same(path: Path, got: list[list[int]], expected: list[list[int]]) -> None:
+def assert_same(
+    path: Path, got: list[list[int]], expected: list[list[int]], work: list[Job] | None = None
+) -> None:
     """Equal, but where two tokens are within rounding of each other (design section 2), at most once."""
     ties = 0
-    for job, ours, theirs in zip(jobs(path), got, expected, strict=True):
+    for job, ours, theirs in zip(work or jobs(path), got, expected, strict=True):
         if ours != theirs:
             at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
             gap = gap_between(path, job, theirs[:at], ours[at], theirs[at])
@@ -125,6 +139,34 @@ def test_speculation_changes_no_token(demo, expected, algorithm, shape):
             "speculative_num_draft_tokens": tokens,
         }
     assert_same(demo, texts_of(demo, algorithm, "cuda", **flags), expected)
+
+
+@pytest.fixture(scope="module")
+def expected_of_long(demo: Path) -> list[list[int]]:
+    return texts_of(demo, "NONE", "cpu", plain_jobs(demo, 64, 8))
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 4), (4, 4, 12)], ids=["chain", "tree"])
+@pytest.mark.parametrize("algorithm", ["NONE", "STANDALONE", "EAGLE3", "EAGLE", "MTP"])
+def test_steps_that_run_ahead_change_no_token(demo, expected_of_long, algorithm, shape):
+    steps, topk, tokens = shape
+    flags = {}
+    if algorithm != "NONE":
+        flags = {
+            "speculative_draft_model_path": str(
+                resolve_model_path(DRAFTS[algorithm]["speculative_draft_model_path"])
+            ),
+            "speculative_num_steps": steps,
+            "speculative_eagle_topk": topk,
+            "speculative_num_draft_tokens": tokens,
+            "require_transport": "cuda_ipc",
+        }
+    work = plain_jobs(demo, 64, 8)
+    before = OVERLAPPED_STEPS._value.get()
+    got = texts_of(demo, algorithm, "cuda", work, **flags)
+    # Sequences end one after the other, and each end is found out one step late.
+    assert OVERLAPPED_STEPS._value.get() - before > 20
+    assert_same(demo, got, expected_of_long, work)
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
