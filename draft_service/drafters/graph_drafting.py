@@ -237,16 +237,14 @@ class GraphDrafting:
         """Puts the trees of those that want one into the response."""
         shape = self.graphs.shape
         whole = (shape.num_steps, shape.topk, shape.num_nodes)
-        tokens, parents, ranks = self.graphs.trees(count)
+        tokens, parents = self.graphs.trees(count)
         all_tokens, all_parents = tokens.tolist(), parents.tolist()
         sizes = np.count_nonzero(tokens >= 0, axis=1).tolist()
         add, slot_of = response.proposals.add, slots.tolist()
         for i, limit in zip(wanted, limits, strict=True):
             size, own_tokens, own_parents = sizes[i], all_tokens[i], all_parents[i]
             if limit != whole and limit is not None:
-                own_tokens, own_parents = cut(
-                    own_tokens[:size], own_parents, ranks[i].tolist(), limit
-                )
+                own_tokens, own_parents = cut(own_tokens[:size], own_parents, limit)
             elif size < len(own_tokens):
                 own_tokens, own_parents = own_tokens[:size], own_parents[:size]
             if own_tokens:
@@ -254,26 +252,20 @@ class GraphDrafting:
 
 
 def cut(
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    ranks: Sequence[int],
-    limits: tuple[int, int, int],
+    tokens: Sequence[int], parents: Sequence[int], limits: tuple[int, int, int]
 ) -> tuple[list[int], list[int]]:
-    """The part of a tree within (steps, topk, nodes): the most valuable nodes, children and levels no more than asked for.
+    """The part of a tree within (steps, topk, nodes): the first nodes, with children and levels no more than asked for.
 
     Args:
-        ranks: By value, from 0; a parent's is less than its children's.
+        tokens: By value.
     """
     steps, topk, nodes = limits
-    depth, num_children = {-1: 0}, {-1: 0}
+    depth, num_children, place = {-1: 0}, {-1: 0}, {-1: -1}
     taken: list[int] = []
-    for node in sorted(range(len(tokens)), key=ranks.__getitem__):
-        parent = parents[node]
+    for node, parent in enumerate(parents[: len(tokens)]):
         level = depth.get(parent, steps) + 1
         if level <= steps and num_children[parent] < topk and len(taken) < nodes:
             num_children[parent] += 1
-            depth[node], num_children[node] = level, 0
+            depth[node], num_children[node], place[node] = level, 0, len(taken)
             taken.append(node)
-    taken.sort()
-    place = {-1: -1} | {node: i for i, node in enumerate(taken)}
     return [tokens[node] for node in taken], [place[parents[node]] for node in taken]

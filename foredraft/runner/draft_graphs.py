@@ -97,9 +97,9 @@ class DraftGraphs:
             self._root_features = torch.zeros(
                 max_batch, shape.feature_size, dtype=kv.data.dtype, device=device
             )
-        self._results = torch.zeros(max_batch, 3, shape.num_nodes, dtype=torch.int32, device=device)
+        self._results = torch.zeros(max_batch, 2, shape.num_nodes, dtype=torch.int32, device=device)
         self._host_results = torch.zeros(
-            max_batch, 3, shape.num_nodes, dtype=torch.int32, pin_memory=self._on_gpu
+            max_batch, 2, shape.num_nodes, dtype=torch.int32, pin_memory=self._on_gpu
         )
         self._pool: Any = None
         self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
@@ -171,12 +171,10 @@ class DraftGraphs:
         """Whether everything up to `finish` is done."""
         return self._uploads.is_done
 
-    def trees(
-        self, num_sequences: int
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Once a download is done: tokens, parents and ranks [B, N] each, see `StaticBeams.nodes`; valid until the next step."""
+    def trees(self, num_sequences: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Once a download is done: tokens and parents [B, N], see `StaticBeams.nodes`; valid until the next step."""
         results = self._host_results[:num_sequences].numpy()
-        return results[:, 0], results[:, 1], results[:, 2]
+        return results[:, 0], results[:, 1]
 
     def capture(self, sampled: bool) -> None:
         """From now on steps are graphs. Captures every batch size, largest first, so that the others fit its memory.

@@ -73,7 +73,7 @@ def hand_on_trees(records: torch.Tensor, results: torch.Tensor, trees: torch.Ten
     """Puts trees into the rows that the records name.
 
     Args:
-        results: int32 [B, 3, N], see `StaticBeams.nodes`.
+        results: int32 [B, 2, N], see `StaticBeams.nodes`.
         trees: See HandedOn, changed.
     """
     tokens, parents = results[:, 0], results[:, 1]

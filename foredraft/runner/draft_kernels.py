@@ -70,12 +70,12 @@ def _hand_on_trees(
     records, results, trees, width,
     ROW: tl.constexpr, NODES: tl.constexpr, PAD_NODES: tl.constexpr, NO_NODE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B,). results int32 [B, 3, NODES]; trees int32 [n, 2, NODES], changed."""
+    """Grid (B,). results int32 [B, 2, NODES]; trees int32 [n, 2, NODES], changed."""
     sequence = tl.program_id(0)
     row = tl.load(records + sequence * width + ROW)
     node = tl.arange(0, PAD_NODES)
     is_node = node < NODES
-    source = results + sequence * 3 * NODES + node
+    source = results + sequence * 2 * NODES + node
     token = tl.load(source, is_node, other=0)
     parent = tl.load(source + NODES, is_node, other=0)
     target = trees + row * 2 * NODES + node

@@ -178,10 +178,9 @@ def select_nodes(
     all_scores, all_tokens, all_parents, places, results, num_candidates, stride,
     NODES: tl.constexpr, PAD_CANDIDATES: tl.constexpr, PAD_NODES: tl.constexpr,
 ):  # fmt: skip
-    """The most valuable candidates of a sequence's tree, in the order of their indexes.
+    """The most valuable candidates of a sequence's tree, the best first.
 
-    Grid (B,). results int32 [B, 3, NODES]: tokens (-1 after the last), parents, ranks; places int32 [B, candidates] is
-    scratch.
+    Grid (B,). results int32 [B, 2, NODES]: tokens (-1 after the last), parents; places int32 [B, candidates] is scratch.
     """
     sequence = tl.program_id(0)
     candidate = tl.arange(0, PAD_CANDIDATES)
@@ -189,24 +188,22 @@ def select_nodes(
     base = sequence * num_candidates
     score = tl.load(all_scores + base + candidate, is_candidate, other=float("-inf"))
     key = tl.where(score > float("-inf"), _key(score, candidate), NO_KEY)
-    rank = tl.full((PAD_CANDIDATES,), -1, tl.int32)
+    place = tl.full((PAD_CANDIDATES,), -1, tl.int32)
     for index in range(NODES):
         best = tl.max(key, 0)
         is_best = (key == best) & (key != NO_KEY)
-        rank = tl.where(is_best, index, rank)
+        place = tl.where(is_best, index, place)
         key = tl.where(is_best, NO_KEY, key)
-    is_node = rank >= 0
-    place = tl.cumsum(is_node.to(tl.int32), 0) - 1
+    is_node = place >= 0
     tl.store(places + base + candidate, place, is_candidate)
     node = tl.arange(0, PAD_NODES)
     out = results + sequence * stride
     count = tl.sum(is_node.to(tl.int32), 0)
     is_empty = (node >= count) & (node < NODES)
-    for part in tl.static_range(3):
+    for part in tl.static_range(2):
         tl.store(out + part * NODES + node, tl.full((PAD_NODES,), -1, tl.int32), is_empty)
     tl.debug_barrier()
     parent = tl.load(all_parents + base + candidate, is_candidate, other=-1)
     above = tl.load(places + base + parent, is_node & (parent >= 0), other=-1)
     tl.store(out + place, tl.load(all_tokens + base + candidate, is_candidate, other=-1), is_node)
     tl.store(out + NODES + place, above, is_node)
-    tl.store(out + 2 * NODES + place, rank, is_node)

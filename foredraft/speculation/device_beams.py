@@ -125,7 +125,7 @@ class DeviceBeams:
         """The most valuable candidates of all levels, after the last `grow`.
 
         Args:
-            results: int32 [B, 3, N], written; see `StaticBeams.nodes`. Places without a node are -1.
+            results: int32 [B, 2, N], written; see `StaticBeams.nodes`. Places without a node are -1.
         """
         nodes = results.shape[-1]
         beam_kernels.select_nodes[(self._batch,)](
@@ -153,7 +153,7 @@ def works(num_steps: int, topk: int, vocab: int, device: torch.device) -> bool:
                 part = logits[: topk if level else 1]
                 found.grow(part, None)
                 expected.grow(part, None)
-            results = torch.zeros(2, 1, 3, nodes, dtype=torch.int32, device=device)
+            results = torch.zeros(2, 1, 2, nodes, dtype=torch.int32, device=device)
             found.write(results[0])
             expected.write(results[1])
             # Of equal values either may come first; the best chain is the same in any case.

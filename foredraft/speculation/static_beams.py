@@ -50,41 +50,38 @@ class StaticBeams(BeamTree):
         return self.ancestor_rows().flatten(0, 1)
 
     def write(self, results: torch.Tensor) -> None:
-        """Writes `nodes` to int32 [B, 3, N]."""
+        """Writes `nodes` to int32 [B, 2, N]."""
         for row, part in enumerate(self.nodes()):
             results[:, row].copy_(part)
 
-    def nodes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The most valuable candidates of all levels, after the last `expand`.
+    def nodes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most valuable candidates of all levels, after the last `expand`, by value.
 
         Returns:
-            int64 [B, N] each, N = num_draft_tokens - 1: tokens, `PAD` after the last node; parents, earlier nodes or -1;
-            ranks, by value from 0: those below any limit are a whole tree too.
+            int64 [B, N] each, N = num_draft_tokens - 1: tokens, `PAD` after the last node; parents, earlier nodes or -1.
         """
         num_nodes = self.num_draft_tokens - 1
         tokens = torch.cat(self._all_tokens, -1)
         batch, num_candidates = tokens.shape
+        index = torch.arange(num_nodes, device=tokens.device).expand(batch, -1)
         if self.topk == 1:
             tokens = torch.nn.functional.pad(
                 tokens, (0, max(0, num_nodes - num_candidates)), value=PAD
             )
-            places = torch.arange(num_nodes, device=tokens.device).expand(batch, -1)
-            return tokens[:, :num_nodes], places - 1, places
+            return tokens[:, :num_nodes], index - 1
         keys = torch.cat(self._all_keys, -1)
         if num_candidates < num_nodes:
             keys = torch.nn.functional.pad(keys, (0, num_nodes - num_candidates), value=-math.inf)
         # A child's value is at most its parent's and its index is higher: a stable order takes the parent first.
         order = keys.sort(dim=-1, descending=True, stable=True)
         is_node = order.values[:, :num_nodes] > -math.inf
-        best = torch.where(is_node, order.indices[:, :num_nodes], num_candidates)
-        chosen, ranks = best.sort(dim=-1, stable=True)
+        chosen = torch.where(is_node, order.indices[:, :num_nodes], num_candidates)
         # One place more for what is no node, and in `place` one before for the root.
         tokens = torch.nn.functional.pad(tokens, (0, 1), value=PAD).gather(1, chosen)
         parents = torch.nn.functional.pad(torch.cat(self._all_parents, -1), (0, 1), value=-1)
         place = tokens.new_full((batch, num_candidates + 2), -1)
-        index = torch.arange(num_nodes, device=tokens.device).expand(batch, -1)
         place.scatter_(1, chosen + 1, index)
-        return tokens, place.gather(1, parents.gather(1, chosen) + 1), ranks
+        return tokens, place.gather(1, parents.gather(1, chosen) + 1)
 
     def _children(
         self, logits: torch.Tensor, token_map: torch.Tensor | None

@@ -126,7 +126,8 @@ class BeamTree:
         return self._ancestors
 
     def finish(self, max_nodes: Sequence[int] | None = None) -> list[DraftTree]:
-        """The most valuable candidates of all levels; parents come with their children, and before them.
+        """The most valuable candidates of all levels, by value: a parent is before its children, and the first nodes of a
+        tree are the best tree of that many.
 
         Args:
             max_nodes: For every sequence a limit below num_draft_tokens - 1.
@@ -144,7 +145,7 @@ class BeamTree:
         trees = []
         for row in range(self.batch):
             limit = usable[row] if max_nodes is None else min(usable[row], max_nodes[row])
-            nodes = sorted(chosen[row][:limit])
+            nodes = chosen[row][:limit]
             index = {-1: -1} | {node: i for i, node in enumerate(nodes)}
             trees.append(
                 DraftTree(

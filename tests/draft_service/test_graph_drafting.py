@@ -151,13 +151,13 @@ def test_more_sequences_than_a_batch_holds(drafters: dict[str, PagedDrafter], ta
 
 
 def test_smaller_wishes_are_cut_from_the_tree() -> None:
-    #       0:A 1:B | 2:AC 3:AD 4:BE | 5:ACF
-    tokens, parents, ranks = [1, 2, 3, 4, 5, 6], [-1, -1, 0, 0, 1, 2], [0, 3, 1, 4, 5, 2]
-    assert cut(tokens, parents, ranks, (3, 2, 6)) == (tokens, parents)
-    assert cut(tokens, parents, ranks, (3, 1, 6)) == ([1, 3, 6], [-1, 0, 1])
-    assert cut(tokens, parents, ranks, (3, 2, 4)) == ([1, 2, 3, 6], [-1, -1, 0, 2])
-    assert cut(tokens, parents, ranks, (2, 2, 6)) == ([1, 2, 3, 4, 5], [-1, -1, 0, 0, 1])
-    assert cut(tokens, parents, ranks, (1, 2, 1)) == ([1], [-1])
+    # By value: 0:A 1:AC 2:ACF 3:B 4:AD 5:BE
+    tokens, parents = [1, 3, 6, 2, 4, 5], [-1, 0, 1, -1, 0, 3]
+    assert cut(tokens, parents, (3, 2, 6)) == (tokens, parents)
+    assert cut(tokens, parents, (3, 1, 6)) == ([1, 3, 6], [-1, 0, 1])
+    assert cut(tokens, parents, (3, 2, 4)) == ([1, 3, 6, 2], [-1, 0, 1, -1])
+    assert cut(tokens, parents, (2, 2, 6)) == ([1, 3, 2, 4, 5], [-1, 0, -1, 0, 2])
+    assert cut(tokens, parents, (1, 2, 1)) == ([1], [-1])
 
 
 def test_smaller_wishes_are_trees_too(drafters: dict[str, PagedDrafter], target: Path) -> None:

@@ -90,12 +90,12 @@ def test_trees_go_to_their_rows(code: Pair, num_nodes: int) -> None:
     rows = rng.sample(range(9), BATCH)
     records = torch.zeros(BATCH, HEADER + 2, dtype=torch.int32, device=device)
     records[:, ROW] = torch.tensor(rows, dtype=torch.int32)
-    results = torch.randint(0, 99, (BATCH, 3, num_nodes), dtype=torch.int32)
+    results = torch.randint(0, 99, (BATCH, 2, num_nodes), dtype=torch.int32)
     expected = [[[-7] * num_nodes] * 2 for _ in range(9)]
     for i, row in enumerate(rows):
         size = rng.randrange(num_nodes + 1)
         results[i, 0, size:] = -1
-        tokens, parents, _ = results[i].tolist()
+        tokens, parents = results[i].tolist()
         expected[row] = [tokens, parents[:size] + [-2] * (num_nodes - size)]
     trees = torch.full((9, 2, num_nodes), -7, dtype=torch.int32, device=device)
     hand_on_trees(records, results.to(device), trees)

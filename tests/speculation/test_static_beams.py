@@ -18,18 +18,12 @@ PARAMS = [
 
 
 def trees_of(beams: StaticBeams, limit: int | None = None) -> list[DraftTree]:
-    """The nodes as the host takes them, with ranks below the limit alone."""
+    """The nodes as the host takes them, the first ones up to a limit."""
     trees = []
-    for tokens, parents, ranks in zip(*(part.tolist() for part in beams.nodes()), strict=True):
-        kept = [
-            i
-            for i, token in enumerate(tokens)
-            if token != PAD and (limit is None or ranks[i] < limit)
-        ]
-        place = {-1: -1} | {node: i for i, node in enumerate(kept)}
-        trees.append(
-            DraftTree(tuple(tokens[i] for i in kept), tuple(place[parents[i]] for i in kept))
-        )
+    for tokens, parents in zip(*(part.tolist() for part in beams.nodes()), strict=True):
+        size = sum(token != PAD for token in tokens)
+        size = size if limit is None else min(size, limit)
+        trees.append(DraftTree(tuple(tokens[:size]), tuple(parents[:size])))
     return trees
 
 
