@@ -269,7 +269,6 @@ def build_engine(
             metrics,
             hidden,
         )
-        link.sized(limits)
     self_test = None
     if config.speculative_algorithm not in ("NONE", "NGRAM") and not config.skip_draft_self_test:
         prompts = built_in_prompts(target.path, limits.vocab_size)
@@ -281,8 +280,11 @@ def build_engine(
         page_size,
         pages * target_bytes / 2**20,
     )
+    target_step = _target_step(config, runner, limits, thresholds, info)
+    if link is not None:
+        link.sized(limits)
     return Engine(
-        _target_step(config, runner, limits, thresholds, info),
+        target_step,
         scheduler,
         drafting,
         DraftPolicy(

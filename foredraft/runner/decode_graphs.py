@@ -299,7 +299,8 @@ class DecodeGraphs:
         # A step that goes on from here must not begin where it has ended.
         self._state.copy_(state)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads of this process may use CUDA meanwhile: a draft may be attached at any time.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
         return graph, result
 

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 import torch
 
-# Columns of a record; the last six are packed as "<fffiQ".
+# Columns of a record. Sampling is packed as "<fffiQ"; the seed is in an even place, to be read as one number.
 (
     SLOT,
     COMMITTED,  # keys before the root, or -1: where the step before left the slot
     NUM_ROWS,
     TREE,  # row of the draft's trees, or -1: the tree is in the record
-    FORCED,  # tokens to pretend that were accepted, for benchmarks; 0 for none
     TEMPERATURE,
     TOP_P,
     MIN_P,
     TOP_K,
     SEED_LOW,
     SEED_HIGH,
+    FORCED,  # tokens to pretend that were accepted, for benchmarks; 0 for none
 ) = range(11)
-HEADER = 12  # even, so that seeds can be read as one number
+HEADER = 12
 SAMPLING = slice(TEMPERATURE, SEED_HIGH + 1)
 FILLER = 100  # the token that pretended paths consist of
 
