@@ -77,32 +77,40 @@ def main() -> int:
     return 0
 
 
-def _measure(mode: str, target: Path, head: Path, args: argparse.Namespace) -> list[Row]:
+def flags_of(mode: str, head: Path, max_batch: int, num_tokens: int) -> tuple[str, dict[str, Any]]:
+    """Algorithm and flags of an engine for one mode.
+
+    Args:
+        num_tokens: Of a prompt and its output.
+    """
     steps, topk, tokens, length = MODES[mode]
     flags: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "bfloat16",
         "device": "cuda",
         "context_length": 4096,
-        "max_running_requests": max(args.batch),
-        "max_total_tokens": max(args.batch) * (args.prompt + args.output + 64) + 4096,
+        "max_running_requests": max_batch,
+        "max_total_tokens": max_batch * (num_tokens + 160) + 4096,
         "chunked_prefill_size": 4096,
         "disable_radix_cache": True,
         "draft_step_timeout": 60.0,
         "num_threads": None,
     }
-    algorithm = "NONE"
-    if mode != "none":
-        algorithm = "EAGLE3"
-        flags |= {
-            "speculative_draft_model_path": str(head),
-            "speculative_draft_load_format": "dummy",
-            "speculative_num_steps": steps,
-            "speculative_eagle_topk": topk,
-            "speculative_num_draft_tokens": tokens,
-            "speculative_draft_sampling": "topk",
-            "simulate_accept_length": length,
-        }
+    if mode == "none":
+        return "NONE", flags
+    return "EAGLE3", flags | {
+        "speculative_draft_model_path": str(head),
+        "speculative_draft_load_format": "dummy",
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": tokens,
+        "speculative_draft_sampling": "topk",
+        "simulate_accept_length": length,
+    }
+
+
+def _measure(mode: str, target: Path, head: Path, args: argparse.Namespace) -> list[Row]:
+    algorithm, flags = flags_of(mode, head, max(args.batch), args.prompt + args.output)
     rows = []
     with running_engine(target, algorithm, **flags, **args.flags) as harness:
         for batch in args.batch:

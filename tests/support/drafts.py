@@ -21,7 +21,13 @@ ROOT = Path(__file__).parents[2]
 
 
 class DraftProcess:
-    """`python -m draft_service` on a Unix socket of its own; may be killed and started again."""
+    """`python -m draft_service` on a Unix socket of its own; may be killed and started again.
+
+    Attributes:
+        module: What is run; benchmarks put something around the service.
+    """
+
+    module = "draft_service"
 
     def __init__(self, *flags: str) -> None:
         self._folder = tempfile.mkdtemp(prefix="draft-")
@@ -43,7 +49,7 @@ class DraftProcess:
         shutil.rmtree(self._folder)
 
     def start(self, ready: bool = True) -> None:
-        command = [sys.executable, "-m", "draft_service", "--listen", self.target, *self._flags]
+        command = [sys.executable, "-m", self.module, "--listen", self.target, *self._flags]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,

@@ -1,0 +1,80 @@
+"""When each captured graph of a process began and ended on the GPU, by the GPU's own clock, which all processes share.
+
+As a program it is `draft_service` with stamps: `python -m benchmarks.gpu.stamps --listen ...`; SIGUSR1 writes them to the file
+that `STAMPS_FILE` names.
+"""
+
+# mypy: ignore-errors
+import json
+import os
+import runpy
+import signal
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+
+CAPACITY = 1 << 16
+
+
+@triton.jit
+def _stamp(out_ptr):
+    tl.store(out_ptr, tl.extra.cuda.globaltimer())
+
+
+class Stamps:
+    """Puts two tiny kernels around every replay of a graph in this process from `start` on."""
+
+    def __init__(self) -> None:
+        self._times = None
+        self._count = 0
+
+    def start(self) -> None:
+        """Replays are stamped from now on."""
+        replay, stamps = torch.cuda.CUDAGraph.replay, self
+
+        def stamped(graph) -> None:
+            stamps._put()
+            replay(graph)
+            stamps._put()
+
+        torch.cuda.CUDAGraph.replay = stamped
+
+    def clear(self) -> None:
+        """Forgets what was stamped."""
+        self._count = 0
+
+    def spans(self) -> list[tuple[float, float]]:
+        """Begin and end of every replay, in microseconds."""
+        if self._times is None:
+            return []
+        torch.cuda.synchronize()
+        times = (self._times[: self._count] * 1e-3).tolist()
+        return list(zip(times[::2], times[1::2], strict=True))
+
+    def _put(self) -> None:
+        if self._times is None:
+            self._times = torch.zeros(CAPACITY, dtype=torch.int64, device="cuda")
+        if self._count < CAPACITY:
+            _stamp[(1,)](self._times[self._count :])
+            self._count += 1
+
+
+def main() -> None:
+    stamps = Stamps()
+    stamps.start()
+    path = Path(os.environ["STAMPS_FILE"])
+
+    def dump(signum, frame) -> None:
+        written = path.with_suffix(".tmp")
+        written.write_text(json.dumps(stamps.spans()))
+        written.rename(path)
+        stamps.clear()
+
+    signal.signal(signal.SIGUSR1, dump)
+    runpy.run_module("draft_service", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

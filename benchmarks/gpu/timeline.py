@@ -1,0 +1,181 @@
+"""The time line of decode steps on one GPU: what runs when in verifier and draft, where the GPU idles, what the host does.
+
+    python -m benchmarks.gpu.timeline --modes chain tree --batch 1 32 --mps
+
+8B shape, random weights, SIMULATED acceptance, as in `benchmarks.gpu.decode`. Both processes stamp the begin and the end of every
+captured graph with the GPU's clock (`benchmarks.gpu.stamps`; a stamp costs the step about 2 microseconds).
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.decode import MODES, flags_of
+from benchmarks.gpu.shapes import write_checkpoints
+from foredraft.cli import mps
+from foredraft.types import SamplingParams
+from tests.support.drafts import DraftProcess
+from tests.support.engines import Harness, Job, running_engine
+
+STEPS = 20  # that are shown
+Spans = list[tuple[float, float]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--modes", nargs="+", default=["chain"], choices=list(MODES))
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--output", type=int, default=320)
+    parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
+    parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--flags", type=json.loads, default={}, help="more flags, as JSON")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    found = []
+    with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
+        os.environ.update(variables)
+        target, head = write_checkpoints(Path(folder), args.layers)
+        for mode in args.modes:
+            found += _measure(mode, target, head, args, Path(folder) / "draft.json")
+        for name in variables:
+            del os.environ[name]
+    (args.out / "gpu_timeline.json").write_text(json.dumps(found, indent=1))
+    _report(found)
+    _plot(found, args.out / "gpu_timeline.png")
+    return 0
+
+
+def _measure(
+    mode: str, target: Path, head: Path, args: argparse.Namespace, draft_file: Path
+) -> list[dict[str, Any]]:
+    from benchmarks.gpu.stamps import Stamps
+    from verify_service.run_ahead import RunAhead
+
+    algorithm, flags = flags_of(mode, head, max(args.batch), args.prompt + args.output)
+    stamps = Stamps()
+    stamps.start()
+    os.environ["STAMPS_FILE"] = str(draft_file)
+    DraftProcess.module = "benchmarks.gpu.stamps"
+    waits: list[tuple[float, float]] = []
+    finish = RunAhead.finish
+
+    def timed(self: RunAhead, flight: Any) -> Any:
+        started = time.perf_counter()
+        result = finish(self, flight)
+        waits.append((started, time.perf_counter()))
+        return result
+
+    RunAhead.finish = timed  # type: ignore[method-assign]
+    found = []
+    with running_engine(target, algorithm, **flags, **args.flags) as harness:
+        for batch in args.batch:
+            _run(harness, batch, args, 48)
+            stamps.spans()
+            stamps.clear()
+            _draft_spans(harness, draft_file)
+            waits.clear()
+            _run(harness, batch, args, args.output)
+            verifier, draft = stamps.spans(), _draft_spans(harness, draft_file)
+            found.append(_summary(mode, batch, verifier, draft, waits))
+    RunAhead.finish = finish  # type: ignore[method-assign]
+    return found
+
+
+def _run(harness: Harness, batch: int, args: argparse.Namespace, num_tokens: int) -> None:
+    rng = random.Random(1)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
+    prompts = [[rng.randrange(128000) for _ in range(args.prompt)] for _ in range(batch)]
+    harness.run([Job(prompt, sampling) for prompt in prompts], timeout=600)
+
+
+def _draft_spans(harness: Harness, path: Path) -> Spans:
+    """What the draft's process stamped since the last call."""
+    if harness.draft is None:
+        return []
+    path.unlink(missing_ok=True)
+    os.kill(harness.draft.pid, signal.SIGUSR1)
+    while not path.exists():
+        time.sleep(0.01)
+    spans: Spans = json.loads(path.read_text())
+    return spans
+
+
+def _summary(
+    mode: str, batch: int, verifier: Spans, draft: Spans, waits: list[tuple[float, float]]
+) -> dict[str, Any]:
+    """Times of a step in microseconds, medians over the steps in the middle of the run."""
+    middle = len(verifier) // 2
+    shown = verifier[middle : middle + STEPS + 1]
+    periods, target, drafting, idle = [], [], [], []
+    for (begin, end), (following, _) in itertools.pairwise(shown):
+        own = [span for span in draft if end <= span[0] < following]
+        used = sum(stop - start for start, stop in own)
+        periods.append(following - begin)
+        target.append(end - begin)
+        drafting.append(used)
+        idle.append(following - end - used)
+    host = [b[0] - a[1] for a, b in itertools.pairwise(waits)]
+    first, last = shown[0][0], shown[-1][0]
+    return {
+        "mode": mode,
+        "batch": batch,
+        "step": float(np.median(periods)),
+        "target": float(np.median(target)),
+        "draft": float(np.median(drafting)),
+        "idle": float(np.median(idle)),
+        "idle_max": float(np.max(idle)),
+        "host": float(np.median(host)) * 1e6 if host else 0.0,
+        "verifier": [(a - first, b - first) for a, b in shown[:-1]],
+        "drafts": [(a - first, b - first) for a, b in draft if first <= a < last],
+    }
+
+
+def _report(found: list[dict[str, Any]]) -> None:
+    print("microseconds a step, medians of 20 consecutive steps; acceptance is SIMULATED")
+    print(f"{'mode':6} {'batch':>5} {'step':>7} {'target':>7} {'draft':>6} {'idle':>6} {'host':>6}")
+    for one in found:
+        print(
+            f"{one['mode']:6} {one['batch']:5} {one['step']:7.0f} {one['target']:7.0f} "
+            f"{one['draft']:6.0f} {one['idle']:6.0f} {one['host']:6.0f}"
+        )
+
+
+def _plot(found: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(
+        len(found), 1, figsize=(10, 1.2 + 1.1 * len(found)), squeeze=False, layout="constrained"
+    )
+    for axis, one in zip(axes[:, 0], found, strict=True):
+        for name, row, color in (("verifier", 1, "tab:blue"), ("drafts", 0, "tab:orange")):
+            bars = [(a / 1e3, (b - a) / 1e3) for a, b in one[name]]
+            axis.broken_barh(bars, (row, 0.8), color=color)
+        axis.set_yticks([0.4, 1.4], ["draft", "target"])
+        axis.set_title(
+            f"{one['mode']}, batch {one['batch']}: {one['step'] / 1e3:.2f} ms a step, GPU idle "
+            f"{one['idle']:.0f} us, host {one['host']:.0f} us",
+            fontsize=9,
+        )
+    axes[-1, 0].set_xlabel("ms")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
