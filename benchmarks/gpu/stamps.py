@@ -1,14 +1,15 @@
 """When each captured graph of a process began and ended on the GPU, by the GPU's own clock, which all processes share.
 
-As a program it is `draft_service` with stamps: `python -m benchmarks.gpu.stamps --listen ...`; SIGUSR1 writes them to the file
-that `STAMPS_FILE` names.
+As a program it is `draft_service` with stamps: `python -m benchmarks.gpu.stamps --listen ...`; it writes them to the file that
+`STAMPS_FILE` names when that file is there and empty.
 """
 
 # mypy: ignore-errors
 import json
 import os
 import runpy
-import signal
+import threading
+import time
 from pathlib import Path
 
 import torch
@@ -66,13 +67,16 @@ def main() -> None:
     stamps.start()
     path = Path(os.environ["STAMPS_FILE"])
 
-    def dump(signum, frame) -> None:
-        written = path.with_suffix(".tmp")
-        written.write_text(json.dumps(stamps.spans()))
-        written.rename(path)
-        stamps.clear()
+    def dump() -> None:
+        while True:
+            time.sleep(0.05)
+            if path.exists() and path.stat().st_size == 0:
+                written = path.with_suffix(".tmp")
+                written.write_text(json.dumps(stamps.spans()))
+                written.rename(path)
+                stamps.clear()
 
-    signal.signal(signal.SIGUSR1, dump)
+    threading.Thread(target=dump, daemon=True).start()
     runpy.run_module("draft_service", run_name="__main__")
 
 
