@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from draft_service.drafters import graph_drafting
 from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.heads import HeadDrafter
-from draft_service.drafters.paged import PagedDrafter
+from draft_service.drafters.paged import PagedDrafter, PagedProposer
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.errors import AttachRefused, InvalidRequest
-from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.errors import AttachRefused, InvalidRequest, Unavailable
+from foredraft.runner.draft_graphs import DraftGraphs
 from foredraft.transport.base import RowFormat
 from foredraft.transport.device_exchange import StepSizes
 from tests.draft_service.test_graph_drafting import (
@@ -23,7 +24,7 @@ from tests.draft_service.test_graph_drafting import (
     target,  # noqa: F401
 )
 from tests.draft_service.test_heads import request_of
-from tests.support.device_drafts import Driver, LocalExchange, LocalReader, schedule
+from tests.support.device_drafts import Driver, LocalExchange, LocalReader, Turn, schedule
 from tests.support.draft_heads import VOCAB
 from tests.support.drafts import attach_request
 from tests.support.plan_attention import PlanAttention
@@ -53,21 +54,31 @@ def driver(
     proposer, _ = drafter.attach(request)
     row = RowFormat.of(drafter.info().hidden) if is_head else RowFormat(0, torch.float32)
     sizes = StepSizes(MAX_BATCH, shape[0] + 1, shape[2] - 1)
-    exchange = LocalExchange(sizes, row.width, row.dtype, "cpu")
+    exchange = LocalExchange(sizes, row.width, row.dtype)
     proposer.exchange = exchange
     if is_head:
         proposer.hidden = LocalReader(exchange)
     proposer.prepare()
-    yield Driver(proposer, exchange, row.width, PAGE, limits_of(shape), SAMPLINGS)
+    yield Driver(proposer.step, exchange, row.width, PAGE, limits_of(shape), SAMPLINGS)
     proposer.close()
     drafter.attention = ordinary
 
 
+def proposer_of(made: Driver) -> PagedProposer:
+    """Whose steps it takes."""
+    return made.step.__self__  # type: ignore[attr-defined]
+
+
+def graphs_of(made: Driver) -> DraftGraphs:
+    """Its steps of fixed shape."""
+    fast = proposer_of(made)._fast
+    assert fast is not None
+    return fast.graphs
+
+
 def committed_kv(made: Driver) -> dict[int, torch.Tensor]:
     """The draft's KV of each live sequence's keys."""
-    proposer = made.proposer
-    runner = getattr(proposer, "_head_runner", None) or proposer._model_runner  # type: ignore[attr-defined]
-    kv: PagedKV = runner.kv
+    kv = graphs_of(made)._kv
     found = {}
     for slot, tokens in made.tokens.items():
         keys = torch.arange(len(tokens) - (made.width > 0))
@@ -121,13 +132,13 @@ def test_nothing_committed_changes_nothing(
         before = committed_kv(made)
         slots = list(made.tokens)
         for _ in range(2):
-            made._step += 1
-            request = draft_pb2.StepRequest(step=made._step)
+            made.num_steps += 1
+            request = draft_pb2.StepRequest(step=made.num_steps)
             for row, slot in enumerate(slots):
-                made.exchange.put(row, [], None)
+                made.end.put(row, [], None)
                 message = request.sequences.add(slot=slot, device_row=row)
                 message.propose.CopyFrom(made.limits)
-            made.proposer.step(request)
+            made.step(request)
         for slot, data in committed_kv(made).items():
             assert torch.equal(data, before[slot])
 
@@ -141,13 +152,13 @@ def test_a_path_beyond_the_page_table_is_cut(
         request = draft_pb2.StepRequest(step=1)
         message = request.sequences.add(slot=2, tokens=[5, 6, 7], new_pages=range(60))
         message.begin.sampling.top_p = 1
-        made.proposer.step(request)
+        made.step(request)
         for step in range(2, 90):
-            made.exchange.put(4, [3, 4, 5, 6], None)
+            made.end.put(4, [3, 4, 5, 6], None)
             request = draft_pb2.StepRequest(step=step)
             request.sequences.add(slot=2, device_row=4).propose.CopyFrom(made.limits)
-            made.proposer.step(request)
-        graphs = made.proposer._fast.graphs  # type: ignore[attr-defined]
+            made.step(request)
+        graphs = graphs_of(made)
         assert int(graphs._num_keys[2]) == graphs.shape.max_pages * PAGE
 
 
@@ -173,13 +184,34 @@ def test_steps_that_break_the_protocol(
         for slot in (0, 1):
             message = request.sequences.add(slot=slot, tokens=[5, 6, 7], new_pages=[slot])
             message.begin.sampling.top_p = 1
-        made.proposer.step(request)
+        made.step(request)
         request = draft_pb2.StepRequest(step=2)
         request.sequences.add(slot=0, device_row=0)
         request.sequences.add(**{"slot": 1, **changes})
         with pytest.raises(InvalidRequest) as raised:
-            made.proposer.step(request)
+            made.step(request)
         assert raised.value.field == field
+
+
+def test_a_verifier_that_stands_still(
+    drafters: dict[str, PagedDrafter],  # noqa: F811
+    target: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graph_drafting, "STEP_SECONDS", 0.05)
+    with driver(drafters["standalone"], target, SHAPES["tree"]) as made:
+        exchange = made.end
+        assert isinstance(exchange, LocalExchange)
+        made.take(Turn([(0, [5, 6, 7], True)], [], False), False)
+        made.take(Turn([(0, [5], True)], [], True), True)
+        is_done = False
+        monkeypatch.setattr(DraftGraphs, "is_free", property(lambda self: is_done))
+        monkeypatch.setattr(DraftGraphs, "is_done", property(lambda self: is_done))
+        for by_device in (True, False):
+            with pytest.raises(Unavailable):
+                made.take(Turn([(0, [5], True)], [], by_device), by_device)
+        assert exchange.num_abandoned == 2
+    assert exchange.num_abandoned == 3, "steps under way at the end"
 
 
 def test_an_exchange_of_another_shape_is_refused(
@@ -189,7 +221,7 @@ def test_an_exchange_of_another_shape_is_refused(
     drafter = drafters["standalone"]
     drafter.graphs = GraphSettings(None, captures=False)
     proposer, _ = drafter.attach(attach_request(limits=limits_of((3, 3, 9))))
-    proposer.exchange = LocalExchange(StepSizes(8, 4, 9), 0, torch.float32, "cpu")
+    proposer.exchange = LocalExchange(StepSizes(8, 4, 9), 0, torch.float32)
     with pytest.raises(AttachRefused) as raised:
         proposer.prepare()
     assert raised.value.field == "arena.tensors"

@@ -1,14 +1,13 @@
-"""Steps of a draft that stay on the device, driven from one process: an exchange without a verifier, and a schedule of
-sequences that may be told by values or through it."""
+"""Steps of a draft that stay on the device: an exchange whose ends are in one process, and schedules of sequences that may
+be told by values or through an exchange."""
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from draft_service.drafters.base import Proposer
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.transport.base import HiddenReader, check_rows
 from foredraft.transport.device_exchange import DraftExchange, StepSizes
@@ -17,21 +16,42 @@ Tree = tuple[tuple[int, ...], tuple[int, ...]]
 RING = 512
 
 
-class LocalExchange(DraftExchange):
-    """Tensors of this process; notes what was waited for and said."""
+class VerifierEnd(Protocol):
+    """What a schedule's driver needs of the verifier's end of an arena."""
 
-    def __init__(self, sizes: StepSizes, width: int, dtype: torch.dtype, device: str) -> None:
+    num_rows: int
+
+    def tell(self, message: draft_pb2.SequenceStep, hidden: torch.Tensor) -> None:
+        """Names hidden states [n, width] in a message."""
+
+    def put(self, row: int, tokens: Sequence[int], hidden: torch.Tensor | None) -> None:
+        """Writes what was committed to one sequence."""
+
+    def send(self, step: int, by_device: bool) -> None:
+        """Whatever goes with a step has been written."""
+
+    def read_trees(self, step: int) -> list[tuple[list[int], list[int]]]:
+        """Tokens and parents of all rows, once those of a step are there."""
+
+
+class LocalExchange(DraftExchange):
+    """Both ends in one process. Notes what the draft waited for and said."""
+
+    def __init__(self, sizes: StepSizes, width: int, dtype: torch.dtype) -> None:
         specs = {spec.name: spec for spec in sizes.tensors(None)}
         # What no step wrote may be anything.
-        self.accepted = torch.full(specs["accepted"].shape, -7, dtype=torch.int32, device=device)
-        self.trees = torch.full(specs["trees"].shape, -7, dtype=torch.int32, device=device)
+        self.accepted = torch.full(specs["accepted"].shape, -7, dtype=torch.int32)
+        self.trees = torch.full(specs["trees"].shape, -7, dtype=torch.int32)
         self.hidden, self.first_row = None, 0
         if width:
             count = RING + sizes.max_batch * sizes.num_tokens
-            self.hidden = torch.full((count, width), float("nan"), dtype=dtype, device=device)
+            self.hidden = torch.full((count, width), float("nan"), dtype=dtype)
             self.first_row = RING
+        self.num_rows = sizes.max_batch
         self.waits: list[int] = []
         self.published: list[int] = []
+        self.num_abandoned = 0
+        self._next_row = 0
 
     def wait(self, step: int) -> None:
         self.waits.append(step)
@@ -40,27 +60,36 @@ class LocalExchange(DraftExchange):
         self.published.append(step)
 
     def abandon(self) -> None:
-        pass
+        self.num_abandoned += 1
 
     def close(self) -> None:
         pass
 
+    def tell(self, message: draft_pb2.SequenceStep, hidden: torch.Tensor) -> None:
+        assert self.hidden is not None
+        message.hidden.arena_row, message.hidden.num_rows = self._next_row, len(hidden)
+        self.hidden[(self._next_row + torch.arange(len(hidden))) % RING] = hidden.to(self.hidden)
+        self._next_row = (self._next_row + len(hidden)) % RING
+
     def put(self, row: int, tokens: Sequence[int], hidden: torch.Tensor | None) -> None:
-        """What a verifier writes of one sequence."""
-        self.accepted[row] = torch.randint(-(2**31), 2**31 - 1, self.accepted[row].shape)
-        words = torch.tensor([len(tokens), *tokens], dtype=torch.int32)
-        self.accepted[row, : len(words)] = words
+        fill(self.accepted[row], tokens)
         if self.hidden is not None and hidden is not None:
-            num_tokens = self.accepted.shape[1] - 1
-            first = self.first_row + row * num_tokens
+            first = self.first_row + row * (self.accepted.shape[1] - 1)
             self.hidden[first : first + len(hidden)] = hidden.to(self.hidden)
 
-    def tree(self, row: int) -> Tree:
-        """What the verifier reads of one sequence."""
-        tokens, parents = self.trees[row].tolist()
-        size = sum(parent != -2 for parent in parents)
-        assert all(parent == -2 for parent in parents[size:])
-        return tuple(tokens[:size]), tuple(parents[:size])
+    def send(self, step: int, by_device: bool) -> None:
+        pass
+
+    def read_trees(self, step: int) -> list[tuple[list[int], list[int]]]:
+        assert self.waits[-1] == self.published[-1] == step
+        return self.trees.tolist()
+
+
+def fill(row: torch.Tensor, tokens: Sequence[int]) -> None:
+    """A row of "accepted": how many tokens, these, and then anything."""
+    words = torch.randint(-(2**31), 2**31 - 1, row.shape, dtype=torch.int32)
+    words[: 1 + len(tokens)] = torch.tensor([len(tokens), *tokens], dtype=torch.int32)
+    row.copy_(words)
 
 
 class LocalReader(HiddenReader):
@@ -118,47 +147,41 @@ def schedule(
 
 @dataclass
 class Driver:
-    """Tells a proposer of a schedule.
+    """Tells a draft of a schedule.
 
     Args:
+        step: Gives a draft's answer.
+        end: Of its arena.
         width: Of hidden states; 0 for a draft that reads none.
         page_size: Tokens of a page.
         limits: Of the trees.
         samplings: Of slots, by turns.
     """
 
-    proposer: Proposer
-    exchange: LocalExchange
+    step: Callable[[draft_pb2.StepRequest], draft_pb2.StepResponse]
+    end: VerifierEnd
     width: int
     page_size: int
     limits: draft_pb2.TreeLimits
     samplings: Sequence[dict[str, Any]]
-    num_pages: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
     pages: dict[int, list[int]] = field(default_factory=dict)
-    _step: int = 0
-    _next_row: int = 0
+    num_steps: int = 0
 
     def run(
         self, turns: Sequence[Turn], by_device: Callable[[Turn], bool]
     ) -> list[dict[int, Tree]]:
         """The trees of every turn, by slot."""
-        return [self._turn(turn, turn.on_device and by_device(turn)) for turn in turns]
+        return [self.take(turn, turn.on_device and by_device(turn)) for turn in turns]
 
-    def hidden(self, slot: int, first: int, end: int) -> torch.Tensor | None:
-        """The target's hidden states of positions of a slot."""
-        if not self.width:
-            return None
-        generator = torch.Generator().manual_seed(100 + slot)
-        return torch.randn(400, self.width, generator=generator)[first:end]
-
-    def _turn(self, turn: Turn, by_device: bool) -> dict[int, Tree]:
+    def take(self, turn: Turn, by_device: bool) -> dict[int, Tree]:
+        """One turn's."""
         for slot in turn.released:
             del self.tokens[slot], self.pages[slot]
-        self._step += 1
-        request = draft_pb2.StepRequest(step=self._step, released_slots=turn.released)
-        rows = random.Random(self._step).sample(range(len(self.exchange.accepted) - 1), k=6)
-        for row, (slot, tokens, is_wanted) in zip(rows, turn.news, strict=False):
+        self.num_steps += 1
+        request = draft_pb2.StepRequest(step=self.num_steps, released_slots=turn.released)
+        rows = random.Random(self.num_steps).sample(range(self.end.num_rows), k=len(turn.news))
+        for row, (slot, tokens, is_wanted) in zip(rows, turn.news, strict=True):
             message = request.sequences.add(slot=slot)
             if by_device:
                 self._by_device(message, row, tokens)
@@ -167,27 +190,34 @@ class Driver:
             self._give_pages(message)
             if is_wanted:
                 message.propose.CopyFrom(self.limits)
-        response = self.proposer.step(request)
+        self.end.send(self.num_steps, by_device)
+        response = self.step(request)
         if not by_device:
             return {p.slot: (tuple(p.tokens), tuple(p.parents)) for p in response.proposals}
         assert not response.proposals
-        assert self.exchange.waits[-1] == self.exchange.published[-1] == self._step
-        wanted = zip(rows, turn.news, strict=False)
-        return {slot: self.exchange.tree(row) for row, (slot, _, is_wanted) in wanted if is_wanted}
+        trees = self.end.read_trees(self.num_steps)
+        wanted = zip(rows, turn.news, strict=True)
+        return {slot: _nodes(*trees[row]) for row, (slot, _, is_wanted) in wanted if is_wanted}
+
+    def hidden(self, slot: int, first: int, end: int) -> torch.Tensor | None:
+        """The target's hidden states of positions of a slot."""
+        if not self.width:
+            return None
+        generator = torch.Generator().manual_seed(100 + slot)
+        return torch.randn(200, self.width, generator=generator)[first:end]
 
     def _by_device(self, message: draft_pb2.SequenceStep, row: int, tokens: list[int]) -> None:
         known = self.tokens[message.slot]
         hidden = self.hidden(message.slot, len(known) - 1, len(known) + len(tokens) - 1)
         known += tokens
         message.device_row = row
-        self.exchange.put(row, tokens, hidden)
+        self.end.put(row, tokens, hidden)
 
     def _by_value(self, message: draft_pb2.SequenceStep, tokens: list[int]) -> None:
         slot = message.slot
         if slot not in self.tokens:
-            message.begin.sampling.MergeFrom(
-                draft_pb2.Sampling(**self.samplings[slot % len(self.samplings)])
-            )
+            sampling = self.samplings[slot % len(self.samplings)]
+            message.begin.sampling.MergeFrom(draft_pb2.Sampling(**sampling))
         known = self.tokens.setdefault(slot, [])
         message.position = len(known)
         message.tokens.extend(tokens)
@@ -195,19 +225,20 @@ class Driver:
         known += tokens
         hidden = self.hidden(slot, first, len(known) - 1)
         if hidden is not None and len(hidden):
-            assert self.exchange.hidden is not None
-            message.hidden.arena_row, message.hidden.num_rows = self._next_row, len(hidden)
-            places = (self._next_row + torch.arange(len(hidden))) % RING
-            self.exchange.hidden[places] = hidden.to(self.exchange.hidden)
-            self._next_row = (self._next_row + len(hidden)) % RING
+            self.end.tell(message, hidden)
 
     def _give_pages(self, message: draft_pb2.SequenceStep) -> None:
         """Enough for the longest outcome of the step after this, whatever was told how."""
-        slot = message.slot
-        pages = self.pages.setdefault(slot, [])
+        pages = self.pages.setdefault(message.slot, [])
         message.first_page = len(pages)
-        wanted = len(self.tokens[slot]) + 2 * (self.limits.num_steps + 1)
+        wanted = len(self.tokens[message.slot]) + 2 * (self.limits.num_steps + 1)
         while len(pages) * self.page_size < wanted:
-            # Of each slot's own pages, every third from its number on: never in order of the pool.
-            pages.append((len(pages) * 7 % 40) * 8 + slot)
+            # Of a slot's own, in another order than the pool's.
+            pages.append((len(pages) * 7 % 40) * 8 + message.slot)
             message.new_pages.append(pages[-1])
+
+
+def _nodes(tokens: Sequence[int], parents: Sequence[int]) -> Tree:
+    size = sum(parent != -2 for parent in parents)
+    assert all(parent == -2 for parent in parents[size:])
+    return tuple(tokens[:size]), tuple(parents[:size])

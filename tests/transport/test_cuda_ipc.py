@@ -1,6 +1,7 @@
 """Rows in GPU memory between two processes: the same bytes, in order, whoever dies, and no byte of memory left behind."""
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -188,6 +189,12 @@ def test_a_draft_that_goes_while_rows_are_on_their_way(ending: signal.Signals) -
     assert float(torch.ones(5, device=GPU).sum()) == 5, "the device works"
 
 
+def free_memory(draft: Draft) -> int:
+    """Bytes, once both processes are idle."""
+    torch.cuda.synchronize()
+    return int(draft.ask("free"))
+
+
 def test_100_attaches_leave_nothing(draft: Draft) -> None:
     row = RowFormat(4096, torch.float32)
 
@@ -197,14 +204,15 @@ def test_100_attaches_leave_nothing(draft: Draft) -> None:
             writer.sent(1)
             draft.ask("read", 1, message.SerializeToString())
 
-    for epoch in range(1, 6):
-        cycle(epoch)
-    torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
-    for epoch in range(6, 106):
-        cycle(epoch)
-    assert torch.cuda.mem_get_info()[0] == before
-    assert draft.ask("free") == before
+    epochs = itertools.count(1)
+    lost = []
+    for _ in range(4):
+        before = free_memory(draft)
+        for _ in range(25):
+            cycle(next(epochs))
+        lost.append(before - free_memory(draft))
+    # What leaks does so in every round; other processes may use the GPU in some. The first round sets up much.
+    assert min(lost[1:]) <= 0, lost
 
 
 def test_bad_descriptions_are_refused(draft: Draft) -> None:

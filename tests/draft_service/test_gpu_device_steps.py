@@ -1,0 +1,213 @@
+"""A draft service on a GPU whose steps stay there: the trees of steps by value, and an end to every wait."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+import torch
+
+from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
+from foredraft.api.tensor.v1 import tensor_pb2
+from foredraft.models.config import ModelConfig
+from foredraft.models.registry import resolve_model_path
+from foredraft.rpc.channel import channel
+from foredraft.transport import choice
+from foredraft.transport.base import HiddenWriter, Region, RowFormat
+from foredraft.transport.device_exchange import DeviceExchange, StepSizes
+from tests.draft_service.test_gpu_drafts import NAMES
+from tests.draft_service.test_graph_drafting import SAMPLINGS, limits_of
+from tests.support.device_drafts import Driver, Turn, fill, schedule
+from tests.support.drafts import DraftProcess, DraftStream, attach_request, open_stream
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+GPU = torch.device("cuda", 0)
+IPC = tensor_pb2.TRANSPORT_CUDA_IPC
+MAX_BATCH, PAGE, VOCAB = 8, 4, 6000
+
+
+class Remote:
+    """The verifier's end of an arena that a draft process has mapped."""
+
+    def __init__(self, region: Region) -> None:
+        assert region.device is not None
+        self._region, self._device = region, region.device
+        self.num_rows = MAX_BATCH
+
+    def tell(self, message: draft_pb2.SequenceStep, hidden: torch.Tensor) -> None:
+        assert isinstance(self._region, HiddenWriter)
+        message.hidden.CopyFrom(self._region.write(hidden.to(GPU)))
+
+    def put(self, row: int, tokens: list[int], hidden: torch.Tensor | None) -> None:
+        fill(self._device.accepted[row], tokens)
+        if self._device.rows is not None and hidden is not None:
+            self._device.rows[row, : len(hidden)] = hidden.to(self._device.rows)
+
+    def send(self, step: int, by_device: bool) -> None:
+        if by_device:
+            torch.cuda._sleep(3_000_000)  # the message is there long before
+            self._device.publish(step)
+        elif isinstance(self._region, HiddenWriter):
+            self._region.sent(step)
+
+    def read_trees(self, step: int) -> list[tuple[list[int], list[int]]]:
+        self._device.wait_trees(step)
+        trees: list[tuple[list[int], list[int]]] = self._device.trees.tolist()
+        return trees
+
+
+@contextmanager
+def service(algorithm: str, *flags: str) -> Iterator[DraftProcess]:
+    with DraftProcess(
+        "--model-path", str(resolve_model_path("foredraft-demo")),
+        "--speculative-algorithm", algorithm,
+        "--speculative-draft-model-path", str(resolve_model_path(NAMES[algorithm])),
+        "--device", "cuda", "--dtype", "float32", *flags,
+    ) as draft:  # fmt: skip
+        yield draft
+
+
+@contextmanager
+def attached(
+    draft: DraftProcess, shape: tuple[int, int, int], ordering: str = "coupled", epoch: int = 1
+) -> Iterator[tuple[DraftStream, Region, int]]:
+    """A stream of steps, the verifier's memory, and the width of hidden states."""
+    with channel(draft.target) as connection:
+        stub = draft_pb2_grpc.DraftServiceStub(connection)
+        info = stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest())
+    assert info.device_steps
+    assert IPC in info.transports
+    sizes = StepSizes(MAX_BATCH, shape[0] + 1, shape[2] - 1)
+    width, region = 0, None
+    if info.HasField("hidden"):
+        row = RowFormat.of(info.hidden)
+        width, region = row.width, choice.open_writer([IPC], row, 400, epoch, GPU, sizes)
+    else:
+        region = choice.open_region([IPC], epoch, GPU, sizes)
+    assert region is not None
+    target = ModelConfig.from_dir(resolve_model_path("foredraft-demo"))
+    request = attach_request(
+        epoch=epoch,
+        hidden_size=target.hidden_size,
+        num_layers=target.num_layers,
+        vocab_size=target.vocab_size,
+        target_fingerprint=target.fingerprint if width else "",
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        page_size=PAGE,
+        num_pages=320,
+        max_batch=MAX_BATCH,
+        limits=limits_of(shape),
+        draft_sampling=ordering,
+        arena=region.arena,
+    )
+    try:
+        with open_stream(draft.target, request) as stream:
+            region.attached()
+            yield stream, region, width
+    finally:
+        region.close()
+        draft.kill()
+        region.free()
+
+
+def driver(stream: DraftStream, region: Region, width: int, shape: tuple[int, int, int]) -> Driver:
+    def step(request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
+        response = stream.exchange(draft_pb2.SpeculateRequest(step=request)).step
+        if isinstance(region, HiddenWriter):
+            region.answered(request.step)
+        return response
+
+    return Driver(step, Remote(region), width, PAGE, limits_of(shape), SAMPLINGS[:2])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shape", "flags"),
+    [
+        ("EAGLE3", (3, 1, 4), ()),
+        ("EAGLE", (3, 4, 12), ()),
+        ("MTP", (4, 2, 9), ("--cuda-graph-max-bs", "2")),
+        ("STANDALONE", (3, 1, 4), ()),
+        ("STANDALONE", (3, 3, 9), ("--disable-cuda-graph",)),
+    ],
+)
+def test_the_trees_of_steps_by_value(
+    algorithm: str, shape: tuple[int, int, int], flags: tuple[str, ...]
+) -> None:
+    turns = schedule(7, 30, shape[0], VOCAB, 100)
+    assert sum(turn.on_device for turn in turns) > 10
+    found = []
+    for by_device in (False, True):
+        with service(algorithm, *flags) as draft, attached(draft, shape) as (stream, region, width):
+            made = driver(stream, region, width, shape)
+            found.append(made.run(turns, lambda turn, allowed=by_device: allowed))  # type: ignore[misc]
+    assert any(found[0])
+    assert found[0] == found[1]
+
+
+@contextmanager
+def under_way(draft: DraftProcess) -> Iterator[tuple[DraftStream, Region, DeviceExchange, Driver]]:
+    """A sequence that has begun."""
+    shape = (3, 1, 4)
+    with attached(draft, shape) as (stream, region, width):
+        made = driver(stream, region, width, shape)
+        made.take(Turn([(0, [5, 6, 7, 8], True)], [], False), False)
+        assert region.device is not None
+        yield stream, region, region.device, made
+
+
+def send_only(stream: DraftStream, step: int) -> None:
+    """A step on the device of which nothing is committed yet."""
+    request = draft_pb2.StepRequest(step=step)
+    request.sequences.add(slot=0, device_row=0).propose.CopyFrom(limits_of((3, 1, 4)))
+    stream.send(draft_pb2.SpeculateRequest(step=request))
+
+
+def is_done_within(seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not torch.cuda.current_stream().query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def test_a_draft_that_stands_still() -> None:
+    with service("EAGLE3") as draft, under_way(draft) as (stream, _, exchange, _):
+        draft.pause()
+        send_only(stream, 2)
+        fill(exchange.accepted[0], [9, 10])
+        exchange.publish(2)
+        exchange.wait_trees(2)
+        assert not is_done_within(0.3)
+        exchange.release(2)
+        assert is_done_within(5)
+        draft.resume()
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
+def test_a_verifier_that_leaves_in_the_middle(algorithm: str) -> None:
+    with service(algorithm) as draft, under_way(draft) as (stream, region, _, _):
+        send_only(stream, 2)
+        send_only(stream, 3)
+        stream.close()
+        # The draft has let go of the verifier's memory when another one may attach.
+        deadline = time.monotonic() + 5
+        while refusal(draft) != grpc.StatusCode.FAILED_PRECONDITION:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        region.close()
+
+
+def refusal(draft: DraftProcess) -> grpc.StatusCode:
+    """What a verifier of another target hears."""
+    attach = draft_pb2.SpeculateRequest(attach=attach_request(epoch=2))
+    with channel(draft.target) as connection:
+        call = draft_pb2_grpc.DraftServiceStub(connection).Speculate(iter([attach]), timeout=5)
+        with pytest.raises(grpc.RpcError) as raised:
+            next(call)
+    code: grpc.StatusCode = raised.value.code()
+    return code
