@@ -51,7 +51,7 @@ class Stamps:
         if self._times is None:
             return []
         torch.cuda.synchronize()
-        times = (self._times[: self._count] * 1e-3).tolist()
+        times = (self._times[: self._count].double() * 1e-3).tolist()
         return list(zip(times[::2], times[1::2], strict=True))
 
     def _put(self) -> None:
