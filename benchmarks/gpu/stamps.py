@@ -62,6 +62,16 @@ class Stamps:
             self._count += 1
 
 
+def draft_spans(harness, path: Path) -> list[tuple[float, float]]:
+    """What the draft's process stamped since the last call."""
+    if harness.draft is None:
+        return []
+    path.write_bytes(b"")
+    while path.stat().st_size == 0:
+        time.sleep(0.01)
+    return json.loads(path.read_text())
+
+
 def main() -> None:
     stamps = Stamps()
     stamps.start()

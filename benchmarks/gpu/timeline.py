@@ -61,7 +61,7 @@ def main() -> int:
 def _measure(
     mode: str, target: Path, head: Path, args: argparse.Namespace, draft_file: Path
 ) -> list[dict[str, Any]]:
-    from benchmarks.gpu.stamps import Stamps
+    from benchmarks.gpu.stamps import Stamps, draft_spans
     from verify_service.run_ahead import RunAhead
 
     algorithm, flags = flags_of(mode, head, max(args.batch), args.prompt + args.output)
@@ -85,10 +85,10 @@ def _measure(
             _run(harness, batch, args, 48)
             stamps.spans()
             stamps.clear()
-            _draft_spans(harness, draft_file)
+            draft_spans(harness, draft_file)
             waits.clear()
             _run(harness, batch, args, args.output)
-            verifier, draft = stamps.spans(), _draft_spans(harness, draft_file)
+            verifier, draft = stamps.spans(), draft_spans(harness, draft_file)
             found.append(_summary(mode, batch, verifier, draft, waits))
     RunAhead.finish = finish  # type: ignore[method-assign]
     return found
@@ -99,17 +99,6 @@ def _run(harness: Harness, batch: int, args: argparse.Namespace, num_tokens: int
     sampling = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
     prompts = [[rng.randrange(128000) for _ in range(args.prompt)] for _ in range(batch)]
     harness.run([Job(prompt, sampling) for prompt in prompts], timeout=600)
-
-
-def _draft_spans(harness: Harness, path: Path) -> Spans:
-    """What the draft's process stamped since the last call."""
-    if harness.draft is None:
-        return []
-    path.write_bytes(b"")
-    while path.stat().st_size == 0:
-        time.sleep(0.01)
-    spans: Spans = json.loads(path.read_text())
-    return spans
 
 
 def _summary(
