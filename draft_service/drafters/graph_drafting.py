@@ -164,15 +164,24 @@ class GraphDrafting:
         """
         exchange, graphs = self._exchange, self.graphs
         assert exchange is not None
-        for first in range(0, len(continuations), graphs.max_batch):
-            part = continuations[first : first + graphs.max_batch]
+        largest = graphs.max_batch
+        parts = [
+            continuations[first : first + largest]
+            for first in range(0, len(continuations), largest)
+        ]
+        for part in parts:
+            modes = self._modes(self._slots([one.sequence for one in part]))
+            if not graphs.is_ready(len(part), *modes):
+                self.settle()
+                graphs.make_ready(len(part), *modes)
+        for i, part in enumerate(parts):
             wait(lambda: graphs.is_free, exchange)
             records, slots = self._fill([one.sequence for one in part])
             records.header[:, START] = [one.start for one in part]
             records.header[:, NUM_ROWS] = -1
             records.header[:, ROW] = [one.row for one in part]
             graphs.upload(len(part))
-            if first == 0:
+            if i == 0:
                 exchange.wait(step)
             graphs.extend(len(part))
             if any(one.is_wanted for one in part):
@@ -197,15 +206,19 @@ class GraphDrafting:
 
     def _fill(self, sequences: Sequence[PagedSequence]) -> tuple[StepRecords, np.ndarray]:
         """Everything of the records but tokens and where they go."""
-        for sequence in sequences:
-            if self._owners[sequence.slot] is not sequence:
-                self._begin(sequence)
+        slots = self._slots(sequences)
         records = self.graphs.records(len(sequences))
-        slots = np.array([sequence.slot for sequence in sequences])
         records.header[:, SLOT] = slots
         records.header[:, VALID_FROM] = [sequence.valid_from for sequence in sequences]
         records.header[:, SAMPLING] = self._sampling[slots]
         return records, slots
+
+    def _slots(self, sequences: Sequence[PagedSequence]) -> np.ndarray:
+        """Their slots, with their own sampling."""
+        for sequence in sequences:
+            if self._owners[sequence.slot] is not sequence:
+                self._begin(sequence)
+        return np.array([sequence.slot for sequence in sequences])
 
     def _modes(self, slots: np.ndarray) -> tuple[bool, bool]:
         return bool(self._is_sampled[slots].any()), bool(self._is_ranked[slots].any())

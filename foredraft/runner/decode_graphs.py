@@ -44,6 +44,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+LEAST_ROWS = 32  # of a step that is worth a graph of its own between one row per sequence and all
 PAGE_UPDATES = 8192  # of one upload
 UNDER_WAY = 3  # steps whose host memory must not be written yet: one that runs, one behind it, one being filled in
 
@@ -160,6 +161,7 @@ class DecodeGraphs:
             raise ValueError("padding rows need a scratch page")
         self.max_batch, self.max_rows, self.max_path = max_batch, max_rows, max_path
         self.batch_sizes = batch_sizes(max_batch)
+        self._row_sizes = {batch: row_sizes(batch, max_rows) for batch in self.batch_sizes}
         self.capture: tuple[int, ...] = ()
         self._model, self._kv, self._attention = model, kv, attention
         self._max_tokens = max_tokens
@@ -191,6 +193,17 @@ class DecodeGraphs:
     def batch_size(self, num_sequences: int) -> int:
         """The padded batch of a step."""
         return next(size for size in self.batch_sizes if size >= num_sequences)
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(batch, rows of each) of all steps that are worth a graph, the largest first."""
+        shapes = [(batch, rows) for batch in self.batch_sizes for rows in self._row_sizes[batch]]
+        return sorted(shapes, key=lambda shape: (shape[1], shape[0]), reverse=True)
+
+    def row_size(self, num_sequences: int, num_rows: int) -> int:
+        """The padded rows of each sequence of a step."""
+        sizes = self._row_sizes[self.batch_size(num_sequences)]
+        return next(size for size in sizes if size >= num_rows)
 
     def arrays(self, num_sequences: int, num_rows: int) -> StepArrays:
         """What to fill in for the next step; padding is filled in already."""
@@ -253,14 +266,17 @@ class DecodeGraphs:
         graph.replay()
         return output
 
-    def warm_up(self, num_rows: Sequence[int], capture: Sequence[int]) -> None:
-        """Captures every batch size, largest first, so that the others fit its memory."""
+    def warm_up(self, capture: Sequence[int]) -> None:
+        """Captures every shape, largest first, so that the others fit its memory."""
         self.capture = tuple(capture)
-        for rows in sorted(num_rows, reverse=True):
-            for batch in reversed(self.batch_sizes):
-                self.arrays(0, rows)
-                self._pad(self._hosts[self._current].numpy()[:batch])
-                self.start(batch, rows, capture).chosen()
+        for batch, rows in self.shapes:
+            self.idle_step(batch, rows)
+
+    def idle_step(self, batch: int, rows: int) -> None:
+        """Runs a step that belongs to no sequence."""
+        self.arrays(0, rows)
+        self._pad(self._hosts[self._current].numpy()[:batch])
+        self.start(batch, rows, self.capture).chosen()
 
     def _pad(self, records: npt.NDArray[np.int32]) -> None:
         records[:, :HEADER] = 0
@@ -370,6 +386,16 @@ def batch_sizes(max_batch: int) -> list[int]:
     sizes = [1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, max_batch + 1, 32)]
     kept = [size for size in sizes if size < max_batch]
     return [*kept, max_batch]
+
+
+def row_sizes(batch: int, max_rows: int) -> list[int]:
+    """Rows per sequence that are padded to: 1, powers of two, and `max_rows`.
+
+    A few rows in all cost a GPU the same, so small batches have no small trees.
+    """
+    powers = (1 << i for i in range(1, max_rows.bit_length()))
+    kept = [rows for rows in powers if rows < max_rows and batch * rows >= LEAST_ROWS]
+    return sorted({1, *kept, max_rows})
 
 
 def _pinned(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

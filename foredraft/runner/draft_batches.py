@@ -157,7 +157,8 @@ class Levels:
         pages = self._tables.gather(1, keys // kv.page_size)
         slots = pages.long() * kv.page_size + keys % kv.page_size
         slots = slots.view(batch, count, topk).transpose(0, 1)
-        self._slots = slots.reshape(count, batch * topk)
+        # Of a chain that would be a view with gaps, which kernels do not read.
+        self._slots = slots.reshape(count, batch * topk).contiguous()
         self._tail_positions = None
         if shape.is_windowed and topk > 1:
             self._tail_positions = self._num_keys[:, None] + row // topk

@@ -8,7 +8,7 @@ captured, on any device.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -153,9 +153,19 @@ class DraftGraphs:
             any_ranked: Whether such a one has a top-k or top-p.
         """
         batch = self._batch_size(num_sequences)
-        sampled = any_sampled and self._ordering == "coupled"
-        mode = (sampled, sampled and any_ranked)
+        mode = self._mode(any_sampled, any_ranked)
         self._run(("draft", batch, *mode), lambda: self._draft(batch, *mode))
+
+    def is_ready(self, num_sequences: int, any_sampled: bool, any_ranked: bool) -> bool:
+        """Whether such a draft will not wait for the device, as the first one does, which is captured."""
+        mode = self._mode(any_sampled, any_ranked)
+        key = ("draft", self._batch_size(num_sequences), *mode)
+        return not self._captures or key in self._graphs
+
+    def make_ready(self, num_sequences: int, any_sampled: bool, any_ranked: bool) -> None:
+        """Captures such a draft, once `is_free`."""
+        mode = self._mode(any_sampled, any_ranked)
+        self._run_padding(self._batch_size(num_sequences), [mode])
 
     def download(self, num_sequences: int) -> None:
         """Lets the trees come to the host."""
@@ -186,12 +196,8 @@ class DraftGraphs:
         self._captures = True
         self._pool = torch.cuda.graph_pool_handle()
         for batch in reversed(self.batch_sizes):
-            self._uploads.records(0, batch)  # padding, which belongs to nobody
-            self.upload(batch)
-            self.extend(batch)
-            self.draft(batch, False, False)
-            if sampled and self._ordering == "coupled":
-                self.draft(batch, True, False)
+            modes = [self._mode(False, False), self._mode(sampled, False)]
+            self._run_padding(batch, modes)
         torch.cuda.synchronize(self._device)
         logger.info(
             "captured CUDA graphs for batches of %s in %.1f s, %.0f MiB",
@@ -208,6 +214,19 @@ class DraftGraphs:
 
     def _batch_size(self, num_sequences: int) -> int:
         return next(size for size in self.batch_sizes if size >= num_sequences)
+
+    def _mode(self, any_sampled: bool, any_ranked: bool) -> tuple[bool, bool]:
+        sampled = any_sampled and self._ordering == "coupled"
+        return sampled, sampled and any_ranked
+
+    def _run_padding(self, batch: int, modes: Sequence[tuple[bool, bool]]) -> None:
+        """A step of records that belong to nobody."""
+        self._uploads.records(0, batch)
+        self._uploads.send(batch)
+        self.extend(batch)
+        for mode in modes:
+            self.draft(batch, *mode)
+        self.finish()
 
     def _run(self, key: tuple[object, ...], run: Callable[[], None]) -> None:
         if not self._captures:

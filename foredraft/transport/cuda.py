@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import weakref
 from typing import Any
 
@@ -136,18 +137,15 @@ def view(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(_Raw(pointer, num_bytes), device=device)
 
 
-def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that is nobody else's; torch's own streams go round."""
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of this process in which nothing waits; torch's own streams go round, and one may be taken that does."""
     from cuda.bindings import runtime
 
     _use(device)
     _, highest = _call(runtime.cudaDeviceGetStreamPriorityRange())
-    handle = int(
-        _call(runtime.cudaStreamCreateWithPriority(runtime.cudaStreamNonBlocking, highest))
-    )
-    stream = torch.cuda.ExternalStream(handle, device=device)
-    weakref.finalize(stream, _destroy, handle)
-    return stream
+    handle = _call(runtime.cudaStreamCreateWithPriority(runtime.cudaStreamNonBlocking, highest))
+    return torch.cuda.ExternalStream(int(handle), device=device)
 
 
 def write_word(stream: torch.cuda.Stream, pointer: int, value: int) -> None:
@@ -184,13 +182,6 @@ def _free(pointer: int, device: torch.device) -> None:
 
         _use(device)
         runtime.cudaFree(pointer)
-
-
-def _destroy(stream: int) -> None:
-    with contextlib.suppress(ImportError):
-        from cuda.bindings import runtime
-
-        runtime.cudaStreamDestroy(stream)
 
 
 def _use(device: torch.device) -> None:

@@ -201,7 +201,7 @@ class CudaIpcMapping:
             torch.frombuffer(answer, dtype=torch.uint8)
         )
         torch.cuda.current_stream(device).synchronize()
-        self._side = cuda.new_stream(device)
+        self._side = cuda.side_stream(device)
         self._newest = 0  # step that was waited for
 
     def view(self, arena: tensor_pb2.Arena, name: str) -> torch.Tensor:

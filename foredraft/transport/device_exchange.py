@@ -67,8 +67,7 @@ class DeviceExchange:
         self.rows = tensors.get(ROWS)
         self.trees = tensors[TREES][:-1]
         self._verified, self._drafted = verified, drafted
-        # Its own, so that nothing that waits is before what ends the wait.
-        self._side = cuda.new_stream(self.accepted.device)
+        self._side = cuda.side_stream(self.accepted.device)
         self._lock = threading.Lock()
         self._newest = 0  # step that was waited for
         self._is_closed = False

@@ -28,6 +28,7 @@ pytestmark = [
 GPU = torch.device("cuda", 0)
 IPC = tensor_pb2.TRANSPORT_CUDA_IPC
 MAX_BATCH, PAGE, VOCAB = 8, 4, 6000
+regions: list[Region] = []
 
 
 class Remote:
@@ -62,6 +63,8 @@ class Remote:
 
 @contextmanager
 def service(algorithm: str, *flags: str) -> Iterator[DraftProcess]:
+    """A draft, and the memory that it has mapped as long as it lives."""
+    regions.clear()
     with DraftProcess(
         "--model-path", str(resolve_model_path("foredraft-demo")),
         "--speculative-algorithm", algorithm,
@@ -69,6 +72,8 @@ def service(algorithm: str, *flags: str) -> Iterator[DraftProcess]:
         "--device", "cuda", "--dtype", "float32", *flags,
     ) as draft:  # fmt: skip
         yield draft
+    for region in regions:
+        region.free()
 
 
 @contextmanager
@@ -89,6 +94,7 @@ def attached(
     else:
         region = choice.open_region([IPC], epoch, GPU, sizes)
     assert region is not None
+    regions.append(region)
     target = ModelConfig.from_dir(resolve_model_path("foredraft-demo"))
     request = attach_request(
         epoch=epoch,
@@ -110,8 +116,6 @@ def attached(
             yield stream, region, width
     finally:
         region.close()
-        draft.kill()
-        region.free()
 
 
 def driver(stream: DraftStream, region: Region, width: int, shape: tuple[int, int, int]) -> Driver:
@@ -140,10 +144,11 @@ def test_the_trees_of_steps_by_value(
     turns = schedule(7, 30, shape[0], VOCAB, 100)
     assert sum(turn.on_device for turn in turns) > 10
     found = []
-    for by_device in (False, True):
-        with service(algorithm, *flags) as draft, attached(draft, shape) as (stream, region, width):
-            made = driver(stream, region, width, shape)
-            found.append(made.run(turns, lambda turn, allowed=by_device: allowed))  # type: ignore[misc]
+    with service(algorithm, *flags) as draft:
+        for by_device in (False, True):
+            with attached(draft, shape, epoch=1 + by_device) as (stream, region, width):
+                made = driver(stream, region, width, shape)
+                found.append(made.run(turns, lambda turn, allowed=by_device: allowed))  # type: ignore[misc]
     assert any(found[0])
     assert found[0] == found[1]
 

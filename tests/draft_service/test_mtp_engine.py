@@ -12,7 +12,6 @@ from foredraft.types import SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.draft_heads import tiny_head
 from tests.support.engines import Job, Result, running_engine
-from verify_service.draft_policy import DraftPolicy
 
 # So few pages that sequences preempt each other, and chunks shorter than most prompts.
 PRESSURE = {
@@ -58,7 +57,7 @@ def jobs() -> list[Job]:
 
 def run(target: Path, algorithm: str, **flags: Any) -> list[Result]:
     with running_engine(target, algorithm, **{**PRESSURE, **flags}) as harness:
-        harness.engine._policy = DraftPolicy(None)
+        harness.engine.draft_everything()
         results = harness.run(jobs())
         harness.check_nothing_left()
     return results

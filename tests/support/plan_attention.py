@@ -21,7 +21,11 @@ class PlanAttention(AttentionBackend):
     ) -> Any:
         if batch.plan is None:
             return self._ordinary.plan(batch, kv, windows, group_size)
-        return batch.plan
+        plan: Any = batch.plan
+        # Kernels read these as they lie.
+        for tensor in (batch.tokens, batch.positions, batch.slots, plan.prefix_len, plan.num_rows):
+            assert tensor.is_contiguous()
+        return plan
 
     def attend(
         self,

@@ -45,6 +45,10 @@ def serve(pipe: Any) -> None:
                 else:
                     end = choice.open_reader(arena, row, 1, GPU)
                     exchange = end.exchange
+                # Kernels are loaded when they first run, which waits for the device.
+                draft(exchange)
+                exchange.trees.zero_()
+                torch.cuda.synchronize()
             elif what == "step":
                 exchange.wait(arguments[0])
                 draft(exchange)
