@@ -151,13 +151,14 @@ class Levels:
         level = torch.arange(count, dtype=torch.int32, device=device)
         self._first = self._num_keys + level[:, None] * topk
         place = (self._num_keys + level[:, None]).long()
-        self._positions = place[:, :, None].expand(-1, -1, topk).reshape(count, batch * topk)
+        # Kernels read rows one after another, which views of a chain or of a single sequence need not be.
+        places = place[:, :, None].expand(-1, -1, topk)
+        self._positions = places.reshape(count, batch * topk).contiguous()
         row = torch.arange(count * topk, dtype=torch.int32, device=device)
         keys = self._num_keys[:, None].long() + row
         pages = self._tables.gather(1, keys // kv.page_size)
         slots = pages.long() * kv.page_size + keys % kv.page_size
         slots = slots.view(batch, count, topk).transpose(0, 1)
-        # Of a chain that would be a view with gaps, which kernels do not read.
         self._slots = slots.reshape(count, batch * topk).contiguous()
         self._tail_positions = None
         if shape.is_windowed and topk > 1:
