@@ -74,6 +74,7 @@ class CudaIpcRegion(Region):
             raise ArenaError("size", f"no block of {arena.size} bytes: {error}") from error
         arena.handle, arena.device_uuid = block.handle, cuda.uuid_of(device)
         self.arena = arena
+        self._bytes: torch.Tensor | None = block.bytes
         header = bytearray(_HEADER.pack(_MAGIC, epoch, arena.size))
         block.bytes[: len(header)].copy_(torch.frombuffer(header, dtype=torch.uint8))
         self.tensors = {t.name: layout.view(block.bytes, t) for t in arena.tensors}
@@ -82,9 +83,16 @@ class CudaIpcRegion(Region):
             self.device = DeviceExchange(self.tensors, *words)
 
     def publish(self, step: int) -> None:
-        """The current stream says that the rows of a step are there."""
-        stream = torch.cuda.current_stream(self._block.device)
-        cuda.write_word(stream, self._block.pointer + _VERIFIED_AT, step)
+        """The current stream says that the rows of a step are there.
+
+        Raises:
+            ArenaError: The region was closed.
+        """
+        data = self._bytes  # held meanwhile: another thread may free the block
+        if data is None:
+            raise ArenaError("epoch", f"attach {self.arena.epoch} has ended")
+        stream = torch.cuda.current_stream(data.device)
+        cuda.write_word(stream, data.data_ptr() + _VERIFIED_AT, step)
 
     def attached(self) -> None:
         """Looks whether what the draft wrote has come here.
@@ -98,6 +106,7 @@ class CudaIpcRegion(Region):
 
     def close(self) -> None:
         """Ends waits for the draft. The block stays until `free`: the draft may still be using it."""
+        self._bytes = None
         self.tensors.clear()
         if self.device is not None:
             self.device.close()
