@@ -30,7 +30,6 @@ from foredraft.models.shared_weights import read_token_map
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support.engines import Harness, Job, running_engine
-from verify_service.draft_policy import DraftPolicy
 
 CODE = (ROOT / "foredraft/kvcache/page_pool.py", ROOT / "foredraft/speculation/draft_tree.py")
 
@@ -198,13 +197,12 @@ def _engine(target: Path, flags: dict[str, Any], args: argparse.Namespace) -> An
             num_threads=args.threads,
             draft_step_timeout=60.0,
             draft_wait=300.0,
+            speculative_adaptive=not forced,
             **flags,
         ) as harness:
             deadline = time.monotonic() + 60
             while not harness.engine.load().draft_available and time.monotonic() < deadline:
                 time.sleep(0.01)
-            if forced:
-                harness.engine._policy = DraftPolicy(None)
             yield harness
 
     return run()

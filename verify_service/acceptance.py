@@ -1,6 +1,7 @@
 """How often drafted tokens are right: per sequence, forgetting, with what other sequences showed as prior."""
 
 import bisect
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -55,13 +56,15 @@ class DraftHistory:
 
     Attributes:
         tracks: By confidence of the proposals.
-        worth: Tokens that a proposal brought beyond what verifying it cost, on average; for drafts that are asked first.
-        asked: When the draft was asked last, seconds of the policy's clock.
+        seen: When the last outcome came, seconds of the policy's clock.
+        worth: Tokens that asking for it brought beyond what verifying cost, on average; None before the first time.
+        cost: Of verifying the proposal that is under way, in tokens of plain decoding.
     """
 
     tracks: dict[int, Track] = field(default_factory=dict)
+    seen: float = -math.inf
     worth: float | None = None
-    asked: float = 0.0
+    cost: float = 0.0
 
 
 class _Pool:
@@ -80,9 +83,7 @@ class _Pool:
     def ratios(self) -> list[float]:
         return [
             (accepted + POOL_OUTCOMES * prior) / (before + POOL_OUTCOMES)
-            for accepted, before, prior in zip(
-                self.accepted, self.before, self._prior, strict=True
-            )
+            for accepted, before, prior in zip(self.accepted, self.before, self._prior, strict=True)
         ]
 
 
@@ -141,7 +142,10 @@ class Acceptance:
         ladder = self.ladder
         whole = ladder.num_within(num_nodes)
         # A tree that ends within a rung tells of it too: there was no more to be had.
-        count = min(whole + (whole < len(ladder) and num_nodes > (whole and ladder.sizes[whole - 1])), len(ladder))
+        count = min(
+            whole + (whole < len(ladder) and num_nodes > (whole and ladder.sizes[whole - 1])),
+            len(ladder),
+        )
         hits = [0] * len(ladder)
         for node in accepted:
             if node < num_nodes:
@@ -151,13 +155,13 @@ class Acceptance:
         for i in range(len(ladder)):
             track.accepted[i] *= kept
             track.outcomes[i] *= kept
-        track.seen = now
+        track.seen = history.seen = now
         pool = self._pool(confidence)
         before = 1.0
         for i in range(count):
             track.accepted[i] += hits[i]
             track.outcomes[i] += 1
-            pool.accepted[i] += (hits[i] - pool.accepted[i] / POOL_MEMORY)
+            pool.accepted[i] += hits[i] - pool.accepted[i] / POOL_MEMORY
             pool.before[i] += before - pool.before[i] / POOL_MEMORY
             before = hits[i]
         self._ratios.pop(confidence, None)
@@ -171,4 +175,4 @@ class Acceptance:
 
 
 def _kept(seconds: float) -> float:
-    return SECONDS / (SECONDS + seconds) if seconds > 0 else 1.0
+    return math.exp(-seconds / SECONDS)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.kvcache.draft_marks import DraftMarks
-from verify_service.draft_policy import DraftHistory
+from verify_service.acceptance import DraftHistory
 from verify_service.hidden_states import HiddenStates, Run
 from verify_service.request import Sequence as RequestSequence
 
@@ -20,7 +20,7 @@ class Told:
         num_tokens: Leading tokens that it has.
         num_pages: Leading entries of the page table that it has.
         run: The hidden states of which it was told, where it reads any.
-        histories: What drafting brought so far, by the confidence of proposals.
+        history: What drafting brought so far.
     """
 
     epoch: int = 0
@@ -28,7 +28,7 @@ class Told:
     num_tokens: int = 0
     num_pages: int = 0
     run: Run | None = None
-    histories: dict[int, DraftHistory] = field(default_factory=dict)
+    history: DraftHistory = field(default_factory=DraftHistory)
 
 
 class DraftNews:

@@ -1,271 +1,421 @@
-"""How much to draft for a sequence, from what its drafts brought and from what a wider forward costs."""
+"""How much to draft and verify in each step, so that tokens come as fast as they can and never slower than plainly."""
 
-import bisect
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-LEVEL_WEIGHT, OWN_WEIGHT = 0.2, 0.25  # of one real step in the cost of all widths, and of its own
-LEAST_WEIGHT = (
-    0.1  # of the newest outcome in a node's acceptance estimate; more while there are few
-)
-FIRST_PAUSE = 4  # decode steps without drafting after drafting stopped paying
-LONGEST_PAUSE = 32
-PROBE_SHARE = 0.025  # of all time that trying again may take where drafts are expensive
-PROBE_NODES = 2  # drafted after a pause, until one is accepted
-OVERHEAD_LEVELS = 2.0  # that a draft costs beside its levels
-PRIOR_DECAY = 0.9  # of the acceptance assumed for a node over its parent's
-SIBLING_DECAY = 0.3  # over that of the sibling before it
-PRIOR_WEIGHT = 0.05  # of one outcome in the acceptance assumed for sequences to come
-# Acceptance of a first node before anything was seen, by confidence of the proposal; 0 is a model's.
-PRIORS = (0.6, 0.3, 0.45, 0.6, 0.75, 0.85)
+from verify_service.acceptance import Acceptance, DraftHistory, Ladder
+from verify_service.probing import Probing
+from verify_service.step_time import DraftTimes, GridTimes, RowTimes, StepTimes
 
-
-class StepCost:
-    """Seconds of one target forward by number of rows, measured at start and corrected by real steps.
-
-    Between measured widths the cost is interpolated; beyond the last it grows linearly. A wider forward never
-    counts as cheaper than a narrower one: where the measurements say so, both take their mean.
-    """
-
-    def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
-        self._widths = list(widths)
-        self._measured = list(seconds)
-        self._seconds = rising(self._measured)
-
-    @classmethod
-    def measure(
-        cls, widths: Sequence[int], run: Callable[[int], float], budget: float = 2.0
-    ) -> "StepCost":
-        """Calls `run(width)` -> seconds in rounds over all widths and keeps the best of each width.
-
-        After a first round, which warms up, rounds go on for `budget` seconds, five at most.
-        """
-        for width in widths:
-            run(width)
-        best = [run(width) for width in widths]
-        spent = sum(best)
-        for _ in range(4):
-            if spent > budget:
-                break
-            times = [run(width) for width in widths]
-            best = [min(pair) for pair in zip(best, times, strict=True)]
-            spent += sum(times)
-        return cls(widths, best)
-
-    def observe(self, rows: int, seconds: float) -> None:
-        """Takes the time of a real forward of decoding rows.
-
-        All widths move towards it in proportion, since a machine that has become slower or faster has become so for
-        all of them; the nearest width moves a little more, which slowly corrects the table's shape.
-        """
-        # An outlier, such as a step that waited for a page fault, must not throw the table.
-        surprise = min(seconds / self.seconds(rows) - 1, 1.0)
-        nearest = min(range(len(self._widths)), key=lambda i: abs(math.log(self._widths[i] / rows)))
-        for i in range(len(self._measured)):
-            self._measured[i] *= 1 + (OWN_WEIGHT if i == nearest else LEVEL_WEIGHT) * surprise
-        self._seconds = rising(self._measured)
-
-    def seconds(self, rows: int) -> float:
-        """Expected seconds of a forward with `rows` rows."""
-        widths, seconds = self._widths, self._seconds
-        if rows <= widths[0] or len(widths) == 1:
-            return seconds[0]
-        i = min(bisect.bisect_left(widths, rows), len(widths) - 1)
-        slope = (seconds[i] - seconds[i - 1]) / (widths[i] - widths[i - 1])
-        return seconds[i - 1] + slope * (rows - widths[i - 1])
-
-    def table(self) -> dict[int, float]:
-        """Widths and seconds, for logs and benchmarks."""
-        return dict(zip(self._widths, self._seconds, strict=True))
+START_MARGIN = 1.03  # by which drafting must be faster before it starts
+CHANGE_MARGIN = 1.02  # and another size of trees before it is taken instead
+TRIAL_SEQUENCES = 8  # drafted for at a time to find out, where each costs
+GROW_STEPS = 24  # drafting steps after which larger trees are tried once
+TRIAL_ACCEPTANCE = 0.8  # of every node, that the size of a trial's trees is best for
+FINE_SIZES = 12  # trees whose sizes are told apart one by one, where each row costs
+LONG_UNSEEN = 1.0  # seconds after which a sequence left out may be tried again
+EVALUATIONS = 32  # sums of rows at most that are compared for one depth
+ASK_MEMORY = 12  # proposals on which a sequence's worth of asking rests
 
 
-class DraftCost:
-    """How long a step waits for its drafts, by the levels drafted: learnt from real steps, nothing before the first.
+class Want(NamedTuple):
+    """A sequence that decodes in the coming step: what it may verify at most, and whether it must."""
 
-    In units of a plain step of one sequence, since a machine that becomes slower does so for both. Of levels that were
-    not seen yet the wait is taken from the nearest that were; reading what was committed and the message there and back
-    count as `OVERHEAD_LEVELS`.
-    """
-
-    def __init__(self) -> None:
-        self._steps: dict[int, float] = {}
-
-    def observe(self, levels: int, steps: float) -> None:
-        """Takes the wait of a real step."""
-        known = self._steps.setdefault(levels, steps)
-        # Whatever else runs lengthens a wait, nothing shortens it: a short one says more.
-        weight = 0.1 if steps > known else 0.3
-        self._steps[levels] = known + weight * (min(steps, 2 * known) - known)
-
-    def steps(self, levels: int) -> float:
-        """Expected wait; 0 while nothing is known."""
-        if not self._steps or levels == 0:
-            return 0.0
-        nearest = min(self._steps, key=lambda seen: abs(seen - levels))
-        return self._steps[nearest] * (levels + OVERHEAD_LEVELS) / (nearest + OVERHEAD_LEVELS)
+    history: DraftHistory
+    limit: int
+    forced: bool = False
 
 
-def rising(values: Sequence[float]) -> list[float]:
-    """The non-decreasing sequence nearest to `values` in least squares (pool adjacent violators)."""
-    blocks: list[tuple[float, int]] = []
-    for value in values:
-        block = (value, 1)
-        while blocks and blocks[-1][0] > block[0]:
-            mean, count = blocks.pop()
-            total = count + block[1]
-            block = ((mean * count + block[0] * block[1]) / total, total)
-        blocks.append(block)
-    return [mean for mean, count in blocks for _ in range(count)]
+class Offer(NamedTuple):
+    """A proposal that is there already; without one, `num_nodes` is 0. A forced one is verified whole."""
+
+    history: DraftHistory
+    num_nodes: int
+    confidence: int = 0
+    forced: bool = False
 
 
-@dataclass(slots=True)
-class DraftHistory:
-    """What drafting brought to one sequence.
+class Plan(NamedTuple):
+    """A step.
 
     Attributes:
-        hits: Estimated probability that the i-th proposed node is accepted.
-        num_outcomes: How often the i-th node was verified.
-        pause: Decode steps still to pass without drafting.
-        next_pause: Length of the next pause.
-        is_probing: After a pause, until a draft was right again.
+        nodes: To draft and verify, by sequence.
+        rows: Of every sequence, the root included, where steps are padded; 1 without drafts.
     """
 
-    hits: list[float] = field(default_factory=list)
-    num_outcomes: list[int] = field(default_factory=list)
-    pause: int = 0
-    next_pause: int = FIRST_PAUSE
-    is_probing: bool = False
+    nodes: list[int]
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A step that only decoded.
+
+    Attributes:
+        batch: Sequences.
+        rows: Of each sequence where steps are padded, else of all.
+        seconds: Of the target's part; of the whole step where `draft_seconds` is None.
+        tokens: Committed.
+        levels: Of the deepest tree that was waited for; 0 for none.
+        draft_seconds: That the step waited for its drafts.
+    """
+
+    batch: int
+    rows: int
+    seconds: float
+    tokens: int
+    levels: int = 0
+    draft_seconds: float | None = 0.0
 
 
 class DraftPolicy:
-    """Chooses the number of tree nodes that maximises accepted tokens minus the worth of the time they cost.
+    """Chooses the trees of each step by expected tokens per second.
 
-    A node is worth verifying when its acceptance probability exceeds the tokens that the batch would make
-    plainly in the extra time. Drafts propose nodes roughly best first, so the choice is a prefix of the tree.
-    Which token is chosen never depends on it (design section 2), so it may use any measurement.
-
-    A sequence of which nothing is known yet is assumed to be like those before it.
+    Which tokens come out never depends on it (design section 2), so it may use any measurement. Where steps are
+    padded all sequences of a step have the same number of rows and it chooses that; elsewhere it chooses node by node,
+    the likeliest first. What does not pay is tried again now and then (`probing`).
 
     Args:
-        cost: Forward seconds by rows; None always drafts the maximum.
+        times: Of the target's steps; None always drafts all.
+        max_nodes: Of a tree.
+        depth: Levels of the largest tree.
     """
 
-    def __init__(self, cost: StepCost | None) -> None:
-        self._cost = cost
-        self._draft_cost = DraftCost()
-        self._priors = list(PRIORS)
+    def __init__(self, times: StepTimes | None, max_nodes: int, depth: int) -> None:
+        self._times = times
+        self._max_nodes = max_nodes
+        self._depth = depth
+        self._acceptance = Acceptance(Ladder(_sizes(times, max_nodes)))
+        self._draft_times = DraftTimes()
+        self._probing = Probing()
+        self._is_drafting = False
+        self._is_trial = False
+        self._rows = 1
+        self._was_drafted = False
+        self._steps_to_grow = GROW_STEPS
+        self._ask_worth = 0.3  # of sequences that were not asked for yet
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """Takes the time of a step of the target that only decoded."""
-        if self._cost is not None:
-            self._cost.observe(rows, seconds)
+    @property
+    def is_padded(self) -> bool:
+        """Whether all sequences of a step have the same number of rows."""
+        return self._times is not None and self._times.is_padded
 
-    def observe_draft(self, levels: int, seconds: float) -> None:
-        """Takes the time that a step waited for the trees of a draft model, the deepest of `levels`."""
-        if self._cost is not None:
-            self._draft_cost.observe(levels, seconds / self._cost.seconds(1))
-
-    def num_nodes(
-        self,
-        history: DraftHistory,
-        max_nodes: int,
-        num_running: int,
-        confidence: int = 0,
-        parents: Sequence[int] = (),
-        depth: int = 0,
-    ) -> int:
-        """Nodes that are worth drafting and verifying in the coming step, at most `max_nodes`.
+    def plan(self, wanted: Sequence[Want], other_rows: int = 0) -> Plan:
+        """What to draft in the coming step.
 
         Args:
-            parents: Of the nodes, where they are known; a chain is assumed of others.
-            depth: Levels of the tree that would have to be drafted; 0 for one that is there already, or costs nothing.
+            wanted: All sequences that decode.
+            other_rows: Of prompts, in the same step.
         """
-        num_running = max(num_running, 1)
-        if self._cost is None or max_nodes == 0:
-            return max_nodes
-        if history.pause > 0:
-            history.pause -= 1
-            return 0
-        if history.is_probing:
-            return min(PROBE_NODES, max_nodes)
-        base = self._cost.seconds(num_running)
-        plain_rate = num_running / base
-        gain, best, best_value = 0.0, 0, 0.0
-        hits = self._hits(history, max_nodes, confidence, parents)
-        for nodes in range(1, max_nodes + 1):
-            gain += hits[nodes - 1]
-            extra = self._cost.seconds(num_running + nodes) - base
-            # All sequences of the batch share the wait.
-            waiting = self._draft_cost.steps(min(nodes, depth)) * self._cost.seconds(1)
-            extra += waiting / num_running
-            value = gain - plain_rate * extra
-            if value > best_value:
-                best, best_value = nodes, value
-        if best == 0:
-            self._pause(history)
-        elif depth:
-            history.next_pause = FIRST_PAUSE
-        return best
+        times = self._times
+        if not wanted or times is None:
+            return self._everything(wanted)
+        if not any(want.limit for want in wanted):
+            return self._nothing(wanted)
+        if isinstance(times, GridTimes):
+            plan = self._plan_grid(times, wanted)
+        else:
+            plan = self._plan_rows(times, wanted, other_rows)
+        if any(want.forced for want in wanted):
+            nodes = [
+                want.limit if want.forced else num
+                for want, num in zip(wanted, plan.nodes, strict=True)
+            ]
+            plan = Plan(nodes, self._row_bucket(len(wanted), max(nodes) + 1))
+        return plan
 
     def record(
         self,
         history: DraftHistory,
-        parents: Sequence[int],
-        accepted: Sequence[int],
+        num_nodes: int,
+        accepted: Collection[int],
         confidence: int = 0,
+        brought: int | None = None,
     ) -> None:
-        """Takes the outcome of one verified tree.
+        """Takes the outcome of the first `num_nodes` nodes of a tree.
 
         Args:
-            parents: Of the nodes that were verified; nothing is learnt from none.
-            accepted: Indices of those that were accepted.
+            accepted: Those that were right.
+            brought: How many of these were verified, where not all were.
         """
-        if not parents:
-            return
-        hits = self._hits(history, len(parents), confidence, parents)
-        level = min(confidence, len(PRIORS) - 1)
-        self._priors[level] += PRIOR_WEIGHT * ((0 in accepted) - self._priors[level])
-        if history.is_probing and confidence == 0:
-            # A model's first guess is right often enough: that it was says nothing about deeper ones.
-            history.is_probing = False
-        elif history.is_probing:
-            if accepted:
-                # Text has begun to repeat: what was learnt before it did says nothing any more.
-                history.hits, history.num_outcomes = [], []
-                history.is_probing, history.next_pause = False, FIRST_PAUSE
-            else:
-                self._pause(history)
-            return
-        new = len(parents) - len(history.num_outcomes)
-        history.num_outcomes.extend([0] * new)
-        for i, hit in enumerate(hits):
-            history.num_outcomes[i] += 1
-            weight = max(LEAST_WEIGHT, 1 / (history.num_outcomes[i] + 1))
-            hits[i] = hit + weight * ((i in accepted) - hit)
-        history.hits[: len(hits)] = hits
+        if num_nodes:
+            self._acceptance.record(
+                history, min(num_nodes, self._max_nodes), accepted, confidence, self._probing.now
+            )
+            if history.cost:
+                self._asked(history, (len(accepted) if brought is None else brought) - history.cost)
+                history.cost = 0.0
 
-    def _pause(self, history: DraftHistory) -> None:
-        history.pause = history.next_pause
-        longest = max(LONGEST_PAUSE, int(self._draft_cost.steps(PROBE_NODES) / PROBE_SHARE))
-        history.next_pause = min(2 * history.next_pause, longest)
-        history.is_probing = True
+    def observe(self, step: Observed) -> None:
+        """Takes what a step took and gave."""
+        times = self._times
+        if times is None:
+            return
+        batch = step.batch
+        plain_rows = 1 if times.is_padded else batch
+        is_drafted = step.levels > 0 or step.rows > plain_rows
+        seconds = step.seconds + (step.draft_seconds or 0.0)
+        # Where steps run ahead, one after a change takes longer than those that follow it.
+        is_changed = times.is_padded and is_drafted != self._was_drafted
+        self._was_drafted = is_drafted
+        if not is_changed:
+            self._learn(times, step)
+        if is_drafted:
+            plain = step.tokens * times.seconds(batch, plain_rows) / batch
+            self._probing.drafted_step(seconds, plain, self._is_trial)
+        else:
+            expected = times.seconds(batch, step.rows)
+            self._probing.plain_step(seconds, max(seconds - expected, 0.0) if is_changed else 0.0)
 
-    def _hits(
-        self, history: DraftHistory, count: int, confidence: int, parents: Sequence[int]
-    ) -> list[float]:
-        """Estimated acceptance of the first `count` nodes."""
-        first = self._priors[min(confidence, len(PRIORS) - 1)]
-        known = len(history.hits)
-        hits: list[float] = []
-        next_sibling: dict[int, float] = {}
-        for i in range(count):
-            parent = parents[i] if i < len(parents) else i - 1
-            above = first
-            if parent >= 0:
-                # What repeats goes on repeating. A model's guesses are about as good at each depth.
-                above = (PRIOR_DECAY if confidence else hits[0]) * hits[parent]
-            assumed = next_sibling.get(parent, above)
-            next_sibling[parent] = SIBLING_DECAY * assumed
-            hits.append(history.hits[i] if i < known else assumed)
-        return hits
+    def _learn(self, times: StepTimes, step: Observed) -> None:
+        wait = step.draft_seconds
+        if wait is None and step.levels:
+            wait = max(step.seconds - times.seconds(step.batch, step.rows), 0.0)
+        else:
+            times.observe(step.batch, step.rows, step.seconds)
+        if step.levels:
+            unit = times.seconds(1, 1)
+            self._draft_times.observe(step.batch, step.levels, (wait or 0.0) / unit)
+
+    # Where steps are padded.
+
+    def _plan_grid(self, times: GridTimes, wanted: Sequence[Want]) -> Plan:
+        batch, ladder, probing = len(wanted), self._acceptance.ladder, self._probing
+        totals = [0.0] * len(ladder)
+        for want in wanted:
+            gains = self._acceptance.gains(want.history, 0, probing.now)
+            for i in range(ladder.num_within(want.limit)):
+                totals[i] += gains[i]
+        shapes = times.rows(batch)
+        rates = {rows: self._rate(times, batch, rows, totals) for rows in shapes}
+        current = max(rows for rows in shapes if rows <= self._rows)
+        best = max(rates, key=rates.__getitem__)
+        if best != current:
+            margin = START_MARGIN if current == 1 else 1.0 if best == 1 else CHANGE_MARGIN
+            if rates[best] > margin * rates[current]:
+                current = best
+        if probing.is_stopped:
+            current = 1
+        self._rows = current
+        rows, self._is_trial = current, False
+        if current == 1:
+            if probing.may_try():
+                rows, self._is_trial = self._trial_rows(times, batch), True
+        elif probing.must_check(rates[current] / rates[1]):
+            rows = 1
+        else:
+            self._steps_to_grow -= 1
+            larger = [rows for rows in shapes if rows > current]
+            if self._steps_to_grow <= 0 and larger:
+                rows, self._steps_to_grow = larger[0], GROW_STEPS
+        return Plan([min(want.limit, rows - 1) for want in wanted], rows)
+
+    def _rate(self, times: GridTimes, batch: int, rows: int, totals: Sequence[float]) -> float:
+        seconds = times.seconds(batch, rows)
+        if rows == 1:
+            return batch / seconds
+        levels = min(rows - 1, self._depth)
+        seconds += self._draft_times.steps(batch, levels) * times.seconds(1, 1)
+        return (batch + sum(totals[: self._acceptance.ladder.num_within(rows - 1)])) / seconds
+
+    def _trial_rows(self, times: GridTimes, batch: int) -> int:
+        """Rows that would be best if drafts were good, which is what a trial asks."""
+        sizes = (0, *self._acceptance.ladder.sizes)
+        chain = [
+            batch * sum(TRIAL_ACCEPTANCE ** (i + 1) for i in range(a, min(b, self._depth)))
+            for a, b in itertools.pairwise(sizes)
+        ]
+        return max(times.rows(batch)[1:], key=lambda rows: self._rate(times, batch, rows, chain))
+
+    # Where rows add up.
+
+    def _plan_rows(self, times: RowTimes, wanted: Sequence[Want], other_rows: int) -> Plan:
+        probing, batch = self._probing, len(wanted)
+        items = self._items([(want.history, want.limit, 0) for want in wanted])
+        plain = batch / times.seconds(batch, batch + other_rows)
+        unit = times.seconds(1, 1)
+        best_rate, nodes = 0.0, [0] * batch
+        for levels in range(1, self._depth + 1):
+            wait = self._draft_times.steps(batch, levels) * unit
+            rate, chosen = self._best_rows(times, batch, other_rows, items, levels, wait)
+            if rate > best_rate:
+                best_rate, nodes = rate, chosen
+        margin = 1.0 if self._is_drafting else START_MARGIN
+        self._is_drafting = best_rate > margin * plain and not probing.is_stopped
+        self._is_trial = False
+        if not self._is_drafting:
+            nodes = [0] * batch
+            if probing.may_try():
+                self._is_trial = True
+                self._try_unseen(wanted, nodes, TRIAL_SEQUENCES)
+        elif probing.must_check(best_rate / plain):
+            nodes = [0] * batch
+        else:
+            self._steps_to_grow -= 1
+            if self._steps_to_grow <= 0:
+                self._steps_to_grow = GROW_STEPS
+                nodes = [
+                    min(num + 1, want.limit) if num else 0
+                    for num, want in zip(nodes, wanted, strict=True)
+                ]
+            self._try_unseen(wanted, nodes, 1 + batch // TRIAL_SEQUENCES, LONG_UNSEEN)
+        return Plan(nodes, 1 + max(nodes))
+
+    def _items(
+        self, trees: Sequence[tuple[DraftHistory, int, int]]
+    ) -> list[tuple[float, int, int]]:
+        """(gain per node, sequence, rung) of all rungs that the trees (history, nodes, confidence) have, best first."""
+        ladder, now = self._acceptance.ladder, self._probing.now
+        items = []
+        for i, (history, num_nodes, confidence) in enumerate(trees):
+            if num_nodes == 0:
+                continue
+            gains = self._acceptance.gains(history, confidence, now)
+            rungs = range(ladder.num_within(num_nodes))
+            items += [(gains[rung] / ladder.widths[rung], i, rung) for rung in rungs]
+        # Stable: of one sequence, rungs stay in order.
+        items.sort(key=lambda item: -item[0])
+        return items
+
+    def _best_rows(
+        self,
+        times: RowTimes,
+        batch: int,
+        other_rows: int,
+        items: Sequence[tuple[float, int, int]],
+        levels: int,
+        wait: float,
+    ) -> tuple[float, list[int]]:
+        """The best tokens per second with trees of at most `levels` levels, and the nodes of each sequence."""
+        ladder = self._acceptance.ladder
+        largest = levels if levels < self._depth else self._max_nodes
+        if largest < self._max_nodes:
+            items = [item for item in items if ladder.sizes[item[2]] <= largest]
+        stride = 1 + len(items) // EVALUATIONS
+        gain, rows = float(batch), batch + other_rows
+        best_rate, best_count = 0.0, 0
+        for count, (density, _, rung) in enumerate(items, 1):
+            width = ladder.widths[rung]
+            gain += density * width
+            rows += width
+            if count % stride == 0 or count == len(items):
+                rate = gain / (times.seconds(batch, rows) + wait)
+                if rate > best_rate:
+                    best_rate, best_count = rate, count
+        nodes = [0] * batch
+        for _, i, rung in items[:best_count]:
+            nodes[i] = ladder.sizes[rung]
+        return best_rate, nodes
+
+    def _try_unseen(
+        self, wanted: Sequence[Want], nodes: list[int], count: int, unseen: float = 0.0
+    ) -> None:
+        """Drafts one token for up to `count` sequences that were left out longest, if for longer than `unseen`."""
+        before = self._probing.now - unseen
+        left_out = [
+            i
+            for i, want in enumerate(wanted)
+            if nodes[i] == 0 and want.limit and want.history.seen <= before
+        ]
+        left_out.sort(key=lambda i: wanted[i].history.seen)
+        for i in left_out[:count]:
+            nodes[i] = 1
+
+    # Drafts that are asked first, since asking costs next to nothing.
+
+    def ask(self, wanted: Sequence[Want]) -> Plan:
+        """Whom to ask such a draft for; what to verify of the proposals is then `trim`'s to say."""
+        times, probing, batch = self._times, self._probing, len(wanted)
+        if times is None or any(want.forced for want in wanted):
+            return self._everything(wanted)
+        if not any(want.limit for want in wanted):
+            return self._nothing(wanted)
+        rate = batch / times.seconds(batch, 1 if times.is_padded else batch)
+        cost = rate * self._draft_times.steps(batch, 1) * times.seconds(1, 1)
+        worth = 0.0
+        for want in wanted:
+            if want.limit:
+                worth += self._ask_worth if want.history.worth is None else want.history.worth
+        margin = 1.0 if self._is_drafting else START_MARGIN
+        self._is_drafting = worth > margin * cost and not probing.is_stopped
+        self._is_trial = not self._is_drafting and probing.may_try()
+        if not self._is_drafting and not self._is_trial:
+            return self._nothing(wanted)
+        return self._everything(wanted)
+
+    def trim(self, offers: Sequence[Offer]) -> Plan:
+        """What to verify of the proposals of a step, those that are empty included."""
+        times, batch = self._times, len(offers)
+        if times is None:
+            nodes = [offer.num_nodes for offer in offers]
+            return Plan(nodes, 1 + max(nodes, default=0))
+        trees = [(offer.history, offer.num_nodes, offer.confidence) for offer in offers]
+        nodes, rows, plain_rows = [0] * batch, 1, 1 if times.is_padded else batch
+        if isinstance(times, GridTimes):
+            rows = self._trim_grid(times, trees)
+            nodes = [min(offer.num_nodes, rows - 1) for offer in offers]
+            extra = times.seconds(batch, rows) - times.seconds(batch, 1)
+        else:
+            plain = batch / times.seconds(batch, batch)
+            rate, chosen = self._best_rows(times, batch, 0, self._items(trees), self._depth, 0.0)
+            if rate > plain:
+                nodes = chosen
+            rows = 1 + max(nodes)
+            extra = times.seconds(batch, batch + sum(nodes)) - times.seconds(batch, batch)
+        cost = extra * batch / times.seconds(batch, plain_rows) / max(sum(nodes), 1)
+        for i, offer in enumerate(offers):
+            if offer.forced:
+                nodes[i] = offer.num_nodes
+        for offer, num_nodes in zip(offers, nodes, strict=True):
+            offer.history.cost = num_nodes * cost
+            if num_nodes == 0:
+                self._asked(offer.history, 0.0)
+        return Plan(nodes, rows)
+
+    def _trim_grid(self, times: GridTimes, trees: Sequence[tuple[DraftHistory, int, int]]) -> int:
+        totals = [0.0] * len(self._acceptance.ladder)
+        for density, _, rung in self._items(trees):
+            totals[rung] += density * self._acceptance.ladder.widths[rung]
+        batch = len(trees)
+        # No smaller step than the longest proposal is of use to it; a partial rung counts as none.
+        return max(
+            times.rows(batch),
+            key=lambda rows: (
+                (batch + sum(totals[: self._acceptance.ladder.num_within(rows - 1)]))
+                / times.seconds(batch, rows)
+            ),
+        )
+
+    def _asked(self, history: DraftHistory, tokens: float) -> None:
+        """Learns what it brought to ask for a sequence."""
+        if history.worth is None:
+            history.worth = self._ask_worth
+        history.worth += (tokens - history.worth) / ASK_MEMORY
+        self._ask_worth += (tokens - self._ask_worth) / ASK_MEMORY / 4
+
+    def _everything(self, wanted: Sequence[Want]) -> Plan:
+        nodes = [want.limit for want in wanted]
+        return Plan(nodes, self._row_bucket(len(wanted), 1 + max(nodes, default=0)))
+
+    def _nothing(self, wanted: Sequence[Want]) -> Plan:
+        return Plan([0] * len(wanted), 1)
+
+    def _row_bucket(self, batch: int, rows: int) -> int:
+        if not isinstance(self._times, GridTimes):
+            return rows
+        return next(size for size in self._times.rows(batch) if size >= rows)
+
+
+def _sizes(times: StepTimes | None, max_nodes: int) -> list[int]:
+    """Numbers of nodes that it makes sense to tell apart."""
+    if isinstance(times, GridTimes):
+        sizes = {rows - 1 for batch, rows in times.table() if 1 < rows <= max_nodes}
+    else:
+        sizes = set(range(1, min(FINE_SIZES, max_nodes) + 1))
+        size = FINE_SIZES
+        while size * 4 // 3 < max_nodes:
+            size = size * 4 // 3
+            sizes.add(size)
+    return sorted(sizes | {max(max_nodes, 1)})

@@ -17,9 +17,9 @@ from foredraft.runner.model_runner import ForwardOutput
 from foredraft.speculation.draft_tree import EMPTY, DraftTree, sanitize
 from foredraft.transport.base import ArenaError
 from foredraft.transport.device_exchange import DeviceExchange
+from verify_service.acceptance import DraftHistory
 from verify_service.draft_client import DraftClient
 from verify_service.draft_news import DraftNews, split_news
-from verify_service.draft_policy import DraftHistory
 from verify_service.hidden_states import CommittedRows, HiddenStates
 from verify_service.metrics import DRAFT_SECONDS, SpeculationMetrics
 from verify_service.request import Sequence as RequestSequence
@@ -114,9 +114,9 @@ class Drafting:
         """Whether a draft is attached now."""
         return self._client.epoch > 0
 
-    def history(self, sequence: RequestSequence, confidence: int = 0) -> DraftHistory:
-        """The record of what proposals of one confidence brought to a sequence."""
-        return self._news.of(sequence).histories.setdefault(confidence, DraftHistory())
+    def history(self, sequence: RequestSequence) -> DraftHistory:
+        """What the draft brought to a sequence."""
+        return self._news.of(sequence).history
 
     @property
     def is_cheap(self) -> bool:

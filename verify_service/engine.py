@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
-from foredraft.speculation.draft_tree import EMPTY, DraftTree
+from foredraft.speculation.draft_tree import EMPTY
 from foredraft.types import FinishReason
 from verify_service import metrics
 from verify_service.chooser import Outcome, VerifyRows
@@ -30,6 +30,7 @@ from verify_service.scheduler import Scheduler
 from verify_service.self_test import SelfTest
 from verify_service.step_plan import StepPlan
 from verify_service.target_step import StepResult, TargetStep
+from verify_service.tree_sizes import TreeSizes
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +76,13 @@ class Engine:
         self._target = target
         self._scheduler = scheduler
         self._drafting = drafting
-        self._policy = policy
+        self._sizes = TreeSizes(
+            policy, drafting, limits.max_nodes, lambda one: self._live[one].request.is_probe
+        )
         self._speculation = speculation
         self._self_test = self_test
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ahead = RunAhead(target, scheduler, drafting, limits.max_nodes)
+        self._ahead = RunAhead(target, scheduler, drafting)
         self._overlap = overlap
         self._flight: Flight | None = None
         self._ended_at = 0.0  # when the newest step's outcome was known
@@ -138,7 +141,7 @@ class Engine:
 
     def draft_everything(self) -> None:
         """From now on the whole tree is drafted in each step, whether it pays or not: for benchmarks."""
-        self._policy = DraftPolicy(None)
+        self._sizes.policy = DraftPolicy(None, self.limits.max_nodes, self._sizes.depth)
 
     @property
     def is_idle(self) -> bool:
@@ -254,33 +257,40 @@ class Engine:
         if self._flight is not None:
             flight, self._flight = (
                 self._flight,
-                self._ahead.start_behind(self._flight, self._wanted_nodes),
+                self._ahead.start_behind(self._flight, self._sizes.plan),
             )
             self._land(flight)
             return
         started = time.perf_counter()
         if self._drafting is not None:
             self._drafting.refresh()
-        plan = self._scheduler.schedule(self._wanted_nodes)
+        plan = self._scheduler.schedule(lambda seqs, rows: self._sizes.plan(seqs, rows).nodes)
         self._settle(plan)
         trees = self._draft(plan)
         drafted = time.perf_counter()
         metrics.DRAFT_WAIT_SECONDS.observe(drafted - started)
-        if trees and not plan.prefill:
-            levels = max(min(slot.max_tree_nodes, self._draft_depth) for slot in plan.decode)
-            self._policy.observe_draft(levels, drafted - started)
         if plan.is_empty:
             return
         batch = self._batch(plan, trees)
+        levels = self._sizes.levels(plan.decode, trees)
         if self._overlap and not plan.prefill and self._target.can_start(batch):
             self._flight = self._ahead.start(batch)
+            self._flight.levels, self._flight.draft_seconds = levels, drafted - started
             return
         starts = [slot.seq.num_computed for slot in plan.decode]
         capture = self._drafting.capture if self._drafting is not None else None
         result = self._target.run(batch, plan.prefill, capture or ())
         verified = time.perf_counter()
         if not plan.prefill:
-            self._policy.observe(result.num_logit_rows, verified - drafted)
+            tokens = sum(len(outcome.verified.tokens) for outcome in result.outcomes)
+            self._sizes.observe(
+                len(batch),
+                result.num_logit_rows,
+                verified - drafted,
+                tokens,
+                levels,
+                drafted - started,
+            )
         for chunk in plan.prefill:
             if not chunk.is_last:
                 self._scheduler.on_committed(chunk.seq, chunk.num_tokens)
@@ -311,7 +321,14 @@ class Engine:
             if sequence.status is Status.RUNNING:
                 self._commit(VerifyRows(sequence, tree, confidence), outcome, None)
         self._tell(flight, result, starts, paths)
-        self._policy.observe(result.num_logit_rows, time.perf_counter() - self._ended_at)
+        self._sizes.observe(
+            len(flight.sequences),
+            result.num_logit_rows,
+            time.perf_counter() - max(flight.started_at, self._ended_at),
+            sum(len(outcome.verified.tokens) for outcome in result.outcomes),
+            flight.levels,
+            flight.draft_seconds,
+        )
         metrics.OVERLAPPED_STEPS.inc(self._flight is not None)
         self._ended(max(flight.started_at, self._ended_at))
 
@@ -334,46 +351,6 @@ class Engine:
         self._ended_at = time.perf_counter()
         metrics.STEP_SECONDS.observe(self._ended_at - started)
         self._observe()
-
-    def _wanted_nodes(self, sequence: Sequence) -> int:
-        """Tree nodes that a decoding sequence should verify in the coming step."""
-        drafting, asked = self._drafting, sequence.speculation
-        if drafting is None or not drafting.available or asked.enabled is False:
-            return 0
-        limit = self.limits.max_nodes
-        if asked.num_draft_tokens is not None:
-            limit = min(limit, asked.num_draft_tokens - 1)
-        if sequence.num_output_left <= 1:
-            return 0
-        if drafting.is_cheap or self._live[sequence].request.is_probe:
-            return limit
-        return self._policy.num_nodes(
-            drafting.history(sequence),
-            limit,
-            self._scheduler.num_running,
-            depth=self._draft_depth,
-        )
-
-    @property
-    def _draft_depth(self) -> int:
-        """Levels of a tree that have to be drafted one after another; 0 where drafting is next to free."""
-        drafting = self._drafting
-        return 0 if drafting is None or drafting.is_cheap else drafting.depth
-
-    def _worthwhile(self, sequence: Sequence, drafted: Drafted) -> DraftTree:
-        """What of a proposal is worth verifying; a draft that costs something was asked for no more than that."""
-        drafting = self._drafting
-        if not drafted.tree or drafting is None or not drafting.is_cheap:
-            return drafted.tree
-        history = drafting.history(sequence, drafted.confidence)
-        num_nodes = self._policy.num_nodes(
-            history,
-            len(drafted.tree),
-            self._scheduler.num_running,
-            drafted.confidence,
-            drafted.tree.parents,
-        )
-        return drafted.tree.first(num_nodes)
 
     def _settle(self, plan: StepPlan) -> None:
         """Tells draft, submitters and metrics which sequences left or joined."""
@@ -405,9 +382,8 @@ class Engine:
     def _batch(self, plan: StepPlan, trees: dict[int, Drafted]) -> list[VerifyRows]:
         """The sequences for which tokens are chosen: decoding ones, then those whose prompt ends."""
         batch = []
-        for slot in plan.decode:
+        for slot, tree in zip(plan.decode, self._sizes.trees(plan.decode, trees), strict=True):
             drafted = trees.get(slot.seq.request_id, NOTHING)
-            tree = self._worthwhile(slot.seq, drafted)
             if (grammar := slot.seq.grammar) is not None:
                 grammar.resume(slot.seq.output)
                 tree = grammar.prune(tree)
@@ -441,7 +417,7 @@ class Engine:
         if not live.request.is_probe:
             self._speculation.generated(num_kept)
         if num_chunk_tokens is None:
-            self._record(sequence, live, rows, accepted, num_kept, outcome.is_lossy)
+            self._record(sequence, live, rows, accepted, tokens, outcome.is_lossy)
         output = StepOutput(
             tag=live.request.tag,
             tokens=tokens,
@@ -463,18 +439,16 @@ class Engine:
         live: Live,
         rows: VerifyRows,
         accepted: list[int],
-        num_kept: int,
+        tokens: list[int],
         is_lossy: bool,
     ) -> None:
         """Counts one verification, for the policy, the metrics and the request's account."""
-        num_nodes, num_accepted = len(rows.tree), min(len(accepted), num_kept)
+        num_nodes, num_accepted = len(rows.tree), min(len(accepted), len(tokens))
         sequence.count_step(num_nodes, num_accepted)
         if not live.request.is_probe:
             self._speculation.verified(num_nodes, len(accepted), is_lossy)
         live.count(len(accepted), is_lossy)
-        if self._drafting is not None:
-            history = self._drafting.history(sequence, rows.confidence)
-            self._policy.record(history, rows.tree.parents, accepted, rows.confidence)
+        self._sizes.record(rows, accepted, tokens)
 
     def _finish(
         self,
@@ -485,6 +459,7 @@ class Engine:
     ) -> None:
         """The last output of a sequence that has left the scheduler."""
         self._target.forget(sequence)
+        self._sizes.forget(sequence)
         if self._drafting is not None:
             self._drafting.forget(sequence)
         self._live.finish(sequence, reason, error, output)

@@ -27,6 +27,7 @@ from verify_service.chooser import Chooser, Outcome, VerifyRows
 from verify_service.request import Sequence as RequestSequence
 from verify_service.simulation import SimulatedAcceptance
 from verify_service.step_plan import PrefillChunk
+from verify_service.step_time import GridTimes
 from verify_service.target_step import (
     AheadRows,
     DeviceOutcome,
@@ -105,6 +106,18 @@ class GraphStep(TargetStep):
         self._simulated = simulated
         self._vocab_size = runner.model.config.vocab_size
 
+    def measure(self) -> GridTimes:
+        """Times the captured steps; what they read and write belongs to no sequence."""
+        graphs = self._graphs
+        torch.cuda.synchronize()
+
+        def run(batch: int, rows: int) -> float:
+            started = time.perf_counter()
+            graphs.idle_step(batch, rows)
+            return time.perf_counter() - started
+
+        return GridTimes.measure(graphs.shapes, run)
+
     def can_start(self, batch: Sequence[VerifyRows]) -> bool:
         """See TargetStep."""
         return len(batch) <= self._graphs.max_batch and all(map(self._is_plain, batch))
@@ -119,12 +132,12 @@ class GraphStep(TargetStep):
         self,
         batch: Sequence[AheadRows],
         capture: Sequence[int],
+        num_rows: int,
         fetch: Callable[[torch.Tensor], None] | None,
     ) -> StartedStep:
         """See TargetStep."""
-        num_rows = 1
+        num_rows = self._graphs.row_size(len(batch), num_rows)
         if fetch is not None:
-            num_rows = self._graphs.max_rows
             fetch(self._graphs.trees)
         arrays = self._fill([rows.sequence for rows in batch], num_rows)
         header = arrays.header
@@ -156,7 +169,7 @@ class GraphStep(TargetStep):
         return StepResult(outcomes, output, first_rows, len(batch) * num_rows, seconds)
 
     def _num_rows(self, batch: Sequence[VerifyRows]) -> int:
-        return self._graphs.max_rows if any(rows.tree.tokens for rows in batch) else 1
+        return self._graphs.row_size(len(batch), 1 + max(len(rows.tree) for rows in batch))
 
     def _start(self, count: int, num_rows: int, capture: Sequence[int]) -> GraphRun:
         graphs = self._graphs

@@ -14,6 +14,7 @@ import torch
 
 from foredraft.speculation.draft_tree import DraftTree
 from verify_service.chooser import VerifyRows
+from verify_service.draft_policy import Plan
 from verify_service.drafting import Drafting, Member
 from verify_service.request import Sequence
 from verify_service.scheduler import Scheduler
@@ -34,6 +35,8 @@ class Flight:
         draft_step: The draft's step for whose trees it waits on the device; 0 for none.
         is_followed: Whether the draft takes its outcome from the device.
         gathered: Its hidden states, where the step behind it would overwrite them.
+        levels: Of the trees that it waited for.
+        draft_seconds: How long it waited for them before it was started; None where it waits on the device.
     """
 
     sequences: list[Sequence]
@@ -42,23 +45,18 @@ class Flight:
     draft_step: int = 0
     is_followed: bool = False
     gathered: torch.Tensor | None = None
+    levels: int = 0
+    draft_seconds: float | None = 0.0
     started_at: float = field(default_factory=time.perf_counter)
 
 
 class RunAhead:
-    """Starts steps and waits for them.
+    """Starts steps and waits for them."""
 
-    Args:
-        max_nodes: Of the trees that a draft gives on the device.
-    """
-
-    def __init__(
-        self, target: TargetStep, scheduler: Scheduler, drafting: Drafting | None, max_nodes: int
-    ) -> None:
+    def __init__(self, target: TargetStep, scheduler: Scheduler, drafting: Drafting | None) -> None:
         self._target = target
         self._scheduler = scheduler
         self._drafting = drafting
-        self._max_nodes = max_nodes
 
     def start(self, batch: list[VerifyRows]) -> Flight:
         """Starts a step of which everything is known."""
@@ -66,13 +64,11 @@ class RunAhead:
         sequences = [rows.sequence for rows in batch]
         return self._flight(sequences, started, [rows.confidence for rows in batch])
 
-    def start_behind(
-        self, flight: Flight, wanted_nodes: Callable[[Sequence], int]
-    ) -> Flight | None:
+    def start_behind(self, flight: Flight, plan: Callable[[list[Sequence]], Plan]) -> Flight | None:
         """Starts the step after one under way.
 
         Args:
-            wanted_nodes: Tree nodes that a sequence should verify.
+            plan: Says how much the sequences of the next step should verify.
 
         Returns:
             None where the outcome of the one under way has to be known first.
@@ -81,21 +77,21 @@ class RunAhead:
         if drafting is not None and drafting.is_stale:
             return None
         going = self._scheduler.going_on(flight.sequences)
-        nodes = [wanted_nodes(sequence) for sequence in going]
+        nodes, num_rows = plan(going)
         reads_hidden = drafting is not None and drafting.capture is not None
         if any(nodes):
             if drafting is None or not drafting.can_follow(going):
                 return None
         elif reads_hidden and flight.started.num_rows > 1:
             return None  # which rows will be committed, and have to be kept for the draft?
-        if not self._scheduler.schedule_ahead(going, self._max_nodes if any(nodes) else 0):
+        if not self._scheduler.schedule_ahead(going, num_rows - 1):
             return None
         if not any(nodes):
             if reads_hidden and drafting is not None:
                 output = flight.started.outcome.output
                 flight.gathered = drafting.gather(output, len(flight.sequences))
             rows = [AheadRows(sequence, None) for sequence in going]
-            return self._flight(going, self._target.start_ahead(rows, self._capture, None))
+            return self._flight(going, self._target.start_ahead(rows, self._capture, 1, None))
         assert drafting is not None
         row_of = {sequence.request_id: i for i, sequence in enumerate(flight.sequences)}
         members = [
@@ -111,10 +107,10 @@ class RunAhead:
             for member in members
         ]
         started = self._target.start_ahead(
-            rows, self._capture, lambda trees: drafting.fetch(step, trees)
+            rows, self._capture, num_rows, lambda trees: drafting.fetch(step, trees)
         )
         behind = self._flight(going, started)
-        behind.draft_step = step
+        behind.draft_step, behind.levels, behind.draft_seconds = step, drafting.depth, None
         return behind
 
     def finish(self, flight: Flight) -> tuple[StepResult, list[DraftTree]]:

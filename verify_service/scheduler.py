@@ -152,12 +152,15 @@ class Scheduler:
         return seq is not None
 
     def schedule(
-        self, wanted_nodes: Callable[[Sequence], int], now: float | None = None
+        self,
+        wanted_nodes: Callable[[list[Sequence], int], list[int]],
+        now: float | None = None,
     ) -> StepPlan:
         """Plans the next step and reserves its pages.
 
         Args:
-            wanted_nodes: Tree nodes that a decoding sequence would verify beside its root.
+            wanted_nodes: Tree nodes that each of the decoding sequences would verify beside its root, given these and
+                how many prompt tokens the step computes.
             now: `time.monotonic()` seconds.
         """
         plan = StepPlan()
@@ -166,9 +169,11 @@ class Scheduler:
         if has_room:
             self._admit(plan, decoding)
         self._reserve_chunks(plan)
-        for seq in decoding:
-            if seq.status is Status.RUNNING:
-                plan.decode.append(DecodeSlot(seq, self._reserve_tree(seq, wanted_nodes(seq))))
+        decoding = [seq for seq in decoding if seq.status is Status.RUNNING]
+        if decoding:
+            num_prompt = sum(chunk.num_tokens for chunk in plan.prefill)
+            for seq, num_nodes in zip(decoding, wanted_nodes(decoding, num_prompt), strict=True):
+                plan.decode.append(DecodeSlot(seq, self._reserve_tree(seq, num_nodes)))
         plan.released_slots, self._released_slots = self._released_slots, []
         return plan
 

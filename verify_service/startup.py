@@ -29,7 +29,7 @@ from foredraft.transport.device_exchange import StepSizes
 from verify_service.arena import Arena
 from verify_service.chooser import Chooser, Thresholds
 from verify_service.draft_client import DraftClient
-from verify_service.draft_policy import DraftPolicy, StepCost
+from verify_service.draft_policy import DraftPolicy
 from verify_service.drafting import Drafting
 from verify_service.engine import Engine, EngineLimits
 from verify_service.hidden_states import HiddenStates
@@ -45,6 +45,7 @@ from verify_service.metrics import SpeculationMetrics
 from verify_service.scheduler import Scheduler
 from verify_service.self_test import SelfTest, built_in_prompts
 from verify_service.simulation import SimulatedAcceptance
+from verify_service.step_time import RowTimes, StepTimes
 from verify_service.target_step import TargetStep
 
 logger = logging.getLogger(__name__)
@@ -281,15 +282,16 @@ def build_engine(
         pages * target_bytes / 2**20,
     )
     target_step = _target_step(config, runner, limits, thresholds, info)
+    times = None
+    if drafting is not None and config.speculative_adaptive:
+        times = _measure(target_step, runner, pool)
     if link is not None:
         link.sized(limits)
     return Engine(
         target_step,
         scheduler,
         drafting,
-        DraftPolicy(
-            _measure(runner, pool) if drafting is not None and device.type == "cpu" else None
-        ),
+        DraftPolicy(times, limits.max_nodes, config.tree_limits[0]),
         limits,
         metrics,
         self_test,
@@ -332,8 +334,8 @@ def _target_step(
         simulate=simulated is not None,
     )
     layers = tuple(info.hidden.layers) if info is not None and info.HasField("hidden") else ()
-    graphs.warm_up(sorted({1, max_rows}), layers)
-    logger.info("captured CUDA graphs in %.1f s", time.monotonic() - started)
+    graphs.warm_up(layers)
+    logger.info("captured %d CUDA graphs in %.1f s", len(graphs.shapes), time.monotonic() - started)
     return GraphStep(runner, chooser, graphs, simulated)
 
 
@@ -367,8 +369,13 @@ def _kv_budget(
     return budget.kv
 
 
-def _measure(runner: ModelRunner, pool: PagePool) -> StepCost:
-    """Times target forwards by number of rows, on pages that are given back."""
+def _measure(target_step: TargetStep, runner: ModelRunner, pool: PagePool) -> StepTimes:
+    """Times the target's steps: captured ones as they are, others by number of rows, on pages that are given back."""
+    times = target_step.measure()
+    if times is not None:
+        table = ", ".join(f"{b}x{r}: {t * 1e3:.2f}" for (b, r), t in sorted(times.table().items()))
+        logger.info("captured steps in ms by sequences x rows: %s", table)
+        return times
     room = pool.num_pages * pool.page_size
     widths = [rows for rows in MEASURED_ROWS if rows <= room]
     pages = pool.allocate(pool.pages_for(widths[-1]))
@@ -379,8 +386,8 @@ def _measure(runner: ModelRunner, pool: PagePool) -> StepCost:
         runner.forward([chain])
         return time.perf_counter() - started
 
-    cost = StepCost.measure(widths, run)
+    by_rows = RowTimes.measure(widths, run)
     pool.release(pages)
-    table = ", ".join(f"{rows}: {seconds * 1e3:.1f}" for rows, seconds in cost.table().items())
+    table = ", ".join(f"{rows}: {seconds * 1e3:.1f}" for rows, seconds in by_rows.table().items())
     logger.info("target forward in ms by rows: %s", table)
-    return cost
+    return by_rows

@@ -11,7 +11,7 @@ LEVEL_WEIGHT, OWN_WEIGHT = 0.2, 0.25  # of one real step in the time of all shap
 # On a GPU nothing else runs, so that a shape's own error is what is left to learn.
 GRID_LEVEL_WEIGHT, GRID_OWN_WEIGHT = 0.02, 0.1
 OVERHEAD_LEVELS = 2.0  # that a draft costs beside its levels
-LEAST_ROWS = 32  # below so many rows of a step, more rows per sequence cost a GPU nothing
+DRAFT_WEIGHT = 0.1  # of one real wait for a draft
 FIRST_DRAFT = 1.0  # most plain steps that a draft's first answer, which may compile, counts as
 
 
@@ -45,7 +45,7 @@ class RowTimes:
         All widths move towards it in proportion, since a machine that has become slower or faster has become so for
         all of them; the nearest width moves a little more, which slowly corrects the table's shape.
         """
-        surprise = _surprise(seconds, self.seconds(batch, rows))
+        surprise = _surprise(seconds, self.seconds(batch, rows), 0.5)
         nearest = min(range(len(self._widths)), key=lambda i: abs(math.log(self._widths[i] / rows)))
         for i in range(len(self._measured)):
             self._measured[i] *= 1 + (OWN_WEIGHT if i == nearest else LEVEL_WEIGHT) * surprise
@@ -106,7 +106,7 @@ class GridTimes:
 
     def observe(self, batch: int, rows: int, seconds: float) -> None:
         """Takes the time of a real step of `batch` sequences of `rows` rows each."""
-        surprise = _surprise(seconds, self.seconds(batch, rows))
+        surprise = _surprise(seconds, self.seconds(batch, rows), 0.2)
         self._level *= 1 + GRID_LEVEL_WEIGHT * surprise
         self._measured[self._shape(batch, rows)] *= 1 + GRID_OWN_WEIGHT * surprise
 
@@ -144,8 +144,7 @@ class DraftTimes:
         key = (batch.bit_length(), levels)
         count = self._counts[key] = self._counts.get(key, 0) + 1
         known = self.steps(batch, levels) or FIRST_DRAFT / 2
-        # Whatever else runs lengthens a wait, nothing shortens it: a short one says more.
-        weight = max(0.1 if steps > known else 0.3, 1 / count)
+        weight = max(DRAFT_WEIGHT, 1 / count)
         self._steps[key] = known + weight * (min(steps, 2 * known) - known)
 
     def steps(self, batch: int, levels: int) -> float:
@@ -156,20 +155,8 @@ class DraftTimes:
         known = self._steps.get((size, levels))
         if known is not None:
             return known
-        nearest = min(
-            self._steps, key=lambda seen: 2 * abs(seen[0] - size) + abs(seen[1] - levels)
-        )
+        nearest = min(self._steps, key=lambda seen: 2 * abs(seen[0] - size) + abs(seen[1] - levels))
         return self._steps[nearest] * (levels + OVERHEAD_LEVELS) / (nearest[1] + OVERHEAD_LEVELS)
-
-
-def row_buckets(batch: int, max_rows: int) -> list[int]:
-    """Rows per sequence for which steps of `batch` sequences are worth a graph: 1, powers of two, `max_rows`.
-
-    A few rows in all cost a GPU the same, so small batches have no small trees.
-    """
-    powers = (1 << i for i in range(1, max_rows.bit_length()))
-    kept = [rows for rows in powers if rows < max_rows and batch * rows >= LEAST_ROWS]
-    return sorted({1, *kept, max_rows})
 
 
 def best_of_rounds(shapes: Sequence[S], run: Callable[[S], float], budget: float) -> list[float]:
@@ -200,6 +187,6 @@ def rising(values: Sequence[float]) -> list[float]:
     return [mean for mean, count in blocks for _ in range(count)]
 
 
-def _surprise(seconds: float, expected: float) -> float:
+def _surprise(seconds: float, expected: float, most: float) -> float:
     # An outlier, such as a step that waited for a page fault, must not throw the table.
-    return min(seconds / expected - 1, 1.0)
+    return min(seconds / expected - 1, most)

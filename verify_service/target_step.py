@@ -16,6 +16,7 @@ from foredraft.speculation.draft_tree import DraftTree
 from verify_service.chooser import Chooser, Outcome, VerifyRows
 from verify_service.request import Sequence as RequestSequence
 from verify_service.step_plan import PrefillChunk
+from verify_service.step_time import GridTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,10 @@ class TargetStep:
         """Says that a sequence has ended."""
         self._chooser.forget(sequence)
 
+    def measure(self) -> GridTimes | None:
+        """What steps of each shape take; None where steps have no fixed shapes."""
+        return None
+
     def can_start(self, batch: Sequence[VerifyRows]) -> bool:
         """Whether `start` can run a step, and another one be started before this one is done."""
         return False
@@ -122,11 +127,13 @@ class TargetStep:
         self,
         batch: Sequence[AheadRows],
         capture: Sequence[int],
+        num_rows: int,
         fetch: Callable[[torch.Tensor], None] | None,
     ) -> StartedStep:
         """Starts a step behind one that is under way.
 
         Args:
+            num_rows: Of each sequence, the root included; a tree that has more nodes is cut.
             fetch: Brings the trees, into int32 [n, 2, N] on the device; None where none are verified.
         """
         raise NotImplementedError

@@ -75,13 +75,12 @@ def main() -> int:
                 "chunked_prefill_size": 2048,
                 "max_queued_requests": 100_000,
                 "draft_step_timeout": 30.0,
+                "speculative_adaptive": not always,
             }
             if algorithm != "NONE":
                 head = resolve_model_path("foredraft-demo-eagle3")
                 flags["speculative_draft_model_path"] = str(head)
             with running_engine(path, algorithm, **flags) as harness:
-                if always:
-                    harness.engine.draft_everything()
                 _offer(harness, prompts, [0.0] * 64)  # compiles
                 if not rate:
                     seen = _offer(harness, prompts, [0.0] * 256)

@@ -128,6 +128,10 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
     disable_overlap_schedule: bool = option(
         False, "On a GPU, wait for the outcome of a step before the next one is started."
     )
+    speculative_adaptive: bool = option(
+        True,
+        "Draft and verify in each step as much as pays, or nothing; otherwise always the whole tree.",
+    )
     simulate_accept_length: float | None = option(
         None,
         "For benchmarks with --load-format dummy: replace what is accepted, so that a verification gives this many tokens "

@@ -19,7 +19,6 @@ from training.draft.heads import HeadShape, default_aux_layers, load_head
 from training.draft.target import Target
 from training.draft.unroll import DraftInputs
 from training.lm.model import LlamaShape
-from verify_service.draft_policy import DraftPolicy
 from verify_service.outputs import Load, StepOutput
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -81,7 +80,7 @@ def family(text: list[int]) -> list[Job]:
 
 def always_draft(harness: Harness) -> None:
     """What pays on this machine must not decide what is compared."""
-    harness.engine._policy = DraftPolicy(None)
+    harness.engine.draft_everything()
     until_attached(harness)
 
 

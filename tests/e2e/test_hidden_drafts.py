@@ -16,7 +16,6 @@ from foredraft.telemetry.metrics import value
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support.engines import Harness, Job, Result, running_engine
-from verify_service.draft_policy import DraftPolicy
 
 NUM_KILLS = int(os.environ.get("FOREDRAFT_TEST_KILLS", "4"))
 MODELS = Path(__file__).parents[2] / "models"
@@ -60,7 +59,7 @@ def jobs(num_new: int) -> list[Job]:
 
 def always_draft(harness: Harness) -> None:
     """What pays on this machine must not decide what is compared."""
-    harness.engine._policy = DraftPolicy(None)
+    harness.engine.draft_everything()
     until_attached(harness)
 
 

@@ -24,7 +24,6 @@ from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.config.services import VerifyConfig
 from foredraft.rpc.server import RpcServer
 from tests.support.engines import Harness
-from verify_service.draft_policy import DraftPolicy
 from verify_service.metrics import SpeculationMetrics
 from verify_service.startup import build_engine, connect_draft, load_target
 
@@ -252,9 +251,7 @@ def engine_with(drafter: Drafter, model_path: Path, **flags: Any) -> Iterator[Ha
         metrics = SpeculationMetrics("EAGLE")
         target = load_target(config)
         engine = build_engine(config, target, metrics, connect_draft(config, target, metrics))
-        engine._policy = DraftPolicy(
-            None
-        )  # always drafts: what pays on this machine is no matter here
+        engine.draft_everything()  # what pays on this machine is no matter here
         engine.start()
         try:
             yield Harness(engine, None)

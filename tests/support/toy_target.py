@@ -98,18 +98,17 @@ class ToyTarget(TargetStep):
         self,
         batch: Sequence[AheadRows],
         capture: Sequence[int],
+        num_rows: int,
         fetch: Callable[[torch.Tensor], None] | None,
     ) -> StartedStep:
         trees: list[DraftTree] = [EMPTY] * len(batch)
-        num_rows = 1
         if fetch is not None:
-            num_rows = self._max_rows
             fetched = torch.zeros(64, 2, self._max_rows - 1, dtype=torch.int64)
             fetch(fetched)
             for i, rows in enumerate(batch):
                 if rows.tree is not None:
                     tokens, parents = fetched[rows.tree].tolist()
-                    size = sum(parent >= -1 for parent in parents)
+                    size = min(num_rows - 1, sum(parent >= -1 for parent in parents))
                     trees[i], _ = sanitize(
                         tokens[:size], parents[:size], self._vocab_size, num_rows - 1
                     )

@@ -251,8 +251,8 @@ def test_a_draft_that_is_not_asked_is_told_now_and_then(target: Path) -> None:
     with engine_with(drafter, target, **FLAGS) as harness:
         wait_for_draft(harness)
         engine = harness.engine
-        asks = engine._wanted_nodes
-        engine._wanted_nodes = lambda seq: 0 if seq.num_output < 80 else asks(seq)
+        limit = engine._sizes._limit
+        engine._sizes._limit = lambda seq: 0 if seq.num_output < 80 else limit(seq)
         run(harness, drafter, work)
         assert harness.engine._drafting._hidden._runs == {}
     told = [request for request in drafter.requests if request.sequences]

@@ -14,7 +14,8 @@ from foredraft.kvcache.prefix_tree import PrefixTree
 from foredraft.speculation.draft_tree import DraftTree
 from foredraft.types import FinishReason, SamplingParams
 from tests.support.toy_target import ToyTarget, decode
-from verify_service.draft_policy import DraftHistory, DraftPolicy
+from verify_service.acceptance import DraftHistory
+from verify_service.draft_policy import DraftPolicy, Plan, Want
 from verify_service.drafting import Drafted, Member, Wanted
 from verify_service.engine import Engine, EngineLimits
 from verify_service.live_requests import EngineRequest
@@ -131,6 +132,21 @@ class OracleDraft:
         return DraftTree(tuple(tokens), tuple(parents))
 
 
+class FicklePolicy(DraftPolicy):
+    """Changes its mind in every step."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(None, NODES, NODES)
+        self._rng = rng
+
+    def plan(self, wanted: Sequence[Want], other_rows: int = 0) -> Plan:
+        rows = 1 + self._rng.choice([0, 0, 1, 2, NODES])
+        if rows == 1:
+            return Plan([0] * len(wanted), 1)
+        nodes = [min(want.limit, self._rng.choice([0, rows - 1, rows - 1])) for want in wanted]
+        return Plan(nodes, rows)
+
+
 class Run:
     """An engine that is stepped by hand, and what it said."""
 
@@ -153,7 +169,7 @@ class Run:
             self.target,
             self.scheduler,
             self.draft,  # type: ignore[arg-type]
-            DraftPolicy(None),
+            FicklePolicy(rng) if rng.random() < 0.5 else DraftPolicy(None, NODES, NODES),
             limits,
             SpeculationMetrics("EAGLE3"),
         )

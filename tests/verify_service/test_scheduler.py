@@ -56,7 +56,7 @@ def run(scheduler, plan, tokens=1, next_token=7):
 
 
 def step(scheduler, nodes=0, tokens=1, now=FOREVER) -> StepPlan:
-    plan = scheduler.schedule(lambda seq: nodes, now)
+    plan = scheduler.schedule(lambda seqs, _: [nodes] * len(seqs), now)
     run(scheduler, plan, tokens)
     return plan
 
@@ -85,7 +85,7 @@ def test_a_sequence_prefills_in_chunks_then_decodes_to_its_end():
     assert seq.finish_reason is FinishReason.LENGTH
     assert seq.status is Status.FINISHED
     assert not scheduler.has_work
-    assert scheduler.schedule(lambda seq: 0).is_empty
+    assert scheduler.schedule(lambda seqs, _: [0] * len(seqs)).is_empty
     assert scheduler.pool.num_free + scheduler.pool.num_idle == scheduler.pool.num_pages
 
 
@@ -226,7 +226,7 @@ def test_decode_pages_cover_root_and_tree():
     seq = make_sequence("a", 8, max_new_tokens=20)
     scheduler.add(seq)
     step(scheduler)
-    plan = scheduler.schedule(lambda seq: 9)
+    plan = scheduler.schedule(lambda seqs, _: [9] * len(seqs))
     assert plan.decode[0].max_tree_nodes == 9
     assert len(seq.pages) * 4 >= seq.num_computed + 1 + 9
     run(scheduler, plan, tokens=10)
@@ -238,10 +238,12 @@ def test_trees_shrink_before_anybody_is_preempted():
     scheduler.add(make_sequence("a", unlike(1, 7), max_new_tokens=6))
     scheduler.add(make_sequence("b", unlike(2, 7), max_new_tokens=6))
     step(scheduler, nodes=8)
-    plan = scheduler.schedule(lambda seq: 8)
+    plan = scheduler.schedule(lambda seqs, _: [8] * len(seqs))
     assert [slot.max_tree_nodes for slot in plan.decode] == [4, 0]
     run(scheduler, plan)
-    plan = scheduler.schedule(lambda seq: 8)  # "b" takes the page that "a" held for its tree
+    plan = scheduler.schedule(
+        lambda seqs, _: [8] * len(seqs)
+    )  # "b" takes the page that "a" held for its tree
     assert decodes(plan) == ["a"]
     assert plan.preempted == []
 
@@ -363,7 +365,7 @@ def test_slots_are_reused_lowest_first():
     step(scheduler)
     assert (first.slot, second.slot, third.slot) == (0, 1, None)
     scheduler.cancel(number("a"))
-    plan = scheduler.schedule(lambda seq: 0, FOREVER)
+    plan = scheduler.schedule(lambda seqs, _: [0] * len(seqs), FOREVER)
     assert plan.released_slots == [0]
     assert plan.admitted == [third]
     assert third.slot == 0
@@ -373,7 +375,7 @@ def test_commits_beyond_the_tokens_are_refused():
     scheduler = make_scheduler()
     seq = make_sequence("a", 4)
     scheduler.add(seq)
-    scheduler.schedule(lambda seq: 0)
+    scheduler.schedule(lambda seqs, _: [0] * len(seqs))
     with pytest.raises(ValueError, match="4 of 4 uncomputed"):
         scheduler.on_committed(seq, 4)
 
@@ -383,11 +385,11 @@ def test_a_long_wait_in_the_queue_hashes_nothing_anew():
     scheduler.add(make_sequence("a", unlike(1, 4), max_new_tokens=100))
     scheduler.add(make_sequence("b", unlike(2, 100_000)))
     for _ in range(3):
-        step_keys = scheduler.schedule(lambda seq: 0)
+        step_keys = scheduler.schedule(lambda seqs, _: [0] * len(seqs))
         run_without_check(scheduler, step_keys)
     waiting = scheduler._waiting[0]
     keys = waiting.page_keys
-    run_without_check(scheduler, scheduler.schedule(lambda seq: 0))
+    run_without_check(scheduler, scheduler.schedule(lambda seqs, _: [0] * len(seqs)))
     assert waiting.page_keys is keys
 
 
@@ -404,7 +406,7 @@ def run_without_check(scheduler, plan):
 def test_default_now_is_the_monotonic_clock():
     scheduler = make_scheduler()
     scheduler.add(make_sequence("a", 4, deadline=time.monotonic() - 1))
-    assert scheduler.schedule(lambda seq: 0).ended
+    assert scheduler.schedule(lambda seqs, _: [0] * len(seqs)).ended
 
 
 def test_a_page_may_be_shared_only_before_the_same_token():

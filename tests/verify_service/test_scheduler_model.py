@@ -173,7 +173,9 @@ class Engine:
 
     def step(self) -> StepPlan:
         was_running = self.scheduler.running
-        plan = self.scheduler.schedule(lambda seq: self.random.randint(0, self.max_nodes), self.now)
+        plan = self.scheduler.schedule(
+            lambda seqs, _: [self.random.randint(0, self.max_nodes) for _ in seqs], self.now
+        )
         self.check_plan(plan, was_running)
         self.draft.read(plan, self.scheduler.running)
         trees = {slot.seq.request_id: self.draw_tree(slot) for slot in plan.decode}

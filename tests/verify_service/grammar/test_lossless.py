@@ -13,7 +13,6 @@ import pytest
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason, GrammarKind, SamplingParams, SpeculationParams
 from tests.support.engines import Harness, Job, Result, running_engine
-from verify_service.draft_policy import DraftPolicy
 from verify_service.grammar.matcher import CompiledGrammar
 from verify_service.grammar.source import to_llguidance
 from verify_service.grammar.vocabulary import LIMITS, load_vocabulary
@@ -62,7 +61,7 @@ def compiled(kind: GrammarKind, text: str) -> CompiledGrammar:
 @pytest.fixture(scope="module", params=sorted(DRAFTS))
 def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
     with running_engine(TARGET, request.param, **DRAFTS[request.param]) as running:
-        running.engine._policy = DraftPolicy(None)  # drafts, whatever it costs here
+        running.engine.draft_everything()  # drafts, whatever it costs here
         yield running
 
 

@@ -1,0 +1,259 @@
+"""A model of what steps cost and bring, for policies: times from a table, acceptance from a seeded generator, no clock."""
+
+import heapq
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verify_service.acceptance import DraftHistory
+from verify_service.draft_policy import DraftPolicy, Observed, Want
+from verify_service.step_time import GridTimes, RowTimes, StepTimes
+
+SIBLINGS = 0.3  # of a node's acceptance that the next of its siblings has
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """Seconds of steps.
+
+    Attributes:
+        target: By rows in all, or by (batch, rows of each sequence) where `is_padded`.
+        draft: [seconds of a step, of each level, and of each sequence in each level].
+        tree: (steps, topk, nodes) of the largest tree.
+        change: Seconds that a change between steps with drafts and without takes besides.
+    """
+
+    name: str
+    is_padded: bool
+    target: dict[Any, float]
+    draft: tuple[float, float, float]
+    tree: tuple[int, int, int]
+    change: float = 0.0
+
+    @classmethod
+    def from_json(cls, path: Path, tree: tuple[int, int, int]) -> "StepModel":
+        """Reads a table: {"rows": {"1": ms, ...}} or {"grid": {"1x4": ms, ...}}, with {"draft": [ms, ms, ms]}."""
+        table = json.loads(path.read_text())
+        if "grid" in table:
+            shapes = {
+                tuple(map(int, key.split("x"))): ms * 1e-3 for key, ms in table["grid"].items()
+            }
+            kept = {key: ms for key, ms in shapes.items() if key[1] <= tree[2] + 1}
+        else:
+            kept = {int(key): ms * 1e-3 for key, ms in table["rows"].items()}
+        step, level, row = (ms * 1e-3 for ms in table["draft"])
+        change = table.get("change", 0.0) * 1e-3
+        return cls(path.stem, "grid" in table, kept, (step, level, row), tree, change)
+
+    def times(self, error: Callable[[], float] = lambda: 1.0) -> StepTimes:
+        """The table as measured at start, every entry wrong by a factor `error()`."""
+        if self.is_padded:
+            return GridTimes({shape: seconds * error() for shape, seconds in self.target.items()})
+        widths = sorted(self.target)
+        return RowTimes(widths, [self.target[width] * error() for width in widths])
+
+    def draft_seconds(self, batch: int, levels: int) -> float:
+        """The wait for trees of so many levels."""
+        step, level, row = self.draft
+        # A captured draft step always drafts all its levels.
+        levels = self.tree[0] if self.is_padded and levels else levels
+        return step + levels * (level + row * batch) if levels else 0.0
+
+
+def tree_shape(tree: tuple[int, int, int]) -> tuple[list[int], list[int]]:
+    """Parents and ranks among siblings of the nodes of a tree in order of value, as a draft sure of 0.6 would order them."""
+    steps, topk, num_nodes = tree
+    parents, ranks, depths = [], [], []
+    heap = [(-0.6, -1, 0, 1)]  # value, parent, rank, depth
+    while heap and len(parents) < num_nodes:
+        value, parent, rank, depth = heapq.heappop(heap)
+        node = len(parents)
+        parents.append(parent)
+        ranks.append(rank)
+        depths.append(depth)
+        if rank + 1 < topk:
+            heapq.heappush(heap, (value * SIBLINGS, parent, rank + 1, depth))
+        if depth < steps:
+            heapq.heappush(heap, (value * 0.6, node, 0, depth + 1))
+    return parents, ranks
+
+
+def accepted_nodes(
+    parents: Sequence[int], ranks: Sequence[int], acceptance: float, rng: random.Random
+) -> list[int]:
+    """A walk: the target's token is a node's first child with probability `acceptance`, later ones are rarer."""
+    path: list[int] = []
+    at = -1
+    while True:
+        draw, rank, share = rng.random(), 0, acceptance
+        while draw >= share and rank < 8:
+            draw -= share
+            rank += 1
+            share = min(acceptance * SIBLINGS**rank, (1 - acceptance) * (1 - SIBLINGS))
+        found = [
+            i for i, (p, r) in enumerate(zip(parents, ranks, strict=True)) if (p, r) == (at, rank)
+        ]
+        if not found:
+            return path
+        at = found[0]
+        path.append(at)
+
+
+@dataclass(slots=True)
+class Answer:
+    """A sequence that runs."""
+
+    history: DraftHistory = field(default_factory=DraftHistory)
+    num_left: int = 512
+
+
+@dataclass(slots=True)
+class Trace:
+    """What steps gave: for each its end in seconds, its tokens, its rows per sequence and the batch."""
+
+    ends: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+
+    def rate(self, start: float, end: float) -> float:
+        """Tokens per second of the steps within [start, end]."""
+        inside = [i for i, at in enumerate(self.ends) if start < at <= end]
+        if len(inside) < 2:
+            return math.nan
+        seconds = self.ends[inside[-1]] - self.ends[inside[0]]
+        return sum(self.tokens[i] for i in inside[1:]) / seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """From `start` seconds on: so many sequences, drafts right so often; of each sequence, drawn from a range."""
+
+    start: float
+    batch: int
+    acceptance: tuple[float, float]
+
+
+def simulate(
+    model: StepModel,
+    policy: "Policy",
+    loads: Sequence[Load],
+    seconds: float,
+    *,
+    seed: int = 0,
+    noise: float = 0.03,
+    answer: int = 512,
+) -> Trace:
+    """Runs a policy against the model.
+
+    Args:
+        noise: Standard deviation of a step's time; one step in 500 takes three times as long besides.
+        answer: Tokens of an answer; then another sequence takes its place.
+    """
+    rng = random.Random(seed)
+    parents, ranks = tree_shape(model.tree)
+    prefixes: dict[int, tuple[list[int], list[int]]] = {}
+    trace, now, answers, rates = Trace(), 0.0, [], {}
+    pending, was_drafted = list(loads), False
+    steps, _, num_nodes = model.tree
+    while now < seconds:
+        while pending and pending[0].start <= now:
+            load = pending.pop(0)
+            rates.clear()
+            del answers[load.batch :]
+            while len(answers) < load.batch:
+                answers.append(Answer(num_left=rng.randint(1, answer)))
+        batch = len(answers)
+        nodes, rows = policy(
+            [Want(one.history, min(num_nodes, one.num_left - 1)) for one in answers]
+        )
+        levels = min(max(nodes), steps)
+        tokens = 0
+        outcomes = []
+        for one, num in zip(answers, nodes, strict=True):
+            low, high = load.acceptance
+            acceptance = rates.setdefault(id(one), rng.uniform(low, high))
+            path: list[int] = []
+            if num:
+                shape = prefixes.setdefault(num, (parents[:num], ranks[:num]))
+                path = accepted_nodes(*shape, acceptance, rng)
+            outcomes.append((one, num, path))
+            tokens += len(path) + 1
+            one.num_left -= len(path) + 1
+        total = batch + sum(nodes)
+        factor = max(0.7, rng.gauss(1, noise)) * (3.0 if rng.random() < 0.002 else 1.0)
+        target = factor * model_seconds(model, batch, rows if model.is_padded else total)
+        draft = factor * model.draft_seconds(batch, levels)
+        if (levels > 0) != was_drafted:
+            draft += model.change
+        was_drafted = levels > 0
+        now += target + draft
+        policy.took(batch, rows if model.is_padded else total, target, tokens, levels, draft)
+        for one, num, path in outcomes:
+            policy.outcome(one.history, num, path)
+        for i, one in enumerate(answers):
+            if one.num_left <= 0:
+                rates.pop(id(one), None)
+                answers[i] = Answer(num_left=answer)
+        trace.ends.append(now)
+        trace.tokens.append(tokens)
+        trace.rows.append(rows)
+        trace.batches.append(batch)
+    return trace
+
+
+def model_seconds(model: StepModel, batch: int, rows: int) -> float:
+    """Of the target's part of a step."""
+    return _exact(model).seconds(batch, rows)
+
+
+_EXACT: dict[int, StepTimes] = {}
+
+
+def _exact(model: StepModel) -> StepTimes:
+    return _EXACT.setdefault(id(model), model.times())
+
+
+class Policy:
+    """The policy under test."""
+
+    def __init__(self, policy: DraftPolicy, *, overlapped: bool) -> None:
+        self.policy, self.overlapped = policy, overlapped
+
+    def __call__(self, wanted: list[Want]) -> tuple[list[int], int]:
+        return self.policy.plan(wanted)
+
+    def took(
+        self, batch: int, rows: int, target: float, tokens: int, levels: int, draft: float
+    ) -> None:
+        """A step's times."""
+        if self.overlapped:
+            step = Observed(batch, rows, target + draft, tokens, levels, None)
+        else:
+            step = Observed(batch, rows, target, tokens, levels, draft)
+        self.policy.observe(step)
+
+    def outcome(self, history: DraftHistory, num_nodes: int, accepted: list[int]) -> None:
+        """What a tree brought."""
+        self.policy.record(history, num_nodes, accepted)
+
+
+class Fixed(Policy):
+    """Always the same number of nodes."""
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = nodes
+
+    def __call__(self, wanted: list[Want]) -> tuple[list[int], int]:
+        """See Policy."""
+        return [min(self.nodes, want.limit) for want in wanted], self.nodes + 1
+
+    def took(self, *args: Any) -> None:
+        """See Policy."""
+
+    def outcome(self, *args: Any) -> None:
+        """See Policy."""

@@ -1,0 +1,82 @@
+"""Tables of what steps and drafts cost."""
+
+import itertools
+
+import pytest
+
+from foredraft.runner.decode_graphs import batch_sizes, row_sizes
+from verify_service.step_time import DraftTimes, GridTimes, RowTimes, rising
+
+GRID = {(1, 1): 4.0, (1, 8): 4.5, (8, 1): 5.0, (8, 4): 5.5, (8, 8): 6.5}
+
+
+def test_real_steps_correct_the_table() -> None:
+    times = RowTimes([1, 2, 4], [1.0, 1.0, 1.0])
+    for _ in range(100):
+        times.observe(1, 1, 1.0)
+        times.observe(1, 2, 3.0)
+    assert times.seconds(1, 1) == pytest.approx(1.0, rel=0.2)
+    assert times.seconds(1, 2) == pytest.approx(3.0, rel=0.2)
+    assert times.seconds(1, 1) <= times.seconds(1, 2) <= times.seconds(1, 4)
+
+
+def test_a_table_measured_on_a_busy_machine_keeps_its_shape() -> None:
+    times = RowTimes([1, 2, 4, 8], [10.0, 11.0, 13.0, 17.0])
+    for _ in range(60):
+        times.observe(1, 1, 1.0)
+    assert times.seconds(1, 8) / times.seconds(1, 1) < 3
+
+
+def test_rising_is_the_nearest_non_decreasing_sequence() -> None:
+    assert rising([1, 3, 2, 4]) == [1, 2.5, 2.5, 4]
+    assert rising([3, 2, 1]) == [2, 2, 2]
+    assert rising([]) == []
+
+
+def test_steps_are_padded_to_captured_shapes() -> None:
+    times = GridTimes(GRID)
+    assert times.seconds(1, 2) == 4.5
+    assert times.seconds(3, 1) == 5.0
+    assert times.seconds(8, 5) == 6.5
+    assert times.rows(5) == [1, 4, 8]
+    assert times.seconds(100, 1) == 5.0  # larger batches are not captured
+
+
+def test_a_shape_learns_its_own_time_and_an_outlier_teaches_little() -> None:
+    times = GridTimes(GRID)
+    times.observe(8, 4, 500.0)
+    assert times.seconds(8, 4) < 1.03 * 5.5
+    for _ in range(60):
+        times.observe(8, 4, 8.0)
+    assert times.seconds(8, 4) == pytest.approx(8.0, rel=0.05)
+    for _ in range(60):
+        times.observe(8, 1, 5.0)
+    assert times.seconds(8, 1) == pytest.approx(5.0, rel=0.05)
+
+
+def test_the_fastest_of_all_rounds_counts() -> None:
+    slow = itertools.cycle([3.0, 2.0, 1.0])
+    assert RowTimes.measure([1], lambda rows: next(slow)).seconds(1, 1) == 1.0
+    assert GridTimes.measure([(1, 1)], lambda batch, rows: next(slow)).seconds(1, 1) == 1.0
+
+
+def test_a_drafts_first_answer_may_take_long() -> None:
+    times = DraftTimes()
+    assert times.steps(1, 5) == 0.0
+    times.observe(1, 5, 100.0)
+    assert times.steps(1, 5) <= 1.0
+    for _ in range(60):
+        times.observe(1, 5, 0.3)
+    assert times.steps(1, 5) == pytest.approx(0.3, rel=0.1)
+    assert times.steps(1, 1) == pytest.approx(0.3 * 3 / 7, rel=0.1)
+    assert times.steps(64, 5) == pytest.approx(0.3, rel=0.1)
+    assert times.steps(1, 0) == 0.0
+
+
+def test_captured_rows_are_few_and_reach_the_largest_tree() -> None:
+    assert row_sizes(1, 32) == [1, 32]
+    assert row_sizes(8, 32) == [1, 4, 8, 16, 32]
+    assert row_sizes(64, 32) == [1, 2, 4, 8, 16, 32]
+    assert row_sizes(64, 6) == [1, 2, 4, 6]
+    assert row_sizes(8, 1) == [1]
+    assert sum(len(row_sizes(batch, 32)) for batch in batch_sizes(64)) < 64

@@ -1,0 +1,71 @@
+"""When to try what does not seem to pay: a share of all time may be lost to finding out, and never much at once."""
+
+SHARE = 0.015  # of all time that trying may lose against plain decoding
+MOST_SAVED = 0.03  # seconds that may be lost ahead
+STOP_LOSS = 0.08  # seconds that drafting may lose before it stops, whatever it is expected to bring
+STOP_SECONDS = 0.25  # for which it stops
+ALLOWED = 0.01  # of drafting's time that may be lost without being counted
+CHECK_STEPS = 48  # drafting steps at least between plain ones that show what drafting is worth
+CHECK_COST = 300  # of these for every plain step that is lost by such a check
+PATIENCE = 8  # plans that a trial goes on for at most until there is an outcome
+
+
+class Probing:
+    """Keeps account of what trying cost. Times are seconds of decoding steps, which is also the clock.
+
+    Attributes:
+        now: The clock.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._balance = 0.0
+        self._lost = 0.0
+        self._stopped_until = 0.0
+        self._steps_since_check = 0
+        self._waiting = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether drafting lost so much lately that it rests."""
+        return self.now < self._stopped_until
+
+    def may_try(self) -> bool:
+        """Whether there is time to lose, or a trial goes on because nothing came of it yet; asked once per plan."""
+        if self._waiting:
+            self._waiting -= 1
+            return True
+        if self._balance < 0 or self.is_stopped:
+            return False
+        self._waiting = PATIENCE
+        return True
+
+    def must_check(self, advantage: float) -> bool:
+        """Whether a step without drafts is due, to see what it takes now.
+
+        Args:
+            advantage: Of drafting, as a factor.
+        """
+        return self._steps_since_check >= CHECK_STEPS + CHECK_COST * (advantage - 1)
+
+    def plain_step(self, seconds: float, loss: float = 0.0) -> None:
+        """Takes the time of a step without drafts, and what of it is owed to a step with drafts before it."""
+        self.now += seconds
+        self._balance = min(self._balance + SHARE * seconds - loss, MOST_SAVED)
+        self._steps_since_check = 0
+
+    def drafted_step(self, seconds: float, plain_seconds: float, was_trial: bool) -> None:
+        """Takes the time of a step with drafts, and the time that its tokens would have taken without."""
+        self.now += seconds
+        self._waiting = 0
+        self._steps_since_check += 1
+        loss = seconds - plain_seconds
+        self._balance = min(self._balance + SHARE * seconds - loss, MOST_SAVED)
+        if was_trial:
+            return
+        # What drafting is believed to bring is not what pays for trials.
+        self._balance = max(self._balance, -MOST_SAVED)
+        self._lost = max(0.0, self._lost + loss - ALLOWED * seconds)
+        if self._lost > STOP_LOSS:
+            self._lost = self._balance = 0.0
+            self._stopped_until = self.now + STOP_SECONDS

@@ -1,0 +1,151 @@
+"""Between engine and policy: who may be drafted for, what of a proposal is verified, what came of it."""
+
+from collections.abc import Callable, Sequence
+
+from foredraft.speculation.draft_tree import DraftTree
+from verify_service.chooser import VerifyRows
+from verify_service.draft_policy import DraftPolicy, Observed, Offer, Plan, Want
+from verify_service.drafting import NOTHING, Drafted, Drafting
+from verify_service.request import Sequence as RequestSequence
+from verify_service.step_plan import DecodeSlot
+
+
+class TreeSizes:
+    """Asks the policy once per step.
+
+    Args:
+        drafting: The draft's side, or None for plain decoding.
+        max_nodes: Of a tree.
+        is_probe: Whether a sequence is the engine's own, for which everything is drafted.
+
+    Attributes:
+        policy: How much to draft.
+    """
+
+    def __init__(
+        self,
+        policy: DraftPolicy,
+        drafting: Drafting | None,
+        max_nodes: int,
+        is_probe: Callable[[RequestSequence], bool],
+    ) -> None:
+        self.policy = policy
+        self._drafting = drafting
+        self._max_nodes = max_nodes
+        self._is_probe = is_probe
+        self._cut: dict[int, DraftTree] = {}  # proposals that were verified in part
+
+    def plan(self, sequences: Sequence[RequestSequence], other_rows: int = 0) -> Plan:
+        """Tree nodes that sequences should verify in the coming step, in which all of them decode.
+
+        Args:
+            other_rows: Of prompts, in the same step.
+        """
+        drafting = self._drafting
+        if drafting is None or not drafting.available:
+            return Plan([0] * len(sequences), 1)
+        wanted = [
+            Want(drafting.history(one), self._limit(one), self._is_probe(one)) for one in sequences
+        ]
+        if drafting.is_cheap:
+            return self.policy.ask(wanted)
+        return self.policy.plan(wanted, other_rows)
+
+    def trees(self, slots: Sequence[DecodeSlot], drafted: dict[int, Drafted]) -> list[DraftTree]:
+        """What of the proposals is worth verifying; a draft that costs something was asked for no more than that."""
+        drafting = self._drafting
+        proposals = [drafted.get(slot.seq.request_id, NOTHING) for slot in slots]
+        trees = [proposal.tree for proposal in proposals]
+        if drafting is None or not drafting.is_cheap or not any(s.max_tree_nodes for s in slots):
+            return trees
+        offers = [
+            Offer(
+                drafting.history(slot.seq),
+                len(proposal.tree),
+                proposal.confidence,
+                self._is_probe(slot.seq),
+            )
+            for slot, proposal in zip(slots, proposals, strict=True)
+        ]
+        nodes = self.policy.trim(offers).nodes
+        for slot, tree, num_nodes in zip(slots, trees, nodes, strict=True):
+            if num_nodes < len(tree) and slot.seq.grammar is None:
+                self._cut[slot.seq.request_id] = tree
+        return [tree.first(num_nodes) for tree, num_nodes in zip(trees, nodes, strict=True)]
+
+    def levels(self, slots: Sequence[DecodeSlot], drafted: dict[int, Drafted]) -> int:
+        """Levels of the deepest tree that a step waited for; 0 for none."""
+        drafting = self._drafting
+        if drafting is None:
+            return 0
+        if drafting.is_cheap:
+            return int(any(slot.max_tree_nodes for slot in slots))
+        if not drafted:
+            return 0
+        return max(min(slot.max_tree_nodes, drafting.depth) for slot in slots)
+
+    @property
+    def depth(self) -> int:
+        """Levels of a tree that is drafted on the device."""
+        return self._drafting.depth if self._drafting is not None else 0
+
+    def record(self, rows: VerifyRows, accepted: Sequence[int], tokens: Sequence[int]) -> None:
+        """Takes the outcome of one verification: which nodes were right, and all tokens that it gave."""
+        drafting = self._drafting
+        if drafting is None:
+            return
+        num_nodes, brought = len(rows.tree), len(accepted)
+        cut = self._cut.pop(rows.sequence.request_id, None)
+        if cut is not None:
+            num_nodes, accepted = known_outcome(cut, tokens)
+        history = drafting.history(rows.sequence)
+        self.policy.record(history, num_nodes, accepted, rows.confidence, brought)
+
+    def forget(self, sequence: RequestSequence) -> None:
+        """The sequence has ended."""
+        self._cut.pop(sequence.request_id, None)
+
+    def observe(
+        self,
+        batch: int,
+        num_rows: int,
+        seconds: float,
+        tokens: int,
+        levels: int,
+        draft_seconds: float | None,
+    ) -> None:
+        """Takes a step that only decoded; `num_rows` of all sequences, see `Observed` for the rest."""
+        rows = num_rows // batch if self.policy.is_padded else num_rows
+        self.policy.observe(Observed(batch, rows, seconds, tokens, levels, draft_seconds))
+
+    def _limit(self, sequence: RequestSequence) -> int:
+        asked = sequence.speculation
+        if asked.enabled is False or sequence.num_output_left <= 1:
+            return 0
+        if asked.num_draft_tokens is None:
+            return self._max_nodes
+        return min(self._max_nodes, asked.num_draft_tokens - 1)
+
+
+def known_outcome(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, list[int]]:
+    """What tokens say of a tree that was not verified, or in part: they follow its root.
+
+    Returns:
+        How many leading nodes they judge, and the nodes that were right.
+    """
+    children = {
+        (parent, token): node
+        for node, (token, parent) in reversed(
+            list(enumerate(zip(tree.tokens, tree.parents, strict=True)))
+        )
+    }
+    at = -1
+    right: list[int] = []
+    for token in tokens:
+        node = children.get((at, token))
+        if node is None:
+            return len(tree), right
+        right.append(node)
+        at = node
+    num_known = next((i for i, parent in enumerate(tree.parents) if parent == at), len(tree))
+    return num_known, right
