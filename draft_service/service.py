@@ -99,7 +99,8 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 if not request.HasField("step"):
                     raise InvalidRequest("step", "every message but the first is a step")
                 answer = await session.step(request.step)
-                await context.write(draft_pb2.SpeculateResponse(step=answer))
+                if answer is not None:
+                    await context.write(draft_pb2.SpeculateResponse(step=answer))
         except InvalidRequest as error:
             logger.warning("epoch %d broke the protocol: %s", attach.epoch, error)
             raise

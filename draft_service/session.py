@@ -44,8 +44,8 @@ class Session:
         self._traced: dict[int, _Traced] = {}  # by slot
         metrics.sessions.inc()
 
-    async def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
-        """Answers one engine step.
+    async def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse | None:
+        """Answers one engine step; None for one that stays on the GPU, whose trees are its answer.
 
         Raises:
             InvalidRequest: It breaks the protocol.
@@ -70,7 +70,7 @@ class Session:
         begins = (s.begin.traceparent for s in request.sequences if s.HasField("begin"))
         if self._traced or any(begins):
             self._trace(request, response)
-        return response
+        return None if _stays_on_device(request) else response
 
     async def close(self) -> None:
         """Frees the proposer and the arena, after the step that may still run."""
@@ -119,10 +119,14 @@ class Session:
     def _count(self, request: draft_pb2.StepRequest, response: draft_pb2.StepResponse) -> None:
         metrics = self._metrics
         metrics.steps.inc()
-        if request.sequences and request.sequences[0].HasField("device_row"):
+        if _stays_on_device(request):
             metrics.device_steps.inc()
             return
         metrics.extended_tokens.inc(sum(len(sequence.tokens) for sequence in request.sequences))
         metrics.proposed_tokens.inc(sum(len(proposal.tokens) for proposal in response.proposals))
         metrics.extend_seconds.observe(response.extend_microseconds * 1e-6)
         metrics.draft_seconds.observe(response.draft_microseconds * 1e-6)
+
+
+def _stays_on_device(request: draft_pb2.StepRequest) -> bool:
+    return bool(request.sequences) and request.sequences[0].HasField("device_row")

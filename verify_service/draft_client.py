@@ -132,11 +132,14 @@ class DraftClient:
         """Number of the current attach, growing from 1; 0 while no draft is attached."""
         return self._epoch
 
-    def send(self, request: draft_pb2.StepRequest, epoch: int | None = None) -> None:
+    def send(
+        self, request: draft_pb2.StepRequest, epoch: int | None = None, has_answer: bool = True
+    ) -> None:
         """Sends a step; steps of one attach are numbered from 1.
 
         Args:
             epoch: Number of the attach that the step is meant for; None for any.
+            has_answer: Whether `receive` will be called for it: not for one that stays on the GPU.
 
         Raises:
             DraftError: No draft is attached, or another one than the caller thinks.
@@ -150,8 +153,9 @@ class DraftClient:
                 f"step {request.step} does not follow step {stream.num_steps} of this attach"
             )
         stream.num_steps += 1
-        num_tokens = sum(len(sequence.tokens) for sequence in request.sequences)
-        stream.unanswered.append((request.step, num_tokens))
+        if has_answer:
+            num_tokens = sum(len(sequence.tokens) for sequence in request.sequences)
+            stream.unanswered.append((request.step, num_tokens))
         stream.write(draft_pb2.SpeculateRequest(step=request))
 
     def receive(self) -> draft_pb2.StepResponse:

@@ -251,9 +251,6 @@ class Drafting:
         exchange.publish(self._step + 1)
         try:
             self._send(is_on_device=True)
-            # The draft answers when its work is on the way: all but the newest answers are there.
-            while self._num_unread > 1:
-                self._receive()
         except (DraftError, ArenaError) as error:
             self._lost(error)
             return None
@@ -363,8 +360,8 @@ class Drafting:
         self._request.step = self._step
         if self._hidden.writer is not None and not is_on_device:
             self._hidden.writer.sent(self._step)
-        self._client.send(self._request, self._epoch)
-        self._num_unread += 1
+        self._client.send(self._request, self._epoch, has_answer=not is_on_device)
+        self._num_unread += not is_on_device
         self._request = draft_pb2.StepRequest()
 
     def _receive(self) -> None:
