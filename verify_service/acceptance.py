@@ -5,11 +5,13 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-MEMORY = 24  # outcomes that a sequence's estimates rest on
+MEMORY = 64  # outcomes that a sequence's estimates rest on
 SECONDS = 1.0  # after which an outcome counts a third, however few came after it
 POOL_MEMORY = 96  # outcomes that the prior rests on, of any sequence
 PRIOR_OUTCOMES = 2.0  # that the prior weighs in a sequence's estimate
+DOUBT = 0.1  # what is kept of outcomes that have proved misleading
 POOL_OUTCOMES = 4.0  # that the built-in prior weighs in the learnt one
+REPEATING = 0.85  # acceptance of deeper nodes of an n-gram's proposal before anything was seen
 # Acceptance of a first node before anything was seen, by confidence of the proposal; 0 is a model's.
 PRIORS = (0.6, 0.3, 0.45, 0.6, 0.75, 0.85)
 
@@ -68,23 +70,18 @@ class DraftHistory:
 
 
 class _Pool:
-    """What sequences of one confidence showed together: how much a rung brings of what the rung before it brought."""
+    """What sequences of one confidence showed together.
 
-    def __init__(self, ladder: Ladder, first: float) -> None:
-        chain = [first**depth for depth in range(1, ladder.sizes[-1] + 1)]
-        starts = (0, *ladder.sizes[:-1])
-        sums = [sum(chain[a:b]) for a, b in zip(starts, ladder.sizes, strict=True)]
-        self._prior = [after / before for before, after in zip([1.0, *sums], sums, strict=False)]
-        # Accepted nodes of each rung, and of the rung before it in the same verifications.
-        self.accepted = [0.0] * len(ladder)
-        self.before = [0.0] * len(ladder)
+    Attributes:
+        first: Acceptance of a first node before anything was seen.
+        accepted: Accepted nodes of each rung, forgotten with time.
+        before: Those of the rung before it in the same verifications; verifications for the first rung.
+    """
 
-    @property
-    def ratios(self) -> list[float]:
-        return [
-            (accepted + POOL_OUTCOMES * prior) / (before + POOL_OUTCOMES)
-            for accepted, before, prior in zip(self.accepted, self.before, self._prior, strict=True)
-        ]
+    def __init__(self, num_rungs: int, first: float) -> None:
+        self.first = first
+        self.accepted = [0.0] * num_rungs
+        self.before = [0.0] * num_rungs
 
 
 class Acceptance:
@@ -97,7 +94,10 @@ class Acceptance:
     def __init__(self, ladder: Ladder) -> None:
         self.ladder = ladder
         self._pools: dict[int, _Pool] = {}
-        self._ratios: dict[int, list[float]] = {}
+        self._nothing = [0.0] * len(ladder)
+        # By acceptance in percent: what each rung brings of what the one before it brings, in a chain of such nodes.
+        self._chains = [_chain(ladder, max(percent, 1) / 100) for percent in range(101)]
+        self._doubted = -math.inf
 
     def track(self, history: DraftHistory, confidence: int) -> Track:
         """The sequence's record for a confidence."""
@@ -109,25 +109,24 @@ class Acceptance:
 
     def gains(self, history: DraftHistory, confidence: int, now: float) -> list[float]:
         """Expected accepted nodes of each rung; per node never more than of the rung before it."""
-        ratios = self._ratios.get(confidence)
-        if ratios is None:
-            ratios = self._ratios[confidence] = self._pool(confidence).ratios
-        track = history.tracks.get(confidence)
-        gains, above, density = [], 1.0, 1.0
-        if track is None:
-            for ratio, width in zip(ratios, self.ladder.widths, strict=True):
-                above = min(above * ratio, width * density)
-                density = above / width
-                gains.append(above)
-            return gains
-        kept = _kept(now - track.seen)
-        for accepted, outcomes, ratio, width in zip(
-            track.accepted, track.outcomes, ratios, self.ladder.widths, strict=True
-        ):
-            expected = accepted * kept + PRIOR_OUTCOMES * above * ratio
-            above = min(expected / (outcomes * kept + PRIOR_OUTCOMES), width * density)
-            density = above / width
-            gains.append(above)
+        pool, track = self._pool(confidence), history.tracks.get(confidence)
+        seen, outcomes, kept = self._nothing, self._nothing, 0.0
+        if track is not None:
+            seen, outcomes, kept = track.accepted, track.outcomes, self._kept(track, now)
+        ratio = (pool.accepted[0] + POOL_OUTCOMES * pool.first) / (pool.before[0] + POOL_OUTCOMES)
+        gain = (seen[0] * kept + PRIOR_OUTCOMES * ratio) / (outcomes[0] * kept + PRIOR_OUTCOMES)
+        gain = min(gain, self.ladder.widths[0])
+        density = gain / self.ladder.widths[0]
+        # What repeats goes on repeating; a model's guesses are about as good at each depth.
+        chain = self._chains[int(100 * (max(density, REPEATING) if confidence else density))]
+        gains = [gain]
+        for i in range(1, len(chain)):
+            width = self.ladder.widths[i]
+            ratio = (pool.accepted[i] + POOL_OUTCOMES * chain[i]) / (pool.before[i] + POOL_OUTCOMES)
+            expected = seen[i] * kept + PRIOR_OUTCOMES * gain * ratio
+            gain = min(expected / (outcomes[i] * kept + PRIOR_OUTCOMES), width * density)
+            density = gain / width
+            gains.append(gain)
         return gains
 
     def record(
@@ -151,7 +150,7 @@ class Acceptance:
             if node < num_nodes:
                 hits[ladder.rung_of[node]] += 1
         track = self.track(history, confidence)
-        kept = _kept(now - track.seen) * (1 - 1 / MEMORY)
+        kept = self._kept(track, now) * (1 - 1 / MEMORY)
         for i in range(len(ladder)):
             track.accepted[i] *= kept
             track.outcomes[i] *= kept
@@ -164,15 +163,31 @@ class Acceptance:
             pool.accepted[i] += hits[i] - pool.accepted[i] / POOL_MEMORY
             pool.before[i] += before - pool.before[i] / POOL_MEMORY
             before = hits[i]
-        self._ratios.pop(confidence, None)
+
+    def doubt(self, now: float) -> None:
+        """What was seen until now has proved misleading."""
+        self._doubted = now
+        for pool in self._pools.values():
+            pool.accepted = [DOUBT * accepted for accepted in pool.accepted]
+            pool.before = [DOUBT * before for before in pool.before]
+
+    def _kept(self, track: Track, now: float) -> float:
+        """The weight of a sequence's earlier outcomes."""
+        kept = math.exp((track.seen - now) / SECONDS)
+        return kept * DOUBT if track.seen <= self._doubted else kept
 
     def _pool(self, confidence: int) -> _Pool:
         pool = self._pools.get(confidence)
         if pool is None:
             first = PRIORS[min(confidence, len(PRIORS) - 1)]
-            pool = self._pools[confidence] = _Pool(self.ladder, first)
+            pool = self._pools[confidence] = _Pool(len(self.ladder), first)
         return pool
 
 
-def _kept(seconds: float) -> float:
-    return math.exp(-seconds / SECONDS)
+def _chain(ladder: Ladder, acceptance: float) -> list[float]:
+    starts = (0, *ladder.sizes[:-1])
+    sums = [
+        sum(acceptance**depth for depth in range(start + 1, end + 1))
+        for start, end in zip(starts, ladder.sizes, strict=True)
+    ]
+    return [after / before for before, after in zip([1.0, *sums], sums, strict=False)]

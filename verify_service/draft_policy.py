@@ -164,7 +164,8 @@ class DraftPolicy:
             self._learn(times, step)
         if is_drafted:
             plain = step.tokens * times.seconds(batch, plain_rows) / batch
-            self._probing.drafted_step(seconds, plain, self._is_trial)
+            if self._probing.drafted_step(seconds, plain, self._is_trial):
+                self._acceptance.doubt(self._probing.now)
         else:
             expected = times.seconds(batch, step.rows)
             self._probing.plain_step(seconds, max(seconds - expected, 0.0) if is_changed else 0.0)

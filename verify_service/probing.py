@@ -54,18 +54,24 @@ class Probing:
         self._balance = min(self._balance + SHARE * seconds - loss, MOST_SAVED)
         self._steps_since_check = 0
 
-    def drafted_step(self, seconds: float, plain_seconds: float, was_trial: bool) -> None:
-        """Takes the time of a step with drafts, and the time that its tokens would have taken without."""
+    def drafted_step(self, seconds: float, plain_seconds: float, was_trial: bool) -> bool:
+        """Takes the time of a step with drafts, and the time that its tokens would have taken without.
+
+        Returns:
+            Whether drafting has lost so much that what it is expected to bring must be wrong: it rests then.
+        """
         self.now += seconds
         self._waiting = 0
         self._steps_since_check += 1
         loss = seconds - plain_seconds
         self._balance = min(self._balance + SHARE * seconds - loss, MOST_SAVED)
         if was_trial:
-            return
+            return False
         # What drafting is believed to bring is not what pays for trials.
         self._balance = max(self._balance, -MOST_SAVED)
         self._lost = max(0.0, self._lost + loss - ALLOWED * seconds)
-        if self._lost > STOP_LOSS:
-            self._lost = self._balance = 0.0
-            self._stopped_until = self.now + STOP_SECONDS
+        if self._lost <= STOP_LOSS:
+            return False
+        self._lost = self._balance = 0.0
+        self._stopped_until = self.now + STOP_SECONDS
+        return True

@@ -1,5 +1,6 @@
 """A model of what steps cost and bring, for policies: times from a table, acceptance from a seeded generator, no clock."""
 
+import functools
 import heapq
 import json
 import math
@@ -16,7 +17,7 @@ from verify_service.step_time import GridTimes, RowTimes, StepTimes
 SIBLINGS = 0.3  # of a node's acceptance that the next of its siblings has
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepModel:
     """Seconds of steps.
 
@@ -55,6 +56,14 @@ class StepModel:
             return GridTimes({shape: seconds * error() for shape, seconds in self.target.items()})
         widths = sorted(self.target)
         return RowTimes(widths, [self.target[width] * error() for width in widths])
+
+    def seconds(self, batch: int, rows: int) -> float:
+        """Of the target's part of a step; `rows` of each sequence where steps are padded, else of all."""
+        return self._exact.seconds(batch, rows)
+
+    @functools.cached_property
+    def _exact(self) -> StepTimes:
+        return self.times()
 
     def draft_seconds(self, batch: int, levels: int) -> float:
         """The wait for trees of so many levels."""
@@ -160,6 +169,7 @@ def simulate(
     trace, now, answers, rates = Trace(), 0.0, [], {}
     pending, was_drafted = list(loads), False
     steps, _, num_nodes = model.tree
+    late: list[Callable[[], None]] = []  # what the policy is told of the newest step
     while now < seconds:
         while pending and pending[0].start <= now:
             load = pending.pop(0)
@@ -168,33 +178,46 @@ def simulate(
             while len(answers) < load.batch:
                 answers.append(Answer(num_left=rng.randint(1, answer)))
         batch = len(answers)
-        nodes, rows = policy(
-            [Want(one.history, min(num_nodes, one.num_left - 1)) for one in answers]
-        )
+        wanted = [Want(one.history, min(num_nodes, one.num_left - 1)) for one in answers]
+        nodes, rows = policy(wanted)
+        is_change = any(nodes) != was_drafted
+        if is_change and late:
+            # The outcome of the step under way is waited for, and the policy asked again.
+            late.pop()()
+            nodes, rows = policy(wanted)
+        is_change = any(nodes) != was_drafted
+        was_drafted = any(nodes)
         levels = min(max(nodes), steps)
-        tokens = 0
         outcomes = []
         for one, num in zip(answers, nodes, strict=True):
-            low, high = load.acceptance
-            acceptance = rates.setdefault(id(one), rng.uniform(low, high))
+            acceptance = rates.setdefault(id(one), rng.uniform(*load.acceptance))
             path: list[int] = []
             if num:
                 shape = prefixes.setdefault(num, (parents[:num], ranks[:num]))
-                path = accepted_nodes(*shape, acceptance, rng)
-            outcomes.append((one, num, path))
-            tokens += len(path) + 1
+                path = accepted_nodes(*shape, acceptance, rng)[: one.num_left - 1]
+            outcomes.append((one.history, num, path))
             one.num_left -= len(path) + 1
-        total = batch + sum(nodes)
+        tokens = sum(len(path) + 1 for _, _, path in outcomes)
+        num_rows = rows if model.is_padded else batch + sum(nodes)
         factor = max(0.7, rng.gauss(1, noise)) * (3.0 if rng.random() < 0.002 else 1.0)
-        target = factor * model_seconds(model, batch, rows if model.is_padded else total)
+        target = factor * model.seconds(batch, num_rows)
         draft = factor * model.draft_seconds(batch, levels)
-        if (levels > 0) != was_drafted:
+        if is_change:
             draft += model.change
-        was_drafted = levels > 0
         now += target + draft
-        policy.took(batch, rows if model.is_padded else total, target, tokens, levels, draft)
-        for one, num, path in outcomes:
-            policy.outcome(one.history, num, path)
+        took = (batch, num_rows, target, tokens, levels, draft)
+
+        def tell(took: Any = took, outcomes: Any = tuple(outcomes)) -> None:
+            policy.took(*took)
+            for outcome in outcomes:
+                policy.outcome(*outcome)
+
+        if late:
+            late.pop()()
+        if policy.overlapped:
+            late.append(tell)
+        else:
+            tell()
         for i, one in enumerate(answers):
             if one.num_left <= 0:
                 rates.pop(id(one), None)
@@ -204,18 +227,6 @@ def simulate(
         trace.rows.append(rows)
         trace.batches.append(batch)
     return trace
-
-
-def model_seconds(model: StepModel, batch: int, rows: int) -> float:
-    """Of the target's part of a step."""
-    return _exact(model).seconds(batch, rows)
-
-
-_EXACT: dict[int, StepTimes] = {}
-
-
-def _exact(model: StepModel) -> StepTimes:
-    return _EXACT.setdefault(id(model), model.times())
 
 
 class Policy:
@@ -246,7 +257,7 @@ class Fixed(Policy):
     """Always the same number of nodes."""
 
     def __init__(self, nodes: int) -> None:
-        self.nodes = nodes
+        self.nodes, self.overlapped = nodes, False
 
     def __call__(self, wanted: list[Want]) -> tuple[list[int], int]:
         """See Policy."""
