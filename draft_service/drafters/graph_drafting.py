@@ -15,7 +15,8 @@ from draft_service.drafters.hidden_source import HiddenSource
 from draft_service.drafters.paged_sequences import Continuation, Extension, PagedSequence
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import Unavailable
-from foredraft.runner.draft_batches import (
+from foredraft.runner.draft_graphs import DraftGraphs
+from foredraft.runner.draft_records import (
     NUM_ROWS,
     ROW,
     SAMPLING,
@@ -23,7 +24,6 @@ from foredraft.runner.draft_batches import (
     START,
     VALID_FROM,
 )
-from foredraft.runner.draft_graphs import DraftGraphs
 from foredraft.runner.draft_uploads import StepRecords
 from foredraft.transport.base import HiddenReader
 from foredraft.transport.device_exchange import DraftExchange

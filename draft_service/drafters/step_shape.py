@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import AttachRefused
-from foredraft.runner.draft_batches import DraftShape
 from foredraft.runner.draft_hand_on import HandedOn
+from foredraft.runner.draft_records import DraftShape
 from foredraft.transport.device_exchange import DraftExchange
 
 

@@ -1,211 +1,94 @@
-"""The batches of a draft step of fixed shape, made on the device of what the host uploaded: records of the sequences.
-
-A record is a row of int32: `HEADER` numbers, R tokens, and the places of their hidden states. What the host does not know of
-a sequence it gives as -1, see `draft_hand_on.resolve`; the position is always found there.
-"""
-
-from dataclasses import dataclass
+"""The batches of a draft step of fixed shape: views of its plan."""
 
 import torch
 
 from foredraft.attention.base import Batch
 from foredraft.attention.paged_triton import TritonPlan, splits_for
 from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.runner.draft_plan import DraftPlan
+from foredraft.runner.draft_records import DraftShape
 from foredraft.speculation.sampling import SamplingRows
 
-# Columns of the header.
-(
-    SLOT,
-    START,
-    NUM_ROWS,
-    VALID_FROM,
-    POSITION,
-    TEMPERATURE,
-    TOP_P,
-    MIN_P,
-    TOP_K,
-    SEED_LOW,
-    SEED_HIGH,
-    ROW,
-) = range(12)
-HEADER = 12
-SAMPLING = slice(TEMPERATURE, SEED_HIGH + 1)
 
-
-@dataclass(frozen=True, slots=True)
-class DraftShape:
-    """Sizes of a step.
-
-    Attributes:
-        num_steps, topk, num_nodes: Of the tree.
-        num_rows: Committed tokens of a sequence at most, R.
-        max_slots: Sequences that may be known at a time.
-        max_pages: Of a page table.
-        vocab: Columns of the logits.
-        feature_size: Of the features that a head hands on; 0 for a model that reads tokens alone.
-        is_windowed: Whether a layer sees a window of positions.
-        shift: How far a token's position lies behind its key index.
-    """
-
-    num_steps: int
-    topk: int
-    num_nodes: int
-    num_rows: int
-    max_slots: int
-    max_pages: int
-    vocab: int
-    feature_size: int
-    is_windowed: bool = False
-    shift: int = 0
-
-    @property
-    def scratch_rows(self) -> int:
-        """Drafted tokens of a sequence that need KV."""
-        return max(1, (self.num_steps - 1) * self.topk)
-
-    def scratch_pages(self, page_size: int) -> int:
-        """Pages that hold them."""
-        return -(-self.scratch_rows // page_size)
-
-
-def committed_batch(
-    shape: DraftShape,
-    kv: PagedKV,
-    tables_of_slots: torch.Tensor,
-    records: torch.Tensor,
-    dump_slot: int,
-) -> Batch:
-    """The batch of committed tokens: B sequences of up to R rows, of which the last ones' logits are wanted.
+class DraftBatches:
+    """Batches of one size.
 
     Args:
-        tables_of_slots: int32 [slots + 1, max_pages].
-        records: int32 [B, at least HEADER + R].
-        dump_slot: Of the cache, for what padding rows write.
-    """
-    batch, rows, device = len(records), shape.num_rows, records.device
-    slot, start, num_rows, valid_from = records[:, :4].t().contiguous()
-    tables = tables_of_slots.index_select(0, slot)
-    index = torch.arange(rows, device=device)
-    keys = start[:, None].long() + index
-    # Rows that are none may lie beyond the table; they write where nobody reads.
-    pages = tables.gather(1, (keys // kv.page_size).clamp_max_(shape.max_pages - 1))
-    slots = pages.long() * kv.page_size + keys % kv.page_size
-    slots = torch.where(index < num_rows[:, None], slots, dump_slot)
-    first_row = torch.arange(0, batch * rows, rows, dtype=torch.int32, device=device)
-    positions = keys.flatten()
-    plan = TritonPlan(
-        kv=kv,
-        page_tables=tables,
-        first_row=first_row,
-        num_rows=num_rows,
-        prefix_start=torch.minimum(valid_from, start),
-        prefix_len=start,
-        write_index=start,
-        positions=positions,
-        tail_mask=None,
-        is_causal=None,
-        tail_positions=None,
-        max_rows=rows,
-        num_splits=splits_for(batch, rows, kv, shape.max_pages * kv.page_size),
-    )
-    last = first_row.long() + (num_rows.long() - 1).clamp_min_(0)
-    tokens = records[:, HEADER : HEADER + rows].flatten().long()
-    return Batch(tokens, positions, slots.flatten(), (), last, plan=plan)
-
-
-class Levels:
-    """Batches of drafted tokens: a level's beams attend to the committed keys and to their own ancestors.
-
-    A drafted token's KV goes behind the sequence's committed keys: into what is left of their last page, which is the
-    sequence's own, and then into scratch pages of its slot. Padding has a slot of its own.
-
-    Args:
-        tables: int32 [slots + 1, max_pages].
-        records: int32 [B, at least HEADER].
+        plan: Filled in by whoever runs the step.
     """
 
-    def __init__(
-        self, shape: DraftShape, kv: PagedKV, tables: torch.Tensor, records: torch.Tensor
-    ) -> None:
-        self._kv, self._shape = kv, shape
-        batch, device = len(records), records.device
-        slot, start, num_rows, valid_from = records[:, :4].t().contiguous()
-        self._num_keys = start + num_rows
-        # Padding has no rows; every other sequence has all its beams.
-        self._num_rows = torch.where(num_rows > 0, shape.topk, 0).to(torch.int32)
-        self._valid_from = torch.minimum(valid_from, self._num_keys)
-        self._first_row = torch.arange(
-            0, batch * shape.topk, shape.topk, dtype=torch.int32, device=device
+    def __init__(self, plan: DraftPlan, shape: DraftShape, kv: PagedKV) -> None:
+        self.plan = plan
+        self._shape, self._kv = shape, kv
+        batch, device = len(plan.start), plan.start.device
+        rows, topk = shape.num_rows, shape.topk
+        self._first_row, self._first_beam = (
+            torch.arange(0, batch * each, each, dtype=torch.int32, device=device)
+            for each in (rows, topk)
         )
-        per_slot = shape.scratch_pages(kv.page_size)
-        used = (self._num_keys + kv.page_size - 1) // kv.page_size
-        columns = torch.arange(shape.max_pages + per_slot, dtype=torch.int32, device=device)
-        committed = tables.index_select(0, slot)
-        committed = torch.nn.functional.pad(committed, (0, per_slot))
-        over = (columns - used[:, None]).clamp_max_(per_slot - 1)
-        scratch = kv.num_pages + slot[:, None] * per_slot + over
-        self._tables = torch.where(over < 0, committed, scratch).to(torch.int32)
-        self._num_splits = splits_for(batch, shape.topk, kv, shape.max_pages * kv.page_size)
-        # Of all levels at once, which takes fewer kernels.
-        count, topk = shape.num_steps - 1, shape.topk
-        level = torch.arange(count, dtype=torch.int32, device=device)
-        self._first = self._num_keys + level[:, None] * topk
-        place = (self._num_keys + level[:, None]).long()
-        # Kernels read rows one after another, which views of a chain or of a single sequence need not be.
-        places = place[:, :, None].expand(-1, -1, topk)
-        self._positions = places.reshape(count, batch * topk).contiguous()
-        row = torch.arange(count * topk, dtype=torch.int32, device=device)
-        keys = self._num_keys[:, None].long() + row
-        pages = self._tables.gather(1, keys // kv.page_size)
-        slots = pages.long() * kv.page_size + keys % kv.page_size
-        slots = slots.view(batch, count, topk).transpose(0, 1)
-        self._slots = slots.reshape(count, batch * topk).contiguous()
-        self._tail_positions = None
-        if shape.is_windowed and topk > 1:
-            self._tail_positions = self._num_keys[:, None] + row // topk
+        max_keys = shape.max_pages * kv.page_size
+        self._row_splits = splits_for(batch, rows, kv, max_keys)
+        self._beam_splits = splits_for(batch, topk, kv, max_keys)
 
-    def batch(self, level: int, tokens: torch.Tensor, mask: torch.Tensor | None) -> Batch:
-        """The batch of one level.
+    def committed(self) -> Batch:
+        """Committed tokens: up to R rows of each sequence, of which the last ones' logits are wanted."""
+        plan = self.plan
+        attention = TritonPlan(
+            kv=self._kv,
+            page_tables=plan.tables,
+            first_row=self._first_row,
+            num_rows=plan.num_rows,
+            prefix_start=plan.prefix_start,
+            prefix_len=plan.start,
+            write_index=plan.start,
+            positions=plan.positions,
+            tail_mask=None,
+            is_causal=None,
+            tail_positions=None,
+            max_rows=self._shape.num_rows,
+            num_splits=self._row_splits,
+        )
+        return Batch(plan.tokens, plan.positions, plan.slots, (), plan.last, plan=attention)
+
+    def level(self, level: int, tokens: torch.Tensor, mask: torch.Tensor | None) -> Batch:
+        """Drafted tokens: a level's beams attend to the committed keys and to their own ancestors.
 
         Args:
             tokens: int64 [B, K].
             mask: bool [B * K, (level + 1) * K], the beams' ancestors; None for a chain.
         """
-        first, positions = self._first[level], self._positions[level]
-        tail_positions = self._tail_positions
-        if tail_positions is not None and mask is not None:
-            tail_positions = tail_positions[:, : mask.shape[1]]
-        plan = TritonPlan(
+        plan, shape = self.plan, self._shape
+        first, positions = plan.level_first[level], plan.level_positions[level]
+        tail_positions = None
+        if shape.is_windowed and mask is not None:
+            tail_positions = plan.tail_positions[:, : mask.shape[1]]
+        attention = TritonPlan(
             kv=self._kv,
-            page_tables=self._tables,
-            first_row=self._first_row,
-            num_rows=self._num_rows,
-            prefix_start=self._valid_from,
-            prefix_len=first if mask is None else self._num_keys,
+            page_tables=plan.tables,
+            first_row=self._first_beam,
+            num_rows=plan.num_beams,
+            prefix_start=plan.valid_from,
+            prefix_len=first if mask is None else plan.num_keys,
             write_index=first,
             positions=positions,
             tail_mask=mask,
             is_causal=None,
             tail_positions=tail_positions,
-            max_rows=self._shape.topk,
-            num_splits=self._num_splits,
+            max_rows=shape.topk,
+            num_splits=self._beam_splits,
         )
-        return Batch(tokens.flatten(), positions, self._slots[level], (), plan=plan)
+        return Batch(tokens.flatten(), positions, plan.level_slots[level], (), plan=attention)
 
-
-def sampling_rows(records: torch.Tensor, any_sampled: bool, any_ranked: bool) -> SamplingRows:
-    """The sequences' sampling parameters; see `SamplingRows` for the two promises."""
-    temperature, top_p, min_p = (
-        records[:, TEMPERATURE : MIN_P + 1].t().contiguous().view(torch.float32)
-    )
-    low, high = records[:, SEED_LOW].long(), records[:, SEED_HIGH].long()
-    return SamplingRows(
-        temperature=temperature,
-        top_p=top_p,
-        min_p=min_p,
-        top_k=records[:, TOP_K].long(),
-        seed=(high << 32) | (low & 0xFFFFFFFF),
-        position=records[:, POSITION].long(),
-        any_sampled=any_sampled,
-        any_ranked=any_ranked,
-    )
+    def sampling(self, any_sampled: bool, any_ranked: bool) -> SamplingRows:
+        """The sequences' sampling parameters; see `SamplingRows` for the two promises."""
+        plan = self.plan
+        return SamplingRows(
+            temperature=plan.temperature,
+            top_p=plan.top_p,
+            min_p=plan.min_p,
+            top_k=plan.top_k,
+            seed=plan.seed,
+            position=plan.position,
+            any_sampled=any_sampled,
+            any_ranked=any_ranked,
+        )

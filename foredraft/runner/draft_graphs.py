@@ -17,15 +17,11 @@ import torch
 
 from foredraft.attention.base import Batch
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.runner import draft_hand_on
-from foredraft.runner.draft_batches import (
-    HEADER,
-    DraftShape,
-    Levels,
-    committed_batch,
-    sampling_rows,
-)
+from foredraft.runner import draft_hand_on, draft_plan, draft_uploads
+from foredraft.runner.draft_batches import DraftBatches
 from foredraft.runner.draft_hand_on import HandedOn
+from foredraft.runner.draft_plan import DraftPlan, Known
+from foredraft.runner.draft_records import DraftShape
 from foredraft.runner.draft_uploads import StepRecords, Uploads
 from foredraft.speculation.static_beams import StaticBeams
 from foredraft.speculation.tree_building import Ordering
@@ -85,12 +81,14 @@ class DraftGraphs:
         device = self._device = kv.data.device
         self._on_gpu = device.type == "cuda"
         first_page = kv.num_pages + shape.max_slots * shape.scratch_pages(kv.page_size)
-        self._dump_slot = first_page * kv.page_size
-        self._handed_on = handed_on or HandedOn.nowhere(shape, device)
+        handed_on = handed_on or HandedOn.nowhere(shape, device)
         # Of a step and the one before, each in as many parts as it takes.
         num_blocks = 2 * -(-shape.max_slots // max_batch)
-        self._uploads = Uploads(shape, max_batch, self._handed_on.spare_row, num_blocks, device)
-        self._num_keys = torch.zeros(shape.max_slots + 1, dtype=torch.int32, device=device)
+        self._uploads = Uploads(shape, max_batch, handed_on.spare_row, num_blocks, device)
+        num_keys = torch.zeros(shape.max_slots + 1, dtype=torch.int32, device=device)
+        dump_slot = first_page * kv.page_size
+        self._known = Known(self._uploads.tables, num_keys, handed_on, dump_slot)
+        self._batches: dict[int, DraftBatches] = {}  # by size
         self._root_logits = torch.zeros(max_batch, shape.vocab, device=device)
         self._root_features: torch.Tensor | None = None
         if shape.feature_size:
@@ -105,7 +103,9 @@ class DraftGraphs:
         self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
         self._captures = False
         self._has_kernels = False
-        self._resolve, self._hand_on_trees = draft_hand_on.resolve, draft_hand_on.hand_on_trees
+        self._fill = draft_plan.fill
+        self._apply_updates = draft_uploads.apply_updates
+        self._hand_on_trees = draft_hand_on.hand_on_trees
         if self._on_gpu:
             from foredraft.speculation import device_beams  # needs triton
 
@@ -113,7 +113,8 @@ class DraftGraphs:
         if self._has_kernels:
             from foredraft.runner import draft_kernels
 
-            self._resolve = draft_kernels.resolve
+            self._fill = draft_kernels.fill
+            self._apply_updates = draft_kernels.apply_updates
             self._hand_on_trees = draft_kernels.hand_on_trees
 
     def set_pages(self, slot: int, first_entry: int, pages: list[int]) -> None:
@@ -248,30 +249,32 @@ class DraftGraphs:
             return
         graph.replay()
 
-    def _prepare(self, batch: int) -> None:
-        """What comes first in a step on the device: page tables, and what the host did not know of the records."""
-        self._uploads.apply_updates()
-        shape, records, handed_on = self.shape, self._uploads.on_device(batch), self._handed_on
-        max_keys = shape.max_pages * self._kv.page_size
-        self._resolve(shape, records, self._num_keys, handed_on, max_keys)
+    def _prepare(self, batch: int) -> DraftBatches:
+        """What comes first in a step on the device: the page tables and the plan."""
+        batches = self._batches_of(batch)
+        self._apply_updates(self._uploads.updates, self._uploads.tables)
+        records = self._uploads.on_device(batch)
+        self._fill(batches.plan, self.shape, self._kv, records, self._known)
+        return batches
+
+    def _batches_of(self, batch: int) -> DraftBatches:
+        # Made when a size first runs, which is before it is captured: graphs hold addresses.
+        if batch not in self._batches:
+            plan = DraftPlan.empty(self.shape, self._kv, batch)
+            self._batches[batch] = DraftBatches(plan, self.shape, self._kv)
+        return self._batches[batch]
 
     def _extend(self, batch: int) -> None:
-        self._prepare(batch)
-        shape, records, tables = self.shape, self._uploads.on_device(batch), self._uploads.tables
-        committed = committed_batch(shape, self._kv, tables, records, self._dump_slot)
-        end = HEADER + shape.num_rows
-        features = None
-        if self._features is not None:
-            features = self._features(records[:, end : end + shape.num_rows].flatten().long())
-        logits, following = self._forward(committed, features)
+        batches = self._prepare(batch)
+        features = self._features(batches.plan.places) if self._features is not None else None
+        logits, following = self._forward(batches.committed(), features)
         self._root_logits[:batch].copy_(logits)
         if self._root_features is not None and following is not None:
             self._root_features[:batch].copy_(following)
 
     def _draft(self, batch: int, any_sampled: bool, any_ranked: bool) -> None:
-        shape, records = self.shape, self._uploads.on_device(batch)
-        beams = self._beams(batch, records, any_sampled, any_ranked)
-        levels = Levels(shape, self._kv, self._uploads.tables, records)
+        shape, batches = self.shape, self._batches_of(batch)
+        beams = self._beams(batch, batches, any_sampled, any_ranked)
         logits = self._root_logits[:batch]
         features = self._root_features
         if features is not None:
@@ -282,17 +285,19 @@ class DraftGraphs:
                 break
             read = None if features is None else features.index_select(0, sources)
             mask = beams.seen() if shape.topk > 1 else None
-            logits, features = self._forward(levels.batch(level, tokens, mask), read)
-        beams.write(self._results[:batch])
-        self._hand_on_trees(records, self._results[:batch], self._handed_on.trees)
+            logits, features = self._forward(batches.level(level, tokens, mask), read)
+        results = self._results[:batch]
+        beams.write(results)
+        records = self._uploads.on_device(batch)
+        self._hand_on_trees(records, results, self._known.handed_on.trees)
 
     def _beams(
-        self, batch: int, records: torch.Tensor, any_sampled: bool, any_ranked: bool
+        self, batch: int, batches: DraftBatches, any_sampled: bool, any_ranked: bool
     ) -> Beams:
         shape = self.shape
         rows = None
         if self._ordering == "coupled":
-            rows = sampling_rows(records, any_sampled, any_ranked)
+            rows = batches.sampling(any_sampled, any_ranked)
         if self._has_kernels and not any_ranked:
             from foredraft.speculation.device_beams import DeviceBeams
 

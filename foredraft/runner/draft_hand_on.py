@@ -1,10 +1,10 @@
-"""Draft steps that stay on the device: records whose tokens the host does not know, and trees that it never sees."""
+"""Draft steps that stay on the device: where their tokens are, and where their trees go."""
 
 from dataclasses import dataclass
 
 import torch
 
-from foredraft.runner.draft_batches import HEADER, NUM_ROWS, POSITION, ROW, SLOT, START, DraftShape
+from foredraft.runner.draft_records import ROW, DraftShape
 from foredraft.speculation.static_beams import NO_NODE
 
 
@@ -33,40 +33,6 @@ class HandedOn:
     def spare_row(self) -> int:
         """The row that is nobody's."""
         return len(self.accepted) - 1
-
-
-def resolve(
-    shape: DraftShape,
-    records: torch.Tensor,
-    num_keys: torch.Tensor,
-    handed_on: HandedOn,
-    max_keys: int,
-) -> None:
-    """Fills in what the host did not know: the start where it is -1; where the number of rows is -1, that, the tokens and
-    the places of their hidden states. In all records: the position after them.
-
-    Args:
-        records: int32 [B, HEADER + 2 * R], changed.
-        num_keys: int32 [slots + 1], of each slot, changed to what there will be after the records' tokens.
-        max_keys: Of a sequence; tokens beyond are left out.
-    """
-    rows = shape.num_rows
-    slot, row, start = records[:, SLOT], records[:, ROW], records[:, START]
-    is_handed_on = records[:, NUM_ROWS] < 0
-    accepted = handed_on.accepted.index_select(0, row)
-    start = torch.where(start < 0, num_keys.index_select(0, slot), start)
-    count = torch.where(is_handed_on, accepted[:, 0].clamp(0, rows), records[:, NUM_ROWS])
-    count = torch.minimum(count, (max_keys - start).clamp_min_(0))
-    index = torch.arange(rows, dtype=torch.int32, device=records.device)
-    tokens, places = records[:, HEADER : HEADER + rows], records[:, HEADER + rows :]
-    taken = torch.where(index < count[:, None], accepted[:, 1:], 0)
-    tokens.copy_(torch.where(is_handed_on[:, None], taken, tokens))
-    own = handed_on.first_place + row[:, None] * rows + index
-    places.copy_(torch.where(is_handed_on[:, None], own, places))
-    records[:, START].copy_(start)
-    records[:, NUM_ROWS].copy_(count)
-    records[:, POSITION].copy_(start + count + shape.shift)
-    num_keys.index_copy_(0, slot.long(), start + count)
 
 
 def hand_on_trees(records: torch.Tensor, results: torch.Tensor, trees: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from foredraft.runner.draft_batches import HEADER, ROW, SLOT, DraftShape
+from foredraft.runner.draft_records import HEADER, ROW, SLOT, DraftShape
 
 PAGE_UPDATES = 512  # of one upload
 
@@ -74,7 +74,7 @@ class Uploads:
         self.tables = torch.zeros(
             shape.max_slots + 1, shape.max_pages, dtype=torch.int32, device=device
         )
-        self._updates: list[tuple[int, int, list[int]]] = []
+        self._updates: dict[tuple[int, int], int] = {}  # pages by slot and entry
 
     @property
     def is_free(self) -> bool:
@@ -88,7 +88,10 @@ class Uploads:
 
     def set_pages(self, slot: int, first_entry: int, pages: list[int]) -> None:
         """Writes a part of a slot's page table, for the steps after this."""
-        self._updates.append((slot, first_entry, pages[: self._shape.max_pages - first_entry]))
+        room = self._shape.max_pages - first_entry
+        for i, page in enumerate(pages[:room]):
+            # Of two for one entry the later counts; the device takes them in any order.
+            self._updates[slot, first_entry + i] = page
 
     def records(self, num_sequences: int, batch: int) -> StepRecords:
         """What to fill in for a step, once `is_free`: `num_sequences`; the others of `batch` are filled in already."""
@@ -118,16 +121,16 @@ class Uploads:
         start = 3 * PAGE_UPDATES
         return self._inputs[start : start + batch * self._width].view(batch, self._width)
 
-    def apply_updates(self) -> None:
-        """On the device: writes the page updates that were sent into the tables."""
-        slots, entries, pages = self._inputs[: 3 * PAGE_UPDATES].view(3, PAGE_UPDATES)
-        self.tables.index_put_((slots, entries), pages)
+    @property
+    def updates(self) -> torch.Tensor:
+        """The page updates that were sent, int32 [3, PAGE_UPDATES]."""
+        return self._inputs[: 3 * PAGE_UPDATES].view(3, PAGE_UPDATES)
 
     def _fill_updates(self) -> None:
         """Puts page updates into the block, as many as it holds; more of them wait for nothing and go first."""
-        slots = [slot for slot, _, pages in self._updates for _ in pages]
-        entries = [first + i for _, first, pages in self._updates for i in range(len(pages))]
-        numbers = [page for _, _, pages in self._updates for page in pages]
+        slots = [slot for slot, _ in self._updates]
+        entries = [entry for _, entry in self._updates]
+        numbers = list(self._updates.values())
         self._updates.clear()
         late = max(0, len(slots) - PAGE_UPDATES)
         if late:
@@ -135,7 +138,7 @@ class Uploads:
             if self._is_pinned:
                 early = early.pin_memory()
             early = early.to(self.tables.device, non_blocking=True)
-            self.tables.index_put_((early[0], early[1]), early[2].to(torch.int32))
+            apply_updates(early.to(torch.int32), self.tables)
         count = len(slots) - late
         block = self._blocks[self._now]
         updates = block.updates
@@ -148,3 +151,14 @@ class Uploads:
             updates[0, count : block.num_updates] = self._shape.max_slots
             updates[1:, count : block.num_updates] = 0
         block.num_updates = count
+
+
+def apply_updates(updates: torch.Tensor, tables: torch.Tensor) -> None:
+    """Writes page updates into tables.
+
+    Args:
+        updates: int32 [3, n]: slots, entries, pages.
+        tables: int32 [slots + 1, max_pages], changed.
+    """
+    slots, entries, pages = updates
+    tables.index_put_((slots.long(), entries.long()), pages)

@@ -159,7 +159,7 @@ def test_a_path_beyond_the_page_table_is_cut(
             request.sequences.add(slot=2, device_row=4).propose.CopyFrom(made.limits)
             made.step(request)
         graphs = graphs_of(made)
-        assert int(graphs._num_keys[2]) == graphs.shape.max_pages * PAGE
+        assert int(graphs._known.num_keys[2]) == graphs.shape.max_pages * PAGE
 
 
 @pytest.mark.parametrize(
