@@ -13,8 +13,9 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import AttachRefused, DraftError
 from foredraft.telemetry.metrics import REGISTRY
-from foredraft.transport import shared_memory
-from foredraft.transport.base import ArenaError, HiddenWriter, RowFormat
+from foredraft.transport import choice, shared_memory
+from foredraft.transport.base import ArenaError, HiddenWriter, Region, RowFormat
+from foredraft.transport.device_exchange import StepSizes
 from foredraft.transport.process import pid_namespace, start_time
 from foredraft.types import SamplingParams
 from tests.support.checkpoints import make_checkpoint
@@ -24,6 +25,7 @@ from tests.verify_service.test_self_test import until
 from verify_service.arena import Arena, is_same_host
 
 SHM, INLINE = tensor_pb2.TRANSPORT_SHM, tensor_pb2.TRANSPORT_INLINE
+CUDA_IPC = tensor_pb2.TRANSPORT_CUDA_IPC
 
 
 def make(draft: str = "unix:/tmp/draft.sock", **changes: object) -> Arena:
@@ -228,3 +230,37 @@ def test_of_a_draft_that_cannot_be_seen_nothing_is_taken_for_granted() -> None:
         arena.attached(epoch)
         arena.ended(epoch, None)
     assert not any(writer.is_freed for writer in arena.writers)
+
+
+def test_steps_that_stay_on_the_gpu_need_no_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Region] = []
+
+    def open_region(
+        transports: list, epoch: int, device: object, steps: StepSizes
+    ) -> Region | None:
+        if CUDA_IPC not in transports:
+            return None
+        assert steps == StepSizes(8, 4, 7)
+        region = Region()
+        region.arena = tensor_pb2.Arena(transport=CUDA_IPC, epoch=epoch, size=1)
+        made.append(region)
+        return region
+
+    monkeypatch.setattr(choice, "open_region", open_region)
+    arena = make(steps=StepSizes(8, 4, 7))
+    arena._own, arena._uuid = [CUDA_IPC, INLINE], "GPU-1"
+    draft = draft_pb2.GetDraftInfoResponse(transports=[CUDA_IPC], device_uuid="GPU-1")
+    assert arena.open(draft, 1) is None, "it has no such steps"
+    draft.device_steps = True
+    assert arena.open(draft, 2) == made[0].arena
+    exchange = arena.exchange(2)
+    assert exchange is not None
+    assert (exchange.layers, exchange.writer, exchange.device) == (None, None, None)
+    arena.attached(2)
+    assert shown("foredraft_draft_transport_info", transport="cuda_ipc") == 1
+    arena.ended(2, None)
+    assert arena.open(draft, 3) is not None
+    arena.ended(3, AttachRefused("arena.handle", "cannot map the block"))
+    assert arena.open(draft, 4) is None, "it can do without"
+    draft.device_uuid = "GPU-2"
+    assert make(steps=StepSizes(8, 4, 7)).open(draft, 5) is None
