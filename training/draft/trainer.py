@@ -31,6 +31,7 @@ from training.lm.model import LlamaShape
 from training.lm.optimizer import MuonAdamW, cosine_schedule
 from training.plots import plot_curves
 from training.progress import Progress, say
+from training.resume import load_state, save_state
 from training.text_data import read_documents
 from training.token_map import select_tokens
 
@@ -381,22 +382,20 @@ class DraftTrainer:
             file.write(json.dumps(entry) + "\n")
 
     def _save_checkpoint(self) -> None:
-        path = self.config.out / "checkpoint.pt"
         state = {
             "step": self.step,
             "head": self.head.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "history": self.history,
         }
-        torch.save(state, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
+        save_state(state, self.config.out / "checkpoint.pt")
 
     def _load_checkpoint(self) -> None:
         path = self.config.out / "checkpoint.pt"
         if not path.is_file():
             say("nothing to resume: starting at step 0")
             return
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = load_state(path)
         try:
             self.head.load_state_dict(state["head"])
         except RuntimeError as error:

@@ -22,6 +22,7 @@ from training.lm.optimizer import MuonAdamW, cosine_schedule
 from training.lm.speed import matmul_tflops, shape_tflops
 from training.plots import plot_curves
 from training.progress import Progress, say
+from training.resume import load_state, save_state
 from training.text_data import (
     Document,
     WindowSampler,
@@ -306,7 +307,6 @@ class LMTrainer:
             file.write(json.dumps(entry) + "\n")
 
     def _save_checkpoint(self) -> None:
-        path = self.config.out / "checkpoint.pt"
         state = {
             "step": self.step,
             "model": self.model.state_dict(),
@@ -314,15 +314,14 @@ class LMTrainer:
             "history": self.history,
             "shape": self.shape.as_dict(),
         }
-        torch.save(state, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
+        save_state(state, self.config.out / "checkpoint.pt")
 
     def _load_checkpoint(self) -> None:
         path = self.config.out / "checkpoint.pt"
         if not path.is_file():
             say("nothing to resume: starting at step 0")
             return
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = load_state(path)
         if state["shape"] != self.shape.as_dict():
             raise CheckpointError(f"{path} holds a model of other sizes: {state['shape']}")
         self.model.load_state_dict(state["model"])
