@@ -1,4 +1,4 @@
-"""Matrix products of one decode step at the shape of Llama-3.1-8B: one row by our kernel, more by cuBLAS, beside the floor.
+"""Matrix products of one decode step at the shape of Llama-3.1-8B by our kernels and by cuBLAS, beside the floor.
 
     python -m benchmarks.gpu.gemm --rows 1 2 4 8 16 32 64
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from foredraft.layers import one_row
+from foredraft.layers import few_rows
 
 SHAPES = {
     "qkv": (6144, 4096),
@@ -50,7 +50,7 @@ def main() -> int:
             results.append(row)
             ours = f"{row['ours_us']:8.1f}" if row["ours_us"] else f"{'-':>8}"
             print(
-                f"rows {rows:3} {name:8} floor {row['floor_us']:7.1f} us  cuBLAS {row['cublas_us']:7.1f}  one row {ours}",
+                f"rows {rows:3} {name:8} floor {row['floor_us']:7.1f} us  cuBLAS {row['cublas_us']:7.1f}  ours {ours}",
                 flush=True,
             )
     args.out.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,12 @@ def _measure(name: str, rows: int, weights: dict[str, list[torch.Tensor]]) -> di
         return torch.mm(x, w.t())
 
     def ours(x: torch.Tensor, w: torch.Tensor, gated: bool) -> object:
-        return one_row.multiply(x, w, None, gated)
+        if gated:
+            return few_rows.multiply(x, w, None, gated=True)
+        parts = few_rows.num_parts(x, w)
+        return (
+            few_rows.multiply(x, w, None) if parts == 1 else few_rows.multiply_in_parts(x, w, parts)
+        )
 
     def whole(microseconds: float) -> float:
         """Of one layer's product, or of a forward of all layers, from a run over the copies."""
@@ -90,7 +95,7 @@ def _measure(name: str, rows: int, weights: dict[str, list[torch.Tensor]]) -> di
         "rows": rows,
         "floor_us": whole(floor / BANDWIDTH * 1e6),
         "cublas_us": whole(_time(lambda: run(cublas))),
-        "ours_us": whole(_time(lambda: run(ours))) if rows == 1 else 0.0,
+        "ours_us": whole(_time(lambda: run(ours))) if rows <= few_rows.MOST_ROWS else 0.0,
     }
 
 

@@ -60,19 +60,21 @@ class SelfAttention(nn.Module):
         kv: PagedKV,
         attention: AttentionBackend,
         plan: object,
+        later: bool = False,
     ) -> torch.Tensor:
         """[num_rows, input_size] -> [num_rows, hidden_size].
 
         Args:
             angles: Of `rotary.Rotary`, for the batch's positions.
             layer: Of the cache.
+            later: Allows the parts of `Linear.sum_later` instead.
         """
         heads = self.qkv(x).view(self._shape)
         store = self._store_fused if fused.on_gpu(heads) else self._store
         queries = store(heads, angles, layer, batch, kv)
         out = x.new_empty(x.shape[0], self.output.weight.shape[1])
         attention.attend(plan, queries, layer, self.window, self._scale, out)
-        return self.output(out)
+        return self.output.sum_later(out) if later else self.output(out)
 
     def _store(
         self,

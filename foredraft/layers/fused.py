@@ -45,11 +45,11 @@ def add_norm(
 
     Args:
         stream: [rows, size], changed.
-        delta: [rows, size].
+        delta: [rows, size], or float32 [parts, rows, size] whose sum it is.
         post: Weight and eps of a norm of delta before it is added.
         copy: [rows, size], where the sum goes too; may be a part of wider rows.
     """
-    out = torch.empty_like(delta, memory_format=torch.contiguous_format)
+    out = torch.empty_like(stream, memory_format=torch.contiguous_format)
     post_weight, post_eps = post if post is not None else (None, 0.0)
     _norm(stream, delta, post_weight, post_eps, weight, eps, full_precision, out, copy)
     return out
@@ -72,13 +72,16 @@ def _norm(
     if not num_rows:
         return
     block = _power_of_two(size)
+    parts, part_stride = 1, 0
+    if delta is not None and delta.dim() == 3:
+        parts, part_stride, delta = delta.shape[0], delta.stride(0), delta[0]
     triton_kernels.norm[(num_rows,)](
         x, x if delta is None else delta, weight if post_weight is None else post_weight, weight,
         out, x if copy is None else copy,
-        x.stride(0), 0 if delta is None else delta.stride(0), out.stride(0),
+        x.stride(0), 0 if delta is None else delta.stride(0), part_stride, out.stride(0),
         0 if copy is None else copy.stride(0), size, eps, post_eps,
-        BLOCK=block, ADDS=delta is not None, POST=post_weight is not None, COPIES=copy is not None,
-        FULL=full_precision, num_warps=min(16, max(1, block // 512)),
+        BLOCK=block, ADDS=delta is not None, PARTS=parts, POST=post_weight is not None,
+        COPIES=copy is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
         **overlapped(x.device),
     )  # fmt: skip
 

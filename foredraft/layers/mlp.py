@@ -39,9 +39,13 @@ class GatedMLP(nn.Module):
         self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias, dtype, device)
         self.down = Linear(intermediate_size, hidden_size, bias, dtype, device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden] -> [num_rows, hidden]."""
+    def forward(self, x: torch.Tensor, later: bool = False) -> torch.Tensor:
+        """[num_rows, hidden] -> [num_rows, hidden]; `later` allows the parts of `Linear.sum_later` instead."""
+        down = self.down.sum_later if later else self.down
+        inner = self.gate_up.gated(x) if self._kind == "silu" else None
+        if inner is not None:
+            return down(inner)
         both = self.gate_up(x)
         if fused.on_gpu(both):
-            return self.down(fused.gated(both, self._kind))
-        return self.down(self._activation(both[:, : self._size]).mul_(both[:, self._size :]))
+            return down(fused.gated(both, self._kind))
+        return down(self._activation(both[:, : self._size]).mul_(both[:, self._size :]))

@@ -51,7 +51,8 @@ class RMSNorm(nn.Module):
         """Adds `delta`, or its norm by `post`, to `stream` in place, and gives the norm of the sum.
 
         Args:
-            stream, delta: [num_rows, size].
+            stream: [num_rows, size].
+            delta: [num_rows, size], or the parts that `Linear.sum_later` gives.
             copy: Where the sum goes too; may be a part of wider rows.
         """
         if fused.on_gpu(stream):

@@ -17,11 +17,11 @@ def _normalized(x, weight, size, eps, dtype: tl.constexpr, FULL: tl.constexpr):
 @triton.jit
 def norm(
     x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr,
-    x_stride, delta_stride, out_stride, copy_stride, size, eps, post_eps,
-    BLOCK: tl.constexpr, ADDS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr,
+    x_stride, delta_stride, part_stride, out_stride, copy_stride, size, eps, post_eps,
+    BLOCK: tl.constexpr, ADDS: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr,
     FULL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row: x += delta, or the norm of delta; a copy of x; the norm of x."""
+    """One row: x += delta, or the norm of delta; a copy of x; the norm of x. delta is a sum of PARTS."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < size
@@ -34,7 +34,11 @@ def norm(
         tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
     if ADDS:
-        delta = tl.load(delta_ptr + row * delta_stride + columns, mask=is_column, other=0.0)
+        delta_ptr += row * delta_stride + columns
+        delta = tl.load(delta_ptr, mask=is_column, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            delta += tl.load(delta_ptr + part * part_stride, mask=is_column, other=0.0)
+        delta = delta.to(dtype)
         if POST:
             delta = _normalized(delta.to(tl.float32), post, size, post_eps, dtype, FULL)
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(dtype)

@@ -95,8 +95,8 @@ class DecoderLayer(nn.Module):
             next_norm: Of the stream that leaves.
             copy: Where the stream that leaves goes too, or None.
         """
-        x = self.attention(x, angles, layer, batch, kv, attention, plan)
-        x = self.mlp(self.mlp_norm.add(stream, x, self.attention_post_norm))
+        x = self.attention(x, angles, layer, batch, kv, attention, plan, later=True)
+        x = self.mlp(self.mlp_norm.add(stream, x, self.attention_post_norm), later=True)
         return next_norm.add(stream, x, self.mlp_post_norm, copy)
 
 

@@ -131,7 +131,7 @@ class HeadLayer(nn.Module):
         out = self.attention(x, angles, self._index, run.batch, run.kv, run.attention, run.plan)
         if is_last and run.kept_rows is not None:
             out, stream = out[run.kept_rows], stream[run.kept_rows]
-        delta = self.mlp(self.mlp_norm.add(out, stream))
+        delta = self.mlp(self.mlp_norm.add(out, stream), later=next_norm is not None)
         if next_norm is None:
             out.add_(delta)
             return out, out

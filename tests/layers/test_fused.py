@@ -96,6 +96,26 @@ def rope(kind, factor=1.0):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_adding_parts(dtype, num_parts):
+    size = 200
+    norm, post_norm = random_norm(size, False, dtype), random_norm(size, False, dtype, 2)
+    stream, parts = random(5, size, dtype=dtype), random(num_parts, 5, size, seed=3)
+    moved = stream.clone().to(DEVICE)
+    want = norm.add(stream, parts.sum(0).to(dtype), post_norm)
+    got = fused.add_norm(
+        moved,
+        parts.to(DEVICE),
+        norm.weight.to(DEVICE),
+        1e-5,
+        norm.full_precision,
+        (post_norm.weight.to(DEVICE), 1e-5),
+    )
+    close(moved, stream, dtype)
+    close(got, want, dtype)
+
+
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
 def test_angles(kind):
     config = rope(kind, 1.3 if kind == "yarn" else 1.0)

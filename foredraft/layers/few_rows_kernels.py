@@ -1,0 +1,95 @@
+"""Triton kernels that stream a weight matrix once: for a single row by multiply-adds, for some rows by the matrix units."""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def multiply_row(
+    x_ptr, w_ptr, bias_ptr, out_ptr, outputs, inputs,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out = W x + bias. Each thread keeps its part of the sums in registers from the first column to the last."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    in_n = n < outputs
+    w = w_ptr + n.to(tl.int64)[:, None] * inputs + k[None, :]
+    # Weights depend on nothing: their first tile is under way before the kernel before this one has ended.
+    tile = tl.load(w, mask=in_n[:, None] & (k < inputs)[None, :], other=0.0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = tl.load(x_ptr + k, mask=k < inputs, other=0.0).to(tl.float32)[None, :]
+    acc = tile.to(tl.float32) * x
+    for start in range(BLOCK_K, inputs, BLOCK_K):
+        if EVEN:
+            x = tl.load(x_ptr + start + k).to(tl.float32)[None, :]
+            wanted = in_n[:, None]
+        else:
+            x = tl.load(x_ptr + start + k, mask=start + k < inputs, other=0.0)
+            x = x.to(tl.float32)[None, :]
+            wanted = in_n[:, None] & (start + k < inputs)[None, :]
+        acc += tl.load(w + start, mask=wanted, other=0.0).to(tl.float32) * x
+    result = tl.sum(acc, 1)
+    if HAS_BIAS:
+        result += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), mask=in_n)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def multiply(
+    x_ptr, w_ptr, bias_ptr, out_ptr, rows, outputs, inputs, share,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out = x W^T + bias; with GATED, silu of what the first half of W's rows gives times what the second half gives.
+
+    W is the left operand: its rows are many, those of x few. With PARTS, program (i, j) sums over `share` columns alone,
+    into out[j].
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    part = tl.program_id(1)
+    k = part * share + tl.arange(0, BLOCK_K)
+    in_n = n < outputs
+    in_m = (m < rows)[:, None]
+    # Rows beyond the last give sums that nobody stores.
+    w = w_ptr + tl.where(in_n, n, 0).to(tl.int64)[:, None] * inputs + k[None, :]
+    second = w + outputs.to(tl.int64) * inputs
+    x = x_ptr + m.to(tl.int64)[:, None] * inputs + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc2 = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for start in range(0, share, BLOCK_K):
+        in_k = (start + k < inputs)[None, :]
+        if EVEN:
+            tile = tl.load(w + start)
+            columns = tl.load(x + start, mask=in_m, other=0.0)
+        else:
+            tile = tl.load(w + start, mask=in_k, other=0.0)
+            columns = tl.load(x + start, mask=in_m & in_k, other=0.0)
+        columns = tl.trans(columns)
+        acc = tl.dot(tile, columns, acc)
+        if GATED:
+            if EVEN:
+                tile = tl.load(second + start)
+            else:
+                tile = tl.load(second + start, mask=in_k, other=0.0)
+            acc2 = tl.dot(tile, columns, acc2)
+    kind = out_ptr.dtype.element_ty
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        if HAS_BIAS:
+            acc2 += tl.load(bias_ptr + outputs + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+        # Rounded where separate operations would round.
+        gate = acc.to(kind).to(tl.float32)
+        acc = gate / (1.0 + tl.exp(-gate)) * acc2.to(kind).to(tl.float32)
+    if PARTS:
+        out_ptr += part.to(tl.int64) * rows * outputs
+    out = out_ptr + m.to(tl.int64)[:, None] * outputs + n[None, :]
+    tl.store(out, tl.trans(acc).to(kind), mask=in_m & in_n[None, :])
