@@ -22,7 +22,7 @@ from typing import Any
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support.engines import Harness, Job, running_engine
+from tests.support.engines import Harness, Job, accept_length, running_engine
 
 ROOT = Path(__file__).parents[1]
 TREES = {"chain 5": (5, 1, 6), "tree 5/4/8": (5, 4, 8)}
@@ -162,7 +162,6 @@ def _measure(
         **case.flags,
     }
     with running_engine(target, case.algorithm, **settings) as harness:
-        harness.engine.draft_everything()
         for temperature in TEMPERATURES:
             for batch in batches:
                 if results.get(case, temperature, batch) is not None:
@@ -175,17 +174,12 @@ def _measure(
 def _accept_length(
     harness: Harness, prompts: list[list[int]], temperature: float, batch: int
 ) -> float:
-    num_steps = num_accepted = 0
-    for first in range(0, len(prompts), batch):
-        jobs = [
-            Job(prompt, SamplingParams(temperature=temperature, seed=seed, max_new_tokens=TOKENS, ignore_eos=True))
-            for seed, prompt in enumerate(prompts[first : first + batch], first)
-        ]  # fmt: skip
-        for result in harness.run(jobs, timeout=600):
-            assert result.finish is not None
-            num_steps += result.finish.verify_steps
-            num_accepted += result.finish.accepted_tokens
-    return 1 + num_accepted / num_steps
+    jobs = [
+        Job(prompt, SamplingParams(temperature=temperature, seed=seed, max_new_tokens=TOKENS, ignore_eos=True))
+        for seed, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    batches = (jobs[first : first + batch] for first in range(0, len(jobs), batch))
+    return accept_length([result for some in batches for result in harness.run(some, timeout=600)])
 
 
 def _table(results: Results) -> str:

@@ -3,7 +3,6 @@ accepted as the same weights get in the trainer's own modules, with the prefix c
 
 import json
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support.engines import Collector, Harness, Job, Result, running_engine
+from tests.support.engines import Collector, Harness, Job, Result, accept_length, running_engine
 from training.draft.acceptance import head_chain, head_tree
 from training.draft.heads import HeadShape, default_aux_layers, load_head
 from training.draft.target import Target
@@ -78,24 +77,6 @@ def family(text: list[int]) -> list[Job]:
     ]
 
 
-def always_draft(harness: Harness) -> None:
-    """What pays on this machine must not decide what is compared."""
-    harness.engine.draft_everything()
-    until_attached(harness)
-
-
-def until_attached(harness: Harness) -> None:
-    deadline = time.monotonic() + 60
-    while not harness.engine.load().draft_available:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def accept_length(results: Sequence[Result]) -> float:
-    steps = sum(result.finish.verify_steps for result in results)
-    return 1 + sum(result.finish.accepted_tokens for result in results) / steps
-
-
 @pytest.fixture(scope="module")
 def plain(text: list[int]) -> list[list[int]]:
     """What plain decoding gives for `family`."""
@@ -134,9 +115,8 @@ def test_no_token_changes(algorithm: str, text: list[int], plain: list[list[int]
     flags = {**PRESSURE, **TREE, "speculative_draft_model_path": str(HEADS[algorithm])}
     jobs = family(text)
     with running_engine(TARGET, algorithm, **flags) as harness:
-        always_draft(harness)
         killed = KilledMidway(harness, len(jobs)).run(jobs, 120)
-        until_attached(harness)
+        harness.wait_for_draft()
         healed = harness.run(jobs)
         harness.check_nothing_left()
     for results in (killed, healed):
@@ -194,7 +174,6 @@ def test_acceptance_is_the_trainers_in_every_batch_and_with_prefix_hits(
     }
     jobs = windows(text, 6)
     with running_engine(TARGET, algorithm, **flags) as harness:
-        always_draft(harness)
         alone = [harness.run([job])[0] for job in jobs]
         assert sum(result.finish.cached_tokens for result in alone) == 0
         batch = harness.run(jobs)

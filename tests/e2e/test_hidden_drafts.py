@@ -7,7 +7,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from foredraft.telemetry.metrics import value
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support.engines import Harness, Job, Result, running_engine
+from tests.support.engines import Harness, Job, accept_length, running_engine
 
 NUM_KILLS = int(os.environ.get("FOREDRAFT_TEST_KILLS", "4"))
 MODELS = Path(__file__).parents[2] / "models"
@@ -57,24 +56,6 @@ def jobs(num_new: int) -> list[Job]:
     ]
 
 
-def always_draft(harness: Harness) -> None:
-    """What pays on this machine must not decide what is compared."""
-    harness.engine.draft_everything()
-    until_attached(harness)
-
-
-def until_attached(harness: Harness) -> None:
-    deadline = time.monotonic() + 60
-    while not harness.engine.load().draft_available:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def accept_length(results: Sequence[Result]) -> float:
-    steps = sum(result.finish.verify_steps for result in results)
-    return 1 + sum(result.finish.accepted_tokens for result in results) / steps
-
-
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
     """What plain decoding gives."""
@@ -95,12 +76,10 @@ def test_prefix_hits_and_restarts_cost_no_acceptance(
         return accept_length(results), sum(result.finish.cached_tokens for result in results)
 
     with running_engine(TARGET, algorithm, disable_radix_cache=True, **flags) as harness:
-        always_draft(harness)
         without, num_cached = measure(harness)
         assert num_cached == 0
     assert without > 1.5
     with running_engine(TARGET, algorithm, **flags) as harness:
-        always_draft(harness)
         assert value("foredraft_draft_transport_info", transport="shm") == 1
         cold, _ = measure(harness)
         warm, num_cached = measure(harness)
@@ -108,7 +87,7 @@ def test_prefix_hits_and_restarts_cost_no_acceptance(
         harness.draft.kill()
         time.sleep(0.1)
         harness.draft.start()
-        until_attached(harness)
+        harness.wait_for_draft()
         measure(harness)
         healed, num_cached_again = measure(harness)
         assert num_cached_again == num_cached
@@ -161,13 +140,12 @@ def test_kills_change_nothing_and_leave_nothing(plain: list[list[int]]) -> None:
     rng = random.Random(1)
     descriptors = []
     with running_engine(TARGET, "EAGLE3", **flags) as harness:
-        always_draft(harness)
         with Load(harness, jobs(64)) as load:
             for _ in range(NUM_KILLS):
                 time.sleep(rng.random() * 0.5)
                 harness.draft.kill()
                 harness.draft.start()
-                until_attached(harness)
+                harness.wait_for_draft()
                 assert num_mapped() <= 1
                 descriptors.append(len(os.listdir("/proc/self/fd")))
         harness.check_nothing_left()

@@ -17,7 +17,7 @@ from verify_service.engine import Engine
 from verify_service.live_requests import EngineRequest
 from verify_service.metrics import SpeculationMetrics
 from verify_service.outputs import Finish, Load, StepOutput, TokenLogprob
-from verify_service.startup import DraftLink, build_engine, connect_draft, load_target
+from verify_service.startup import build_engine, connect_draft, load_target
 
 if TYPE_CHECKING:  # llguidance may be absent
     from verify_service.grammar.matcher import CompiledGrammar
@@ -112,6 +112,13 @@ class Harness:
         """Runs jobs together."""
         return Collector(self.engine, len(jobs)).run(jobs, timeout)
 
+    def wait_for_draft(self, timeout: float = 60.0) -> None:
+        """Returns when a draft is attached: after a start, which on a GPU captures graphs, or after a kill."""
+        deadline = time.monotonic() + timeout
+        while not self.engine.load().draft_available:
+            assert time.monotonic() < deadline, "the draft was not attached"
+            time.sleep(0.005)
+
     def check_nothing_left(self) -> None:
         """Asserts that no page or slot is in use once all requests have ended."""
         scheduler = self.engine._scheduler
@@ -121,12 +128,12 @@ class Harness:
         assert scheduler.num_running == scheduler.num_waiting == 0
 
 
-def _wait_for_attach(link: DraftLink | None, timeout: float = 60.0) -> None:
-    """A draft on a GPU captures graphs when it is attached, which takes seconds."""
-    deadline = time.monotonic() + timeout
-    while link is not None and link.client.epoch == 0:
-        assert time.monotonic() < deadline, "the draft was not attached"
-        time.sleep(0.01)
+def accept_length(results: Sequence[Result]) -> float:
+    """Tokens per verify, the target's own included."""
+    finishes = [result.finish for result in results if result.finish is not None]
+    assert len(finishes) == len(results)
+    num_steps = sum(finish.verify_steps for finish in finishes)
+    return 1 + sum(finish.accepted_tokens for finish in finishes) / num_steps
 
 
 @contextlib.contextmanager
@@ -156,8 +163,10 @@ def running_engine(model_path: Path, algorithm: str = "NONE", **flags: Any) -> I
         engine = build_engine(config, target, metrics, link)
         engine.start()
         try:
-            _wait_for_attach(link)
-            yield Harness(engine, draft)
+            harness = Harness(engine, draft)
+            if link is not None:
+                harness.wait_for_draft()
+            yield harness
         finally:
             engine.stop()
     assert engine.failure is None
