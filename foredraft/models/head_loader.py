@@ -1,7 +1,6 @@
 """Loads draft heads: every published layout of names, safetensors or .bin, and nothing that is not exactly as it should be."""
 
 import dataclasses
-import json
 import logging
 import os
 import pickle
@@ -25,6 +24,7 @@ from foredraft.models.weights import (
     TensorEntry,
     checkpoint_files,
     first_line,
+    weight_files,
 )
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class CheckpointTensors:
         self.entries: dict[str, TensorEntry] = {}
         self._files: list[SafetensorsFile] = []
         self._where: dict[str, SafetensorsFile | torch.Tensor] = {}
-        bins = _bin_files(directory)
+        bins = weight_files(directory, "pytorch_model.bin")
         has_safetensors = any(directory.glob("*.safetensors"))
         if bins and not has_safetensors:
             for path in bins:
@@ -158,21 +158,6 @@ class CheckpointTensors:
         if name in self.entries:
             raise CheckpointError(f"{path}: tensor {name} is there twice")
         self.entries[name], self._where[name] = entry, source
-
-
-def _bin_files(directory: Path) -> list[Path]:
-    index = directory / "pytorch_model.bin.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index}: not an index of weights: {error!r}") from error
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise CheckpointError(f"{index}: {name!r} is not a file beside the index")
-        return [directory / name for name in names]
-    single = directory / "pytorch_model.bin"
-    return [single] if single.is_file() else []
 
 
 def _load_bin(path: Path) -> dict[str, torch.Tensor]:

@@ -134,22 +134,31 @@ def checkpoint_files(directory: Path) -> list[Path]:
     Raises:
         CheckpointError: There are none, or the index is broken.
     """
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index}: not an index of safetensors: {error!r}") from error
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise CheckpointError(f"{index}: {name!r} is not a file beside the index")
-        return [directory / name for name in names]
-    single = directory / "model.safetensors"
-    if single.is_file():
-        return [single]
+    if files := weight_files(directory, "model.safetensors"):
+        return files
     others = sorted(directory.glob("*.bin"))
     hint = f" (it has {others[0].name}; convert it to safetensors)" if others else ""
     raise CheckpointError(f"{directory}: no model.safetensors and no index of several{hint}")
+
+
+def weight_files(directory: Path, name: str) -> list[Path]:
+    """The files that `<name>.index.json` lists, else the file `name`, else none.
+
+    Raises:
+        CheckpointError: The index is broken.
+    """
+    index = directory / f"{name}.index.json"
+    if not index.is_file():
+        single = directory / name
+        return [single] if single.is_file() else []
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not an index of weights: {error!r}") from error
+    for file in names:
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{index}: {file!r} is not a file beside the index")
+    return [directory / file for file in names]
 
 
 def first_line(error: Exception) -> str:
