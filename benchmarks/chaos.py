@@ -29,6 +29,7 @@ from foredraft.errors import ForedraftError
 
 ALGORITHMS = ("NGRAM", "EAGLE3", "STANDALONE")
 WARM_SECONDS = 2.0
+MIN_MARGIN_SECONDS = 1.0
 Block = tuple[str, list[tuple[int, Fault]]]  # an algorithm, and numbered faults
 
 
@@ -123,12 +124,15 @@ async def _prepare(rig: Rig, arguments: argparse.Namespace) -> Trial:
     started = time.monotonic()
     while time.monotonic() - started < WARM_SECONDS or len(load.results) < 2 * arguments.clients:
         await asyncio.sleep(0.1)
-    for result in await load.stop():
+    results = await load.stop()
+    for result in results:
         if result.outcome != "right":
             raise ForedraftError(f"without any fault: {result.outcome} {result.detail}")
     # What is idle now may close a moment later; the check allows for what opens again.
     await asyncio.sleep(0.5)
-    return Trial(rig, asker, cases, await leaks.measure(rig), arguments.clients)
+    # How long a whole request takes here is longer than any takes to arrive.
+    margin = max(MIN_MARGIN_SECONDS, *(result.ended - result.started for result in results))
+    return Trial(rig, asker, cases, await leaks.measure(rig), arguments.clients, margin)
 
 
 def _parser() -> argparse.ArgumentParser:

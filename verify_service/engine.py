@@ -86,6 +86,7 @@ class Engine:
         self._overlap = overlap
         self._flight: Flight | None = None
         self._ended_at = 0.0  # when the newest step's outcome was known
+        self._published_at = 0.0  # when the figures were
         self._live = LiveRequests()
         self._num_submitted = 0
         self._submit_lock = threading.Lock()
@@ -470,6 +471,11 @@ class Engine:
             self._live.emit(self.load())
 
     def _observe(self) -> None:
+        """Publishes figures: not after every step, but before the end of the last request is told."""
+        now = time.perf_counter()
+        if self._has_work and now - self._published_at < metrics.PUBLISH_SECONDS:
+            return
+        self._published_at = now
         pool = self._scheduler.pool
         metrics.RUNNING.set(self._scheduler.num_running)
         metrics.WAITING.set(self._scheduler.num_waiting)

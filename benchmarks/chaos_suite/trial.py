@@ -15,8 +15,6 @@ from benchmarks.chaos_suite.load import Load
 from benchmarks.chaos_suite.rig import START_SECONDS, NotHealthy, Rig
 
 GRACE_SECONDS = 4.0  # after a deadline, until its end must be told
-# A request that began so shortly before a fault may not have been with the service yet.
-_MARGIN_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 
 
@@ -65,16 +63,24 @@ class Trial:
         cases: With their answers.
         baseline: Of the quiet stack.
         num_clients: Requests at a time.
+        margin: A request that began fewer seconds before a fault may not have been with the service yet.
     """
 
     def __init__(
-        self, rig: Rig, asker: Asker, cases: list[Case], baseline: Baseline, num_clients: int
+        self,
+        rig: Rig,
+        asker: Asker,
+        cases: list[Case],
+        baseline: Baseline,
+        num_clients: int,
+        margin: float,
     ) -> None:
         self._rig = rig
         self._asker = asker
         self._cases = cases
         self._baseline = baseline
         self._num_clients = num_clients
+        self._margin = margin
 
     async def run(self, number: int, fault: Fault, rng: random.Random) -> Report:
         """Puts load on the stack, does one fault at a random moment, and looks at everything."""
@@ -99,7 +105,9 @@ class Trial:
         results = await load.stop()
         report.seconds = time.monotonic() - struck
         report.outcomes = dict(Counter(result.outcome for result in results))
-        report.lost, report.wrong = assess(fault, results, struck, self._asker.deadline)
+        report.lost, report.wrong = assess(
+            fault, results, struck, self._asker.deadline, self._margin
+        )
         if report.recovered is not None:
             report.leaks = await leaks.check(self._rig, self._baseline)
         report.memory = self._memory()
@@ -146,7 +154,7 @@ class Trial:
 
 
 def assess(
-    fault: Fault, results: list[Result], struck: float, deadline: float
+    fault: Fault, results: list[Result], struck: float, deadline: float, margin: float
 ) -> tuple[int, list[str]]:
     """Requests that the fault may cost, and what no fault may do, in words.
 
@@ -155,6 +163,7 @@ def assess(
         results: Of all requests around it.
         struck: When, by time.monotonic().
         deadline: Seconds of a request.
+        margin: As `Trial` has it.
     """
     lost, wrong = 0, []
     for result in results:
@@ -171,14 +180,15 @@ def assess(
             wrong.append(f"{about}: {result.outcome} {result.detail}".strip())
         elif result.outcome == "unavailable" and not result.is_retryable:
             wrong.append(f"{about}: unavailable, but not said to be retryable")
-        elif _should_survive(fault, result, struck) and seconds < deadline - 1:
+        elif _should_survive(fault, result, struck - margin, struck) and seconds < deadline - 1:
             wrong.append(f"{about}: {result.outcome}, but it began before. {result.detail}")
         else:
             lost += 1
     return lost, wrong
 
 
-def _should_survive(fault: Fault, result: Result, struck: float) -> bool:
-    if not (result.started < struck - _MARGIN_SECONDS and result.ended > struck):
+def _should_survive(fault: Fault, result: Result, by: float, struck: float) -> bool:
+    """Whether it was with the service before the fault, having begun by then, and the fault may not cost it."""
+    if not (result.started < by and result.ended > struck):
         return False
     return fault.survivors == "all" or (fault.survivors == "unseen" and result.num_seen == 0)

@@ -11,9 +11,6 @@ import re
 import sys
 from pathlib import Path
 
-import huggingface_hub
-from huggingface_hub.utils.tqdm import disable_progress_bars
-
 from foredraft.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -52,8 +49,6 @@ def fetch(repository: str, revision: str = "", *, weights: bool = True, bins: bo
         CheckpointError: There is no such repository or revision, the hub cannot be reached and nothing is cached, or a
             file is not what the hub says.
     """
-    if not sys.stderr.isatty():
-        disable_progress_bars()
     name = f"{repository} at {revision}" if revision else repository
     logger.info("fetching %s, as far as it is not here", name)
     patterns = [*_SMALL_FILES, *((_WEIGHTS,) if weights else ())]
@@ -121,6 +116,12 @@ def tokenizer_directory(path: str) -> str:
 def _snapshot(
     repository: str, revision: str, patterns: list[str], *, local_files_only: bool
 ) -> Path:
+    # Only here: it takes a twentieth of a second to import, and a restart of a local model need not wait for that.
+    import huggingface_hub
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     found = huggingface_hub.snapshot_download(
         repository,
         revision=revision or None,

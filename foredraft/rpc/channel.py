@@ -134,9 +134,9 @@ def _client_options(where: Address, identity: Identity | None) -> list[tuple[str
     chosen: list[tuple[str, int | str]] = [
         # A proxy of the environment must never carry what goes between services.
         ("grpc.enable_http_proxy", 0),
-        # A service that came back is found within a second or two.
+        # A service that came back is found within a second.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 500),
         # Channels do not share connections, so closing one closes its socket.
         ("grpc.use_local_subchannel_pool", 1),
     ]

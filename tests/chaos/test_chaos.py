@@ -69,7 +69,7 @@ def test_a_plan_is_the_seeds_and_has_every_fault() -> None:
 )
 def test_results_are_judged(fault: str, result: dict[str, object], complaint: str) -> None:
     one = Result("grpc", CASE, started=10.0, ended=12.0, **result)  # type: ignore[arg-type]
-    lost, wrong = assess(BY_NAME[fault], [one], struck=11.5, deadline=30)
+    lost, wrong = assess(BY_NAME[fault], [one], struck=11.5, deadline=30, margin=1)
     assert bool(wrong) == bool(complaint)
     assert complaint in "".join(wrong)
     assert lost == (not wrong and one.outcome != "right")
@@ -77,17 +77,24 @@ def test_results_are_judged(fault: str, result: dict[str, object], complaint: st
 
 def test_a_deadline_is_no_fault_of_the_drafts() -> None:
     late = Result("whole", CASE, 10.0, 40.1, "deadline")
-    assert assess(BY_NAME["verifier killed"], [late], struck=20.0, deadline=30) == (1, [])
+    assert assess(BY_NAME["verifier killed"], [late], struck=20.0, deadline=30, margin=1) == (1, [])
     for name, result in (
         ("draft killed", late),
         ("verifier killed", Result("whole", CASE, 10.0, 12.0, "deadline")),
     ):
-        assert assess(BY_NAME[name], [result], struck=11.5, deadline=30)[1]
+        assert assess(BY_NAME[name], [result], struck=11.5, deadline=30, margin=1)[1]
 
 
 def test_who_came_after_a_fault_may_be_refused() -> None:
     late = Result("whole", CASE, 11.5, 11.6, "unavailable", is_retryable=True)
-    assert assess(BY_NAME["verifier killed"], [late], struck=11.0, deadline=30) == (1, [])
+    assert assess(BY_NAME["verifier killed"], [late], struck=11.0, deadline=30, margin=1) == (1, [])
+    # As may who was still on the way.
+    slow = Result("whole", CASE, 9.8, 12.3, "unavailable", is_retryable=True)
+    assert assess(BY_NAME["verifier SIGTERM"], [slow], struck=11.0, deadline=30, margin=2) == (
+        1,
+        [],
+    )
+    assert assess(BY_NAME["verifier SIGTERM"], [slow], struck=11.0, deadline=30, margin=1)[1]
 
 
 def test_garbled_bytes_are_others() -> None:
