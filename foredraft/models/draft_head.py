@@ -13,13 +13,12 @@ from torch import nn
 
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.layers.attention import SelfAttention
 from foredraft.layers.embedding import Embedding, LMHead
-from foredraft.layers.mlp import GatedMLP
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.rotary import Rotary
 from foredraft.models.config import ModelConfig, RopeConfig
 from foredraft.models.head_config import HeadConfig
+from foredraft.models.layer_parts import layer_parts
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -87,28 +86,7 @@ class HeadLayer(nn.Module):
         super().__init__()
         self._index = layer
         self._rope = config.ropes[layer]
-        self.attention = SelfAttention(
-            input_size=input_size,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            window=config.windows[layer],
-            scale=config.attention_scale,
-            bias=config.attention_bias,
-            output_bias=config.attention_output_bias,
-            qk_norm=(config.rms_norm_eps, False) if config.qk_norm else None,
-            dtype=dtype,
-            device=device,
-        )
-        self.mlp = GatedMLP(
-            config.hidden_size,
-            config.intermediate_size,
-            config.activation,
-            config.mlp_bias,
-            dtype,
-            device,
-        )
+        self.attention, self.mlp = layer_parts(config, layer, input_size, dtype, device)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, False, dtype, device)
 
     def forward(
