@@ -111,7 +111,8 @@ def attached(
         arena=region.arena,
     )
     try:
-        with open_stream(draft.target, request) as stream:
+        # A busy machine takes long to compile and capture what the draft needs.
+        with open_stream(draft.target, request, timeout=150) as stream:
             region.attached()
             yield stream, region, width
     finally:

@@ -145,12 +145,12 @@ class DraftStream:
         self._channel.close()
 
 
-def open_stream(target: str, attach: draft_pb2.AttachRequest) -> DraftStream:
+def open_stream(target: str, attach: draft_pb2.AttachRequest, timeout: float = 30.0) -> DraftStream:
     """Attaches to a draft that serves one verifier at a time: the one before may still be leaving."""
     deadline = time.monotonic() + 10
     while True:
         try:
-            return DraftStream(target, attach)
+            return DraftStream(target, attach, timeout)
         except grpc.RpcError as error:
             if error.code() != grpc.StatusCode.RESOURCE_EXHAUSTED or time.monotonic() > deadline:
                 raise
