@@ -242,18 +242,19 @@ class Drafting:
                 news.propose.topk = topk
                 news.propose.num_draft_tokens = exchange.trees.shape[2] + 1
             self._request.sequences.append(news)
+        try:
+            # First of all: the message travels while the device is told what to do.
+            self._send(is_on_device=True)
+        except (DraftError, ArenaError) as error:
+            self._lost(error)
+            return None
         count = outcome.num_sequences
         exchange.accepted[:count].copy_(outcome.accepted[:count])
         if exchange.rows is not None:
             rows = exchange.rows[:count].flatten(0, 1)
             index = outcome.index[: len(rows)]
             torch.index_select(self._hidden.source(outcome.output), 0, index, out=rows)
-        exchange.publish(self._step + 1)
-        try:
-            self._send(is_on_device=True)
-        except (DraftError, ArenaError) as error:
-            self._lost(error)
-            return None
+        exchange.publish(self._step)
         return self._step
 
     def fetch(self, step: int, trees: torch.Tensor) -> None:

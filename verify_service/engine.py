@@ -175,8 +175,9 @@ class Engine:
                 self._take_inbox()
                 if self._has_work:
                     self.step()
-                # While a draft or a step under way keeps others busy there is time to emit; else nobody need wait for that.
-                if self._flight or self._drafting is None or not self._has_work:
+                # While others work there is time to emit: a draft, or the step behind one that has landed. Else nobody
+                # need wait for that.
+                if not self._has_work or (self._drafting is None and self._flight is None):
                     self._emit()
             if self._flight is not None:
                 self._ahead.finish(self._flight)
@@ -256,10 +257,9 @@ class Engine:
     def step(self) -> None:
         """Runs one step: schedule, draft, forward, verify, commit; or starts one, and commits the one before it."""
         if self._flight is not None:
-            flight, self._flight = (
-                self._flight,
-                self._ahead.start_behind(self._flight, self._sizes.plan),
-            )
+            flight = self._flight
+            self._flight = self._ahead.start_behind(flight, self._sizes.plan)
+            self._emit()
             self._land(flight)
             return
         started = time.perf_counter()
