@@ -32,6 +32,11 @@ class PageTables:
         # Evicting some more at once leaves runs of free pages instead of single ones.
         self._eviction_batch = min(pool.num_pages // 32, 64)
 
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self._pool.page_size
+
     def find_prefix(self, seq: Sequence) -> PrefixNode:
         """The deepest known node that leaves at least one token to compute."""
         self._hash_pages(seq)

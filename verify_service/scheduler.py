@@ -16,6 +16,7 @@ from foredraft.kvcache.page_pool import PagePool
 from foredraft.kvcache.prefix_tree import PrefixNode, PrefixTree
 from foredraft.types import FinishReason
 from verify_service.page_tables import PageTables, UsablePrefix
+from verify_service.prefill_split import split_chunk
 from verify_service.request import Sequence, Status
 from verify_service.step_plan import DecodeSlot, PrefillChunk, StepPlan
 
@@ -335,7 +336,7 @@ class Scheduler:
         """Splits the step's prompt tokens over the prefilling sequences and reserves their pages."""
         prefilling = [seq for seq in self._running if not seq.is_decoding]
         chunks = []
-        for seq, num_tokens in self._split_chunk(prefilling):
+        for seq, num_tokens in split_chunk(prefilling, self.chunked_prefill_size, self._tables):
             if seq.status is not Status.RUNNING:
                 continue
             end = seq.num_computed + num_tokens
@@ -348,44 +349,6 @@ class Scheduler:
                 chunks.append(PrefillChunk(seq, seq.num_computed, end - seq.num_computed))
         plan.prefill = [chunk for chunk in chunks if chunk.seq.status is Status.RUNNING]
         plan.prefill.sort(key=lambda chunk: chunk.seq.rank)
-
-    def _split_chunk(self, prefilling: list[Sequence]) -> list[tuple[Sequence, int]]:
-        """Shares the chunk: at least half of it to the best-ranked, the rest to the shortest.
-
-        So a short prompt does not wait behind a long one, the long one is slowed to half at most,
-        and nobody starves: who stays long enough becomes the best-ranked. What the others leave is
-        the best-ranked's too. Sequences about to fill the same page wait for the first of them.
-        """
-        if not prefilling:
-            return []
-        first, *others = prefilling
-        budget = self.chunked_prefill_size
-        self._tables.skip_known(first)
-        shares: list[tuple[Sequence, int]] = []
-        filled = {self._tables.next_page(first)}
-        left = budget - min(first.num_uncomputed, (budget + 1) // 2)
-        for seq in sorted(others, key=lambda seq: (-seq.priority, seq.num_uncomputed, seq.arrival)):
-            if left == 0:
-                break
-            self._tables.skip_known(seq)
-            page = self._tables.next_page(seq)
-            num_tokens = self._cut(seq, left)
-            # Its newest token it computes itself, so there must be more than the page to wait for.
-            has_more = seq.num_uncomputed > self.pool.page_size
-            if num_tokens == 0 or (has_more and page is not None and page in filled):
-                continue
-            filled.add(page)
-            shares.append((seq, num_tokens))
-            left -= num_tokens
-        spent = sum(num_tokens for _, num_tokens in shares)
-        return [(first, self._cut(first, budget - spent) or budget - spent), *shares]
-
-    def _cut(self, seq: Sequence, limit: int) -> int:
-        """Tokens of a chunk of at most `limit`: all that are left, or up to the end of a page."""
-        if seq.num_uncomputed <= limit:
-            return seq.num_uncomputed
-        end = seq.num_computed + limit
-        return max(0, end - end % self.pool.page_size - seq.num_computed)
 
     def _target_pages(self, seq: Sequence) -> int:
         """Pages for all tokens and the output that admission keeps room for."""
