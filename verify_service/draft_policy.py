@@ -140,7 +140,7 @@ class DraftPolicy:
             accepted: Those that were right.
             brought: How many of these were verified, where not all were.
         """
-        if num_nodes:
+        if num_nodes and self._times is not None:
             self._acceptance.record(
                 history, min(num_nodes, self._max_nodes), accepted, confidence, self._probing.now
             )

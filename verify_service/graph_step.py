@@ -203,7 +203,7 @@ class GraphStep(TargetStep):
             for s in samplings
         )
         header[:, SAMPLING] = np.frombuffer(words, np.int32).reshape(len(sequences), -1)
-        header[:, FORCED] = 0 if self._simulated is None else self._simulated.draw()
+        header[:, FORCED] = 0 if self._simulated is None else self._simulated.draw(len(sequences))
         return arrays
 
     def _fill_values(self, batch: Sequence[VerifyRows], num_rows: int) -> None:

@@ -16,23 +16,38 @@ class SimulatedAcceptance:
 
     Args:
         length: Tokens per verification, the target's own included; at least 1. A tree gives no more than its depth + 1.
+        depth: Drafted tokens of a verification at most.
+
+    Attributes:
+        acceptance: While it is set, each sequence draws for itself, and every drafted token behind a right one is right so
+            often; benchmarks change it while the engine runs.
     """
 
-    def __init__(self, length: float) -> None:
+    def __init__(self, length: float, depth: int) -> None:
         if length < 1:
             raise ValueError(f"an accept length is at least 1, not {length}")
         self._length = length
+        self._depth = depth
         self._random = random.Random(0)
+        self.acceptance: float | None = None
 
-    def draw(self) -> int:
-        """Tokens that every sequence of a step gets."""
+    def draw(self, num_sequences: int) -> list[int]:
+        """Tokens that each sequence of a step gets."""
+        if self.acceptance is not None:
+            return [1 + self._num_right(self.acceptance) for _ in range(num_sequences)]
         whole = int(self._length)
-        return whole + (self._random.random() < self._length - whole)
+        return [whole + (self._random.random() < self._length - whole)] * num_sequences
 
     def forced(self, trees: Sequence[DraftTree]) -> list[list[int]]:
         """For every row of every tree the token to take, -1 where it does not matter: along the deepest path."""
-        num_tokens = self.draw()
-        return [_forced(tree, num_tokens) for tree in trees]
+        numbers = self.draw(len(trees))
+        return [_forced(tree, number) for tree, number in zip(trees, numbers, strict=True)]
+
+    def _num_right(self, acceptance: float) -> int:
+        count = 0
+        while count < self._depth and self._random.random() < acceptance:
+            count += 1
+        return count
 
 
 def _forced(tree: DraftTree, num_tokens: int) -> list[int]:

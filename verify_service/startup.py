@@ -310,7 +310,7 @@ def _target_step(
     simulated = None
     if config.simulate_accept_length is not None:
         logger.warning("acceptance is simulated: the text is meaningless")
-        simulated = SimulatedAcceptance(config.simulate_accept_length)
+        simulated = SimulatedAcceptance(config.simulate_accept_length, config.tree_limits[0])
     device = runner.model.device
     chooser = Chooser(limits.vocab_size, device, limits.eos_token_ids, thresholds, simulated)
     if device.type == "cpu" or config.disable_cuda_graph:

@@ -15,7 +15,7 @@ def random_tree(rng: random.Random, size: int) -> DraftTree:
 
 
 def test_every_tree_of_a_step_gets_as_many_tokens_as_it_is_deep():
-    rng, simulated = random.Random(1), SimulatedAcceptance(3.4)
+    rng, simulated = random.Random(1), SimulatedAcceptance(3.4, 5)
     lengths = []
     for _ in range(400):
         trees = [random_tree(rng, 20) for _ in range(3)]
@@ -33,10 +33,20 @@ def test_every_tree_of_a_step_gets_as_many_tokens_as_it_is_deep():
     assert sum(lengths) / len(lengths) == pytest.approx(3.4, abs=0.1)
 
 
+def test_each_sequence_draws_for_itself_where_nodes_are_right_so_often():
+    simulated = SimulatedAcceptance(1.0, 3)
+    simulated.acceptance = 0.5
+    lengths = simulated.draw(4000)
+    assert set(lengths) == {1, 2, 3, 4}
+    for length in (1, 2, 3):
+        reached = sum(n >= length for n in lengths)
+        assert sum(n > length for n in lengths) / reached == pytest.approx(0.5, abs=0.05)
+
+
 def test_an_empty_tree_gives_one_token():
-    assert SimulatedAcceptance(4.0).forced([DraftTree()]) == [[100]]
+    assert SimulatedAcceptance(4.0, 5).forced([DraftTree()]) == [[100]]
 
 
 def test_less_than_the_targets_own_token_is_refused():
     with pytest.raises(ValueError, match="at least 1"):
-        SimulatedAcceptance(0.5)
+        SimulatedAcceptance(0.5, 5)
