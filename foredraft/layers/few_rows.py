@@ -76,7 +76,7 @@ def multiply(
 
 
 def multiply_in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
-    """x W^T as a sum that is still to be made, float32 [parts, rows, outputs]."""
+    """x W^T as a sum that is still to be made, float32 [parts, rows, outputs]; `parts` divides the inputs."""
     out = x.new_empty((parts, x.shape[0], weight.shape[0]), dtype=torch.float32)
     _multiply_rows(x, weight, None, out, False)
     return out

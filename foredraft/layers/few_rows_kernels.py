@@ -65,7 +65,7 @@ def multiply(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for start in range(0, share, BLOCK_K):
-        in_k = (start + k < inputs)[None, :]
+        in_k = (start + tl.arange(0, BLOCK_K) < share)[None, :]
         if EVEN:
             tile = tl.load(w + start)
             columns = tl.load(x + start, mask=in_m, other=0.0)
