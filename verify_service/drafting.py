@@ -170,7 +170,7 @@ class Drafting:
 
     def gather(self, output: ForwardOutput, count: int) -> torch.Tensor:
         """The hidden states of the first rows of a step under way."""
-        return self._hidden.gather(output, list(range(count)))
+        return self._hidden.gather(output, count)
 
     def close(self) -> None:
         """Ends the connection."""

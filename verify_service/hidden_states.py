@@ -135,13 +135,12 @@ class HiddenStates:
         """Takes the rows that a step committed, after the scheduler has.
 
         Args:
-            gathered: What `gather` gave for them, where the output is gone already.
+            gathered: What `gather` gave of all first rows, where the output is gone already.
         """
         if self._layers is None or not committed:
             return
-        rows = gathered
-        if rows is None:
-            rows = self.gather(output, [row for one in committed for row in one.rows])
+        source = self.source(output) if gathered is None else gathered
+        rows = _rows(source, [row for one in committed for row in one.rows])
         counts = [len(one.rows) for one in committed]
         for one, count, part in zip(committed, counts, rows.split(counts), strict=True):
             sequence = one.sequence
@@ -155,13 +154,9 @@ class HiddenStates:
                 run = self._begin(sequence, one.start)
                 run.append(part, count)
 
-    def gather(self, output: ForwardOutput, rows: list[int]) -> torch.Tensor:
-        """Rows of a step, in memory that holds nothing else; without waiting for a GPU."""
-        source = self.source(output)
-        index = torch.tensor(rows)
-        if source.is_cuda:
-            index = index.pin_memory().to(source.device, non_blocking=True)
-        return source.index_select(0, index)
+    def gather(self, output: ForwardOutput, count: int) -> torch.Tensor:
+        """The first rows of a step, in memory of their own."""
+        return self.source(output)[:count].clone()
 
     def source(self, output: ForwardOutput) -> torch.Tensor:
         """[T, width]: what the draft reads of a forward."""
@@ -283,3 +278,11 @@ def committed_rows(
             num_kept = min(chunk.num_tokens, sequence.num_computed - chunk.start)
             committed.append(CommittedRows(sequence, chunk.start, range(first, first + num_kept)))
     return committed
+
+
+def _rows(source: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Rows in memory that holds nothing else; without waiting for a GPU."""
+    index = torch.tensor(rows)
+    if source.is_cuda:
+        index = index.pin_memory().to(source.device, non_blocking=True)
+    return source.index_select(0, index)

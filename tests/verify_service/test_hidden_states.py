@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.types import SamplingParams, SpeculationParams
 from tests.support.checkpoints import SMALL, VOCAB_SIZE, make_checkpoint
+from tests.support.eager_ahead import EagerAhead
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
 from verify_service import startup
 from verify_service.arena import Arena
 from verify_service.draft_news import split_news
+from verify_service.draft_policy import Plan
+from verify_service.tree_sizes import TreeSizes
 
 WIDTH = SMALL["hidden_size"]
 FLAGS = {"page_size": 8, "chunked_prefill_size": 20, "max_running_requests": 8}
@@ -92,6 +96,31 @@ def test_rows_are_the_targets(target: Path, layers: tuple[int, ...], transport: 
         for news in request.sequences
     }
     assert kinds == {"arena_row" if transport == "shm" else "inline"}
+
+
+def test_rows_of_steps_that_run_ahead(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing is drafted, rows are taken before the next step writes over them, and told later."""
+    monkeypatch.setattr(startup, "TargetStep", EagerAhead)
+    plan, calls = TreeSizes.plan, iter(range(1 << 30))
+
+    def now_and_then(self: TreeSizes, sequences: Any, other_rows: int = 0) -> Plan:
+        if next(calls) // 12 % 2:
+            return plan(self, sequences, other_rows)
+        return Plan([0] * len(sequences), 1)
+
+    monkeypatch.setattr(TreeSizes, "plan", now_and_then)
+    work = jobs(12, num_new=60)
+    for i, job in enumerate(work):  # they end one after the other
+        work[i] = Job(job.prompt, replace(job.sampling, max_new_tokens=20 + 5 * i))
+    drafter = HiddenDrafter(WIDTH)
+    drafter.texts = texts(target, work)
+    EagerAhead.num_ahead = 0
+    with engine_with(drafter, target, **FLAGS) as harness:
+        assert run(harness, drafter, work) > 1.1
+        harness.check_nothing_left()
+        assert harness.engine._drafting._hidden._runs == {}
+    assert EagerAhead.num_ahead > 10
+    assert drafter.check(target) > 500
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
