@@ -15,6 +15,7 @@ _NARROW = 6144
 _ONE_ROW_OUTPUTS = (
     8192  # of a single row with fewer, multiply-adds are faster than the matrix units
 )
+_VAST = 65536  # outputs from which on there are programs enough for twice the tile
 _BLOCK_N = 64
 _PROGRAMS = 256  # enough to keep an H200's memory busy
 _MOST_PARTS = 4
@@ -108,16 +109,18 @@ def _multiply_rows(
 
     rows, inputs, outputs = x.shape[0], x.shape[1], out.shape[-1]
     parts = out.shape[0] if out.dim() == 3 else 1
-    block_m = max(16, 1 << (rows - 1).bit_length())
-    if block_m > 32:
+    block_n, block_m = _BLOCK_N, max(16, 1 << (rows - 1).bit_length())
+    if block_m > 32 and outputs >= _VAST:
+        block_n, block_k, stages = 128, 64, 4
+    elif block_m > 32:
         block_k, stages = 64, 6
     elif outputs < _ONE_ROW_OUTPUTS and out.dim() == 2 and not gated:
         block_k, stages = 256, 3
     else:
         block_k, stages = 128, 4
-    kernels.multiply[(-(-outputs // _BLOCK_N), parts)](
+    kernels.multiply[(-(-outputs // block_n), parts)](
         x, weight, x if bias is None else bias, out, rows, outputs, inputs, inputs // parts,
         HAS_BIAS=bias is not None, GATED=gated, EVEN=inputs % (parts * block_k) == 0,
-        PARTS=out.dim() == 3, BLOCK_N=_BLOCK_N, BLOCK_M=block_m, BLOCK_K=block_k,
+        PARTS=out.dim() == 3, BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=block_k,
         num_warps=4, num_stages=stages, **overlapped(x.device),
     )  # fmt: skip
