@@ -169,6 +169,24 @@ def test_steps_that_run_ahead_change_no_token(demo, expected_of_long, algorithm,
     assert_same(demo, got, expected_of_long, work)
 
 
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE3"])
+def test_adaptive_speculation_changes_no_token(demo, expected_of_long, algorithm):
+    head = resolve_model_path(DRAFTS[algorithm]["speculative_draft_model_path"])
+    work = plain_jobs(demo, 64, 8)
+    got = texts_of(
+        demo,
+        algorithm,
+        "cuda",
+        work,
+        speculative_draft_model_path=str(head),
+        speculative_num_steps=5,
+        speculative_eagle_topk=4,
+        speculative_num_draft_tokens=16,
+        speculative_adaptive=True,
+    )
+    assert_same(demo, got, expected_of_long, work)
+
+
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 def test_every_architecture_equals_the_cpus(architecture, tmp_path):
     path = make_checkpoint(tmp_path, architecture)
