@@ -6,10 +6,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 MEMORY = 64  # outcomes that a sequence's estimates rest on
-SECONDS = 1.0  # after which an outcome counts a third, however few came after it
+SECONDS = 3.0  # after which an outcome counts a third, however few came after it
 POOL_MEMORY = 96  # outcomes that the prior rests on, of any sequence
 PRIOR_OUTCOMES = 2.0  # that the prior weighs in a sequence's estimate
-DOUBT = 0.1  # what is kept of outcomes that have proved misleading
+DOUBT = 0.03  # what is kept of outcomes that have proved misleading
+SURPRISE = 4.0  # standard deviations that outcomes may lie off what was expected of them
+SURPRISE_MEMORY = 3  # steps that are judged together
 POOL_OUTCOMES = 4.0  # that the built-in prior weighs in the learnt one
 REPEATING = 0.85  # acceptance of deeper nodes of an n-gram's proposal before anything was seen
 # Acceptance of a first node before anything was seen, by confidence of the proposal; 0 is a model's.
@@ -98,6 +100,9 @@ class Acceptance:
         # By acceptance in percent: what each rung brings of what the one before it brings, in a chain of such nodes.
         self._chains = [_chain(ladder, max(percent, 1) / 100) for percent in range(101)]
         self._doubted = -math.inf
+        # Accepted nodes beyond what was expected, and their variance.
+        self._surplus = self._variance = 0.0
+        self._newest: list[tuple[Track, list[int], int]] = []
 
     def track(self, history: DraftHistory, confidence: int) -> Track:
         """The sequence's record for a confidence."""
@@ -149,12 +154,17 @@ class Acceptance:
         for node in accepted:
             if node < num_nodes:
                 hits[ladder.rung_of[node]] += 1
+        if confidence == 0:
+            self._expect(history, hits, count, now)
         track = self.track(history, confidence)
         kept = self._kept(track, now) * (1 - 1 / MEMORY)
         for i in range(len(ladder)):
             track.accepted[i] *= kept
             track.outcomes[i] *= kept
         track.seen = history.seen = now
+        self._add(track, hits, count, confidence)
+
+    def _add(self, track: Track, hits: Sequence[int], count: int, confidence: int) -> None:
         pool = self._pool(confidence)
         before = 1.0
         for i in range(count):
@@ -164,9 +174,33 @@ class Acceptance:
             pool.before[i] += before - pool.before[i] / POOL_MEMORY
             before = hits[i]
 
+    def _expect(self, history: DraftHistory, hits: list[int], count: int, now: float) -> None:
+        """Compares an outcome with what was expected of it."""
+        gains, sizes = self.gains(history, 0, now), self.ladder.sizes
+        mean = sum(gains[:count])
+        # As of a chain; of a tree it is less, so that a change is noticed later.
+        square = sum(gains[i] * (2 * sizes[i] - self.ladder.widths[i]) for i in range(count))
+        self._surplus += sum(hits) - mean
+        self._variance += min(square - mean * mean, mean * (1 + mean))
+        self._newest.append((self.track(history, 0), hits, count))
+
+    def judge(self, now: float) -> None:
+        """Looks whether the outcomes of the newest step agree with what was expected; if not, acceptance has changed."""
+        if self._surplus**2 > SURPRISE**2 * max(self._variance, 1.0):
+            self.doubt(now)
+            for track, hits, count in self._newest:
+                track.accepted = [DOUBT * accepted for accepted in track.accepted]
+                track.outcomes = [DOUBT * outcomes for outcomes in track.outcomes]
+                track.seen = math.nextafter(now, math.inf)
+                self._add(track, hits, count, 0)
+        self._newest.clear()
+        self._surplus *= 1 - 1 / SURPRISE_MEMORY
+        self._variance *= 1 - 1 / SURPRISE_MEMORY
+
     def doubt(self, now: float) -> None:
         """What was seen until now has proved misleading."""
         self._doubted = now
+        self._surplus = self._variance = 0.0
         for pool in self._pools.values():
             pool.accepted = [DOUBT * accepted for accepted in pool.accepted]
             pool.before = [DOUBT * before for before in pool.before]

@@ -11,7 +11,7 @@ from verify_service.step_time import DraftTimes, GridTimes, RowTimes, StepTimes
 
 START_MARGIN = 1.03  # by which drafting must be faster before it starts
 CHANGE_MARGIN = 1.02  # and another size of trees before it is taken instead
-TRIAL_SEQUENCES = 8  # drafted for at a time to find out, where each costs
+TRIAL_SEQUENCES = 4  # drafted for at a time to find out, where each costs
 GROW_STEPS = 24  # drafting steps after which larger trees are tried once
 TRIAL_ACCEPTANCE = 0.8  # of every node, that the size of a trial's trees is best for
 FINE_SIZES = 12  # trees whose sizes are told apart one by one, where each row costs
@@ -49,6 +49,23 @@ class Plan(NamedTuple):
     rows: int
 
 
+class Wait(NamedTuple):
+    """What a step waited for a draft.
+
+    Attributes:
+        levels: Of the deepest tree; 0 for none.
+        sequences: That were drafted for.
+        seconds: None where they are part of the step's own.
+    """
+
+    levels: int = 0
+    sequences: int = 0
+    seconds: float | None = 0.0
+
+
+NO_WAIT = Wait()
+
+
 @dataclass(frozen=True, slots=True)
 class Observed:
     """A step that only decoded.
@@ -56,18 +73,16 @@ class Observed:
     Attributes:
         batch: Sequences.
         rows: Of each sequence where steps are padded, else of all.
-        seconds: Of the target's part; of the whole step where `draft_seconds` is None.
+        seconds: Of the target's part, at least.
         tokens: Committed.
-        levels: Of the deepest tree that was waited for; 0 for none.
-        draft_seconds: That the step waited for its drafts.
+        wait: For drafts, before.
     """
 
     batch: int
     rows: int
     seconds: float
     tokens: int
-    levels: int = 0
-    draft_seconds: float | None = 0.0
+    wait: Wait = NO_WAIT
 
 
 class DraftPolicy:
@@ -112,6 +127,7 @@ class DraftPolicy:
         times = self._times
         if not wanted or times is None:
             return self._everything(wanted)
+        self._acceptance.judge(self._probing.now)
         if not any(want.limit for want in wanted):
             return self._nothing(wanted)
         if isinstance(times, GridTimes):
@@ -155,8 +171,8 @@ class DraftPolicy:
             return
         batch = step.batch
         plain_rows = 1 if times.is_padded else batch
-        is_drafted = step.levels > 0 or step.rows > plain_rows
-        seconds = step.seconds + (step.draft_seconds or 0.0)
+        is_drafted = step.wait.levels > 0 or step.rows > plain_rows
+        seconds = step.seconds + (step.wait.seconds or 0.0)
         # Where steps run ahead, one after a change takes longer than those that follow it.
         is_changed = times.is_padded and is_drafted != self._was_drafted
         self._was_drafted = is_drafted
@@ -171,14 +187,13 @@ class DraftPolicy:
             self._probing.plain_step(seconds, max(seconds - expected, 0.0) if is_changed else 0.0)
 
     def _learn(self, times: StepTimes, step: Observed) -> None:
-        wait = step.draft_seconds
-        if wait is None and step.levels:
+        levels, sequences, wait = step.wait
+        if wait is None:
             wait = max(step.seconds - times.seconds(step.batch, step.rows), 0.0)
         else:
             times.observe(step.batch, step.rows, step.seconds)
-        if step.levels:
-            unit = times.seconds(1, 1)
-            self._draft_times.observe(step.batch, step.levels, (wait or 0.0) / unit)
+        if levels:
+            self._draft_times.observe(sequences, levels, wait / times.seconds(1, 1))
 
     # Where steps are padded.
 
@@ -236,11 +251,9 @@ class DraftPolicy:
         probing, batch = self._probing, len(wanted)
         items = self._items([(want.history, want.limit, 0) for want in wanted])
         plain = batch / times.seconds(batch, batch + other_rows)
-        unit = times.seconds(1, 1)
         best_rate, nodes = 0.0, [0] * batch
         for levels in range(1, self._depth + 1):
-            wait = self._draft_times.steps(batch, levels) * unit
-            rate, chosen = self._best_rows(times, batch, other_rows, items, levels, wait)
+            rate, chosen = self._best_rows(times, batch, other_rows, items, levels)
             if rate > best_rate:
                 best_rate, nodes = rate, chosen
         margin = 1.0 if self._is_drafting else START_MARGIN
@@ -287,21 +300,29 @@ class DraftPolicy:
         other_rows: int,
         items: Sequence[tuple[float, int, int]],
         levels: int,
-        wait: float,
+        is_free: bool = False,
     ) -> tuple[float, list[int]]:
-        """The best tokens per second with trees of at most `levels` levels, and the nodes of each sequence."""
+        """The best tokens per second with trees of at most `levels` levels, and the nodes of each sequence.
+
+        Args:
+            is_free: The trees are there already.
+        """
         ladder = self._acceptance.ladder
         largest = levels if levels < self._depth else self._max_nodes
         if largest < self._max_nodes:
             items = [item for item in items if ladder.sizes[item[2]] <= largest]
         stride = 1 + len(items) // EVALUATIONS
-        gain, rows = float(batch), batch + other_rows
+        gain, rows, drafted, wait = float(batch), batch + other_rows, 0, 0.0
+        unit = times.seconds(1, 1)
         best_rate, best_count = 0.0, 0
         for count, (density, _, rung) in enumerate(items, 1):
             width = ladder.widths[rung]
             gain += density * width
             rows += width
+            drafted += rung == 0
             if count % stride == 0 or count == len(items):
+                if not is_free:
+                    wait = self._draft_times.steps(drafted, levels) * unit
                 rate = gain / (times.seconds(batch, rows) + wait)
                 if rate > best_rate:
                     best_rate, best_count = rate, count
@@ -360,7 +381,9 @@ class DraftPolicy:
             extra = times.seconds(batch, rows) - times.seconds(batch, 1)
         else:
             plain = batch / times.seconds(batch, batch)
-            rate, chosen = self._best_rows(times, batch, 0, self._items(trees), self._depth, 0.0)
+            rate, chosen = self._best_rows(
+                times, batch, 0, self._items(trees), self._depth, is_free=True
+            )
             if rate > plain:
                 nodes = chosen
             rows = 1 + max(nodes)

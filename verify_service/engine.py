@@ -273,10 +273,10 @@ class Engine:
         if plan.is_empty:
             return
         batch = self._batch(plan, trees)
-        levels = self._sizes.levels(plan.decode, trees)
+        wait = self._sizes.wait(plan.decode, trees, drafted - started)
         if self._overlap and not plan.prefill and self._target.can_start(batch):
             self._flight = self._ahead.start(batch)
-            self._flight.levels, self._flight.draft_seconds = levels, drafted - started
+            self._flight.wait = wait
             return
         starts = [slot.seq.num_computed for slot in plan.decode]
         capture = self._drafting.capture if self._drafting is not None else None
@@ -284,14 +284,7 @@ class Engine:
         verified = time.perf_counter()
         if not plan.prefill:
             tokens = sum(len(outcome.verified.tokens) for outcome in result.outcomes)
-            self._sizes.observe(
-                len(batch),
-                result.num_logit_rows,
-                verified - drafted,
-                tokens,
-                levels,
-                drafted - started,
-            )
+            self._sizes.observe(len(batch), result.num_logit_rows, verified - drafted, tokens, wait)
         for chunk in plan.prefill:
             if not chunk.is_last:
                 self._scheduler.on_committed(chunk.seq, chunk.num_tokens)
@@ -327,8 +320,7 @@ class Engine:
             result.num_logit_rows,
             time.perf_counter() - max(flight.started_at, self._ended_at),
             sum(len(outcome.verified.tokens) for outcome in result.outcomes),
-            flight.levels,
-            flight.draft_seconds,
+            flight.wait,
         )
         metrics.OVERLAPPED_STEPS.inc(self._flight is not None)
         self._ended(max(flight.started_at, self._ended_at))

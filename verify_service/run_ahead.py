@@ -14,7 +14,7 @@ import torch
 
 from foredraft.speculation.draft_tree import DraftTree
 from verify_service.chooser import VerifyRows
-from verify_service.draft_policy import Plan
+from verify_service.draft_policy import NO_WAIT, Plan, Wait
 from verify_service.drafting import Drafting, Member
 from verify_service.request import Sequence
 from verify_service.scheduler import Scheduler
@@ -35,8 +35,7 @@ class Flight:
         draft_step: The draft's step for whose trees it waits on the device; 0 for none.
         is_followed: Whether the draft takes its outcome from the device.
         gathered: Its hidden states, where the step behind it would overwrite them.
-        levels: Of the trees that it waited for.
-        draft_seconds: How long it waited for them before it was started; None where it waits on the device.
+        wait: For the trees that it verifies.
     """
 
     sequences: list[Sequence]
@@ -45,8 +44,7 @@ class Flight:
     draft_step: int = 0
     is_followed: bool = False
     gathered: torch.Tensor | None = None
-    levels: int = 0
-    draft_seconds: float | None = 0.0
+    wait: Wait = NO_WAIT
     started_at: float = field(default_factory=time.perf_counter)
 
 
@@ -110,7 +108,7 @@ class RunAhead:
             rows, self._capture, num_rows, lambda trees: drafting.fetch(step, trees)
         )
         behind = self._flight(going, started)
-        behind.draft_step, behind.levels, behind.draft_seconds = step, drafting.depth, None
+        behind.draft_step, behind.wait = step, Wait(drafting.depth, len(going), None)
         return behind
 
     def finish(self, flight: Flight) -> tuple[StepResult, list[DraftTree]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from foredraft.speculation.draft_tree import DraftTree
 from verify_service.chooser import VerifyRows
-from verify_service.draft_policy import DraftPolicy, Observed, Offer, Plan, Want
+from verify_service.draft_policy import NO_WAIT, DraftPolicy, Observed, Offer, Plan, Wait, Want
 from verify_service.drafting import NOTHING, Drafted, Drafting
 from verify_service.request import Sequence as RequestSequence
 from verify_service.step_plan import DecodeSlot
@@ -73,16 +73,17 @@ class TreeSizes:
                 self._cut[slot.seq.request_id] = tree
         return [tree.first(num_nodes) for tree, num_nodes in zip(trees, nodes, strict=True)]
 
-    def levels(self, slots: Sequence[DecodeSlot], drafted: dict[int, Drafted]) -> int:
-        """Levels of the deepest tree that a step waited for; 0 for none."""
+    def wait(
+        self, slots: Sequence[DecodeSlot], drafted: dict[int, Drafted], seconds: float
+    ) -> Wait:
+        """What a step waited for that took `seconds` to begin."""
         drafting = self._drafting
-        if drafting is None:
-            return 0
+        asked = [slot.max_tree_nodes for slot in slots if slot.max_tree_nodes]
+        if drafting is None or not asked:
+            return NO_WAIT
         if drafting.is_cheap:
-            return int(any(slot.max_tree_nodes for slot in slots))
-        if not drafted:
-            return 0
-        return max(min(slot.max_tree_nodes, drafting.depth) for slot in slots)
+            return Wait(1, len(asked), seconds)
+        return Wait(min(max(asked), drafting.depth), len(asked), seconds) if drafted else NO_WAIT
 
     @property
     def depth(self) -> int:
@@ -111,12 +112,11 @@ class TreeSizes:
         num_rows: int,
         seconds: float,
         tokens: int,
-        levels: int,
-        draft_seconds: float | None,
+        wait: Wait,
     ) -> None:
         """Takes a step that only decoded; `num_rows` of all sequences, see `Observed` for the rest."""
         rows = num_rows // batch if self.policy.is_padded else num_rows
-        self.policy.observe(Observed(batch, rows, seconds, tokens, levels, draft_seconds))
+        self.policy.observe(Observed(batch, rows, seconds, tokens, wait))
 
     def _limit(self, sequence: RequestSequence) -> int:
         asked = sequence.speculation

@@ -3,7 +3,6 @@
 import functools
 import heapq
 import json
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verify_service.acceptance import DraftHistory
-from verify_service.draft_policy import DraftPolicy, Observed, Want
+from verify_service.draft_policy import DraftPolicy, Observed, Wait, Want
 from verify_service.step_time import GridTimes, RowTimes, StepTimes
 
 SIBLINGS = 0.3  # of a node's acceptance that the next of its siblings has
@@ -39,6 +38,7 @@ class StepModel:
     def from_json(cls, path: Path, tree: tuple[int, int, int]) -> "StepModel":
         """Reads a table: {"rows": {"1": ms, ...}} or {"grid": {"1x4": ms, ...}}, with {"draft": [ms, ms, ms]}."""
         table = json.loads(path.read_text())
+        kept: dict[Any, float]
         if "grid" in table:
             shapes = {
                 tuple(map(int, key.split("x"))): ms * 1e-3 for key, ms in table["grid"].items()
@@ -65,18 +65,20 @@ class StepModel:
     def _exact(self) -> StepTimes:
         return self.times()
 
-    def draft_seconds(self, batch: int, levels: int) -> float:
-        """The wait for trees of so many levels."""
+    def draft_seconds(self, num_sequences: int, levels: int) -> float:
+        """The wait for trees of so many levels for so many sequences."""
         step, level, row = self.draft
         # A captured draft step always drafts all its levels.
         levels = self.tree[0] if self.is_padded and levels else levels
-        return step + levels * (level + row * batch) if levels else 0.0
+        return step + levels * (level + row * num_sequences) if levels else 0.0
 
 
 def tree_shape(tree: tuple[int, int, int]) -> tuple[list[int], list[int]]:
     """Parents and ranks among siblings of the nodes of a tree in order of value, as a draft sure of 0.6 would order them."""
     steps, topk, num_nodes = tree
-    parents, ranks, depths = [], [], []
+    parents: list[int] = []
+    ranks: list[int] = []
+    depths: list[int] = []
     heap = [(-0.6, -1, 0, 1)]  # value, parent, rank, depth
     while heap and len(parents) < num_nodes:
         value, parent, rank, depth = heapq.heappop(heap)
@@ -91,6 +93,37 @@ def tree_shape(tree: tuple[int, int, int]) -> tuple[list[int], list[int]]:
     return parents, ranks
 
 
+def expected_rate(model: StepModel, batch: int, nodes: int, acceptance: float) -> float:
+    """Tokens per second with trees of always the same size."""
+    parents, ranks = tree_shape(model.tree)
+    tokens = 1.0
+    right: list[float] = []
+    for parent, rank in zip(parents[:nodes], ranks[:nodes], strict=True):
+        above = 1.0 if parent < 0 else right[parent]
+        right.append(above * _share(acceptance, rank))
+        tokens += right[-1]
+    rows = 1 + nodes if model.is_padded else batch * (1 + nodes)
+    levels = min(nodes, model.tree[0])
+    seconds = model.seconds(batch, rows) + model.draft_seconds(batch, levels)
+    return batch * tokens / seconds
+
+
+def sizes(model: StepModel, batch: int) -> list[int]:
+    """Nodes that trees of a step can be of one size of; 0 first."""
+    times = model.times()
+    if isinstance(times, GridTimes):
+        return [rows - 1 for rows in times.rows(batch)]
+    return list(range(model.tree[2] + 1))
+
+
+def _share(acceptance: float, rank: int) -> float:
+    if rank == 0:
+        return acceptance
+    return min(
+        acceptance * SIBLINGS**rank, (1 - acceptance) * (1 - SIBLINGS) * SIBLINGS ** (rank - 1)
+    )
+
+
 def accepted_nodes(
     parents: Sequence[int], ranks: Sequence[int], acceptance: float, rng: random.Random
 ) -> list[int]:
@@ -98,17 +131,15 @@ def accepted_nodes(
     path: list[int] = []
     at = -1
     while True:
-        draw, rank, share = rng.random(), 0, acceptance
-        while draw >= share and rank < 8:
+        draw, rank = rng.random(), 0
+        while rank < 8 and draw >= (share := _share(acceptance, rank)):
             draw -= share
             rank += 1
-            share = min(acceptance * SIBLINGS**rank, (1 - acceptance) * (1 - SIBLINGS))
-        found = [
-            i for i, (p, r) in enumerate(zip(parents, ranks, strict=True)) if (p, r) == (at, rank)
-        ]
-        if not found:
+        at = next(
+            (i for i, of in enumerate(zip(parents, ranks, strict=True)) if of == (at, rank)), -1
+        )
+        if at < 0:
             return path
-        at = found[0]
         path.append(at)
 
 
@@ -132,10 +163,30 @@ class Trace:
     def rate(self, start: float, end: float) -> float:
         """Tokens per second of the steps within [start, end]."""
         inside = [i for i, at in enumerate(self.ends) if start < at <= end]
-        if len(inside) < 2:
-            return math.nan
         seconds = self.ends[inside[-1]] - self.ends[inside[0]]
         return sum(self.tokens[i] for i in inside[1:]) / seconds
+
+    def windows(self, model: StepModel, width: float = 1.0) -> list[tuple[float, float]]:
+        """(start, tokens over those of plain decoding at the same batches) of the window that begins with each step."""
+        plain = {b: b / model.seconds(b, 1 if model.is_padded else b) for b in set(self.batches)}
+        starts = [0.0, *self.ends[:-1]]
+        wanted = [
+            (end - start) * plain[batch]
+            for start, end, batch in zip(starts, self.ends, self.batches, strict=True)
+        ]
+        found, last, tokens, expected = [], 0, 0.0, 0.0
+        for first, start in enumerate(starts):
+            while last < len(starts) and self.ends[last] - start <= width:
+                tokens += self.tokens[last]
+                expected += wanted[last]
+                last += 1
+            if last == len(starts):
+                break
+            if last > first:
+                found.append((start, tokens / expected))
+                tokens -= self.tokens[first]
+                expected -= wanted[first]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +217,9 @@ def simulate(
     rng = random.Random(seed)
     parents, ranks = tree_shape(model.tree)
     prefixes: dict[int, tuple[list[int], list[int]]] = {}
-    trace, now, answers, rates = Trace(), 0.0, [], {}
+    trace, now = Trace(), 0.0
+    answers: list[Answer] = []
+    rates: dict[int, float] = {}
     pending, was_drafted = list(loads), False
     steps, _, num_nodes = model.tree
     late: list[Callable[[], None]] = []  # what the policy is told of the newest step
@@ -201,11 +254,12 @@ def simulate(
         num_rows = rows if model.is_padded else batch + sum(nodes)
         factor = max(0.7, rng.gauss(1, noise)) * (3.0 if rng.random() < 0.002 else 1.0)
         target = factor * model.seconds(batch, num_rows)
-        draft = factor * model.draft_seconds(batch, levels)
+        drafted = batch if model.is_padded else sum(map(bool, nodes))
+        draft = factor * model.draft_seconds(drafted, levels)
         if is_change:
             draft += model.change
         now += target + draft
-        took = (batch, num_rows, target, tokens, levels, draft)
+        took = (batch, num_rows, target, tokens, levels, drafted, draft)
 
         def tell(took: Any = took, outcomes: Any = tuple(outcomes)) -> None:
             policy.took(*took)
@@ -239,13 +293,20 @@ class Policy:
         return self.policy.plan(wanted)
 
     def took(
-        self, batch: int, rows: int, target: float, tokens: int, levels: int, draft: float
+        self,
+        batch: int,
+        rows: int,
+        target: float,
+        tokens: int,
+        levels: int,
+        drafted: int,
+        draft: float,
     ) -> None:
         """A step's times."""
         if self.overlapped:
-            step = Observed(batch, rows, target + draft, tokens, levels, None)
+            step = Observed(batch, rows, target + draft, tokens, Wait(levels, drafted, None))
         else:
-            step = Observed(batch, rows, target, tokens, levels, draft)
+            step = Observed(batch, rows, target, tokens, Wait(levels, drafted, draft))
         self.policy.observe(step)
 
     def outcome(self, history: DraftHistory, num_nodes: int, accepted: list[int]) -> None:
