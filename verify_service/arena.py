@@ -6,6 +6,7 @@ Made and freed in the draft client's thread, written by the engine's. Which rows
 
 import ipaddress
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,10 @@ from foredraft.transport.process import Peer
 from verify_service import metrics
 
 logger = logging.getLogger(__name__)
+
+# Refused so often in a row, a transport is not offered until a draft has attached without it. Once may be an accident: a
+# draft that was short of descriptors, a message that was damaged.
+MAX_REFUSALS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class Arena:
         self._useful_rows = useful_rows
         self._steps = steps
         self._exchange: Exchange | None = None
-        self._refused: set[tensor_pb2.Transport] = set()
+        self._refusals: Counter[tensor_pb2.Transport] = Counter()  # since the last attach
         removed = shared_memory.remove_leftovers()
         if removed:
             logger.info("removed %d shared-memory segments of dead processes", removed)
@@ -106,7 +111,7 @@ class Arena:
             AttachRefused: The target has no such hidden states, or no transport will do.
         """
         self._free_left()
-        usable = [t for t in self._own if t in info.transports and t not in self._refused]
+        usable = [t for t in self._own if t in info.transports and self._refusals[t] < MAX_REFUSALS]
         if not self._is_on_same_gpu(info):
             usable = [t for t in usable if t != tensor_pb2.TRANSPORT_CUDA_IPC]
         steps = self._steps if info.device_steps else None
@@ -152,7 +157,7 @@ class Arena:
             region.attached()
         except ArenaError as error:
             raise AttachRefused(f"arena.{error.field}", error.message) from error
-        self._refused.clear()
+        self._refusals.clear()
         self._free_left(exchange.peer)
         arena = region.arena
         name = choice.NAMES[arena.transport]
@@ -183,7 +188,7 @@ class Arena:
         transport = exchange.region.arena.transport
         if isinstance(error, AttachRefused) and error.field.startswith("arena"):
             # It cannot map what this host offers: another container's /dev/shm, say.
-            self._refused.add(transport)
+            self._refusals[transport] += 1
         self._exchange = None
         exchange.region.close()
         self._left.append(exchange)

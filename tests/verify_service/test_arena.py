@@ -133,6 +133,17 @@ def test_a_draft_that_reads_nothing_gets_nothing() -> None:
     assert make().open(draft_pb2.GetDraftInfoResponse(transports=[INLINE]), 1) is None
 
 
+def test_one_refusal_is_taken_for_an_accident() -> None:
+    arena = make()
+    offered = []
+    for epoch in range(1, 4):
+        region = arena.open(info(), epoch)
+        assert region is not None
+        offered.append(region.transport)
+        arena.ended(epoch, AttachRefused("arena.handle", "it is not the name of a segment"))
+    assert offered == [SHM, SHM, INLINE]
+
+
 def test_a_draft_that_cannot_map_gets_its_rows_in_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,8 +270,9 @@ def test_steps_that_stay_on_the_gpu_need_no_hidden_states(monkeypatch: pytest.Mo
     arena.attached(2)
     assert shown("foredraft_draft_transport_info", transport="cuda_ipc") == 1
     arena.ended(2, None)
-    assert arena.open(draft, 3) is not None
-    arena.ended(3, AttachRefused("arena.handle", "cannot map the block"))
-    assert arena.open(draft, 4) is None, "it can do without"
+    for epoch in (3, 4):
+        assert arena.open(draft, epoch) is not None
+        arena.ended(epoch, AttachRefused("arena.handle", "cannot map the block"))
+    assert arena.open(draft, 5) is None, "it can do without"
     draft.device_uuid = "GPU-2"
     assert make(steps=StepSizes(8, 4, 7)).open(draft, 5) is None
