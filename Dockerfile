@@ -41,8 +41,7 @@ RUN python -m venv /opt/foredraft \
     && /opt/foredraft/bin/pip install --extra-index-url "${TORCH_INDEX}" 'torch==2.13.0+cpu' \
     && /opt/foredraft/bin/pip install "$(echo /wheels/*.whl)[torch]"
 
-# PyPI's torch brings CUDA's libraries with it; the driver comes from the host. Attention is PyTorch's own: no kernel is
-# compiled at start.
+# PyPI's torch brings Triton and CUDA's libraries with it; the driver comes from the host.
 FROM base AS install-cuda
 COPY --from=wheel /wheels /wheels
 RUN python -m venv /opt/foredraft \
@@ -76,7 +75,16 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
     CMD ["python", "-m", "foredraft.rpc.healthcheck", "127.0.0.1:50051"]
 CMD ["foredraft", "serve", "--host", "0.0.0.0"]
 
-FROM runtime AS cuda
+# Triton compiles kernels when a model first runs on a kind of GPU, what launches them with a C compiler. The cache keeps both.
+FROM runtime AS runtime-cuda
+USER 0:0
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc=4:12.* libc6-dev=2.36-* \
+    && rm -rf /var/lib/apt/lists/*
+USER 10001:10001
+ENV TRITON_CACHE_DIR=/cache/triton
+
+FROM runtime-cuda AS cuda
 COPY --from=install-cuda /opt/foredraft /opt/foredraft
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     NVIDIA_VISIBLE_DEVICES=all

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from foredraft.config.services import GatewayConfig
 from tests.support import command_lines, tools
@@ -26,10 +27,23 @@ def test_bases_are_pinned_and_users_are_not_root() -> None:
     found = stages(DOCKERFILE)
     outside = {stage.base for stage in found.values()} - set(found)
     assert outside == {"${BASE}"}
-    assert ("USER", "10001:10001") in found["runtime"].steps
+    for runtime in ("runtime", "runtime-cuda"):
+        users = [value for keyword, value in found[runtime].steps if keyword == "USER"]
+        assert users[-1] == "10001:10001"
+    assert found["runtime-cuda"].base == "runtime"
     for target in TARGETS:
-        assert found[target].base == "runtime"
+        assert found[target].base == ("runtime-cuda" if target == "cuda" else "runtime")
         assert not {keyword for keyword, _ in found[target].steps} & {"USER", "RUN"}
+
+
+def test_the_cuda_image_can_compile_kernels_and_keeps_them() -> None:
+    steps = stages(DOCKERFILE)["runtime-cuda"].steps
+    assert any(keyword == "RUN" and " gcc=" in value for keyword, value in steps)
+    compose = yaml.safe_load((tools.ROOT / "docker-compose.yml").read_text())
+    assert ("ENV", "TRITON_CACHE_DIR=/cache/triton") in steps
+    for name in ("verifier-gpu", "draft-gpu"):
+        assert "cache:/cache" in compose["services"][name]["volumes"]
+    assert "cache" in compose["volumes"]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -262,6 +262,26 @@ def test_verifier_and_draft_share_what_they_must(resources: list[Resource], over
     assert strategies == (["MPS"] if overlay == "gpu-mps" else [])
 
 
+def test_gpu_pods_keep_what_they_compiled(resources: list[Resource], overlay: str) -> None:
+    name = "foredraft-server" if overlay == "gpu-device-plugin" else "foredraft-verifier"
+    pod = named(resources, "Deployment", name)["spec"]["template"]["spec"]
+    (cache,) = (volume for volume in pod["volumes"] if volume["name"] == "cache")
+    if overlay == "cpu":
+        assert cache == {"name": "cache", "emptyDir": {}}
+        return
+    assert cache == {
+        "name": "cache",
+        "persistentVolumeClaim": {"claimName": "foredraft-cache"},
+    }
+    claim = named(resources, "PersistentVolumeClaim", "foredraft-cache")
+    many = overlay == "multi-replica"
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany" if many else "ReadWriteOnce"]
+    # The image's own setting.
+    assert ("ENV", "TRITON_CACHE_DIR=/cache/triton") in stages(tools.ROOT / "Dockerfile")[
+        "runtime-cuda"
+    ].steps
+
+
 def test_selectors_find_pods(resources: list[Resource]) -> None:
     pods = [d["spec"]["template"]["metadata"]["labels"] for d in deployments(resources)]
     for resource in resources:
