@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.errors import CheckpointError
+from foredraft.models.config_reader import Reader, read_json
+from foredraft.models.rope_config import RopeConfig, read_rope
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -29,32 +30,6 @@ REFUSED_KEYS = {
     "vision_config": "vision",
     "audio_config": "audio",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding of some layers.
-
-    Attributes:
-        theta: Base of the frequencies.
-        kind: One of ROPE_TYPES.
-        factor: By how much the context is stretched.
-        original_max_positions: Context length of pretraining (dynamic, llama3, yarn).
-        low_freq_factor, high_freq_factor: Limits of llama3's ramp.
-        beta_fast, beta_slow, truncate: Limits of yarn's ramp.
-        attention_factor: What cosine and sine are multiplied by.
-    """
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    original_max_positions: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +91,9 @@ class ModelConfig:
             CheckpointError: A file is missing or broken, or the model is of a kind that is not supported.
         """
         file = Path(path) / "config.json"
-        raw = _read_json(file)
+        raw = read_json(file)
         generation_file = Path(path) / "generation_config.json"
-        generation = _read_json(generation_file) if generation_file.is_file() else {}
+        generation = read_json(generation_file) if generation_file.is_file() else {}
         return cls.from_dict(raw, generation, where=str(file))
 
     @classmethod
@@ -134,7 +109,7 @@ class ModelConfig:
             CheckpointError: See `from_dir`.
         """
         try:
-            return _parse(_Reader(raw, where), generation or {})
+            return _parse(Reader(raw, where), generation or {})
         except (TypeError, ValueError, ZeroDivisionError) as error:
             raise CheckpointError(f"{where}: {error}") from error
 
@@ -166,50 +141,7 @@ class ModelConfig:
         return self.num_layers * (attention + mlp + norms) + tables + self.hidden_size
 
 
-class _Reader:
-    """A JSON object whose missing keys and wrong types are errors that name the file and the key."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw = raw
-        self.where = where
-
-    def fail(self, message: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {message}")
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.raw.get(key)
-        if value is None:
-            if default is None:
-                raise self.fail(f"{key} is missing")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.fail(f"{key} must be a positive integer, not {value!r}")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.raw.get(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.fail(f"{key} must be a number, not {value!r}")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key)
-        return default if value is None else bool(value)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: not a JSON object")
-    return content
-
-
-def _parse(reader: _Reader, generation: Mapping[str, Any]) -> ModelConfig:
+def _parse(reader: Reader, generation: Mapping[str, Any]) -> ModelConfig:
     raw = reader.raw
     architecture = _architecture(reader)
     family = _FAMILIES[architecture]
@@ -304,7 +236,7 @@ _FAMILIES = {
 ARCHITECTURES = tuple(_FAMILIES)
 
 
-def _architecture(reader: _Reader) -> str:
+def _architecture(reader: Reader) -> str:
     raw = reader.raw
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
@@ -324,7 +256,7 @@ def _architecture(reader: _Reader) -> str:
     return str(name)
 
 
-def _layer_types(reader: _Reader, family: _Family, num_layers: int) -> list[str]:
+def _layer_types(reader: Reader, family: _Family, num_layers: int) -> list[str]:
     raw = reader.raw
     types = raw.get("layer_types")
     if types is not None and family.sliding != "all":
@@ -348,7 +280,7 @@ def _layer_types(reader: _Reader, family: _Family, num_layers: int) -> list[str]
     ]
 
 
-def _window(reader: _Reader, family: _Family) -> int | None:
+def _window(reader: Reader, family: _Family) -> int | None:
     if family.sliding == "none":
         return None
     if family.sliding == "upper" and not reader.flag("use_sliding_window", False):
@@ -359,7 +291,7 @@ def _window(reader: _Reader, family: _Family) -> int | None:
 
 
 def _ropes(
-    reader: _Reader, family: _Family, layer_types: list[str], max_positions: int
+    reader: Reader, family: _Family, layer_types: list[str], max_positions: int
 ) -> tuple[RopeConfig, ...]:
     """One per layer; reads the old keys (rope_theta, rope_scaling) and transformers 5's rope_parameters."""
     raw = reader.raw
@@ -377,64 +309,11 @@ def _ropes(
             theta = reader.number("rope_local_base_freq", 10_000.0)
         else:
             theta = reader.number("rope_theta", 1_000_000.0 if family.gemma else 10_000.0)
-        by_type[kind] = _rope(_Reader(parameters, reader.where), theta, max_positions, raw)
+        by_type[kind] = read_rope(Reader(parameters, reader.where), theta, max_positions, raw)
     return tuple(by_type[kind] for kind in layer_types)
 
 
-def _rope(
-    parameters: _Reader, theta: float, max_positions: int, raw: Mapping[str, Any]
-) -> RopeConfig:
-    kind = parameters.raw.get("rope_type") or parameters.raw.get("type") or "default"
-    if kind not in ROPE_TYPES:
-        raise parameters.fail(
-            f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
-        )
-    if parameters.number("partial_rotary_factor", 1.0) != 1.0 or raw.get(
-        "partial_rotary_factor", 1.0
-    ) not in (None, 1, 1.0):
-        raise parameters.fail("partial_rotary_factor other than 1 is not supported")
-    theta = parameters.number("rope_theta", theta)
-    if kind == "default":
-        return RopeConfig(theta)
-    original = parameters.size(
-        "original_max_position_embeddings",
-        raw.get("original_max_position_embeddings") or max_positions,
-    )
-    if kind == "dynamic":
-        original = max_positions
-    if kind != "yarn" and "factor" not in parameters.raw:
-        raise parameters.fail(f"rope type {kind} has no factor")
-    factor = parameters.number("factor", max_positions / original)
-    attention_factor = 1.0
-    if kind == "yarn":
-        attention_factor = _yarn_attention_factor(parameters, factor)
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=factor,
-        original_max_positions=original,
-        low_freq_factor=parameters.number("low_freq_factor", 1.0),
-        high_freq_factor=parameters.number("high_freq_factor", 4.0),
-        beta_fast=parameters.number("beta_fast", 32.0) or 32.0,
-        beta_slow=parameters.number("beta_slow", 1.0) or 1.0,
-        truncate=parameters.flag("truncate", True),
-        attention_factor=attention_factor,
-    )
-
-
-def _yarn_attention_factor(parameters: _Reader, factor: float) -> float:
-    """YaRN, section 3.4, equation 22, and DeepSeek's mscale keys."""
-
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    if parameters.raw.get("attention_factor") is not None:
-        return parameters.number("attention_factor", 1.0)
-    weight, weight_all = parameters.number("mscale", 0.0), parameters.number("mscale_all_dim", 0.0)
-    return mscale(weight) / mscale(weight_all) if weight and weight_all else mscale(1.0)
-
-
-def _softcap(reader: _Reader, family: _Family) -> float | None:
+def _softcap(reader: Reader, family: _Family) -> float | None:
     if not family.gemma:
         return None
     if reader.raw.get("attn_logit_softcapping") is not None:

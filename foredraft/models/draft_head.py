@@ -16,9 +16,10 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.rotary import Rotary
-from foredraft.models.config import ModelConfig, RopeConfig
+from foredraft.models.config import ModelConfig
 from foredraft.models.head_config import HeadConfig
 from foredraft.models.layer_parts import layer_parts
+from foredraft.models.rope_config import RopeConfig
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 

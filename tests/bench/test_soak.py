@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak import growth
+from benchmarks.soak_growth import growth
 from tests.support import tools
 from tests.support.stack import make_model
 

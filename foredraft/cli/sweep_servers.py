@@ -1,0 +1,148 @@
+"""What `foredraft bench speculative` measures: services of its own for each setting, or one running server."""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from foredraft.bench import peers, sweep
+from foredraft.bench.http_client import HttpClient
+from foredraft.bench.sweep import Setting
+from foredraft.cli import serve, stack
+from foredraft.config.speculation import ALGORITHMS
+from foredraft.errors import ConfigError, ForedraftError
+
+BUNDLED = {
+    "STANDALONE": "foredraft-demo-draft",
+    "EAGLE": "foredraft-demo-eagle",
+    "EAGLE3": "foredraft-demo-eagle3",
+    "MTP": "foredraft-demo-mtp",
+}
+_START_SECONDS = 600.0
+_ATTACH_SECONDS = 60.0
+
+
+class StartedServers:
+    """Services for each setting."""
+
+    fields = False  # settings are flags, not fields of requests
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        given = serve.read_values(serve.make_parser().parse_args(arguments.serve_flags))
+        for name in given:
+            if name.startswith("speculative_") and name in Setting("NONE", "-", 1, 1, 1).values:
+                raise ConfigError(f"--{name.replace('_', '-')} behind --: that is what is searched")
+        quiet = {"port": 0, "grpc_port": 0, "log_level": "warning", "skip_draft_self_test": True}
+        self._values = {**quiet, "model_path": arguments.model_path, **given}
+        self.model = Path(self._values["model_path"]).name
+        self.flags = " ".join([f"--model-path {arguments.model_path}", *arguments.serve_flags])
+        self.given = given
+
+    def settings(self, arguments: argparse.Namespace) -> list[Setting]:
+        """The grid of the flags."""
+        drafts = dict(BUNDLED if self.model == "foredraft-demo" and not arguments.draft else {})
+        for pair in arguments.draft:
+            algorithm, separator, path = pair.partition("=")
+            if algorithm not in ALGORITHMS or not separator or not path:
+                raise ConfigError(f"--draft {pair}: not ALGORITHM=PATH")
+            drafts[algorithm] = path
+        wanted = arguments.algorithm or ["NGRAM", *drafts]
+        return sweep.grid(
+            {name: drafts.get(name, "") for name in wanted},
+            arguments.steps,
+            arguments.topk,
+            arguments.num_draft_tokens,
+        )
+
+    @contextlib.contextmanager
+    def open(self, setting: Setting) -> Iterator[str]:
+        """Starts services, waits until the draft is attached, stops them."""
+        resolved = stack.resolve_models({**self._values, **setting.values})
+        with stack.make_supervisor(resolved) as supervisor:
+            supervisor.wait_healthy(timeout=_START_SECONDS)
+            url = supervisor.urls["http"]
+            if setting.algorithm != "NONE":
+                _wait_for_draft(url)
+            yield url
+
+
+class RunningServer:
+    """A running server; its trees can be made smaller by fields of requests."""
+
+    fields = True
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        info = uvloop.run(_server_info(url))
+        if "speculative_algorithm" not in info or "verifiers" not in info:
+            raise ConfigError(
+                f"--base-url {url}: not a Foredraft server; bench serve can load others"
+            )
+        self._info = info
+        self.model = str(info["served_model_name"])
+        self.flags = f"--model-path {info['model_path']}"
+        self.given = {"server": url}
+
+    def settings(self, arguments: argparse.Namespace) -> list[Setting]:
+        """Those of the grid that are within the server's limits, and the server's own."""
+        info = self._info
+        algorithm, draft = info["speculative_algorithm"], info["speculative_draft_model_path"] or ""
+        if algorithm == "NONE":
+            raise ConfigError(f"--base-url {self._url}: the server was started without speculation")
+        limits = (
+            info["speculative_num_steps"],
+            info["speculative_eagle_topk"],
+            info["speculative_num_draft_tokens"],
+        )
+        own = Setting(algorithm, draft, *limits)
+        if algorithm == "NGRAM":
+            own = Setting(algorithm, num_draft_tokens=limits[2])
+        trees = sweep.grid(
+            {algorithm: draft}, arguments.steps, arguments.topk, arguments.num_draft_tokens
+        )
+        smaller = [
+            setting
+            for setting in trees
+            if setting != own
+            and all(
+                number is None or number <= limit
+                for number, limit in zip(
+                    (setting.num_steps, setting.topk, setting.num_draft_tokens), limits, strict=True
+                )
+            )
+        ]
+        return [*smaller, own]
+
+    @contextlib.contextmanager
+    def open(self, setting: Setting) -> Iterator[str]:
+        """It runs already."""
+        yield self._url
+
+
+Servers = StartedServers | RunningServer
+
+
+async def _server_info(url: str) -> dict[str, Any]:
+    client = HttpClient(url)
+    try:
+        await peers.discover(client, "openai")
+        response = await client.get("/get_server_info")
+        return dict(response.json()) if response.status == 200 else {}
+    except ValueError:
+        return {}
+    finally:
+        client.close()
+
+
+def _wait_for_draft(url: str) -> None:
+    deadline = time.monotonic() + _ATTACH_SECONDS
+    while time.monotonic() < deadline:
+        loads = uvloop.run(_server_info(url)).get("verifiers", {}).values()
+        if any(load["draft_available"] for load in loads):
+            return
+        time.sleep(0.2)
+    raise ForedraftError(f"no draft was attached within {_ATTACH_SECONDS:g} s")
