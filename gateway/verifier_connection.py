@@ -90,7 +90,9 @@ class Ticket:
         self._wake()
 
     def fail(self, error: ForedraftError) -> None:
-        """Called by the connection when the stream broke."""
+        """Called by the connection when the stream broke. What has come to its end by then is still delivered."""
+        if self._finished:
+            return
         self._error = self._error or error
         self._outputs.clear()
         self._wake()

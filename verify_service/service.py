@@ -122,6 +122,8 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         finally:
             reader.cancel()
             stream.close()
+        if stream.failure is not None:
+            raise stream.failure
         if stream.overflowed:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -131,15 +133,20 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
     async def _read(
         self, requests: AsyncIterator[verify_pb2.RunRequest], stream: "_Stream"
     ) -> None:
-        async for request in requests:
-            kind = request.WhichOneof("message")
-            if kind == "submit":
-                if self._draining:
-                    stream.refuse(request.submit.id, Unavailable("the verifier is stopping"))
-                else:
-                    stream.submit(request.submit)
-            elif kind == "cancel":
-                stream.cancel(request.cancel.id)
+        try:
+            async for request in requests:
+                kind = request.WhichOneof("message")
+                if kind == "submit":
+                    if self._draining:
+                        stream.refuse(request.submit.id, Unavailable("the verifier is stopping"))
+                    else:
+                        stream.submit(request.submit)
+                elif kind == "cancel":
+                    stream.cancel(request.cancel.id)
+        except Exception as error:
+            # Nobody would read what the gateway sends from now on: it has to connect anew.
+            stream.fail(error)
+            return
         stream.end_of_requests()
 
 
@@ -158,6 +165,7 @@ class _Stream:
         self._spans: dict[int, Span] = {}  # by the gateway's id
         self._ended = False
         self.overflowed = False
+        self.failure: Exception | None = None
 
     async def next(self) -> verify_pb2.RunResponse | None:
         """The next message, or None after the last. Where there are none for a while, the engine's load is news."""
@@ -236,6 +244,11 @@ class _Stream:
         """The gateway sends no more; the stream ends with its last live request."""
         self._ended = True
         self._finish_if_idle()
+
+    def fail(self, error: Exception) -> None:
+        """Requests cannot be read any more: the stream ends with what was said so far."""
+        self.failure = error
+        self._messages.put_nowait(None)
 
     def close(self) -> None:
         """The stream is gone: whatever still runs for it is cancelled."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
+import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
@@ -183,5 +184,31 @@ def test_a_stream_that_broke_forgets_what_was_cached_there() -> None:
             finally:
                 await pool.close()
                 await server.stop(0)
+
+    asyncio.run(main())
+
+
+class Deaf:
+    """A connection that takes what a ticket says and answers nothing."""
+
+    def cancel(self, number: int) -> None:
+        return
+
+    forget = cancel
+
+
+def test_what_came_to_its_end_outlives_its_verifier() -> None:
+    async def main() -> None:
+        whole, part = (verifier_connection.Ticket(Deaf(), number, 60) for number in (1, 2))  # type: ignore[arg-type]
+        end = verify_pb2.Finish(reason=verify_pb2.FINISH_REASON_LENGTH)
+        whole.push(verify_pb2.SequenceOutput(id=1, tokens=[5], finish=end))
+        part.push(verify_pb2.SequenceOutput(id=2, tokens=[5]))
+        for ticket in (whole, part):
+            ticket.fail(verifier_connection.VerifierLost("killed"))
+        assert [list(output.tokens) for output in await whole.take()] == [[5]]
+        with pytest.raises(verifier_connection.VerifierLost):
+            await part.take()
+        for ticket in (whole, part):
+            ticket.close()
 
     asyncio.run(main())
