@@ -11,7 +11,8 @@ POOL_MEMORY = 96  # outcomes that the prior rests on, of any sequence
 PRIOR_OUTCOMES = 2.0  # that the prior weighs in a sequence's estimate
 DOUBT = 0.03  # what is kept of outcomes that have proved misleading
 SURPRISE = 4.0  # standard deviations that outcomes may lie off what was expected of them
-SURPRISE_MEMORY = 3  # steps that are judged together
+LEAST_VARIANCE = 0.2
+KEPT_SURPRISE = 0.67  # of what earlier steps were off, to be judged together
 POOL_OUTCOMES = 4.0  # that the built-in prior weighs in the learnt one
 REPEATING = 0.85  # acceptance of deeper nodes of an n-gram's proposal before anything was seen
 # Acceptance of a first node before anything was seen, by confidence of the proposal; 0 is a model's.
@@ -100,8 +101,9 @@ class Acceptance:
         # By acceptance in percent: what each rung brings of what the one before it brings, in a chain of such nodes.
         self._chains = [_chain(ladder, max(percent, 1) / 100) for percent in range(101)]
         self._doubted = -math.inf
-        # Accepted nodes beyond what was expected, and their variance.
+        # Accepted nodes beyond what was expected, and their variance: of the newest step, and of those before it.
         self._surplus = self._variance = 0.0
+        self._before = (0.0, 0.0)
         self._newest: list[tuple[Track, list[int], int]] = []
 
     def track(self, history: DraftHistory, confidence: int) -> Track:
@@ -184,9 +186,23 @@ class Acceptance:
         self._variance += min(square - mean * mean, mean * (1 + mean))
         self._newest.append((self.track(history, 0), hits, count))
 
-    def judge(self, now: float) -> None:
-        """Looks whether the outcomes of the newest step agree with what was expected; if not, acceptance has changed."""
-        if self._surplus**2 > SURPRISE**2 * max(self._variance, 1.0):
+    def judge(self, now: float) -> bool:
+        """Looks whether the outcomes of the newest step agree with what was expected; if not, acceptance has changed.
+
+        Returns:
+            Whether more was accepted than expected.
+        """
+        if not self._newest:
+            return False
+        is_change = is_better = False
+        surplus, variance = self._surplus, self._variance
+        self._surplus = surplus + KEPT_SURPRISE * self._before[0]
+        self._variance = variance + KEPT_SURPRISE * self._before[1]
+        self._before = (self._surplus, self._variance)
+        for off, spread in ((surplus, variance), self._before):
+            if off**2 > SURPRISE**2 * max(spread, LEAST_VARIANCE):
+                is_change, is_better = True, off > 0
+        if is_change:
             self.doubt(now)
             for track, hits, count in self._newest:
                 track.accepted = [DOUBT * accepted for accepted in track.accepted]
@@ -194,13 +210,13 @@ class Acceptance:
                 track.seen = math.nextafter(now, math.inf)
                 self._add(track, hits, count, 0)
         self._newest.clear()
-        self._surplus *= 1 - 1 / SURPRISE_MEMORY
-        self._variance *= 1 - 1 / SURPRISE_MEMORY
+        self._surplus = self._variance = 0.0
+        return is_better
 
     def doubt(self, now: float) -> None:
         """What was seen until now has proved misleading."""
         self._doubted = now
-        self._surplus = self._variance = 0.0
+        self._before = (0.0, 0.0)
         for pool in self._pools.values():
             pool.accepted = [DOUBT * accepted for accepted in pool.accepted]
             pool.before = [DOUBT * before for before in pool.before]

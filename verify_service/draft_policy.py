@@ -16,6 +16,10 @@ GROW_STEPS = 24  # drafting steps after which larger trees are tried once
 TRIAL_ACCEPTANCE = 0.8  # of every node, that the size of a trial's trees is best for
 FINE_SIZES = 12  # trees whose sizes are told apart one by one, where each row costs
 LONG_UNSEEN = 1.0  # seconds after which a sequence left out may be tried again
+AT_RISK, MOST_AT_RISK = (
+    0.065,
+    0.15,
+)  # seconds that a single step may lose, for each sequence and in all
 EVALUATIONS = 32  # sums of rows at most that are compared for one depth
 ASK_MEMORY = 12  # proposals on which a sequence's worth of asking rests
 
@@ -107,6 +111,7 @@ class DraftPolicy:
         self._probing = Probing()
         self._is_drafting = False
         self._is_trial = False
+        self._is_bold = False  # a trial went well: the next one is for all
         self._rows = 1
         self._was_drafted = False
         self._steps_to_grow = GROW_STEPS
@@ -127,7 +132,7 @@ class DraftPolicy:
         times = self._times
         if not wanted or times is None:
             return self._everything(wanted)
-        self._acceptance.judge(self._probing.now)
+        self._is_bold |= self._acceptance.judge(self._probing.now)
         if not any(want.limit for want in wanted):
             return self._nothing(wanted)
         if isinstance(times, GridTimes):
@@ -261,9 +266,10 @@ class DraftPolicy:
         self._is_trial = False
         if not self._is_drafting:
             nodes = [0] * batch
-            if probing.may_try():
+            if probing.may_try(self._is_bold):
                 self._is_trial = True
-                self._try_unseen(wanted, nodes, TRIAL_SEQUENCES)
+                self._try_unseen(wanted, nodes, batch if self._is_bold else TRIAL_SEQUENCES)
+                self._is_bold = False
         elif probing.must_check(best_rate / plain):
             nodes = [0] * batch
         else:
@@ -314,6 +320,7 @@ class DraftPolicy:
         stride = 1 + len(items) // EVALUATIONS
         gain, rows, drafted, wait = float(batch), batch + other_rows, 0, 0.0
         unit = times.seconds(1, 1)
+        longest = times.seconds(batch, rows) + min(batch * AT_RISK, MOST_AT_RISK)
         best_rate, best_count = 0.0, 0
         for count, (density, _, rung) in enumerate(items, 1):
             width = ladder.widths[rung]
@@ -323,8 +330,9 @@ class DraftPolicy:
             if count % stride == 0 or count == len(items):
                 if not is_free:
                     wait = self._draft_times.steps(drafted, levels) * unit
-                rate = gain / (times.seconds(batch, rows) + wait)
-                if rate > best_rate:
+                seconds = times.seconds(batch, rows) + wait
+                rate = gain / seconds
+                if rate > best_rate and seconds < longest:
                     best_rate, best_count = rate, count
         nodes = [0] * batch
         for _, i, rung in items[:best_count]:

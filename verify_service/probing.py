@@ -2,7 +2,8 @@
 
 SHARE = 0.015  # of all time that trying may lose against plain decoding
 MOST_SAVED = 0.03  # seconds that may be lost ahead
-STOP_LOSS = 0.08  # seconds that drafting may lose before it stops, whatever it is expected to bring
+# Seconds that drafting may lose before it stops, whatever it is expected to bring; more where one step loses much.
+STOP_LOSS, STOP_STEPS, MOST_STOP_LOSS = 0.08, 3, 0.2
 STOP_SECONDS = 0.25  # for which it stops
 ALLOWED = 0.01  # of drafting's time that may be lost without being counted
 CHECK_STEPS = 48  # drafting steps at least between plain ones that show what drafting is worth
@@ -30,12 +31,16 @@ class Probing:
         """Whether drafting lost so much lately that it rests."""
         return self.now < self._stopped_until
 
-    def may_try(self) -> bool:
-        """Whether there is time to lose, or a trial goes on because nothing came of it yet; asked once per plan."""
+    def may_try(self, is_urgent: bool = False) -> bool:
+        """Whether there is time to lose, or a trial goes on because nothing came of it yet; asked once per plan.
+
+        Args:
+            is_urgent: The last trial went so well that some debt may be made.
+        """
         if self._waiting:
             self._waiting -= 1
             return True
-        if self._balance < 0 or self.is_stopped:
+        if self._balance < (-MOST_SAVED if is_urgent else 0) or self.is_stopped:
             return False
         self._waiting = PATIENCE
         return True
@@ -70,7 +75,7 @@ class Probing:
         # What drafting is believed to bring is not what pays for trials.
         self._balance = max(self._balance, -MOST_SAVED)
         self._lost = max(0.0, self._lost + loss - ALLOWED * seconds)
-        if self._lost <= STOP_LOSS:
+        if self._lost <= min(max(STOP_LOSS, STOP_STEPS * loss), MOST_STOP_LOSS):
             return False
         self._lost = self._balance = 0.0
         self._stopped_until = self.now + STOP_SECONDS

@@ -13,6 +13,8 @@ from verify_service.acceptance import DraftHistory
 from verify_service.draft_policy import DraftPolicy, Observed, Wait, Want
 from verify_service.step_time import GridTimes, RowTimes, StepTimes
 
+TABLES = Path(__file__).parents[2] / "benchmarks/step_tables"
+STALL = 0.01  # seconds
 SIBLINGS = 0.3  # of a node's acceptance that the next of its siblings has
 
 
@@ -167,25 +169,20 @@ class Trace:
         return sum(self.tokens[i] for i in inside[1:]) / seconds
 
     def windows(self, model: StepModel, width: float = 1.0) -> list[tuple[float, float]]:
-        """(start, tokens over those of plain decoding at the same batches) of the window that begins with each step."""
-        plain = {b: b / model.seconds(b, 1 if model.is_padded else b) for b in set(self.batches)}
-        starts = [0.0, *self.ends[:-1]]
-        wanted = [
-            (end - start) * plain[batch]
-            for start, end, batch in zip(starts, self.ends, self.batches, strict=True)
-        ]
-        found, last, tokens, expected = [], 0, 0.0, 0.0
-        for first, start in enumerate(starts):
-            while last < len(starts) and self.ends[last] - start <= width:
-                tokens += self.tokens[last]
-                expected += wanted[last]
+        """(start, ratio to plain decoding) of the window that begins with each step: the time that its tokens would have
+        taken plainly at the same batches, over the time that it took."""
+        plain = {b: model.seconds(b, 1 if model.is_padded else b) / b for b in set(self.batches)}
+        worth = [tokens * plain[b] for tokens, b in zip(self.tokens, self.batches, strict=True)]
+        found, last, total = [], 0, 0.0
+        for first, start in enumerate([0.0, *self.ends[:-1]]):
+            while last < len(self.ends) and self.ends[last] - start <= width:
+                total += worth[last]
                 last += 1
-            if last == len(starts):
+            if last == len(self.ends):
                 break
             if last > first:
-                found.append((start, tokens / expected))
-                tokens -= self.tokens[first]
-                expected -= wanted[first]
+                found.append((start, total / (self.ends[last - 1] - start)))
+                total -= worth[first]
         return found
 
 
@@ -211,7 +208,7 @@ def simulate(
     """Runs a policy against the model.
 
     Args:
-        noise: Standard deviation of a step's time; one step in 500 takes three times as long besides.
+        noise: Standard deviation of a step's time; one step in 500 stalls besides.
         answer: Tokens of an answer; then another sequence takes its place.
     """
     rng = random.Random(seed)
@@ -252,8 +249,8 @@ def simulate(
             one.num_left -= len(path) + 1
         tokens = sum(len(path) + 1 for _, _, path in outcomes)
         num_rows = rows if model.is_padded else batch + sum(nodes)
-        factor = max(0.7, rng.gauss(1, noise)) * (3.0 if rng.random() < 0.002 else 1.0)
-        target = factor * model.seconds(batch, num_rows)
+        factor = max(0.7, rng.gauss(1, noise))
+        target = factor * model.seconds(batch, num_rows) + STALL * (rng.random() < 0.002)
         drafted = batch if model.is_padded else sum(map(bool, nodes))
         draft = factor * model.draft_seconds(drafted, levels)
         if is_change:

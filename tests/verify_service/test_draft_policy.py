@@ -1,0 +1,206 @@
+"""How much is drafted: hardly ever slower than plain decoding, near the best fixed setting, soon after every change.
+
+In a model of steps (`tests.support.step_model`) whose times are tables of an H200 and of a CPU; nothing here reads a clock.
+"""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.step_model import (
+    TABLES,
+    Load,
+    Policy,
+    StepModel,
+    Trace,
+    expected_rate,
+    simulate,
+    sizes,
+)
+from verify_service.acceptance import Acceptance, DraftHistory, Ladder
+from verify_service.draft_policy import DraftPolicy, Observed, Offer, Wait, Want
+from verify_service.step_time import GridTimes, RowTimes
+
+CHAIN, TREE = (3, 1, 3), (5, 8, 31)
+GPU_CHAIN = StepModel.from_json(TABLES / "h200.json", CHAIN)
+GPU_TREE = StepModel.from_json(TABLES / "h200.json", TREE)
+CPU_CHAIN = StepModel.from_json(TABLES / "gemma_cpu.json", (5, 1, 5))
+FLAT = RowTimes([1, 16], [1.0, 1.0])
+TYPICAL = RowTimes([1, 2, 4, 8, 16], [0.1, 0.11, 0.13, 0.17, 0.25])
+
+
+def run(
+    model: StepModel, loads: list[Load], seconds: float, seed: int = 0, error: float = 0.0
+) -> Trace:
+    """A new policy, whose table is wrong by up to `error`."""
+    rng = random.Random(seed)
+    times = model.times(lambda: rng.uniform(1 - error, 1 + error))
+    policy = Policy(DraftPolicy(times, model.tree[2], model.tree[0]), overlapped=model.is_padded)
+    return simulate(model, policy, loads, seconds, seed=seed)
+
+
+def best_rate(model: StepModel, batch: int, acceptance: float) -> float:
+    """Of all fixed numbers of nodes, none included."""
+    return max(expected_rate(model, batch, nodes, acceptance) for nodes in sizes(model, batch))
+
+
+@pytest.mark.parametrize("acceptance", [0.1, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("batch", [1, 4, 8, 16, 32, 64])
+def test_a_chain_on_a_gpu_is_near_the_best_setting(batch: int, acceptance: float) -> None:
+    trace = run(GPU_CHAIN, [Load(0, batch, (acceptance, acceptance))], 4.0)
+    rate = trace.rate(1.0, 4.0)
+    assert rate > 0.97 * expected_rate(GPU_CHAIN, batch, 0, acceptance)
+    assert rate > 0.95 * best_rate(GPU_CHAIN, batch, acceptance)
+
+
+@pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_a_tree_on_a_gpu_is_cut_to_what_pays(batch: int, acceptance: float) -> None:
+    seconds = 4.0 if batch > 1 else 16.0  # of one sequence, what happens to be accepted varies much
+    trace = run(GPU_TREE, [Load(0, batch, (acceptance, acceptance))], seconds)
+    rate = trace.rate(1.0, seconds)
+    assert rate > 0.97 * expected_rate(GPU_TREE, batch, 0, acceptance)
+    assert rate > 0.95 * best_rate(GPU_TREE, batch, acceptance)
+    largest = expected_rate(GPU_TREE, 32, 31, acceptance)
+    if batch == 32:
+        assert largest < rate  # what always drafting the whole tree would cost
+
+
+@pytest.mark.parametrize("acceptance", [0.1, 0.3, 0.5, 0.7])
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_a_cpu_is_hardly_slower_than_plainly(batch: int, acceptance: float) -> None:
+    trace = run(CPU_CHAIN, [Load(0, batch, (acceptance, acceptance))], 40.0)
+    rate = trace.rate(4.0, 40.0)
+    assert rate > 0.97 * expected_rate(CPU_CHAIN, batch, 0, acceptance)
+    assert rate > 0.95 * best_rate(CPU_CHAIN, batch, acceptance)
+
+
+@pytest.mark.parametrize("model", [GPU_CHAIN, GPU_TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("batch", [1, 32])
+def test_acceptance_that_changes_is_followed(model: StepModel, batch: int) -> None:
+    phases = [0.9, 0.1, 0.9, 0.2, 0.7]
+    loads = [Load(4.0 * i, batch, (value, value)) for i, value in enumerate(phases)]
+    trace = run(model, loads, 20.0)
+    assert min(ratio for _, ratio in trace.windows(model)) > 0.8
+    for load in loads:
+        rate = trace.rate(load.start + 2, load.start + 4)
+        assert rate > 0.95 * expected_rate(model, batch, 0, 0.0)
+        assert rate > 0.92 * best_rate(model, batch, load.acceptance[0])
+
+
+@pytest.mark.parametrize("model", [GPU_CHAIN, GPU_TREE], ids=["chain", "tree"])
+def test_a_load_that_changes_is_followed(model: StepModel) -> None:
+    loads = [Load(3.0 * i, batch, (0.5, 0.5)) for i, batch in enumerate([1, 64, 1, 16])]
+    trace = run(model, loads, 12.0)
+    assert min(ratio for _, ratio in trace.windows(model)) > 0.8
+    for load in loads:
+        rate = trace.rate(load.start + 1, load.start + 3)
+        luck = 0.95 if load.batch > 1 else 0.88  # two seconds of one sequence
+        assert rate > luck * best_rate(model, load.batch, 0.5)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_slow_cpu_recovers_too(batch: int) -> None:
+    loads = [Load(10.0 * i, batch, (value, value)) for i, value in enumerate([0.9, 0.1, 0.9])]
+    trace = run(CPU_CHAIN, loads, 30.0)
+    # A second is a dozen steps there, and three wrong trees in a row are a fifth of it: judged by 30 plain steps.
+    width = max(1.0, 30 * CPU_CHAIN.seconds(batch, batch))
+    assert min(ratio for _, ratio in trace.windows(CPU_CHAIN, width)) > 0.8
+    assert trace.rate(23.0, 30.0) > 1.05 * expected_rate(CPU_CHAIN, batch, 0, 0.0)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@given(
+    st.sampled_from([GPU_CHAIN, GPU_TREE]),
+    st.integers(1, 48),
+    st.floats(0.0, 0.95),
+    st.floats(0.0, 0.95),
+    st.integers(0, 1000),
+)
+def test_mixed_sequences_and_a_wrong_table(
+    model: StepModel, batch: int, one: float, other: float, seed: int
+) -> None:
+    low, high = sorted((one, other))
+    trace = run(model, [Load(0, batch, (low, high))], 3.0, seed, error=0.1)
+    assert trace.rate(1.0, 3.0) > 0.93 * expected_rate(model, batch, 0, 0.0)
+
+
+def test_free_rows_are_always_used() -> None:
+    assert DraftPolicy(FLAT, 11, 11).plan([Want(DraftHistory(), 11)]).nodes == [11]
+
+
+def test_without_a_table_everything_is_drafted() -> None:
+    plan = DraftPolicy(None, 5, 5).plan([Want(DraftHistory(), 5), Want(DraftHistory(), 2)])
+    assert plan.nodes == [5, 2]
+    assert plan.rows == 6
+
+
+def test_who_must_not_draft_does_not_and_who_must_does() -> None:
+    policy = DraftPolicy(GPU_TREE.times(), 31, 5)
+    histories = [DraftHistory() for _ in range(3)]
+    plan = policy.plan([Want(histories[0], 0), Want(histories[1], 31, True), Want(histories[2], 4)])
+    assert plan.nodes[0] == 0
+    assert plan.nodes[1] == 31
+    assert plan.nodes[2] <= 4
+    assert plan.rows == 32
+
+
+def test_an_ngram_that_is_never_right_costs_little_and_one_that_is_right_is_used() -> None:
+    for acceptance in (0.0, 0.9):
+        policy, rng = DraftPolicy(TYPICAL, 11, 11), random.Random(1)
+        history, tokens, seconds = DraftHistory(), 0, 0.0
+        for _ in range(600):
+            asked = policy.ask([Want(history, 11)]).nodes[0] > 0
+            wait = 0.001 if asked else 0.0
+            offered = 11 if asked and rng.random() < 0.7 else 0
+            nodes = policy.trim([Offer(history, offered, 1)]).nodes[0] if asked else 0
+            right = 0
+            while right < offered and rng.random() < acceptance:
+                right += 1
+            target = TYPICAL.seconds(1, 1 + nodes)
+            accepted = min(right, nodes)
+            policy.observe(Observed(1, 1 + nodes, target, accepted + 1, Wait(int(asked), 1, wait)))
+            # What was not verified is known as far as the next token tells.
+            known = offered if right <= nodes else nodes + 1
+            policy.record(history, known, range(min(right, nodes + 1)), 1, accepted)
+            tokens += accepted + 1
+            seconds += target + wait
+        ratio = tokens / seconds * TYPICAL.seconds(1, 1)
+        assert ratio > (2.5 if acceptance else 0.97)
+
+
+def test_what_is_expected_comes_from_the_sequence_and_before_that_from_others() -> None:
+    acceptance = Acceptance(Ladder([1, 3, 7]))
+    good, bad = DraftHistory(), DraftHistory()
+    for i in range(60):
+        acceptance.record(good, 7, [0, 1, 2], 0, 0.01 * i)
+        acceptance.record(bad, 7, [], 0, 0.01 * i)
+        acceptance.judge(0.01 * i)
+    assert acceptance.gains(good, 0, 0.6) == pytest.approx([1.0, 2.0, 0.0], abs=0.15)
+    assert sum(acceptance.gains(bad, 0, 0.6)) < 0.1
+    assert acceptance.gains(DraftHistory(), 0, 0.6)[0] == pytest.approx(0.5, abs=0.1)
+    assert acceptance.gains(DraftHistory(), 3, 0.6)[0] == pytest.approx(0.6)  # another confidence
+
+
+def test_a_change_of_all_sequences_is_noticed_in_one_step() -> None:
+    acceptance = Acceptance(Ladder([1, 2, 3]))
+    histories = [DraftHistory() for _ in range(16)]
+    for i in range(40):
+        for history in histories:
+            acceptance.record(history, 3, [0, 1, 2], 0, 0.01 * i)
+        acceptance.judge(0.01 * i)
+    for history in histories:
+        acceptance.record(history, 3, [], 0, 0.41)
+    assert not acceptance.judge(0.41)
+    assert sum(acceptance.gains(histories[0], 0, 0.42)) < 1.0
+
+
+def test_rows_are_padded_to_what_was_captured() -> None:
+    times = GridTimes({(1, 1): 4.0, (1, 4): 4.1, (4, 1): 4.2, (4, 2): 4.3, (4, 4): 4.4})
+    policy = DraftPolicy(times, 3, 3)
+    for batch in range(1, 5):
+        plan = policy.plan([Want(DraftHistory(), 3)] * batch)
+        assert plan.rows in times.rows(batch)
+        assert all(nodes <= plan.rows - 1 for nodes in plan.nodes)
