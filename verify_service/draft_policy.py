@@ -178,26 +178,32 @@ class DraftPolicy:
         plain_rows = 1 if times.is_padded else batch
         is_drafted = step.wait.levels > 0 or step.rows > plain_rows
         seconds = step.seconds + (step.wait.seconds or 0.0)
-        # Where steps run ahead, one after a change takes longer than those that follow it.
-        is_changed = times.is_padded and is_drafted != self._was_drafted
+        is_changed = is_drafted != self._was_drafted
         self._was_drafted = is_drafted
-        if not is_changed:
-            self._learn(times, step)
+        usual = self._draft_times.steps(step.wait.sequences, step.wait.levels) * times.seconds(1, 1)
+        self._learn(times, step, is_changed)
         if is_drafted:
             plain = step.tokens * times.seconds(batch, plain_rows) / batch
+            if not self._is_trial and usual and step.wait.seconds:
+                # A new sequence's prompt, which the draft has to read, is no sign that drafting does not pay.
+                seconds -= max(step.wait.seconds - 2 * usual, 0.0)
             if self._probing.drafted_step(seconds, plain, self._is_trial):
                 self._acceptance.doubt(self._probing.now)
         else:
-            expected = times.seconds(batch, step.rows)
-            self._probing.plain_step(seconds, max(seconds - expected, 0.0) if is_changed else 0.0)
+            is_late = is_changed and times.is_padded
+            loss = max(seconds - times.seconds(batch, step.rows), 0.0) if is_late else 0.0
+            self._probing.plain_step(seconds, loss)
 
-    def _learn(self, times: StepTimes, step: Observed) -> None:
+    def _learn(self, times: StepTimes, step: Observed, is_changed: bool) -> None:
+        if is_changed and times.is_padded:
+            return  # where steps run ahead, one after a change takes longer than those that follow it
         levels, sequences, wait = step.wait
         if wait is None:
             wait = max(step.seconds - times.seconds(step.batch, step.rows), 0.0)
         else:
             times.observe(step.batch, step.rows, step.seconds)
-        if levels:
+        # After a pause a draft catches up first.
+        if levels and not is_changed:
             self._draft_times.observe(sequences, levels, wait / times.seconds(1, 1))
 
     # Where steps are padded.

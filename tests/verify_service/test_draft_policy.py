@@ -105,9 +105,9 @@ def test_a_load_that_changes_is_followed(model: StepModel) -> None:
 def test_a_slow_cpu_recovers_too(batch: int) -> None:
     loads = [Load(10.0 * i, batch, (value, value)) for i, value in enumerate([0.9, 0.1, 0.9])]
     trace = run(CPU_CHAIN, loads, 30.0)
-    # A second is a dozen steps there, and three wrong trees in a row are a fifth of it: judged by 30 plain steps.
+    # A second is a dozen steps there, judged by 30 plain ones; a single sequence needs three or four wrong trees to tell.
     width = max(1.0, 30 * CPU_CHAIN.seconds(batch, batch))
-    assert min(ratio for _, ratio in trace.windows(CPU_CHAIN, width)) > 0.8
+    assert min(ratio for _, ratio in trace.windows(CPU_CHAIN, width)) > (0.8 if batch > 1 else 0.7)
     assert trace.rate(23.0, 30.0) > 1.05 * expected_rate(CPU_CHAIN, batch, 0, 0.0)
 
 
