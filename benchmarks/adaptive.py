@@ -1,0 +1,179 @@
+"""The speculation policy in a model of steps: steady states over batch and acceptance, and transients.
+
+    python -m benchmarks.adaptive --table benchmarks/step_tables/h200.json --tree 3/1/3 --out benchmarks/results
+
+No model runs and no clock is read: steps take what a table says (3 % noise, a stall now and then), drafted tokens are right
+with a given probability, drawn from a seeded generator. Ratios are to plain decoding and to the best fixed size of trees, none
+included, both computed. Prints tables, writes JSON and a plot.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.step_model import (
+    TABLES,
+    Load,
+    Policy,
+    StepModel,
+    Trace,
+    expected_rate,
+    simulate,
+    sizes,
+)
+from verify_service.draft_policy import DraftPolicy
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+ACCEPTANCES = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--table", type=Path, default=TABLES / "h200.json", help="step times, see step_tables")
+    add("--tree", default="3/1/3", help="steps/topk/nodes of the largest tree")
+    add("--batch", nargs="+", type=int, default=list(BATCHES))
+    add("--acceptance", nargs="+", type=float, default=list(ACCEPTANCES))
+    add("--seconds", type=float, default=12.0, help="of each steady state")
+    add("--settle", type=float, default=2.0, help="of these that are not counted")
+    add("--phase", type=float, default=6.0, help="seconds of each phase of a transient")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args()
+    steps, topk, nodes = map(int, args.tree.split("/"))
+    model = StepModel.from_json(args.table, (steps, topk, nodes))
+    grid = [_steady(model, batch, p, args) for batch in args.batch for p in args.acceptance]
+    transients = [
+        _transient(model, "load", [(1, 0.5), (64, 0.5), (1, 0.5), (16, 0.5)], args),
+        *(
+            _transient(model, f"batch {batch}", [(batch, p) for p in (0.9, 0.1, 0.9, 0.3)], args)
+            for batch in (1, 8, 32)
+        ),
+    ]
+    _report(grid, transients, args)
+    name = f"adaptive_{model.name}_{args.tree.replace('/', '-')}"
+    args.out.mkdir(parents=True, exist_ok=True)
+    content = {"table": model.name, "tree": args.tree, "grid": grid, "transients": transients}
+    (args.out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    _plot(grid, transients, args, args.out / f"{name}.png")
+    return 0
+
+
+def _run(model: StepModel, loads: list[Load], seconds: float, seed: int) -> Trace:
+    policy = DraftPolicy(model.times(), model.tree[2], model.tree[0])
+    return simulate(model, Policy(policy, overlapped=model.is_padded), loads, seconds, seed=seed)
+
+
+def _best(model: StepModel, batch: int, acceptance: float) -> tuple[float, int]:
+    return max((expected_rate(model, batch, n, acceptance), n) for n in sizes(model, batch))
+
+
+def _steady(
+    model: StepModel, batch: int, acceptance: float, args: argparse.Namespace
+) -> dict[str, Any]:
+    load = Load(0.0, batch, (acceptance, acceptance))
+    rate = _run(model, [load], args.seconds, args.seed).rate(args.settle, args.seconds)
+    plain = expected_rate(model, batch, 0, acceptance)
+    best, nodes = _best(model, batch, acceptance)
+    return {
+        "batch": batch,
+        "acceptance": acceptance,
+        "rate": rate,
+        "of_plain": rate / plain,
+        "of_best": rate / best,
+        "best_nodes": nodes,
+        "whole_tree_of_plain": expected_rate(model, batch, model.tree[2], acceptance) / plain,
+    }
+
+
+def _transient(
+    model: StepModel, name: str, phases: list[tuple[int, float]], args: argparse.Namespace
+) -> dict[str, Any]:
+    loads = [Load(i * args.phase, batch, (p, p)) for i, (batch, p) in enumerate(phases)]
+    seconds = args.phase * len(loads)
+    trace = _run(model, loads, seconds, args.seed)
+    windows = trace.windows(model)
+    settled = []
+    for load in loads:
+        rate = trace.rate(load.start + 2, load.start + args.phase)
+        settled.append(rate / _best(model, load.batch, load.acceptance[0])[0])
+    return {
+        "name": name,
+        "phases": [(load.start, load.batch, load.acceptance[0]) for load in loads],
+        "lowest_window": min(ratio for _, ratio in windows),
+        "of_best_after_2_seconds": settled,
+        "windows": windows,
+    }
+
+
+def _report(
+    grid: list[dict[str, Any]], transients: list[dict[str, Any]], args: argparse.Namespace
+) -> None:
+    print("tokens/s of plain decoding / of the best fixed size / (the whole tree always, of plain)")
+    print("| batch | " + " | ".join(f"acceptance {p}" for p in args.acceptance) + " |")
+    print("| --- |" + " --- |" * len(args.acceptance))
+    for batch in args.batch:
+        cells = [
+            f"{row['of_plain']:.2f} / {row['of_best']:.2f} ({row['whole_tree_of_plain']:.2f})"
+            for row in grid
+            if row["batch"] == batch
+        ]
+        print(f"| {batch} | " + " | ".join(cells) + " |")
+    print(
+        f"lowest: {min(row['of_plain'] for row in grid):.3f} of plain, "
+        f"{min(row['of_best'] for row in grid):.3f} of the best"
+    )
+    print("\n| change | lowest second, of plain | of the best from 2 s after each change on |")
+    print("| --- | --- | --- |")
+    for transient in transients:
+        after = ", ".join(f"{ratio:.2f}" for ratio in transient["of_best_after_2_seconds"])
+        print(f"| {transient['name']} | {transient['lowest_window']:.2f} | {after} |")
+
+
+def _plot(
+    grid: list[dict[str, Any]],
+    transients: list[dict[str, Any]],
+    args: argparse.Namespace,
+    path: Path,
+) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1 + len(transients), 1, figsize=(8, 2.4 * len(transients) + 3))
+    for acceptance in args.acceptance:
+        rows = [row for row in grid if row["acceptance"] == acceptance]
+        batches = [row["batch"] for row in rows]
+        (line,) = axes[0].plot(
+            batches, [row["of_plain"] for row in rows], "o-", label=f"{acceptance}"
+        )
+        whole = [row["whole_tree_of_plain"] for row in rows]
+        axes[0].plot(batches, whole, ":", color=line.get_color())
+    axes[0].axhline(1.0, color="grey", linewidth=0.8)
+    axes[0].set_xscale("log", base=2)
+    axes[0].set_xlabel("batch; dotted: always the whole tree")
+    axes[0].set_ylabel("of plain decoding")
+    axes[0].legend(title="acceptance", fontsize=7)
+    for axis, transient in zip(axes[1:], transients, strict=True):
+        axis.plot(*zip(*transient["windows"], strict=True))
+        axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.axhline(0.8, color="red", linewidth=0.8)
+        for start, batch, acceptance in transient["phases"]:
+            axis.axvline(start, color="grey", linestyle=":")
+            axis.text(
+                start, axis.get_ylim()[1], f"batch {batch}, {acceptance}", fontsize=7, va="bottom"
+            )
+        axis.set_ylabel("of plain, 1 s")
+        axis.set_xlabel(f"{transient['name']}: start of the second")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    print(f"wrote {path} and {path.with_suffix('.json')}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
