@@ -9,7 +9,7 @@ from verify_service.acceptance import DraftHistory
 from verify_service.hidden_states import HiddenStates, Run
 from verify_service.request import Sequence as RequestSequence
 
-PATIENCE = 32  # hidden states that are kept back while nothing is asked of a sequence's draft
+PATIENCE = 32  # tokens that are kept back while nothing is asked of a sequence's draft
 
 
 @dataclass(slots=True)
@@ -78,9 +78,13 @@ class DraftNews:
         return self.of(sequence).num_tokens == len(sequence.tokens)
 
     def may_wait(self, sequence: RequestSequence) -> bool:
-        """Whether news of hidden states are few enough to be told later."""
+        """Whether news are few enough to be told later."""
         told, run = self.of(sequence), self._hidden.run(sequence)
-        return run is not None and told.run is run and run.end - told.num_tokens < PATIENCE
+        if self._hidden.layers is not None:
+            return run is not None and told.run is run and run.end - told.num_tokens < PATIENCE
+        is_known = told.epoch == self._epoch and told.slot == sequence.slot
+        is_new = len(sequence.tokens) - told.num_tokens
+        return is_known and is_new < PATIENCE
 
     def can_follow(self, sequence: RequestSequence) -> bool:
         """Whether the draft stands where the sequence stands, so that it can take the next tokens from the device."""

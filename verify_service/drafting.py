@@ -299,9 +299,9 @@ class Drafting:
     def _tell(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
         """Puts all news into the request; sends it where the hidden states of one step do not fit the arena."""
         reads_hidden = self._hidden.layers is not None
-        # While drafting does not pay, a head costs less now and then than every step. But whoever joins may stand on
+        # While drafting does not pay, a draft costs less now and then than every step. But whoever joins may stand on
         # pages that are marked as told.
-        known = all(self._hidden.run(want.sequence) is not None for want in wanted)
+        known = not reads_hidden or all(self._hidden.run(w.sequence) is not None for w in wanted)
         nobody_joins = known and not extending
         # Where one follows on the device, all do.
         may_wait = nobody_joins and not (self._exchange and any(w.max_nodes for w in wanted))

@@ -1,7 +1,7 @@
 """The engine with a real model and a real draft process: what requests ask for, how they end, what is left behind."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from tests.support.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.reference import Reference
+from verify_service.draft_policy import DraftPolicy, Plan, Want
 from verify_service.live_requests import EngineRequest
 
 ENDS = frozenset({EOS})
@@ -245,6 +246,49 @@ def test_a_draft_with_the_targets_weights_is_always_right(target: Path) -> None:
             for i, (t, k) in enumerate([(0.0, -1), (0.6, -1), (1.0, 20), (1.5, -1)])
         ]  # fmt: skip
         results = harness.run(jobs)
+    for result in results:
+        assert result.finish.accepted_tokens == result.finish.drafted_tokens > 0
+
+
+class Pausing(DraftPolicy):
+    """Drafts nothing for a while, then all."""
+
+    PAUSE = 40
+
+    def __init__(self, max_nodes: int, depth: int) -> None:
+        super().__init__(None, max_nodes, depth)
+        self.num_plans = 0
+
+    def plan(self, wanted: Sequence[Want], other_rows: int = 0) -> Plan:
+        self.num_plans += 1
+        plan = super().plan(wanted, other_rows)
+        return Plan([0] * len(wanted), 1) if self.num_plans <= self.PAUSE else plan
+
+
+def test_a_draft_that_is_not_asked_is_told_now_and_then_and_misses_nothing(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {
+        "speculative_draft_model_path": str(target),
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    }
+    with running_engine(target, "STANDALONE", **flags) as harness:
+        policy = Pausing(3, 3)
+        harness.engine._sizes.policy = policy
+        sent: list[int] = []
+        client = harness.engine._drafting._client
+        send = client.send
+        monkeypatch.setattr(
+            client, "send", lambda *a, **k: (sent.append(policy.num_plans), send(*a, **k))
+        )
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=90, ignore_eos=True)
+        results = harness.run([Job([i + 3, 5, 9], sampling) for i in range(3)])
+        harness.check_nothing_left()
+    # In the pause: the prompts, and what had come after 32 tokens.
+    assert len([plan for plan in sent if plan < policy.PAUSE]) <= 4
+    assert len(sent) > 10
     for result in results:
         assert result.finish.accepted_tokens == result.finish.drafted_tokens > 0
 
