@@ -2,10 +2,9 @@
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from verify_service.acceptance import Acceptance, DraftHistory, Ladder
+from verify_service.draft_plan import Observed, Offer, Plan, Want
 from verify_service.probing import Probing
 from verify_service.step_time import DraftTimes, GridTimes, RowTimes, StepTimes
 
@@ -22,71 +21,6 @@ AT_RISK, MOST_AT_RISK = (
 )  # seconds that a single step may lose, for each sequence and in all
 EVALUATIONS = 32  # sums of rows at most that are compared for one depth
 ASK_MEMORY = 12  # proposals on which a sequence's worth of asking rests
-
-
-class Want(NamedTuple):
-    """A sequence that decodes in the coming step: what it may verify at most, and whether it must."""
-
-    history: DraftHistory
-    limit: int
-    forced: bool = False
-
-
-class Offer(NamedTuple):
-    """A proposal that is there already; without one, `num_nodes` is 0. A forced one is verified whole."""
-
-    history: DraftHistory
-    num_nodes: int
-    confidence: int = 0
-    forced: bool = False
-
-
-class Plan(NamedTuple):
-    """A step.
-
-    Attributes:
-        nodes: To draft and verify, by sequence.
-        rows: Of every sequence, the root included, where steps are padded; 1 without drafts.
-    """
-
-    nodes: list[int]
-    rows: int
-
-
-class Wait(NamedTuple):
-    """What a step waited for a draft.
-
-    Attributes:
-        levels: Of the deepest tree; 0 for none.
-        sequences: That were drafted for.
-        seconds: None where they are part of the step's own.
-    """
-
-    levels: int = 0
-    sequences: int = 0
-    seconds: float | None = 0.0
-
-
-NO_WAIT = Wait()
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """A step that only decoded.
-
-    Attributes:
-        batch: Sequences.
-        rows: Of each sequence where steps are padded, else of all.
-        seconds: Of the target's part, at least.
-        tokens: Committed.
-        wait: For drafts, before.
-    """
-
-    batch: int
-    rows: int
-    seconds: float
-    tokens: int
-    wait: Wait = NO_WAIT
 
 
 class DraftPolicy:

@@ -14,7 +14,7 @@ import torch
 
 from foredraft.speculation.draft_tree import DraftTree
 from verify_service.chooser import VerifyRows
-from verify_service.draft_policy import NO_WAIT, Plan, Wait
+from verify_service.draft_plan import NO_WAIT, Plan, Wait
 from verify_service.drafting import Drafting, Member
 from verify_service.request import Sequence
 from verify_service.scheduler import Scheduler

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 from foredraft.speculation.draft_tree import DraftTree
 from verify_service.chooser import VerifyRows
-from verify_service.draft_policy import NO_WAIT, DraftPolicy, Observed, Offer, Plan, Wait, Want
+from verify_service.draft_plan import NO_WAIT, Observed, Offer, Plan, Wait, Want
+from verify_service.draft_policy import DraftPolicy
 from verify_service.drafting import NOTHING, Drafted, Drafting
 from verify_service.request import Sequence as RequestSequence
 from verify_service.step_plan import DecodeSlot

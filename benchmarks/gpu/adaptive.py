@@ -23,7 +23,8 @@ from benchmarks.gpu.shapes import write_checkpoints
 from foredraft.cli import mps
 from foredraft.types import FinishReason, SamplingParams
 from tests.support.engines import Harness, running_engine
-from verify_service.draft_policy import DraftPolicy, Plan, Want
+from verify_service.draft_plan import Plan, Want
+from verify_service.draft_policy import DraftPolicy
 from verify_service.engine import Engine
 from verify_service.live_requests import EngineRequest
 from verify_service.outputs import Load, StepOutput

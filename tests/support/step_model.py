@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from verify_service.acceptance import DraftHistory
-from verify_service.draft_policy import DraftPolicy, Observed, Wait, Want
+from verify_service.draft_plan import Observed, Wait, Want
+from verify_service.draft_policy import DraftPolicy
 from verify_service.step_time import GridTimes, RowTimes, StepTimes
 
 TABLES = Path(__file__).parents[2] / "benchmarks/step_tables"

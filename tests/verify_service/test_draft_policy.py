@@ -20,7 +20,8 @@ from tests.support.step_model import (
     sizes,
 )
 from verify_service.acceptance import Acceptance, DraftHistory, Ladder
-from verify_service.draft_policy import DraftPolicy, Observed, Offer, Wait, Want
+from verify_service.draft_plan import Observed, Offer, Wait, Want
+from verify_service.draft_policy import DraftPolicy
 from verify_service.step_time import GridTimes, RowTimes
 
 CHAIN, TREE = (3, 1, 3), (5, 8, 31)

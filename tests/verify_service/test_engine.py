@@ -13,7 +13,8 @@ from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from tests.support.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.reference import Reference
-from verify_service.draft_policy import DraftPolicy, Plan, Want
+from verify_service.draft_plan import Plan, Want
+from verify_service.draft_policy import DraftPolicy
 from verify_service.live_requests import EngineRequest
 
 ENDS = frozenset({EOS})

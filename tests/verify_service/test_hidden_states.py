@@ -20,7 +20,7 @@ from tests.support.hidden_drafts import HiddenDrafter, engine_with
 from verify_service import startup
 from verify_service.arena import Arena
 from verify_service.draft_news import split_news
-from verify_service.draft_policy import Plan
+from verify_service.draft_plan import Plan
 from verify_service.tree_sizes import TreeSizes
 
 WIDTH = SMALL["hidden_size"]

@@ -15,7 +15,8 @@ from foredraft.speculation.draft_tree import DraftTree
 from foredraft.types import FinishReason, SamplingParams
 from tests.support.toy_target import ToyTarget, decode
 from verify_service.acceptance import DraftHistory
-from verify_service.draft_policy import DraftPolicy, Plan, Want
+from verify_service.draft_plan import Plan, Want
+from verify_service.draft_policy import DraftPolicy
 from verify_service.drafting import Drafted, Member, Wanted
 from verify_service.engine import Engine, EngineLimits
 from verify_service.live_requests import EngineRequest
