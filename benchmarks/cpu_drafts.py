@@ -5,12 +5,15 @@
 
 One engine and one draft process for each algorithm, float32. Every algorithm runs under the default policy, which drafts
 what pays, and with `forced` drafting of the whole tree. Plain decoding is timed directly before and after each, and the
-ratio taken to the mean of both, so that a machine that is busy for a while slows all; the median over the rounds is reported. Since verifier and draft take turns, with --threads 1 the ratio in CPU time of both processes is
-what a machine with nothing else to do would show; it hardly depends on what else runs. A second table counts what a row of the target and a level of each draft read and compute.
+ratio taken to the mean of both, so that a machine that is busy for a while slows all; the median over the rounds is reported.
+Since verifier and draft take turns, with --threads 1 the ratio in CPU time of both processes is what a machine with nothing
+else to do would show; it hardly depends on what else runs. With --token-map the draft's own CPU time shows what FR-Spec saves.
+A second table counts what a row of the target and a level of each draft read and compute.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -18,7 +21,7 @@ import time
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import safe_open
 
@@ -34,6 +37,14 @@ from tests.support.engines import Harness, Job, running_engine
 CODE = (ROOT / "foredraft/kvcache/page_pool.py", ROOT / "foredraft/speculation/draft_tree.py")
 
 
+class Case(NamedTuple):
+    """What a ratio is measured for."""
+
+    draft: str
+    batch: int
+    temperature: float
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """One pass over the prompts."""
@@ -41,6 +52,7 @@ class Timing:
     tokens: int
     seconds: float
     cpu_seconds: float  # of all threads of both processes
+    draft_seconds: float  # of these, the draft's
     verifies: int
     drafted: int
 
@@ -77,14 +89,14 @@ def main() -> int:
     add("--batch", type=int, nargs="+", default=[1, 8])
     add("--rounds", type=int, default=2)
     add("--threads", type=int, default=2)
-    add("--temperature", type=float, default=0.0)
+    add("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     target = resolve_model_path(args.model_path)
     drafts = _drafts(args)
     prompts = _prompts(target)
-    results: dict[tuple[str, int], list[Timing]] = {}
-    plain: dict[tuple[str, int], list[tuple[Timing, Timing]]] = {}
+    results: dict[Case, list[Timing]] = {}
+    plain: dict[Case, list[tuple[Timing, Timing]]] = {}
     with contextlib.ExitStack() as stack:
         engines = {
             name: stack.enter_context(_engine(target, flags, args))
@@ -93,29 +105,29 @@ def main() -> int:
         baseline = stack.enter_context(
             running_engine(target, "NONE", page_size=32, num_threads=args.threads)
         )
-        for batch in args.batch:
+        for batch, temperature in itertools.product(args.batch, args.temperature):
             for harness in (baseline, *engines.values()):
                 # Warms up, and teaches the policy.
-                _run(harness, prompts, batch, 24, args.temperature)
+                _run(harness, prompts, batch, 24, temperature)
             for _ in range(args.rounds):
-                before = _run(baseline, prompts, batch, args.tokens, args.temperature)
+                before = _run(baseline, prompts, batch, args.tokens, temperature)
                 for name, harness in engines.items():
-                    timing = _run(harness, prompts, batch, args.tokens, args.temperature)
-                    after = _run(baseline, prompts, batch, args.tokens, args.temperature)
-                    results.setdefault((name, batch), []).append(timing)
-                    plain.setdefault((name, batch), []).append((before, after))
+                    timing = _run(harness, prompts, batch, args.tokens, temperature)
+                    after = _run(baseline, prompts, batch, args.tokens, temperature)
+                    case = Case(name, batch, temperature)
+                    results.setdefault(case, []).append(timing)
+                    plain.setdefault(case, []).append((before, after))
                     before = after
     rows = []
-    for (name, batch), timings in results.items():
-        around = plain[name, batch]
+    for case, timings in results.items():
+        around = plain[case]
         rates = [statistics.mean(timing.rate for timing in pair) for pair in around]
         cpu_rates = [statistics.mean(timing.cpu_rate for timing in pair) for pair in around]
         ratios = [t.rate / rate for t, rate in zip(timings, rates, strict=True)]
         cpu_ratios = [t.cpu_rate / rate for t, rate in zip(timings, cpu_rates, strict=True)]
         rows.append(
             {
-                "draft": name,
-                "batch": batch,
+                **case._asdict(),
                 "plain": statistics.median(rates),
                 "rate": statistics.median(timing.rate for timing in timings),
                 "ratio": statistics.median(ratios),
@@ -125,6 +137,9 @@ def main() -> int:
                 "accept_length": statistics.median(t.accept_length for t in timings),
                 "drafted_per_verify": statistics.median(
                     t.drafted / max(t.verifies, 1) for t in timings
+                ),
+                "draft_ms_per_verify": statistics.median(
+                    t.draft_seconds / max(t.verifies, 1) * 1e3 for t in timings
                 ),
                 "timings": [asdict(timing) for timing in timings],
             }
@@ -180,7 +195,9 @@ def _drafts(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         drafts[name] = flags
         drafts[f"{name}, forced"] = {**flags, "forced": True}
         if args.token_map and name != "EAGLE3":
-            drafts[f"{name} with token map"] = {**flags, "speculative_token_map": args.token_map}
+            mapped = {**flags, "speculative_token_map": args.token_map}
+            drafts[f"{name} with token map"] = mapped
+            drafts[f"{name} with token map, forced"] = {**mapped, "forced": True}
     return {name: drafts[name] for name in args.only} if args.only else drafts
 
 
@@ -220,44 +237,47 @@ def _run(
     harness: Harness, prompts: list[list[int]], batch: int, tokens: int, temperature: float
 ) -> Timing:
     total = verifies = drafted = 0
-    seconds = cpu_seconds = 0.0
+    seconds = own_seconds = draft_seconds = 0.0
     harness.engine.flush_cache().result(60)
     for first in range(0, len(prompts), batch):
         jobs = [
             Job(prompt, SamplingParams(temperature=temperature, max_new_tokens=tokens, ignore_eos=True, seed=i))
             for i, prompt in enumerate(prompts[first : first + batch], first)
         ]  # fmt: skip
-        started, started_cpu = time.perf_counter(), _cpu_seconds(harness)
+        started, before = time.perf_counter(), _cpu_seconds(harness)
         results = harness.run(jobs, timeout=600)
         seconds += time.perf_counter() - started
-        cpu_seconds += _cpu_seconds(harness) - started_cpu
+        after = _cpu_seconds(harness)
+        own_seconds, draft_seconds = (
+            own_seconds + after[0] - before[0],
+            draft_seconds + after[1] - before[1],
+        )
         for result in results:
             assert result.finish is not None
             total += len(result.tokens)
             verifies += result.finish.verify_steps
             drafted += result.finish.drafted_tokens
-    return Timing(total, seconds, cpu_seconds, verifies, drafted)
+    return Timing(total, seconds, own_seconds + draft_seconds, draft_seconds, verifies, drafted)
 
 
-def _cpu_seconds(harness: Harness) -> float:
+def _cpu_seconds(harness: Harness) -> tuple[float, float]:
     """Of this process, where every other engine idles, and of the draft."""
-    seconds = time.process_time()
-    if harness.draft is not None:
-        tasks = Path(f"/proc/{harness.draft.pid}/task").glob("*/schedstat")
-        seconds += sum(int(task.read_text().split()[0]) for task in tasks) * 1e-9
-    return seconds
+    if harness.draft is None:
+        return time.process_time(), 0.0
+    tasks = Path(f"/proc/{harness.draft.pid}/task").glob("*/schedstat")
+    return time.process_time(), sum(int(task.read_text().split()[0]) for task in tasks) * 1e-9
 
 
 def _report(rows: list[dict[str, Any]], counts: dict[str, int], args: argparse.Namespace) -> None:
     print(
-        "| draft | batch | plain tokens/s | tokens/s | ratio | accept length | drafted per verify |"
+        "| draft | batch | T | plain tokens/s | tokens/s | ratio | in CPU time | tokens per verify | drafted per verify | draft's CPU ms per verify |"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- " * 10 + "|")
     for row in rows:
         print(
-            f"| {row['draft']} | {row['batch']} | {row['plain']:.0f} | {row['rate']:.0f} | {row['ratio']:.2f} |"
+            f"| {row['draft']} | {row['batch']} | {row['temperature']:g} | {row['plain']:.1f} | {row['rate']:.1f} | {row['ratio']:.2f} |"
             f" {row['cpu_ratio']:.2f} |"
-            f" {row['accept_length']:.2f} | {row['drafted_per_verify']:.1f} |"
+            f" {row['accept_length']:.2f} | {row['drafted_per_verify']:.1f} | {row['draft_ms_per_verify']:.1f} |"
         )
     print("\n| what | M weights | MFLOP | MB in float32 | of a target row |")
     print("| --- | --- | --- | --- | --- |")

@@ -2,6 +2,6 @@
 
 import os
 
-# Verifier and draft share the cores: a thread that spins until there is work again takes the core that the other needs.
-# OpenMP reads this when torch is loaded, so it has to be set before.
+# Verifier and draft share the cores: a thread that spins until there is work again takes the core that the other needs
+# (docs/algorithms.md, "Threads"). OpenMP reads this when torch is loaded, so it has to be set before.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
