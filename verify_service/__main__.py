@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -50,12 +51,15 @@ def main() -> int:
 async def _serve(config: VerifyConfig) -> int:
     server = RpcServer(config.listen, identity=service_identity(config))
     speculation = SpeculationMetrics(config.speculative_algorithm)
-    # Loading takes a while; health answers NOT_SERVING meanwhile.
-    starting = asyncio.get_running_loop().run_in_executor(None, _build, config, speculation)
+    # Loading takes a while; health answers NOT_SERVING meanwhile. OpenMP keeps a team for every thread that computed, and no
+    # team spins while there are more threads in teams than cores: the thread that loads ends, and its team with it.
+    loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
+    starting = asyncio.get_running_loop().run_in_executor(loader, _build, config, speculation)
     service = VerifyService()
     server.add(add_VerifyServiceServicer_to_server, service, SERVICE_NAME)
     await server.start()
     target, engine = await starting
+    loader.shutdown()
     grammars = GrammarCompiler(
         target.path,
         engine.limits.vocab_size,

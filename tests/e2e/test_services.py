@@ -46,6 +46,7 @@ def start(models: Path) -> Iterator[Callable[..., LocalStack]]:
             "device": "cpu",
             "num_threads": 1,
             "max_total_tokens": 4096,
+            "speculative_adaptive": False,  # no draft pays for a model as small as this
             "page_size": 16,
             "port": 0,
             "grpc_port": 0,
