@@ -39,6 +39,7 @@ def running_stack(
         "num_threads": 1,
         "max_total_tokens": 8192,
         "page_size": 16,
+        "speculative_adaptive": False,  # no draft pays for a model as small as this
         "port": 0,
         "grpc_port": 0,
         **flags,
