@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.runs import random_jobs
 from benchmarks.gpu.shapes import head_bytes, target_bytes, write_checkpoints
 from foredraft.cli import mps
-from foredraft.types import SamplingParams
 from tests.support.engines import Harness, Job, running_engine
 
 BANDWIDTH = 4.49e12  # bytes/s, measured on an H200
@@ -129,9 +129,7 @@ def _run(harness: Harness, mode: str, batch: int, args: argparse.Namespace) -> R
     rng = random.Random(1)
 
     def jobs(num_tokens: int) -> list[Job]:
-        sampling = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
-        prompts = [[rng.randrange(128000) for _ in range(args.prompt)] for _ in range(batch)]
-        return [Job(prompt, sampling) for prompt in prompts]
+        return random_jobs(rng, batch, args.prompt, num_tokens)
 
     harness.run(jobs(48), timeout=600)  # compiles what this batch needs
     started = time.perf_counter()

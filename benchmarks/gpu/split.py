@@ -12,11 +12,9 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import sys
 import tempfile
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.decode import MODES, flags_of
+from benchmarks.gpu.runs import run_batch, watched_waits
 from benchmarks.gpu.shapes import write_checkpoints
 from draft_service.drafters import create_drafter
 from draft_service.service import SERVICE_NAME, DraftService
@@ -34,10 +33,9 @@ from foredraft.config.options import parse
 from foredraft.config.services import DraftConfig
 from foredraft.rpc.server import RpcServer
 from foredraft.transport import cuda
-from foredraft.types import SamplingParams
 from tests.support import engines
 from tests.support.drafts import DraftProcess
-from tests.support.engines import Harness, Job, running_engine
+from tests.support.engines import running_engine
 
 SETTINGS = ("one process", "two, MPS", "two, no MPS")
 
@@ -161,24 +159,17 @@ def _share_this_process() -> None:
 def _measure(
     setting: str, mode: str, target: Path, head: Path, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    from verify_service.run_ahead import RunAhead
-
     algorithm, flags = flags_of(mode, head, max(args.batch), args.prompt + args.output)
-    ends: list[float] = []
-    finish = RunAhead.finish
-
-    def timed(self: RunAhead, flight: Any) -> Any:
-        result = finish(self, flight)
-        ends.append(time.perf_counter())
-        return result
-
-    RunAhead.finish = timed  # type: ignore[method-assign]
     rows = []
-    with running_engine(target, algorithm, **flags, require_transport="cuda_ipc") as harness:
+    with (
+        watched_waits() as waits,
+        running_engine(target, algorithm, **flags, require_transport="cuda_ipc") as harness,
+    ):
         for batch in args.batch:
-            _run(harness, batch, args, 48)
-            ends.clear()
-            _run(harness, batch, args, args.output)
+            run_batch(harness, batch, args.prompt, 48)
+            waits.clear()
+            run_batch(harness, batch, args.prompt, args.output)
+            ends = [end for _, end in waits]
             steps = np.diff(ends[5:-5]) * 1e3
             p50, p99 = np.percentile(steps, [50, 99])
             rows.append(
@@ -192,15 +183,7 @@ def _measure(
                     "accept": MODES[mode][3],
                 }
             )
-    RunAhead.finish = finish  # type: ignore[method-assign]
     return rows
-
-
-def _run(harness: Harness, batch: int, args: argparse.Namespace, num_tokens: int) -> None:
-    rng = random.Random(1)
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
-    prompts = [[rng.randrange(128000) for _ in range(args.prompt)] for _ in range(batch)]
-    harness.run([Job(prompt, sampling) for prompt in prompts], timeout=600)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,19 @@ import argparse
 import itertools
 import json
 import os
-import random
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.gpu.decode import MODES, flags_of
+from benchmarks.gpu.runs import run_batch, watched_waits
 from benchmarks.gpu.shapes import write_checkpoints
 from foredraft.cli import mps
-from foredraft.types import SamplingParams
 from tests.support.drafts import DraftProcess
-from tests.support.engines import Harness, Job, running_engine
+from tests.support.engines import running_engine
 
 STEPS = 20  # that are shown
 Spans = list[tuple[float, float]]
@@ -62,43 +60,27 @@ def _measure(
     mode: str, target: Path, head: Path, args: argparse.Namespace, draft_file: Path
 ) -> list[dict[str, Any]]:
     from benchmarks.gpu.stamps import Stamps, draft_spans
-    from verify_service.run_ahead import RunAhead
 
     algorithm, flags = flags_of(mode, head, max(args.batch), args.prompt + args.output)
     stamps = Stamps()
     stamps.start()
     os.environ["STAMPS_FILE"] = str(draft_file)
     DraftProcess.module = "benchmarks.gpu.stamps"
-    waits: list[tuple[float, float]] = []
-    finish = RunAhead.finish
-
-    def timed(self: RunAhead, flight: Any) -> Any:
-        started = time.perf_counter()
-        result = finish(self, flight)
-        waits.append((started, time.perf_counter()))
-        return result
-
-    RunAhead.finish = timed  # type: ignore[method-assign]
     found = []
-    with running_engine(target, algorithm, **flags, **args.flags) as harness:
+    with (
+        watched_waits() as waits,
+        running_engine(target, algorithm, **flags, **args.flags) as harness,
+    ):
         for batch in args.batch:
-            _run(harness, batch, args, 48)
+            run_batch(harness, batch, args.prompt, 48)
             stamps.spans()
             stamps.clear()
             draft_spans(harness, draft_file)
             waits.clear()
-            _run(harness, batch, args, args.output)
+            run_batch(harness, batch, args.prompt, args.output)
             verifier, draft = stamps.spans(), draft_spans(harness, draft_file)
             found.append(_summary(mode, batch, verifier, draft, waits))
-    RunAhead.finish = finish  # type: ignore[method-assign]
     return found
-
-
-def _run(harness: Harness, batch: int, args: argparse.Namespace, num_tokens: int) -> None:
-    rng = random.Random(1)
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
-    prompts = [[rng.randrange(128000) for _ in range(args.prompt)] for _ in range(batch)]
-    harness.run([Job(prompt, sampling) for prompt in prompts], timeout=600)
 
 
 def _summary(

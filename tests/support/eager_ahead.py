@@ -8,33 +8,10 @@ from types import SimpleNamespace
 
 import torch
 
-from foredraft.speculation.draft_tree import EMPTY, DraftTree
+from foredraft.speculation.draft_tree import EMPTY
+from tests.support.toy_target import ToyStep
 from verify_service.chooser import VerifyRows
-from verify_service.target_step import (
-    AheadRows,
-    DeviceOutcome,
-    StartedStep,
-    StepResult,
-    TargetStep,
-)
-
-
-class EagerStep(StartedStep):
-    """A step that has run already."""
-
-    num_rows = 1
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-        nothing = torch.zeros(0)
-        self.outcome = DeviceOutcome(len(result.outcomes), nothing, nothing, result.output)
-
-    @property
-    def is_done(self) -> bool:
-        return True
-
-    def finish(self) -> tuple[StepResult, list[DraftTree]]:
-        return self._result, [EMPTY] * len(self._result.outcomes)
+from verify_service.target_step import AheadRows, StartedStep, TargetStep
 
 
 class EagerAhead(TargetStep):
@@ -81,4 +58,4 @@ class EagerAhead(TargetStep):
             sequence.slot: (num_computed + 1, [*tokens, outcome.verified.tokens[0]])
             for (sequence, num_computed, tokens), outcome in zip(work, result.outcomes, strict=True)
         }
-        return EagerStep(result)
+        return ToyStep(1, result, [EMPTY] * len(work), [])

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import signal
 import time
@@ -17,6 +16,7 @@ from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.transport import choice, codec, cuda, weights
 from foredraft.transport.base import ArenaError, RowFormat
 from foredraft.transport.process import Peer, own_identity
+from tests.support.pipe_process import PipeProcess
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,31 +25,6 @@ pytestmark = [
 GPU = torch.device("cuda", 0)
 ROW = RowFormat(96, torch.float32)
 IPC = tensor_pb2.TRANSPORT_CUDA_IPC
-
-
-class Draft:
-    """The draft's end, in a process of its own."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other,), daemon=True)
-        self.process.start()
-        self.identity = tensor_pb2.Process.FromString(self._pipe.recv())
-
-    def tell(self, what: str, *arguments: Any) -> None:
-        self._pipe.send((what, *arguments))
-
-    def hear(self, timeout: float = 60) -> Any:
-        assert self._pipe.poll(timeout), "no answer"
-        answer = self._pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def ask(self, what: str, *arguments: Any) -> Any:
-        self.tell(what, *arguments)
-        return self.hear()
 
 
 def serve(pipe: Any) -> None:
@@ -96,15 +71,15 @@ def serve(pipe: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def draft() -> Iterator[Draft]:
-    made = Draft()
+def draft() -> Iterator[PipeProcess]:
+    made = PipeProcess(serve)
     yield made
     made.process.kill()
 
 
 @contextlib.contextmanager
 def attached(
-    draft: Draft, row: RowFormat = ROW, capacity: int = 16, epoch: int = 1
+    draft: PipeProcess, row: RowFormat = ROW, capacity: int = 16, epoch: int = 1
 ) -> Iterator[Any]:
     writer = choice.open_writer([IPC], row, capacity, epoch, GPU)
     draft.ask("attach", writer.arena.SerializeToString(), row, epoch)
@@ -117,7 +92,7 @@ def attached(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rows_arrive_as_they_were_written(draft: Draft, dtype: torch.dtype) -> None:
+def test_rows_arrive_as_they_were_written(draft: PipeProcess, dtype: torch.dtype) -> None:
     row = RowFormat(24, dtype)
     with attached(draft, row) as writer:
         for step in range(1, 40):
@@ -132,7 +107,7 @@ def test_rows_arrive_as_they_were_written(draft: Draft, dtype: torch.dtype) -> N
             writer.answered(step)
 
 
-def test_rows_on_the_host_go_too(draft: Draft) -> None:
+def test_rows_on_the_host_go_too(draft: PipeProcess) -> None:
     with attached(draft) as writer:
         rows = torch.randn(3, 96)
         message = writer.write(rows)
@@ -141,7 +116,7 @@ def test_rows_on_the_host_go_too(draft: Draft) -> None:
         assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32).view(3, 96), rows)
 
 
-def test_a_message_that_is_faster_than_the_rows(draft: Draft) -> None:
+def test_a_message_that_is_faster_than_the_rows(draft: PipeProcess) -> None:
     slow = torch.randn(4096, 4096, device=GPU)
     with attached(draft) as writer:
         for step in range(1, 4):
@@ -157,7 +132,7 @@ def test_a_message_that_is_faster_than_the_rows(draft: Draft) -> None:
             writer.answered(step)
 
 
-def test_a_wait_ends_when_it_is_abandoned(draft: Draft) -> None:
+def test_a_wait_ends_when_it_is_abandoned(draft: PipeProcess) -> None:
     with attached(draft):
         assert draft.ask("expect", 1) is False
         draft.ask("abandon")
@@ -165,7 +140,7 @@ def test_a_wait_ends_when_it_is_abandoned(draft: Draft) -> None:
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_draft_that_goes_while_rows_are_on_their_way(ending: signal.Signals) -> None:
-    draft = Draft()
+    draft = PipeProcess(serve)
     writer = choice.open_writer([IPC], ROW, 16, 1, GPU)
     draft.ask("attach", writer.arena.SerializeToString(), ROW, 1)
     writer.attached()
@@ -189,13 +164,13 @@ def test_a_draft_that_goes_while_rows_are_on_their_way(ending: signal.Signals) -
     assert float(torch.ones(5, device=GPU).sum()) == 5, "the device works"
 
 
-def free_memory(draft: Draft) -> int:
+def free_memory(draft: PipeProcess) -> int:
     """Bytes, once both processes are idle."""
     torch.cuda.synchronize()
     return int(draft.ask("free"))
 
 
-def test_100_attaches_leave_nothing(draft: Draft) -> None:
+def test_100_attaches_leave_nothing(draft: PipeProcess) -> None:
     row = RowFormat(4096, torch.float32)
 
     def cycle(epoch: int) -> None:
@@ -215,7 +190,7 @@ def test_100_attaches_leave_nothing(draft: Draft) -> None:
     assert min(lost[1:]) <= 0, lost
 
 
-def test_bad_descriptions_are_refused(draft: Draft) -> None:
+def test_bad_descriptions_are_refused(draft: PipeProcess) -> None:
     writer = choice.open_writer([IPC], ROW, 16, 4, GPU)
 
     def refusal(epoch: int = 4, **changes: Any) -> str:
@@ -238,7 +213,7 @@ def test_bad_descriptions_are_refused(draft: Draft) -> None:
     writer.free()
 
 
-def test_weights_are_mapped_where_they_lie(draft: Draft) -> None:
+def test_weights_are_mapped_where_they_lie(draft: PipeProcess) -> None:
     embedding = torch.randn(4000, 1024, device=GPU)
     lm_head = torch.randn(4000, 1024, device=GPU, dtype=torch.bfloat16)
     both = {"embedding": embedding, "lm_head": lm_head}

@@ -1,7 +1,6 @@
 """Steps between two processes on one GPU: what was committed and trees arrive in order, and no wait is for ever."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
@@ -16,7 +15,8 @@ from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.transport import choice
 from foredraft.transport.base import ArenaError, Region, RowFormat
 from foredraft.transport.device_exchange import DeviceExchange, StepSizes
-from foredraft.transport.process import Peer, own_identity
+from foredraft.transport.process import own_identity
+from tests.support.pipe_process import PipeProcess
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,39 +73,17 @@ def draft(exchange: Any) -> None:
         trees[:-1, 1, 0] = rows.float().sum(1).int()
 
 
-class Draft:
-    """The draft's end, in a process of its own."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other,), daemon=True)
-        self.process.start()
-        self.peer = Peer(tensor_pb2.Process.FromString(self._pipe.recv()))
-
-    def tell(self, what: str, *arguments: Any) -> None:
-        self._pipe.send((what, *arguments))
-
-    def hear(self, timeout: float = 60) -> None:
-        assert self._pipe.poll(timeout), "no answer"
-        answer = self._pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-
-    def ask(self, what: str, *arguments: Any) -> None:
-        self.tell(what, *arguments)
-        self.hear()
-
-
 @pytest.fixture
-def draft_process() -> Iterator[Draft]:
-    made = Draft()
+def draft_process() -> Iterator[PipeProcess]:
+    made = PipeProcess(serve)
     yield made
     made.process.kill()
 
 
 @contextlib.contextmanager
-def attached(draft: Draft, row: RowFormat | None = ROW) -> Iterator[tuple[Region, DeviceExchange]]:
+def attached(
+    draft: PipeProcess, row: RowFormat | None = ROW
+) -> Iterator[tuple[Region, DeviceExchange]]:
     if row is None:
         made = choice.open_region([IPC], 1, GPU, SIZES)
         assert made is not None
@@ -140,7 +118,7 @@ def ends(stream: torch.cuda.Stream, seconds: float) -> bool:
 @pytest.mark.parametrize("row", [ROW, None], ids=["rows", "no-rows"])
 @pytest.mark.parametrize("slow", [False, True])
 def test_steps_come_and_go_in_order(
-    draft_process: Draft, row: RowFormat | None, slow: bool
+    draft_process: PipeProcess, row: RowFormat | None, slow: bool
 ) -> None:
     with attached(draft_process, row) as (_, exchange):
         assert exchange.accepted.shape == (5, 5)
@@ -166,7 +144,7 @@ def test_steps_come_and_go_in_order(
 
 @pytest.mark.parametrize("way", ["release", "close"])
 def test_a_wait_for_a_draft_that_stands_still_ends(way: str) -> None:
-    draft = Draft()
+    draft = PipeProcess(serve)
     with attached(draft) as (region, exchange):
         os.kill(draft.process.pid, signal.SIGSTOP)
         waiting, other = torch.cuda.Stream(), torch.cuda.Stream()
@@ -198,7 +176,7 @@ def test_a_wait_for_a_draft_that_stands_still_ends(way: str) -> None:
 
 
 def test_a_draft_killed_with_a_step_under_way() -> None:
-    draft = Draft()
+    draft = PipeProcess(serve)
     with attached(draft) as (region, exchange):
         draft.ask("step", 1)  # and waits on the device
         exchange.accepted.fill_(3)
@@ -211,7 +189,7 @@ def test_a_draft_killed_with_a_step_under_way() -> None:
         assert draft.peer.is_gone
 
 
-def test_a_draft_does_not_wait_for_a_verifier_that_is_gone(draft_process: Draft) -> None:
+def test_a_draft_does_not_wait_for_a_verifier_that_is_gone(draft_process: PipeProcess) -> None:
     with attached(draft_process):
         draft_process.ask("step", 1)
         draft_process.ask("step", 2)
@@ -219,7 +197,7 @@ def test_a_draft_does_not_wait_for_a_verifier_that_is_gone(draft_process: Draft)
         draft_process.ask("sync")
 
 
-def test_memory_stays_while_somebody_holds_it(draft_process: Draft) -> None:
+def test_memory_stays_while_somebody_holds_it(draft_process: PipeProcess) -> None:
     with attached(draft_process) as (region, exchange):
         held = exchange.trees
         region.close()
@@ -231,7 +209,7 @@ def test_memory_stays_while_somebody_holds_it(draft_process: Draft) -> None:
         region.free = lambda: None  # type: ignore[method-assign]
 
 
-def test_descriptions_that_lie(draft_process: Draft) -> None:
+def test_descriptions_that_lie(draft_process: PipeProcess) -> None:
     with attached(draft_process) as (region, _):
 
         def refusal(change: Any) -> str:

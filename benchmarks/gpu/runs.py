@@ -1,0 +1,44 @@
+"""What the GPU benchmarks do with an engine: batches of random prompts, and when its steps were waited for."""
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from foredraft.types import SamplingParams
+from tests.support.engines import Harness, Job
+from verify_service.run_ahead import RunAhead
+
+
+def random_jobs(
+    rng: random.Random, batch: int, prompt_tokens: int, output_tokens: int
+) -> list[Job]:
+    """Greedy requests of one length."""
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=output_tokens, ignore_eos=True)
+    prompts = [[rng.randrange(128000) for _ in range(prompt_tokens)] for _ in range(batch)]
+    return [Job(prompt, sampling) for prompt in prompts]
+
+
+def run_batch(harness: Harness, batch: int, prompt_tokens: int, output_tokens: int) -> None:
+    """Runs one batch of them to its end."""
+    harness.run(random_jobs(random.Random(1), batch, prompt_tokens, output_tokens), timeout=600)
+
+
+@contextlib.contextmanager
+def watched_waits() -> Iterator[list[tuple[float, float]]]:
+    """Begin and end of the engine's waits for steps that were started, in seconds of `perf_counter`, while it lasts."""
+    waits: list[tuple[float, float]] = []
+    finish = RunAhead.finish
+
+    def timed(self: RunAhead, flight: Any) -> Any:
+        started = time.perf_counter()
+        result = finish(self, flight)
+        waits.append((started, time.perf_counter()))
+        return result
+
+    RunAhead.finish = timed  # type: ignore[method-assign]
+    try:
+        yield waits
+    finally:
+        RunAhead.finish = finish  # type: ignore[method-assign]
