@@ -231,16 +231,12 @@ class Drafting:
         """
         exchange = self._exchange
         assert exchange is not None
-        self._request = draft_pb2.StepRequest(released_slots=self._released)
-        self._forget_slots()
-        self._asked = {}
-        steps, topk = self._tree_shape
+        self._begin_request()
+        num_nodes = exchange.trees.shape[2]
         for member in members:
             news = self._news.on_device(member.sequence, member.row)
             if member.num_nodes:
-                news.propose.num_steps = steps
-                news.propose.topk = topk
-                news.propose.num_draft_tokens = exchange.trees.shape[2] + 1
+                _wish(news, *self._tree_shape, num_nodes)
             self._request.sequences.append(news)
         try:
             # First of all: the message travels while the device is told what to do.
@@ -289,9 +285,7 @@ class Drafting:
         return {}
 
     def _ask(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
-        self._request = draft_pb2.StepRequest(released_slots=self._released)
-        self._forget_slots()
-        self._asked, self._trees = {}, {}
+        self._begin_request()
         self._tell(wanted, extending)
         if self._request.sequences or self._request.released_slots:
             self._send()
@@ -317,9 +311,7 @@ class Drafting:
                 steps, topk = self._shape(want.sequence)
                 # Deeper than the output may grow would be drafted in vain.
                 steps = min(steps, want.max_nodes, want.sequence.num_output_left - 1)
-                news.propose.num_steps = steps
-                news.propose.topk = topk
-                news.propose.num_draft_tokens = want.max_nodes + 1
+                _wish(news, steps, topk, want.max_nodes)
                 self._asked[news.slot] = want
             if num_tokens or news.HasField("propose") or news.HasField("begin"):
                 self._add(want.sequence, news)
@@ -329,7 +321,10 @@ class Drafting:
             if num_tokens or news.HasField("begin"):
                 self._add(sequence, news)
 
-    def _forget_slots(self) -> None:
+    def _begin_request(self) -> None:
+        """A request that asks for nothing yet, but tells which slots were released."""
+        self._request = draft_pb2.StepRequest(released_slots=self._released)
+        self._asked, self._trees = {}, {}
         if self._released:
             self._news.released(self._released)
             self._released.clear()
@@ -400,3 +395,10 @@ class Drafting:
         steps, topk = self._tree_shape
         asked = sequence.speculation
         return min(asked.num_steps or steps, steps), min(asked.topk or topk, topk)
+
+
+def _wish(news: draft_pb2.SequenceStep, num_steps: int, topk: int, num_nodes: int) -> None:
+    """Asks for a tree."""
+    news.propose.num_steps = num_steps
+    news.propose.topk = topk
+    news.propose.num_draft_tokens = num_nodes + 1

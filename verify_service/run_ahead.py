@@ -20,9 +20,7 @@ from verify_service.request import Sequence
 from verify_service.scheduler import Scheduler
 from verify_service.target_step import AheadRows, StartedStep, StepResult, TargetStep
 
-POLL_SECONDS = (
-    1e-4  # while the step after the awaited one keeps the GPU busy, nothing is lost by coming late
-)
+RELEASE_SECONDS = 1e-3  # between two attempts to end the wait for a draft that is late
 
 
 @dataclass(slots=True)
@@ -118,6 +116,7 @@ class RunAhead:
             while not flight.started.is_done:
                 if drafting.is_late(time.perf_counter() - flight.started_at):
                     drafting.abandon(flight.draft_step)
+                    time.sleep(RELEASE_SECONDS)
                 time.sleep(0)  # lets other threads run, and comes back at once
         finished = flight.started.finish()
         for sequence in flight.sequences:
