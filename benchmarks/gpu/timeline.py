@@ -25,6 +25,7 @@ from tests.support.drafts import DraftProcess
 from tests.support.engines import running_engine
 
 STEPS = 20  # that are shown
+COLORS = ("gray", "orange", "blue")
 Spans = list[tuple[float, float]]
 
 
@@ -73,19 +74,24 @@ def _measure(
     ):
         for batch in args.batch:
             run_batch(harness, batch, args.prompt, 48)
-            stamps.spans()
-            stamps.clear()
+            offset = stamps.host_offset()
             draft_spans(harness, draft_file)
             waits.clear()
             run_batch(harness, batch, args.prompt, args.output)
             verifier, draft = stamps.spans(), draft_spans(harness, draft_file)
-            found.append(_summary(mode, batch, verifier, draft, waits))
+            found.append(_summary(mode, batch, verifier, draft, _busy(waits, offset)))
     return found
 
 
-def _summary(
-    mode: str, batch: int, verifier: Spans, draft: Spans, waits: list[tuple[float, float]]
-) -> dict[str, Any]:
+def _busy(waits: Spans, offset: float) -> Spans:
+    """When the verifier's host did not wait, in microseconds of the GPU's clock."""
+    return [
+        (end * 1e6 - offset, begin * 1e6 - offset)
+        for (_, end), (begin, _) in itertools.pairwise(waits)
+    ]
+
+
+def _summary(mode: str, batch: int, verifier: Spans, draft: Spans, host: Spans) -> dict[str, Any]:
     """Times of a step in microseconds, medians over the steps in the middle of the run."""
     middle = len(verifier) // 2
     shown = verifier[middle : middle + STEPS + 1]
@@ -97,7 +103,6 @@ def _summary(
         target.append(end - begin)
         drafting.append(used)
         idle.append(following - end - used)
-    host = [b[0] - a[1] for a, b in itertools.pairwise(waits)]
     first, last = shown[0][0], shown[-1][0]
     return {
         "mode": mode,
@@ -107,9 +112,10 @@ def _summary(
         "draft": float(np.median(drafting)),
         "idle": float(np.median(idle)),
         "idle_max": float(np.max(idle)),
-        "host": float(np.median(host)) * 1e6 if host else 0.0,
+        "host": float(np.median([end - begin for begin, end in host])) if host else 0.0,
         "verifier": [(a - first, b - first) for a, b in shown[:-1]],
         "drafts": [(a - first, b - first) for a, b in draft if first <= a < last],
+        "hosts": [(a - first, b - first) for a, b in host if first <= a < last],
     }
 
 
@@ -130,13 +136,13 @@ def _plot(found: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(
-        len(found), 1, figsize=(10, 1.2 + 1.1 * len(found)), squeeze=False, layout="constrained"
+        len(found), 1, figsize=(10, 1.2 + 1.4 * len(found)), squeeze=False, layout="constrained"
     )
     for axis, one in zip(axes[:, 0], found, strict=True):
-        for name, row, color in (("verifier", 1, "tab:blue"), ("drafts", 0, "tab:orange")):
+        for row, name in enumerate(("hosts", "drafts", "verifier")):
             bars = [(a / 1e3, (b - a) / 1e3) for a, b in one[name]]
-            axis.broken_barh(bars, (row, 0.8), color=color)
-        axis.set_yticks([0.4, 1.4], ["draft", "target"])
+            axis.broken_barh(bars, (row, 0.8), color=f"tab:{COLORS[row]}")
+        axis.set_yticks([0.4, 1.4, 2.4], ["host", "draft", "target"])
         axis.set_title(
             f"{one['mode']}, batch {one['batch']}: {one['step'] / 1e3:.2f} ms a step, GPU idle "
             f"{one['idle']:.0f} us, host {one['host']:.0f} us",
