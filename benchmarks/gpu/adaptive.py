@@ -3,8 +3,9 @@
     python -m benchmarks.gpu.adaptive --mode chain --batch 1 8 32 64 --mps
 
 8B shape with random weights, as in `benchmarks.gpu.decode`; whether a drafted token is right is SIMULATED, with the same
-probability at each depth. All settings run in one engine on the same sequences, one after the other, so that contexts and
-the KV pool are the same; plain decoding is also measured in an engine without a draft. Prints a table, writes JSON and a plot.
+probability at each depth. All settings run in one engine on the same sequences. Since steps become slower as answers become
+longer, each setting is compared with what steps of fixed sizes took at the same context length. Prints tables, writes JSON
+and a plot.
 """
 
 import argparse
@@ -12,25 +13,23 @@ import json
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.decode import MODES, flags_of
 from benchmarks.gpu.shapes import write_checkpoints
+from benchmarks.gpu.step_log import Costs, Meter, Step, mean_tokens, rate_of
 from foredraft.cli import mps
-from foredraft.types import FinishReason, SamplingParams
 from tests.support.engines import Harness, running_engine
 from verify_service.draft_plan import Plan, Want
 from verify_service.draft_policy import DraftPolicy
 from verify_service.engine import Engine
-from verify_service.live_requests import EngineRequest
-from verify_service.outputs import Load, StepOutput
 
-LONGEST = 8000  # tokens of an answer
 ACCEPTANCES = (0.1, 0.3, 0.5, 0.7, 0.9)
+POOL_TOKENS = 4000  # of each sequence
 
 
 class FixedRows(DraftPolicy):
@@ -45,72 +44,27 @@ class FixedRows(DraftPolicy):
         return Plan([min(want.limit, self._fixed - 1) for want in wanted], self._fixed)
 
 
-class Meter:
-    """Keeps a number of sequences running and counts their tokens."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._numbers: list[int] = []
-        self._size = 0
-        self.arrivals: list[tuple[float, int]] = []
-
-    def resize(self, count: int) -> None:
-        """Starts or cancels sequences, and waits until all have begun to decode."""
-        self._size = count
-        while len(self._numbers) > count:
-            self._engine.cancel(self._numbers.pop())
-        while len(self._numbers) < count:
-            self._numbers.append(self._submit(len(self._numbers)))
-        deadline = time.perf_counter() + 60
-        while self._engine.load().running != count or self._engine.load().waiting:
-            if time.perf_counter() > deadline:
-                raise TimeoutError(f"not {count} but {self._engine.load()}")
-            time.sleep(0.001)
-        time.sleep(0.05)
-
-    def _submit(self, tag: int) -> int:
-        sampling = SamplingParams(temperature=0.0, max_new_tokens=LONGEST, ignore_eos=True)
-        prompt = [1000 + 7 * tag + i for i in range(256)]
-        return self._engine.submit(EngineRequest(tag, prompt, sampling, self._take))
-
-    def rate(self, seconds: float) -> float:
-        """Tokens per second from now on."""
-        first = len(self.arrivals)
-        time.sleep(seconds)
-        return rate_of(self.arrivals[first:])
-
-    def _take(self, outputs: list[StepOutput], load: Load) -> None:
-        self.arrivals.append((time.perf_counter(), sum(len(one.tokens) for one in outputs)))
-        for one in outputs:
-            if one.finish and one.finish.reason is FinishReason.LENGTH and one.tag < self._size:
-                self._numbers[one.tag] = self._submit(one.tag)
-
-
-def rate_of(arrivals: Sequence[tuple[float, int]]) -> float:
-    """Tokens per second between the first arrival and the last."""
-    if len(arrivals) < 2:
-        return 0.0
-    seconds = arrivals[-1][0] - arrivals[0][0]
-    return sum(tokens for _, tokens in arrivals[1:]) / seconds
-
-
 @dataclass(slots=True)
 class Bench:
     """An engine with simulated acceptance whose policy can be exchanged.
 
     Attributes:
         adaptive: The policy that the engine was made with.
+        depth: Of the largest tree.
     """
 
     engine: Engine
     adaptive: DraftPolicy
     meter: Meter
+    depth: int
+    costs: Costs = field(default_factory=Costs)
+    num_cells: int = 0
 
     @classmethod
     def of(cls, harness: Harness) -> "Bench":
         """For a running engine."""
         engine = harness.engine
-        return cls(engine, engine._sizes.policy, Meter(engine))
+        return cls(engine, engine._sizes.policy, Meter(engine), engine._sizes.depth)
 
     def use(self, policy: DraftPolicy, acceptance: float) -> None:
         """Between two steps."""
@@ -119,76 +73,96 @@ class Bench:
         simulated = getattr(target, "_simulated", None) or target._chooser._simulated
         simulated.acceptance = acceptance
 
-    def grid(
-        self, batches: Sequence[int], rows: Callable[[int], Sequence[int]], args: argparse.Namespace
-    ) -> list[dict[str, Any]]:
-        """Steady states: tokens per second of the policy, of plain decoding and of every fixed number of rows."""
-        found = []
-        for batch in batches:
-            self.meter.resize(batch)
-            plain = []
-            for acceptance in args.acceptance:
-                self.use(FixedRows(1), acceptance)
-                time.sleep(0.1)
-                plain.append(self.meter.rate(args.seconds / 2))
-                fixed = {}
-                for size in rows(batch)[1:]:
-                    self.use(FixedRows(size), acceptance)
-                    time.sleep(0.15)
-                    fixed[size] = self.meter.rate(args.seconds / 2)
-                self.use(self.adaptive, acceptance)
-                time.sleep(args.settle)
-                rate = self.meter.rate(args.seconds)
-                row = {
-                    "batch": batch,
-                    "acceptance": acceptance,
-                    "adaptive": rate,
-                    "plain": plain[-1],
-                    "fixed": fixed,
-                }
-                found.append(row)
-                print(json.dumps(row), flush=True)
-            self.meter.resize(0)
-        return found
+    def run(self, policy: DraftPolicy, acceptance: float, seconds: float) -> list[Step]:
+        """The steps of some seconds under a policy."""
+        self.use(policy, acceptance)
+        return self.meter.during(seconds)
+
+    def cell(
+        self, batch: int, acceptance: float, rows: Sequence[int], args: argparse.Namespace
+    ) -> dict[str, Any]:
+        """One steady state. Fixed sizes are timed before it or after it, plain decoding before and after."""
+        self.meter.resize(0)
+        self.meter.resize(batch)
+        # In turns before and after, so that their lines rest on short and long contexts.
+        is_odd = bool(self.num_cells % 2)
+        for size in (1,) if is_odd else rows:
+            self.fixed(batch, size, acceptance, args.fixed)
+        self.run(self.adaptive, acceptance, args.settle)
+        steps = self.run(self.adaptive, acceptance, args.seconds)
+        for size in rows if is_odd else (1,):
+            self.fixed(batch, size, acceptance, args.fixed)
+        self.num_cells += 1
+        return {"batch": batch, "acceptance": acceptance, "steps": steps}
+
+    def fixed(self, batch: int, rows: int, acceptance: float, seconds: float) -> None:
+        """Times steps of one size."""
+        self.costs.add(batch, rows, self.run(FixedRows(rows), acceptance, seconds))
 
     def transient(
         self, name: str, phases: Sequence[tuple[int, float]], seconds: float
     ) -> dict[str, Any]:
-        """Phases of (batch, acceptance), `seconds` each: tokens per second in every window of a second, and plain's."""
-        plain: dict[int, float] = {}
-        for batch, _ in phases:
-            if batch not in plain:
-                self.meter.resize(batch)
-                self.use(FixedRows(1), 0.0)
-                time.sleep(0.15)
-                plain[batch] = self.meter.rate(0.5)
+        """Phases of (batch, acceptance), `seconds` each: plain decoding's share in every window of a second."""
+        self.meter.resize(0)
         self.meter.resize(phases[0][0])
-        self.use(self.adaptive, phases[0][1])
-        time.sleep(1.0)
-        windows, changes = [], []
-        started = time.perf_counter()
+        self.run(self.adaptive, phases[0][1], 1.0)
+        first, changes = len(self.meter.log.steps), []
+        started = self.meter.log.clock
         for batch, acceptance in phases:
             self.use(self.adaptive, acceptance)
+            changes.append(
+                {"at": self.meter.log.clock - started, "batch": batch, "acceptance": acceptance}
+            )
             self.meter.resize(batch)
-            begun, first = time.perf_counter(), len(self.meter.arrivals)
-            changes.append({"at": begun - started, "batch": batch, "acceptance": acceptance})
-            time.sleep(seconds)
-            arrivals = self.meter.arrivals[first:]
-            step = 0.1
-            for i in range(int((seconds - 1.0) / step) + 1):
-                inside = [a for a in arrivals if begun + i * step <= a[0] <= begun + i * step + 1]
-                windows.append(
-                    {
-                        "start": begun - started + i * step,
-                        "ratio": rate_of(inside) / plain[batch],
-                    }
-                )
-        self.meter.resize(0)
-        lowest = min(window["ratio"] for window in windows)
+            self.meter.during(seconds)
+        steps = self.meter.log.steps[first:]
+        windows = [(at - started, ratio) for at, ratio in self.costs.windows(steps)]
+        lowest = min(ratio for _, ratio in windows)
         print(f"{name}: lowest window {lowest:.2f} of plain", flush=True)
+        after = []
+        for i, phase in enumerate(changes):
+            end = changes[i + 1]["at"] if i + 1 < len(changes) else steps[-1].end - started
+            late = [
+                s
+                for s in steps
+                if phase["at"] + 2 < s.end - started <= end and s.batch == phase["batch"]
+            ]
+            if late:
+                rate = rate_of(late, lambda step: step.tokens)
+                after.append(rate / self.best(late, phase["acceptance"]))
         return {
-            "name": name, "phases": changes, "plain": plain, "windows": windows, "lowest": lowest
+            "name": name, "phases": changes, "windows": windows, "lowest": lowest, "of_best_after_2_seconds": after
         }  # fmt: skip
+
+    def best(self, steps: Sequence[Step], acceptance: float) -> float:
+        """Tokens per second of the best fixed size, none included, at the contexts of these steps."""
+        return max(self.rates(steps, acceptance).values())
+
+    def rates(self, steps: Sequence[Step], acceptance: float) -> dict[int, float]:
+        """Tokens per second of every fixed size."""
+        rows = self.adaptive._times.rows(steps[0].batch)  # type: ignore[union-attr]
+        return {
+            size: self.costs.rate(steps, size, mean_tokens(size, self.depth, acceptance))
+            for size in rows
+        }
+
+    def ratios(self, cell: dict[str, Any]) -> dict[str, Any]:
+        """What a cell shows, once all sizes were timed."""
+        steps, batch, acceptance = cell["steps"], cell["batch"], cell["acceptance"]
+        rates = self.rates(steps, acceptance)
+        # Steps count what their size brings on average: luck would be several percent of a second.
+        rate = rate_of(steps, lambda s: s.batch * mean_tokens(s.rows, self.depth, acceptance))
+        return {
+            "batch": batch,
+            "acceptance": acceptance,
+            "rate": rate,
+            "as_drawn": rate_of(steps, lambda step: step.tokens),
+            "of_plain": rate / rates[1],
+            "of_best": rate / max(rates.values()),
+            "fixed": rates,
+            "context": steps[-1].context / batch,
+            "steps_by_rows": dict(Counter(step.rows for step in steps)),
+        }
 
 
 def main() -> int:
@@ -199,92 +173,123 @@ def main() -> int:
     add("--mode", default="chain", choices=[mode for mode in MODES if mode != "none"])
     add("--batch", nargs="+", type=int, default=[1, 8, 32, 64])
     add("--acceptance", nargs="+", type=float, default=list(ACCEPTANCES))
-    add("--seconds", type=float, default=0.8, help="measured of a steady state")
+    add("--seconds", type=float, default=1.0, help="measured of a steady state")
     add("--settle", type=float, default=0.7, help="before that")
+    add(
+        "--fixed",
+        type=float,
+        default=0.2,
+        help="seconds that every fixed size is timed for, each time",
+    )
     add("--phase", type=float, default=3.0, help="seconds of each phase of a transient")
     add("--layers", type=int, default=32, help="fewer for debugging")
     add("--mps", action="store_true", help="run under a private MPS daemon")
-    add("--without-none", action="store_true", help="leave the engine without a draft out")
+    add("--none", action="store_true", help="also time plain decoding in an engine without a draft")
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     most = max(args.batch)
+    result: dict[str, Any] = {
+        "mode": args.mode,
+        "layers": args.layers,
+        "grid": [],
+        "transients": [],
+    }
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
         os.environ.update(variables)
         target, head = write_checkpoints(Path(folder), args.layers)
-        algorithm, flags = flags_of(args.mode, head, most, LONGEST // 4)
-        flags["context_length"] = 2 * LONGEST
-        flags["simulate_accept_length"] = 1.0
-        with running_engine(target, algorithm, speculative_adaptive=True, **flags) as harness:
-            harness.wait_for_draft()
-            result = measure(Bench.of(harness), args)
-        if not args.without_none:
-            for name in ("num_steps", "eagle_topk", "num_draft_tokens", "draft_sampling"):
-                del flags[f"speculative_{name}"]
-            del flags["speculative_draft_model_path"], flags["speculative_draft_load_format"]
-            with running_engine(target, "NONE", **flags) as harness:
-                result["none"] = _plain(Meter(harness.engine), args)
+        algorithm, flags = flags_of(args.mode, head, most, POOL_TOKENS)
+        flags |= {"context_length": 8192, "simulate_accept_length": 1.0}
+        try:
+            with running_engine(target, algorithm, speculative_adaptive=True, **flags) as harness:
+                measure(Bench.of(harness), args, result)
+            if args.none:
+                _, flags = flags_of("none", head, most, POOL_TOKENS)
+                flags["context_length"] = 8192
+                with running_engine(target, "NONE", **flags) as harness:
+                    measure_none(Meter(harness.engine), args, result)
+        finally:  # what was measured until then is worth its time
+            report(result, args)
         for name in variables:
             del os.environ[name]
-    report(result, args)
     return 0
 
 
-def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
-    """Everything of one engine."""
+def measure(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Everything of one engine, put into `result` as it comes."""
     times: Any = bench.adaptive._times
-    result: dict[str, Any] = {
-        "grid": bench.grid(args.batch, times.rows, args),
-        "transients": [
-            bench.transient(
-                "load", [(1, 0.5), (max(args.batch), 0.5), (1, 0.5), (8, 0.5)], args.phase
-            )
-        ],
-    }
-    for batch in args.batch[::2]:
-        result["transients"].append(
-            bench.transient(
-                f"acceptance, batch {batch}",
-                [(batch, 0.9), (batch, 0.1), (batch, 0.9), (batch, 0.3)],
-                args.phase,
-            )
-        )
-    result["times"] = {f"{b}x{r}": s * 1e3 for (b, r), s in times.table().items()}
-    return result
-
-
-def _plain(meter: Meter, args: argparse.Namespace) -> dict[int, float]:
-    found = {}
+    result["measured_at_start_ms"] = {f"{b}x{r}": s * 1e3 for (b, r), s in times.table().items()}
+    bench.meter.resize(1)
+    bench.fixed(1, times.rows(1)[-1], 0.5, 0.5)  # warms up
+    bench.costs = Costs()
     for batch in args.batch:
-        meter.resize(batch)
-        time.sleep(0.2)
-        found[batch] = meter.rate(args.seconds)
+        cells = [
+            bench.cell(batch, acceptance, times.rows(batch), args) for acceptance in args.acceptance
+        ]
+        for cell in cells:
+            row = bench.ratios(cell)
+            result["grid"].append(row)
+            print(json.dumps(row), flush=True)
+        result.setdefault("lines_ms", {}).update(
+            {
+                f"{batch}x{rows}": [line.base * 1e3, line.slope * 1e3]
+                for rows in times.rows(batch)
+                if (line := bench.costs.line(batch, rows))
+            }
+        )
+    small, second, most = args.batch[0], args.batch[min(1, len(args.batch) - 1)], args.batch[-1]
+    load = [(small, 0.5), (most, 0.5), (small, 0.5), (second, 0.5)]
+    result["transients"].append(bench.transient("load", load, args.phase))
+    for batch in args.batch[::2]:
+        phases = [(batch, acceptance) for acceptance in (0.9, 0.1, 0.9, 0.3)]
+        name = f"acceptance, batch {batch}"
+        result["transients"].append(bench.transient(name, phases, args.phase))
+    bench.meter.resize(0)
+
+
+def measure_none(meter: Meter, args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Plain decoding without a draft, as milliseconds of a step, and of a plain step beside a draft."""
+    costs = Costs()
+    for batch in args.batch:
         meter.resize(0)
-    return found
+        meter.resize(batch)
+        steps = meter.during(args.seconds)
+        costs.add(batch, 1, steps)
+        context = steps[-1].context
+        base, slope = result["lines_ms"][f"{batch}x1"]
+        pair = (costs.line(batch, 1).seconds(context) * 1e3, base + slope * context)
+        result.setdefault("none_ms", {})[batch] = pair
+    meter.resize(0)
 
 
 def report(result: dict[str, Any], args: argparse.Namespace) -> None:
     """Table, JSON and plot."""
-    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"gpu_adaptive_{args.mode}.json"
-    path.write_text(json.dumps({"mode": args.mode, "layers": args.layers, **result}, indent=1))
-    print("acceptance is SIMULATED; ratios to plain decoding / to the best of plain and fixed rows")
-    print("batch  " + "".join(f"{acceptance:>16}" for acceptance in args.acceptance))
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(
+        "acceptance is SIMULATED; ratios to plain decoding / to the best of plain and fixed sizes"
+    )
+    print("| batch | " + " | ".join(f"acceptance {one}" for one in args.acceptance) + " |")
+    print("| --- |" + " --- |" * len(args.acceptance))
     for batch in args.batch:
-        cells = []
-        for row in result["grid"]:
-            if row["batch"] == batch:
-                best = max(row["plain"], *row["fixed"].values())
-                cells.append(f"{row['adaptive'] / row['plain']:.3f} / {row['adaptive'] / best:.3f}")
-        print(f"{batch:<7}" + "".join(f"{cell:>16}" for cell in cells))
-    for batch, rate in result.get("none", {}).items():
-        plain = [row["plain"] for row in result["grid"] if row["batch"] == batch]
-        ratios = ", ".join(f"{value / rate:.3f}" for value in plain)
+        rows = [row for row in result["grid"] if row["batch"] == batch]
+        cells = [f"{row['of_plain']:.2f} / {row['of_best']:.2f}" for row in rows]
+        print(f"| {batch} | " + " | ".join(cells) + " |")
+    if result["grid"]:
+        lowest = [min(row[key] for row in result["grid"]) for key in ("of_plain", "of_best")]
+        print(f"lowest: {lowest[0]:.3f} of plain, {lowest[1]:.3f} of the best")
+    for batch, (alone, beside) in result.get("none_ms", {}).items():
         print(
-            f"plain in the engine with a draft, of the engine without one, batch {batch}: {ratios}"
+            f"plain step, batch {batch}: {alone:.3f} ms without a draft, {beside:.3f} ms beside one"
         )
     for transient in result["transients"]:
-        print(f"{transient['name']}: lowest window of a second {transient['lowest']:.2f} of plain")
-    _plot(result, args.out / f"gpu_adaptive_{args.mode}.png")
+        after = ", ".join(f"{ratio:.2f}" for ratio in transient["of_best_after_2_seconds"])
+        print(
+            f"{transient['name']}: lowest window of a second {transient['lowest']:.2f} of plain; "
+            f"from 2 s after each change on {after} of the best"
+        )
+    if result["transients"]:
+        _plot(result, args.out / f"gpu_adaptive_{args.mode}.png")
 
 
 def _plot(result: dict[str, Any], path: Path) -> None:
@@ -293,21 +298,33 @@ def _plot(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    count = len(result["transients"])
-    figure, axes = plt.subplots(count, 1, figsize=(8, 2.2 * count), squeeze=False)
-    for axis, transient in zip(axes[:, 0], result["transients"], strict=True):
-        windows = transient["windows"]
-        axis.plot([w["start"] for w in windows], [w["ratio"] for w in windows], ".-")
+    count = 1 + len(result["transients"])
+    figure, axes = plt.subplots(count, 1, figsize=(8, 2.4 * count))
+    for acceptance in sorted({row["acceptance"] for row in result["grid"]}):
+        rows = [row for row in result["grid"] if row["acceptance"] == acceptance]
+        batches = [row["batch"] for row in rows]
+        (line,) = axes[0].plot(
+            batches, [row["of_plain"] for row in rows], "o-", label=f"{acceptance}"
+        )
+        whole = [list(row["fixed"].values())[-1] / row["fixed"][1] for row in rows]
+        axes[0].plot(batches, whole, ":", color=line.get_color())
+    axes[0].axhline(1.0, color="grey", linewidth=0.8)
+    axes[0].set_xscale("log", base=2)
+    axes[0].set_xlabel("batch; dotted: always the whole tree")
+    axes[0].set_ylabel("of plain decoding")
+    axes[0].legend(title="acceptance", fontsize=7)
+    for axis, transient in zip(axes[1:], result["transients"], strict=True):
+        axis.plot(*zip(*transient["windows"], strict=True))
         axis.axhline(1.0, color="grey", linewidth=0.8)
         axis.axhline(0.8, color="red", linewidth=0.8)
         for phase in transient["phases"]:
-            label = f"batch {phase['batch']}, acceptance {phase['acceptance']}"
+            label = f"batch {phase['batch']}, {phase['acceptance']}"
             axis.axvline(phase["at"], color="grey", linestyle=":")
             axis.text(phase["at"], axis.get_ylim()[1], label, fontsize=7, va="bottom")
         axis.set_ylabel("of plain, 1 s")
-        axis.set_xlabel(f"{transient['name']}: seconds")
+        axis.set_xlabel(f"{transient['name']}: start of the second")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
 
 
 if __name__ == "__main__":

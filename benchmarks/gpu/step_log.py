@@ -1,0 +1,199 @@
+"""What each decoding step of an engine took and gave, and what steps of fixed sizes take at any context length."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from foredraft.types import FinishReason, SamplingParams
+from verify_service.engine import Engine
+from verify_service.live_requests import EngineRequest
+from verify_service.outputs import Load, StepOutput
+
+PROMPT = 256  # tokens
+LONGEST = 7000  # tokens of an answer
+SETTLE_STEPS = 6  # after a change of setting that no fit looks at
+
+
+class Step(NamedTuple):
+    """A step that only decoded.
+
+    Attributes:
+        end: Seconds of decoding so far, this step included; steps with prompts count nothing.
+        seconds: Since the step before it ended.
+        rows: Of each sequence.
+        tokens: Of all sequences.
+        context: Committed tokens of all sequences.
+    """
+
+    end: float
+    seconds: float
+    batch: int
+    rows: int
+    tokens: int
+    context: int
+
+
+class StepLog:
+    """Listens to an engine, from its own thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.steps: list[Step] = []
+        self.clock = 0.0
+        self._last = 0.0
+        self._only_decoded = False
+        sizes, ended, scheduler = engine._sizes, engine._ended, engine._scheduler
+        observe = sizes.observe
+
+        def observed(batch: int, num_rows: int, seconds: float, tokens: int, wait: Any) -> None:
+            observe(batch, num_rows, seconds, tokens, wait)
+            now = time.perf_counter()
+            taken = now - self._last
+            self._last, self.clock, self._only_decoded = now, self.clock + taken, True
+            context = sum(len(one.tokens) for one in scheduler.running)
+            step = Step(self.clock, taken, batch, num_rows // batch, tokens, context)
+            self.steps.append(step)
+
+        def has_ended(started: float) -> None:
+            ended(started)
+            if not self._only_decoded:
+                self._last = time.perf_counter()
+            self._only_decoded = False
+
+        sizes.observe = observed  # type: ignore[method-assign]
+        engine._ended = has_ended  # type: ignore[method-assign]
+
+
+class Meter:
+    """Keeps a number of sequences running."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.log = StepLog(engine)
+        self._engine = engine
+        self._numbers: dict[int, int] = {}
+        self._begun: set[int] = set()
+        self._num_submitted = 0
+        self._over = ""
+
+    def resize(self, count: int) -> None:
+        """Starts or cancels sequences, and waits until all have begun to decode."""
+        while len(self._numbers) > count:
+            tag = max(self._numbers)
+            self._engine.cancel(self._numbers.pop(tag))
+        while len(self._numbers) < count:
+            self._submit()
+        deadline = time.perf_counter() + 60
+        while self._engine.load().running != count or not self._begun.issuperset(self._numbers):
+            if time.perf_counter() > deadline:
+                raise TimeoutError(f"not {count} but {self._engine.load()}")
+            time.sleep(0.001)
+
+    def during(self, seconds: float) -> list[Step]:
+        """The steps of the coming seconds."""
+        first = len(self.log.steps)
+        time.sleep(seconds)
+        if self._over:
+            raise RuntimeError(f"an answer ended: {self._over}")
+        return self.log.steps[first:]
+
+    def _submit(self) -> None:
+        self._num_submitted += 1
+        tag = self._num_submitted
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=LONGEST, ignore_eos=True)
+        prompt = [1000 + (7 * tag + i) % 10000 for i in range(PROMPT)]
+        request = EngineRequest(tag, prompt, sampling, self._take)
+        self._numbers[tag] = self._engine.submit(request)
+
+    def _take(self, outputs: list[StepOutput], load: Load) -> None:
+        self._begun.update(one.tag for one in outputs if one.tokens)
+        for one in outputs:
+            if one.finish and one.finish.reason is not FinishReason.CANCELLED:
+                self._over = str(one.finish)
+
+
+@dataclass(slots=True)
+class Line:
+    """Seconds of a step as a line over the context of all its sequences."""
+
+    base: float
+    slope: float
+
+    def seconds(self, context: float) -> float:
+        """Of a step with so many committed tokens."""
+        return self.base + self.slope * context
+
+
+class Costs:
+    """What steps of one size took, at the contexts that were seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], list[Step]] = {}
+        self._lines: dict[tuple[int, int], Line] = {}
+
+    def add(self, batch: int, rows: int, steps: Sequence[Step]) -> None:
+        """Takes steps that all had these sizes; those right after a change of setting are left out."""
+        seen = [step for step in steps[SETTLE_STEPS:] if (step.batch, step.rows) == (batch, rows)]
+        self._seen.setdefault((batch, rows), []).extend(seen)
+        self._lines.clear()
+
+    def line(self, batch: int, rows: int) -> Line:
+        """The line of least squares; of the nearest batch that was seen."""
+        sizes = [size for size, steps in self._seen.items() if size[1] == rows and steps]
+        if not sizes:
+            raise ValueError(f"no steps of {rows} rows were measured")
+        size = min(sizes, key=lambda one: abs(one[0] - batch))
+        if size not in self._lines:
+            steps = self._seen[size]
+            contexts, seconds = (
+                np.array([step.context for step in steps]),
+                np.array([step.seconds for step in steps]),
+            )
+            slope, base = 0.0, float(seconds.mean())
+            if np.ptp(contexts) > 0.1 * contexts.mean():
+                slope, base = map(float, np.polyfit(contexts, seconds, 1))
+            self._lines[size] = Line(base, slope)
+        return self._lines[size]
+
+    def rate(self, steps: Sequence[Step], rows: int, tokens: float) -> float:
+        """Tokens per second with always so many rows at the contexts of `steps`, and `tokens` for each sequence and step."""
+        line = self.line(steps[0].batch, rows)
+        total = sum(step.seconds for step in steps)
+        work = sum(step.seconds * step.batch / line.seconds(step.context) for step in steps)
+        return tokens * work / total
+
+    def plain_seconds(self, step: Step) -> float:
+        """That a step's tokens would have taken plainly."""
+        return step.tokens * self.line(step.batch, 1).seconds(step.context) / step.batch
+
+    def windows(self, steps: Sequence[Step], width: float = 1.0) -> list[tuple[float, float]]:
+        """(start, ratio to plain decoding) of the windows that begin with each step."""
+        worth = [self.plain_seconds(step) for step in steps]
+        found, last, total = [], 0, 0.0
+        for first, step in enumerate(steps):
+            start = step.end - step.seconds
+            while last < len(steps) and steps[last].end - start <= width:
+                total += worth[last]
+                last += 1
+            if last == len(steps):
+                break
+            if last > first:
+                found.append((start, total / (steps[last - 1].end - start)))
+                total -= worth[first]
+        return found
+
+
+def mean_tokens(rows: int, depth: int, acceptance: float) -> float:
+    """Tokens of a step of one sequence on average, where every guess behind a right one is right so often.
+
+    Args:
+        depth: Of the largest tree; a tree of few rows is a chain.
+    """
+    path = rows // 2 if rows > 16 else rows  # as the kernel that simulates spreads them
+    return sum(acceptance**i for i in range(min(path, depth + 1)))
+
+
+def rate_of(steps: Sequence[Step], tokens: Callable[[Step], float]) -> float:
+    """Tokens per second."""
+    return sum(map(tokens, steps)) / sum(step.seconds for step in steps)
