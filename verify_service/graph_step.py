@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from foredraft.models.decoder import ModelOutput
-from foredraft.runner.decode_graphs import DecodeGraphs, RunningStep, StepArrays
+from foredraft.runner.decode_graphs import DecodeGraphs
 from foredraft.runner.model_runner import ModelRunner
+from foredraft.runner.step_buffers import RunningStep, StepArrays
 from foredraft.speculation import penalties
 from foredraft.speculation.draft_tree import EMPTY, DraftTree, sanitize
 from foredraft.speculation.triton_sampling import PAD, ROOT
@@ -89,7 +90,7 @@ class GraphStep(TargetStep):
 
     Args:
         runner: Of the target, on a GPU.
-        chooser: For rows that the graphs cannot choose for: filters, penalties, log-probabilities, grammars.
+        chooser: For rows that the graphs cannot choose for: penalties, log-probabilities, grammars.
         graphs: Of the same model and cache.
         simulated: Replaces what is accepted, for benchmarks.
     """
@@ -126,7 +127,7 @@ class GraphStep(TargetStep):
         """See TargetStep."""
         num_rows = self._num_rows(batch)
         self._fill_values(batch, num_rows)
-        return self._start(len(batch), num_rows, capture)
+        return self._start([rows.sequence for rows in batch], num_rows, capture)
 
     def start_ahead(
         self,
@@ -139,13 +140,14 @@ class GraphStep(TargetStep):
         num_rows = self._graphs.row_size(len(batch), num_rows)
         if fetch is not None:
             fetch(self._graphs.trees)
-        arrays = self._fill([rows.sequence for rows in batch], num_rows)
+        sequences = [rows.sequence for rows in batch]
+        arrays = self._fill(sequences, num_rows)
         header = arrays.header
         header[:, COMMITTED] = -1
         header[:, TREE] = [-1 if rows.tree is None else rows.tree for rows in batch]
         header[:, NUM_ROWS] = [1 if rows.tree is None else num_rows for rows in batch]
         arrays.parents[:] = PAD
-        return self._start(len(batch), num_rows, capture)
+        return self._start(sequences, num_rows, capture)
 
     def run(
         self,
@@ -171,23 +173,25 @@ class GraphStep(TargetStep):
     def _num_rows(self, batch: Sequence[VerifyRows]) -> int:
         return self._graphs.row_size(len(batch), 1 + max(len(rows.tree) for rows in batch))
 
-    def _start(self, count: int, num_rows: int, capture: Sequence[int]) -> GraphRun:
-        graphs = self._graphs
+    def _start(
+        self, sequences: Sequence[RequestSequence], num_rows: int, capture: Sequence[int]
+    ) -> GraphRun:
+        graphs, count = self._graphs, len(sequences)
+        is_filtered = any(_is_filtered(sequence.sampling) for sequence in sequences)
         # Hidden states that are captured anyway cost no second set of graphs.
-        running = graphs.start(count, num_rows, capture or graphs.capture)
+        running = graphs.start(count, num_rows, capture or graphs.capture, is_filtered)
         outcome = DeviceOutcome(
             count, graphs.accepted[:count], graphs.accepted_index, running.output
         )
         return GraphRun(running, num_rows, outcome, self._vocab_size)
 
     def _is_plain(self, rows: VerifyRows) -> bool:
-        """Whether the rule needs nothing but logits, temperature, seed and position."""
+        """Whether the rule needs nothing but logits, temperature, filters, seed and position."""
         sampling = rows.sequence.sampling
         return (
             sampling.logprobs is None
             and rows.sequence.grammar is None
             and not penalties.needed(sampling)
-            and (sampling.temperature == 0 or not _has_filter(sampling))
             and not self._chooser.is_lossy
         )
 
@@ -257,5 +261,6 @@ def _fill_trees(arrays: StepArrays, batch: Sequence[VerifyRows], num_rows: int) 
         parents[1 : 1 + len(tree)] += 1
 
 
-def _has_filter(sampling: SamplingParams) -> bool:
-    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+def _is_filtered(sampling: SamplingParams) -> bool:
+    has_filter = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return sampling.temperature > 0 and has_filter

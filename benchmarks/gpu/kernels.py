@@ -191,6 +191,18 @@ def step(table: Table) -> None:
             other = microseconds(torchs, 2) if count <= 32 else None
             name = f"choose B={batch} rows={rows} temperature={temperature:g}"
             table.add(name, microseconds(choose, 4), other, logits.numel() * 2)
+        for top_k, top_p in ((0, 0.9), (50, 0.95)):
+            filters = (
+                torch.full((count,), top_k, device="cuda"),
+                torch.full((count,), top_p, device="cuda"),
+                torch.zeros(count, device="cuda"),
+            )
+
+            def choose_kept(_, logits=logits * 4, ids=ids, filters=filters):
+                choose_tokens(logits, torch.ones_like(filters[1]), ids, ids, *filters)
+
+            name = f"choose B={batch} rows={rows} top_k={top_k} top_p={top_p:g}"
+            table.add(name, microseconds(choose_kept, 4), None, logits.numel() * 2)
         kv = PagedKV(LAYERS, batch * 8, PAGE_SIZE, KV_HEADS, HEAD_DIM, torch.bfloat16, "cuda", 1)
         tokens = torch.arange(rows, device="cuda").int().expand(batch, rows).contiguous()
         parents = (torch.arange(rows, device="cuda").int() - 2).clamp_min(-1)

@@ -18,6 +18,7 @@ from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.attention.paged_triton import TritonPlan, splits_for
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel, ModelOutput
+from foredraft.runner.step_buffers import RunningStep, StepArrays, pinned
 from foredraft.speculation.triton_sampling import (
     PAD,
     choose_tokens,
@@ -27,11 +28,13 @@ from foredraft.speculation.triton_sampling import (
 )
 from foredraft.speculation.triton_steps import (
     HEADER,
+    MIN_P,
     NUM_ROWS,
-    SEED_HIGH,
     SEED_LOW,
     SLOT,
     TEMPERATURE,
+    TOP_K,
+    TOP_P,
     TREE,
     Begun,
     Ended,
@@ -49,72 +52,12 @@ PAGE_UPDATES = 8192  # of one upload
 UNDER_WAY = 3  # steps whose host memory must not be written yet: one that runs, one behind it, one being filled in
 
 
-@dataclass(slots=True)
-class StepArrays:
-    """What the host fills in for a step, views of one pinned block.
-
-    Attributes:
-        header: int32 [B, HEADER]; columns in `triton_steps`.
-        tokens: int32 [B, R]; the root first.
-        parents: int32 [B, R], parent rows; see `triton_sampling`.
-    """
-
-    header: npt.NDArray[np.int32]
-    tokens: npt.NDArray[np.int32]
-    parents: npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """What the rule gave, on the host; views that stay as they are for two more steps.
-
-    Attributes:
-        lengths: int32 [B], accepted rows.
-        paths: int32 [B, R], these rows, the root first; -1 after.
-        tokens: int32 [B, R], the token emitted at each; -1 after.
-        tree_tokens, tree_parents: int32 [B, R], the trees that were verified, the root first; as in `StepArrays`.
-    """
-
-    lengths: npt.NDArray[np.int32]
-    paths: npt.NDArray[np.int32]
-    tokens: npt.NDArray[np.int32]
-    tree_tokens: npt.NDArray[np.int32]
-    tree_parents: npt.NDArray[np.int32]
-
-
-class RunningStep:
-    """A step that was started.
-
-    Attributes:
-        output: Hidden states of all B x R rows, padding included, once it is done and until the next step starts (the logits
-            are gone).
-    """
-
-    def __init__(
-        self, output: ModelOutput, results: torch.Tensor, done: torch.cuda.Event, num_rows: int
-    ) -> None:
-        self.output = output
-        self._results, self._done, self._num_rows = results, done, num_rows
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the outcome is on the host."""
-        return self._done.query()
-
-    def chosen(self) -> Chosen:
-        """Waits for the outcome."""
-        self._done.synchronize()
-        results = self._results.numpy()
-        max_rows = (results.shape[1] - 1) // 4
-        parts = (results[:, 1 + i * max_rows :][:, : self._num_rows] for i in range(4))
-        return Chosen(results[:, 0], *parts)
-
-
 @dataclass(frozen=True, slots=True)
 class _Key:
     batch: int
     rows: int
     capture: tuple[int, ...]
+    is_filtered: bool = False
 
 
 @dataclass(slots=True)
@@ -168,7 +111,7 @@ class DecodeGraphs:
         self._simulate = simulate
         device = self._device = kv.data.device
         width = HEADER + 2 * max_rows
-        self._hosts = _pinned(UNDER_WAY, max_batch, width)
+        self._hosts = pinned(UNDER_WAY, max_batch, width)
         self._inputs = torch.zeros(max_batch, width, dtype=torch.int32, device=device)
         # A step may begin before the one before it is over, which has a tree of its own.
         max_pages = -(-(max_tokens + 2 * max_rows) // kv.page_size)
@@ -176,9 +119,9 @@ class DecodeGraphs:
         self._no_slot = num_slots
         self._tables = torch.zeros(num_slots + 1, max_pages, dtype=torch.int32, device=device)
         self._state = torch.zeros(num_slots + 1, 2, dtype=torch.int32, device=device)
-        self._updates = _pinned(UNDER_WAY, 3, PAGE_UPDATES, dtype=torch.int64)
+        self._updates = pinned(UNDER_WAY, 3, PAGE_UPDATES, dtype=torch.int64)
         self._results = torch.zeros(max_batch, 1 + 4 * max_rows, dtype=torch.int32, device=device)
-        self._host_results = _pinned(UNDER_WAY, *self._results.shape)
+        self._host_results = pinned(UNDER_WAY, *self._results.shape)
         self._done = [torch.cuda.Event() for _ in range(UNDER_WAY)]
         self._current = 0  # of all that is there UNDER_WAY times
         self.trees = torch.zeros(
@@ -238,9 +181,19 @@ class DecodeGraphs:
                 (where_and_what[0], where_and_what[1]), where_and_what[2].to(torch.int32)
             )
 
-    def start(self, num_sequences: int, num_rows: int, capture: Sequence[int]) -> RunningStep:
-        """Starts a whole step on the arrays that were filled in. At most one step that was started before may be running."""
-        key = _Key(self.batch_size(num_sequences), num_rows, tuple(capture))
+    def start(
+        self,
+        num_sequences: int,
+        num_rows: int,
+        capture: Sequence[int],
+        is_filtered: bool = False,
+    ) -> RunningStep:
+        """Starts a whole step on the arrays that were filled in. At most one step that was started before may be running.
+
+        Args:
+            is_filtered: Whether top-k, top-p and min-p of the records are obeyed.
+        """
+        key = _Key(self.batch_size(num_sequences), num_rows, tuple(capture), is_filtered)
         self._upload(key)
         if key not in self._steps:
             self._steps[key] = self._capture_step(key)
@@ -267,16 +220,17 @@ class DecodeGraphs:
         return output
 
     def warm_up(self, capture: Sequence[int]) -> None:
-        """Captures every shape, largest first, so that the others fit its memory."""
+        """Captures every shape, with and without filters, largest first, so that the others fit its memory."""
         self.capture = tuple(capture)
         for batch, rows in self.shapes:
-            self.idle_step(batch, rows)
+            for is_filtered in (True, False):
+                self.idle_step(batch, rows, is_filtered)
 
-    def idle_step(self, batch: int, rows: int) -> None:
+    def idle_step(self, batch: int, rows: int, is_filtered: bool = False) -> None:
         """Runs a step that belongs to no sequence."""
         self.arrays(0, rows)
         self._pad(self._hosts[self._current].numpy()[:batch])
-        self.start(batch, rows, self.capture).chosen()
+        self.start(batch, rows, self.capture, is_filtered).chosen()
 
     def _pad(self, records: npt.NDArray[np.int32]) -> None:
         records[:, :HEADER] = 0
@@ -357,15 +311,20 @@ class DecodeGraphs:
 
     def _choose(self, key: _Key, forward: _Forward) -> None:
         inputs, begun = self._inputs[: key.batch], forward.begun
-        temperature = inputs[:, TEMPERATURE].contiguous().view(torch.float32)
-        seed = inputs[:, SEED_LOW : SEED_HIGH + 1].contiguous().view(torch.int64)
 
-        def each_row(values: torch.Tensor) -> torch.Tensor:
+        def each_row(first: int, dtype: torch.dtype) -> torch.Tensor:
+            """A value of the records, for each row of their sequences."""
+            values = inputs[:, first : first + dtype.itemsize // 4].contiguous().view(dtype)
             # Of a single sequence, flatten alone would give a view that stands still.
             return values.view(key.batch, 1).expand(-1, key.rows).flatten().contiguous()
 
+        filters: tuple[torch.Tensor, ...] = ()
+        if key.is_filtered:
+            floats = each_row(TOP_P, torch.float32), each_row(MIN_P, torch.float32)
+            filters = (each_row(TOP_K, torch.int32), *floats)
+        temperature, seed = each_row(TEMPERATURE, torch.float32), each_row(SEED_LOW, torch.int64)
         chosen = choose_tokens(
-            forward.output.logits, each_row(temperature), each_row(seed), forward.positions + 1
+            forward.output.logits, temperature, seed, forward.positions + 1, *filters
         ).view(key.batch, key.rows)
         path, length, emitted = walk_trees(chosen, begun.tokens, begun.parents)
         if self._simulate:
@@ -396,7 +355,3 @@ def row_sizes(batch: int, max_rows: int) -> list[int]:
     powers = (1 << i for i in range(1, max_rows.bit_length()))
     kept = [rows for rows in powers if rows < max_rows and batch * rows >= LEAST_ROWS]
     return sorted({1, *kept, max_rows})
-
-
-def _pinned(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=dtype).pin_memory()

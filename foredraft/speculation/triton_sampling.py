@@ -14,6 +14,7 @@ ROOT, PAD = -1, -2  # as parents: of the root, and of rows that stand for nothin
 _BLOCK = 1024  # tokens that a program looks at together
 _MAX_PARTS = 128
 _PROGRAMS = 1024  # enough to keep a GPU busy
+_LEAST_TOP, _MAX_TOPS = 256, 1024  # tokens of a block whose best is looked at, and how many blocks
 
 
 class PagedData(Protocol):
@@ -24,15 +25,22 @@ class PagedData(Protocol):
 
 
 def choose_tokens(
-    logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, position: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `sampling.choose` for rows without top-k, top-p and min-p, in one pass.
+    """As `sampling.choose`: in one pass for rows without top-k, top-p and min-p, in two more for those that have some.
 
     Args:
         logits: float32, bfloat16 or float16 [R, V], the last dimension contiguous.
         temperature: float32 [R].
         seed: int64 [R].
         position: int64 [R].
+        top_k, top_p, min_p: Integers, float32 and float32 [R], as in `SamplingRows`; all three or none of them.
 
     Returns:
         int64 [R]; of equal scores the lowest token.
@@ -56,7 +64,50 @@ def choose_tokens(
         temperature, floats[0], floats[1], tokens, chosen,
         NUM_PARTS=parts, BLOCK=_padded(parts), num_warps=1,
     )  # fmt: skip
+    if top_k is not None and top_p is not None and min_p is not None:
+        _choose_filtered(logits, temperature, seed, position, top_k, top_p, min_p.log(), chosen)
     return chosen
+
+
+def _choose_filtered(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    log_min_p: torch.Tensor,
+    chosen: torch.Tensor,
+) -> None:
+    """Overwrites `chosen` where rows have filters."""
+    from foredraft.speculation import filter_kernels
+
+    (num_rows, vocab), device = logits.shape, logits.device
+    size = max(_LEAST_TOP, _padded(-(-vocab // _MAX_TOPS)))
+    blocks, tops_of_program = -(-vocab // size), max(1, 1024 // size)
+    tops = torch.empty(num_rows, blocks, dtype=torch.float32, device=device)
+    filter_kernels.tops[(num_rows, -(-blocks // tops_of_program))](
+        logits, tops, vocab, logits.stride(0), blocks, SIZE=size, COUNT=tops_of_program
+    )
+    bases, cuts = torch.empty(2, num_rows, dtype=torch.float32, device=device)
+    counts = torch.empty(num_rows, dtype=torch.int32, device=device)
+    filter_kernels.bound[(num_rows,)](
+        tops, temperature, top_k, top_p, log_min_p, bases, cuts, counts, vocab, blocks,
+        BLOCK=_padded(blocks), num_warps=4,
+    )  # fmt: skip
+    tiles = -(-vocab // _BLOCK)
+    parts = min(tiles, _MAX_PARTS, max(4, -(-_PROGRAMS // max(1, num_rows))))
+    tiles = -(-tiles // parts)
+    keys, tokens = torch.empty(2, num_rows, vocab, dtype=torch.int32, device=device)
+    sums = torch.empty(num_rows, parts, dtype=torch.float64, device=device)
+    filter_kernels.collect[(num_rows, parts)](
+        logits, temperature, top_k, top_p, log_min_p, bases, cuts, counts, keys, tokens, sums,
+        vocab, logits.stride(0), BLOCK=_BLOCK, TILES=tiles, NUM_PARTS=parts, num_warps=4,
+    )  # fmt: skip
+    filter_kernels.choose_kept[(num_rows,)](
+        temperature, seed, position, top_k, top_p, log_min_p, counts, keys, tokens, sums, chosen, vocab,
+        BLOCK=2048, NUM_PARTS=parts, PADDED_PARTS=_padded(parts), num_warps=8,
+    )  # fmt: skip
 
 
 def gumbel(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -34,8 +34,15 @@ DRAFTS = {
 }
 
 
+FILTERS: dict[int, dict[str, float]] = {
+    1: {"top_p": 0.9},
+    3: {"top_k": 40, "top_p": 0.95, "min_p": 0.02},
+    4: {"top_k": 20},
+}
+
+
 def plain_jobs(path: Path, num_tokens: int = 48, spread: int = 0) -> list[Job]:
-    """Jobs that need no host to choose their tokens; they end `spread` tokens one after the other."""
+    """Jobs that need no host to choose their tokens, some with filters; they end `spread` tokens one after the other."""
     tokenizer = Tokenizer.from_dir(path)
     made = []
     for i, text in enumerate(TEXTS):
@@ -45,6 +52,7 @@ def plain_jobs(path: Path, num_tokens: int = 48, spread: int = 0) -> list[Job]:
                 seed=i,
                 max_new_tokens=num_tokens + spread * len(made),
                 ignore_eos=True,
+                **(FILTERS.get(i, {}) if temperature else {}),
             )
             made.append(Job(tokenizer.encode(text), sampling))
     return made

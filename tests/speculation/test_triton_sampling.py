@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.speculation import draft_tree, noise, sampling, verification
+from foredraft.speculation import filters as filters_module
 from foredraft.speculation.draft_tree import DraftTree
 from foredraft.speculation.sampling import SamplingRows
 from foredraft.speculation.triton_sampling import (
@@ -103,6 +104,82 @@ def test_ties_go_to_the_lowest_id_and_nan_counts_as_nothing():
     rows = rows_of([0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
     assert chosen_by_kernel(logits, rows).tolist() == [0, 17, 4, 0, 0, 4321]
     assert sampling.choose(logits, rows).tolist() == [0, 17, 4, 0, 0, 4321]
+
+
+FILTERS = [
+    (0, 1.0, 0.0),
+    (1, 1.0, 0.0),
+    (5, 1.0, 0.0),
+    (40, 0.9, 0.0),
+    (0, 0.5, 0.0),
+    (0, 0.95, 0.0),
+    (0, 0.999, 0.05),
+    (0, 1.0, 0.2),
+    (700, 0.8, 0.01),
+    (10**6, 0.3, 0.0),
+    (3, 0.01, 1.0),
+]
+
+
+def filtered_rows(temperatures, filters, seed=0):
+    rows = rows_of(temperatures, seed)
+    rows.top_k = torch.tensor([f[0] for f in filters])
+    rows.top_p = torch.tensor([f[1] for f in filters], dtype=torch.float32)
+    rows.min_p = torch.tensor([f[2] for f in filters], dtype=torch.float32)
+    return rows
+
+
+def filtered_by_kernel(logits, rows):
+    fields = (rows.temperature, rows.seed, rows.position, rows.top_k, rows.top_p, rows.min_p)
+    return choose_tokens(logits.to(DEVICE), *(x.to(DEVICE) for x in fields)).cpu()
+
+
+@pytest.mark.parametrize("vocab", [5, 4099] if INTERPRETED else [5, 1000, 4099, 32_000, 128_256])
+@pytest.mark.parametrize("spread", [0.05, 4.0], ids=["flat", "peaked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chooses_as_the_filtered_rule(vocab, spread, dtype):
+    temperatures = [0.0, *[0.7, 1.0, 1.5] * 4][: len(FILTERS) + 1]
+    filters = [(3, 0.5, 0.1), *FILTERS]
+    logits = torch.randn(len(filters), vocab, generator=torch.Generator().manual_seed(vocab))
+    logits = (logits * spread).to(dtype)  # bfloat16 has many ties
+    for seed in range(1 if INTERPRETED else 4):
+        rows = filtered_rows(temperatures, filters, seed)
+        got, want = filtered_by_kernel(logits, rows), sampling.choose(logits.float(), rows)
+        scores = filters_module.tempered(logits.float(), rows)
+        kept = filters_module.keep_mask(scores, rows)
+        scores += noise.gumbel(rows.seed, rows.position, torch.arange(vocab))
+        for row in (got != want).nonzero()[:, 0].tolist():
+            # Rounding decides between two scores, or at the end of what top-p keeps.
+            near = abs(scores[row, got[row]] - scores[row, want[row]]) < 1e-5
+            loose = filtered_rows(temperatures, filters, seed)
+            loose.top_p += torch.where(loose.top_p < 1, 2e-6, 0.0)
+            widest = filters_module.keep_mask(filters_module.tempered(logits.float(), rows), loose)
+            assert rows.temperature[row] > 0
+            assert near or (widest != kept)[row].sum() > 0
+
+
+def test_filters_break_ties_by_id():
+    logits = torch.zeros(8, 3000)
+    logits[:, [7, 2000]] = 1.0
+    filters = [(1, 1.0, 0.0), (2, 1.0, 0.0), (3, 1.0, 0.0), (0, 1e-6, 0.0), (0, 1.0, 1.0)]
+    filters += [(300, 1.0, 0.0), (0, 0.5, 0.0), (2000, 0.5, 0.0)]
+    allowed = [{7}, {7, 2000}, {0, 7, 2000}, {7}, {7, 2000}]
+    allowed += [{*range(299), 2000}]
+    for seed in range(1 if INTERPRETED else 6):
+        rows = filtered_rows([1.0] * 8, filters, seed)
+        got = filtered_by_kernel(logits, rows)
+        assert torch.equal(got, sampling.choose(logits, rows))
+        for token, tokens in zip(got.tolist(), allowed, strict=False):
+            assert token in tokens
+
+
+def test_filters_of_rows_without_numbers():
+    logits = torch.full((3, 3000), -math.inf)
+    logits[1, 5] = math.nan
+    logits[1, 9] = -3.0
+    logits[2, 11] = math.inf
+    rows = filtered_rows([1.0] * 3, [(2, 0.5, 0.1)] * 3)
+    assert filtered_by_kernel(logits, rows).tolist() == [0, 9, 11]
 
 
 def test_rows_may_lie_apart():
