@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from foredraft.attention.base import Batch
+from foredraft.attention.launch import overlapped
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner import draft_hand_on, draft_plan, draft_uploads
 from foredraft.runner.draft_batches import DraftBatches
@@ -109,7 +110,9 @@ class DraftGraphs:
         if self._on_gpu:
             from foredraft.speculation import device_beams  # needs triton
 
-            self._has_kernels = device_beams.works(shape.num_steps, shape.topk, shape.vocab, device)
+            self._has_kernels = device_beams.works(
+                shape.num_steps, shape.topk, shape.vocab, device, overlapped(device)
+            )
         if self._has_kernels:
             from foredraft.runner import draft_kernels
 
@@ -309,6 +312,7 @@ class DraftGraphs:
                 self._ordering,
                 self._device,
                 rows if any_sampled else None,
+                overlapped(self._device),
             )
         return StaticBeams(
             batch, shape.num_steps, shape.topk, shape.num_nodes + 1, self._ordering, rows

@@ -1,7 +1,7 @@
 """Triton kernels that grow beam trees: the best children of every beam, the best beams of a level, the best nodes of all.
 
 Candidates are compared as 64-bit keys: a score's bits, ordered as integers, above the complement of an index, so that one
-maximum finds the best and of equals the first.
+maximum finds the best and of equals the first. With DEPENDENT, kernels wait by themselves for the one before them.
 """
 
 # mypy: ignore-errors
@@ -38,6 +38,7 @@ def best_of_parts(
     logits, keys, maxima, sums, token_map, temperature, min_p, seeds, positions,
     stride, vocab, level, PARTS: tl.constexpr, PAD_PARTS: tl.constexpr, COUNT: tl.constexpr,
     BEAMS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, MAPPED: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """For each row and each part of its columns: the COUNT best, and what the softmax's sum needs.
 
@@ -47,6 +48,9 @@ def best_of_parts(
     row, part = tl.program_id(0), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     is_column = column < vocab
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(logits + row.to(tl.int64) * stride + column, is_column, other=float("-inf"))
     x = x.to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
@@ -89,7 +93,7 @@ def select_beams(
     TOPK: tl.constexpr, COUNT: tl.constexpr, BEAMS: tl.constexpr, PAD_TOPK: tl.constexpr,
     PAD_COUNT: tl.constexpr, PAD_PARTS: tl.constexpr, PAD_MASK: tl.constexpr,
     HAS_PARENTS: tl.constexpr, MAPPED: tl.constexpr, KEEP_FIRST: tl.constexpr,
-    SAMPLED: tl.constexpr,
+    SAMPLED: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """The children of a sequence's beams become candidates, and the best of them the next beams.
 
@@ -100,6 +104,9 @@ def select_beams(
     beam, child = tl.arange(0, PAD_TOPK), tl.arange(0, PAD_COUNT)
     is_beam, is_child = beam < BEAMS, child < TOPK
     row = sequence * BEAMS + beam
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # What the softmax divides by.
     part = tl.arange(0, PAD_PARTS)
     is_part = is_beam[:, None] & (part < PARTS)[None, :]
@@ -153,30 +160,37 @@ def select_beams(
     tl.store(all_parents + place, tl.broadcast_to(parent[:, None], (PAD_TOPK, PAD_COUNT)), is_place)
     # The next beams, and what they take from the beams that they continue.
     key = tl.where(is_place, _key(score, candidate), NO_KEY)
-    for index in range(TOPK):
+    index = tl.arange(0, PAD_TOPK)
+    rank = tl.full((PAD_TOPK, PAD_COUNT), -1, tl.int32)
+    old = tl.zeros((PAD_TOPK,), tl.int32)
+    for place in range(TOPK):
         best = tl.max(tl.max(key, 1), 0)
         is_best = key == best
-        picked = _index(best)
-        old = picked // TOPK
-        out = sequence * TOPK + index
-        tl.store(tokens + out, tl.sum(tl.sum(tl.where(is_best, token, 0), 1), 0).to(tl.int64))
-        # Minus infinity would turn the sum of the others into it.
-        own = tl.max(tl.max(tl.where(is_best, value, float("-inf")), 1), 0)
-        tl.store(values_out + out, own)
-        tl.store(nodes_out + out, first + picked)
-        tl.store(sources + out, (sequence * BEAMS + old).to(tl.int64))
-        bit = tl.arange(0, PAD_MASK)
-        width = level * TOPK
-        seen = tl.load(mask_in + (sequence * TOPK + old) * mask_stride + bit, bit < width, other=0)
-        seen = tl.where(bit == width + index, 1, seen).to(tl.uint8)
-        tl.store(mask_out + out * mask_stride + bit, seen, bit < width + TOPK)
+        rank = tl.where(is_best, place, rank)
+        old = tl.where(index == place, _index(best) // TOPK, old)
         key = tl.where(is_best, NO_KEY, key)
+    out = sequence * TOPK + rank
+    is_next = rank >= 0
+    tl.store(tokens + out, token.to(tl.int64), is_next)
+    tl.store(values_out + out, value, is_next)
+    tl.store(nodes_out + out, first + candidate, is_next)
+    is_index = index < TOPK
+    out = sequence * TOPK + index
+    tl.store(sources + out, (sequence * BEAMS + old).to(tl.int64), is_index)
+    bit = tl.arange(0, PAD_MASK)
+    width = level * TOPK
+    seen_at = mask_in + (sequence * TOPK + old)[:, None] * mask_stride + bit[None, :]
+    seen = tl.load(seen_at, is_index[:, None] & (bit < width)[None, :], other=0)
+    seen = tl.where(bit[None, :] == width + index[:, None], 1, seen).to(tl.uint8)
+    is_bit = is_index[:, None] & (bit < width + TOPK)[None, :]
+    tl.store(mask_out + out[:, None] * mask_stride + bit[None, :], seen, is_bit)
 
 
 @triton.jit
 def select_nodes(
     all_scores, all_tokens, all_parents, places, results, num_candidates, stride,
     NODES: tl.constexpr, PAD_CANDIDATES: tl.constexpr, PAD_NODES: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """The most valuable candidates of a sequence's tree, the best first.
 
@@ -186,6 +200,9 @@ def select_nodes(
     candidate = tl.arange(0, PAD_CANDIDATES)
     is_candidate = candidate < num_candidates
     base = sequence * num_candidates
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     score = tl.load(all_scores + base + candidate, is_candidate, other=float("-inf"))
     key = tl.where(score > float("-inf"), _key(score, candidate), NO_KEY)
     place = tl.full((PAD_CANDIDATES,), -1, tl.int32)

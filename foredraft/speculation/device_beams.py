@@ -1,6 +1,7 @@
 """Beam trees on a GPU by a few kernels per level; the trees of `static_beams`, for rows without top-k and top-p."""
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
@@ -25,6 +26,7 @@ class DeviceBeams:
         vocab: Columns of the logits.
         ordering: Of children.
         rows: For `coupled` where some are sampled: of the sequences, with the position of the first drafted token.
+        launch: Options of the kernels' launches, see `attention.launch`.
     """
 
     def __init__(
@@ -36,7 +38,9 @@ class DeviceBeams:
         ordering: Ordering,
         device: torch.device,
         rows: SamplingRows | None = None,
+        launch: Mapping[str, bool] | None = None,
     ) -> None:
+        self._launch = launch or {}
         self._batch, self._topk, self._vocab = batch, topk, vocab
         self._keeps_first = ordering == "coupled"
         self._rows = rows
@@ -95,7 +99,7 @@ class DeviceBeams:
             PAD_COUNT=_power_of_two(self._count),
             PAD_PARTS=_power_of_two(parts), PAD_MASK=_power_of_two(width),
             HAS_PARENTS=level > 0, MAPPED=token_map is not None, KEEP_FIRST=self._keeps_first,
-            SAMPLED=self._rows is not None, num_warps=4,
+            SAMPLED=self._rows is not None, num_warps=4, **self._launch,
         )  # fmt: skip
         self._level += 1
         return tokens, sources
@@ -115,6 +119,7 @@ class DeviceBeams:
                 logits.stride(0), self._vocab, self._level, PARTS=self._parts,
                 PAD_PARTS=_power_of_two(self._parts), COUNT=count, BEAMS=beams, BLOCK=_BLOCK,
                 SAMPLED=is_sampled, MAPPED=token_map is not None, num_warps=8,
+                **self._launch,
             )  # fmt: skip
 
     def seen(self) -> torch.Tensor:
@@ -132,11 +137,17 @@ class DeviceBeams:
             self._scores, self._tokens, self._parents, self._places, results,
             self._num_candidates, results.stride(0),
             NODES=nodes, PAD_CANDIDATES=_power_of_two(self._num_candidates),
-            PAD_NODES=_power_of_two(nodes), num_warps=4,
+            PAD_NODES=_power_of_two(nodes), num_warps=4, **self._launch,
         )  # fmt: skip
 
 
-def works(num_steps: int, topk: int, vocab: int, device: torch.device) -> bool:
+def works(
+    num_steps: int,
+    topk: int,
+    vocab: int,
+    device: torch.device,
+    launch: Mapping[str, bool] | None = None,
+) -> bool:
     """Whether the kernels compile here and build a tree that is known; says in the log why not.
 
     They are compiled for each kind of GPU where they first run; without them torch builds the trees.
@@ -146,7 +157,7 @@ def works(num_steps: int, topk: int, vocab: int, device: torch.device) -> bool:
     logits = (row * 7919 % vocab).float() * (40 / vocab)
     try:
         for rows in (None, SamplingRows.from_params([SamplingParams(seed=3)], [5], device)):
-            found = DeviceBeams(1, num_steps, topk, vocab, "coupled", device, rows)
+            found = DeviceBeams(1, num_steps, topk, vocab, "coupled", device, rows, launch)
             own = rows or SamplingRows.from_params([SamplingParams(temperature=0.0)], [5], device)
             expected = StaticBeams(1, num_steps, topk, nodes + 1, "coupled", own)
             for level in range(num_steps):

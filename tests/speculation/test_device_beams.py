@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from foredraft.attention.launch import overlapped
 from foredraft.speculation.sampling import SamplingRows
 from foredraft.speculation.static_beams import StaticBeams
 from foredraft.speculation.tree_building import Ordering
@@ -44,7 +45,8 @@ def test_the_same_trees(
     own = None
     if any(temperatures):
         own = SamplingRows.from_params(params, [5, 6, 7], DEVICE)
-    found = DeviceBeams(batch, steps, topk, vocab, ordering, DEVICE, own)
+    launch = overlapped(DEVICE)
+    found = DeviceBeams(batch, steps, topk, vocab, ordering, DEVICE, own, launch)
     on_device = None if token_map is None else token_map.to(DEVICE)
     for level in range(steps):
         width = topk if level else 1
