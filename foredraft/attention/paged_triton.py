@@ -118,6 +118,7 @@ class TritonAttention(AttentionBackend):
             shape = (num_tokens, num_heads, splits)
             parts = out.new_empty((*shape, head_dim), dtype=torch.float32)
             best, total = out.new_empty((2, *shape), dtype=torch.float32)
+        k_scale, v_scale = kv.scales[layer]
         options = overlapped(keys.device)
         block_d = max(16, _power_of_two(head_dim))
         triton_kernels.attend[(batch * row_blocks, num_kv_heads, splits)](
@@ -127,14 +128,14 @@ class TritonAttention(AttentionBackend):
             plan.positions if mask is None else mask.view(torch.uint8),
             plan.positions if plan.is_causal is None else plan.is_causal,
             plan.positions if plan.tail_positions is None else plan.tail_positions,
-            scale * math.log2(math.e), window or 0, keys.stride(0), queries.stride(0),
+            scale * k_scale * math.log2(math.e), v_scale, window or 0, keys.stride(0), queries.stride(0),
             queries.stride(1), plan.page_tables.stride(0),
             0 if mask is None else mask.stride(0), 0 if mask is None else mask.shape[1],
             0 if plan.tail_positions is None else plan.tail_positions.stride(0),
             GROUP=group, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
             BLOCK_D=block_d, ROW_BLOCKS=row_blocks, NUM_SPLITS=splits,
             WINDOWED=window is not None, MASKED=mask is not None, MIXED=plan.is_causal is not None,
-            PLACED=plan.tail_positions is not None,
+            PLACED=plan.tail_positions is not None, EIGHT_BIT=kv.is_8_bit,
             PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
             **tiles, **options,
         )  # fmt: skip

@@ -48,7 +48,7 @@ class SdpaAttention(AttentionBackend):
     ) -> SdpaPlan:
         """See AttentionBackend."""
         spans: dict[int | None, list[_Span]] = {window: [] for window in windows}
-        dtype, device = kv.data.dtype, kv.data.device
+        dtype, device = torch.float32 if kv.is_8_bit else kv.data.dtype, kv.data.device
         for span in (block for whole in batch.spans for block in _blocks(whole)):
             for window, planned in spans.items():
                 first_key = _first_key(span, window)
@@ -76,6 +76,7 @@ class SdpaAttention(AttentionBackend):
         head_dim = queries.shape[-1]
         keys, values = plan.kv.keys(layer), plan.kv.values(layer)
         num_kv_heads, group = keys.shape[0], plan.group_size
+        k_scale, v_scale = plan.kv.scales[layer]
         for span in plan.spans[window]:
             rows = queries[span.first_row : span.end_row]
             num_rows = rows.shape[0]
@@ -86,9 +87,16 @@ class SdpaAttention(AttentionBackend):
                 k, v = keys[:, span.keys], values[:, span.keys]
             else:
                 k, v = keys.index_select(1, span.keys), values.index_select(1, span.keys)
+            k, v = k.to(folded.dtype), v.to(folded.dtype)
             result = F.scaled_dot_product_attention(
-                folded, k.unsqueeze(0), v.unsqueeze(0), attn_mask=span.mask, scale=scale
+                folded,
+                k.unsqueeze(0),
+                v.unsqueeze(0),
+                attn_mask=None if span.mask is None else span.mask.to(folded.dtype),
+                scale=scale * k_scale,
             )
+            if v_scale != 1.0:
+                result = result * v_scale
             result = result.view(num_kv_heads, num_rows, group, head_dim).transpose(0, 1)
             out[span.first_row : span.end_row].view(num_rows, num_kv_heads, group, head_dim).copy_(
                 result

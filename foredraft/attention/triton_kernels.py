@@ -37,16 +37,17 @@ def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total,
     tables, first_rows, nums_rows, prefix_starts, prefix_lens, write_indexes, positions,
     tail_masks, is_causal, tail_positions,
-    scale, window, kv_head_stride, q_row_stride, q_head_stride, table_stride, mask_stride, mask_width,
+    scale, v_scale, window, kv_head_stride, q_row_stride, q_head_stride, table_stride, mask_stride, mask_width,
     tail_positions_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ROW_BLOCKS: tl.constexpr,
     NUM_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, MIXED: tl.constexpr,
-    PLACED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    PLACED: tl.constexpr, EIGHT_BIT: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of one sequence's rows, one KV head and its query heads, one part of the keys.
 
-    Row m of a block is row m // GROUP of the sequence under query head m % GROUP of the group.
+    Row m of a block is row m // GROUP of the sequence under query head m % GROUP of the group. Keys of 8 bits have their scale
+    in `scale`.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -95,6 +96,9 @@ def attend(
     wanted = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     q_offsets = token[:, None] * q_row_stride + head[:, None] * q_head_stride + dims[None, :]
     q = tl.load(q_ptr + q_offsets, mask=wanted, other=0.0)
+    if EIGHT_BIT and q_ptr.dtype.element_ty == tl.bfloat16:
+        # float16 has every number of 8 bits, two of which one instruction converts; bfloat16 takes five.
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     k_ptr += kv_head.to(tl.int64) * kv_head_stride
     v_ptr += kv_head.to(tl.int64) * kv_head_stride
     table = tables + sequence.to(tl.int64) * table_stride
@@ -135,6 +139,8 @@ def attend(
         )  # fmt: skip
 
     line = token * (KV_HEADS * GROUP) + head
+    if EIGHT_BIT:
+        acc = acc * v_scale
     if NUM_SPLITS == 1:
         acc = acc / total[:, None]
         result = acc.to(out_ptr.dtype.element_ty)

@@ -1,8 +1,11 @@
 """The tensors behind the KV pages of one model. Which page belongs to whom is `page_pool`'s affair."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+
+Scales = tuple[float, float]  # of a layer's keys and of its values
 
 
 class KVShape(Protocol):
@@ -22,13 +25,19 @@ class PagedKV:
     A head's slots lie one after another, so that the keys of consecutive pages are a view. Pages
     `num_pages` .. `num_pages + num_scratch_pages - 1` are scratch: no page table of the pool names them.
 
+    An 8-bit float type keeps numbers divided by their layer's scale, those beyond its range as the largest it has; who reads
+    multiplies. As a row's keys and values are read from here alone, by itself too, all rows see the same rounded numbers.
+
     Args:
         num_pages: Pages that the pool hands out.
         page_size: Tokens in a page.
+        dtype: Any float type; rows are converted when they are written.
         num_scratch_pages: Pages after the pool's, for rows that are never committed.
+        scales: One per layer, for 8-bit types alone; all 1 if None.
 
     Attributes:
         data: [num_layers, 2 * num_kv_heads, num_slots, head_dim]; a layer's keys, then its values.
+        scales: One per layer; what stored numbers are to be multiplied with.
     """
 
     def __init__(
@@ -41,6 +50,7 @@ class PagedKV:
         dtype: torch.dtype,
         device: torch.device | str,
         num_scratch_pages: int = 0,
+        scales: Sequence[Scales] | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
@@ -51,9 +61,15 @@ class PagedKV:
         self.data = torch.zeros(
             num_layers, 2 * num_kv_heads, num_slots, head_dim, dtype=dtype, device=device
         )
-        self._layers = tuple(self.data)
-        self._keys = tuple(layer[:num_kv_heads] for layer in self._layers)
-        self._values = tuple(layer[num_kv_heads:] for layer in self._layers)
+        self.scales = tuple(scales) if scales is not None else ((1.0, 1.0),) * num_layers
+        self._keys = tuple(layer[:num_kv_heads] for layer in self.data)
+        self._values = tuple(layer[num_kv_heads:] for layer in self.data)
+        # torch moves no 8-bit floats by index, but it moves bytes.
+        self._movable = self.data.view(torch.uint8) if self.is_8_bit else self.data
+        self._layers = tuple(self._movable)
+        self._inverse = torch.tensor(
+            [[1 / k] * num_kv_heads + [1 / v] * num_kv_heads for k, v in self.scales], device=device
+        ).unsqueeze(-1)
 
     @classmethod
     def for_model(
@@ -64,6 +80,7 @@ class PagedKV:
         dtype: torch.dtype,
         device: torch.device | str,
         num_scratch_pages: int = 0,
+        scales: Sequence[Scales] | None = None,
     ) -> "PagedKV":
         """The cache of a model of this configuration."""
         return cls(
@@ -75,12 +92,18 @@ class PagedKV:
             dtype,
             device,
             num_scratch_pages,
+            scales,
         )
 
     @property
     def scratch_pages(self) -> range:
         """Numbers of the scratch pages."""
         return range(self.num_pages, self.num_pages + self.num_scratch_pages)
+
+    @property
+    def is_8_bit(self) -> bool:
+        """Whether numbers are stored as 8-bit floats."""
+        return self.data.dtype.itemsize == 1
 
     def bytes_per_page(self) -> int:
         """Keys and values of one page, all layers."""
@@ -102,6 +125,13 @@ class PagedKV:
             slots: int64 [num_rows].
             rows: [num_rows, 2 * num_kv_heads, head_dim]; a row's keys, then its values.
         """
+        dtype = self.data.dtype
+        if self.is_8_bit:
+            limit = torch.finfo(dtype).max
+            scaled = (rows.float() * self._inverse[layer]).clamp_(-limit, limit)
+            rows = scaled.to(dtype).view(torch.uint8)
+        else:
+            rows = rows.to(dtype)
         self._layers[layer].index_copy_(1, slots, rows.transpose(0, 1))
 
     def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -110,4 +140,4 @@ class PagedKV:
         Args:
             source, target: int64 [n].
         """
-        self.data.index_copy_(2, target, self.data.index_select(2, source))
+        self._movable.index_copy_(2, target, self._movable.index_select(2, source))

@@ -110,5 +110,5 @@ class SelfAttention(nn.Module):
             norms = (q.weight, k.weight, q.eps, q.full_precision)
         keys, values = kv.keys(layer), kv.values(layer)
         return fused.rotate_and_store(
-            heads, self._num_heads, angles, norms, keys, values, batch.slots
+            heads, self._num_heads, angles, norms, keys, values, batch.slots, kv.scales[layer]
         )

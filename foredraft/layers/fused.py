@@ -109,6 +109,7 @@ def rotate_and_store(
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """Norms and rotates queries and keys, and puts keys and values into the cache.
 
@@ -118,6 +119,7 @@ def rotate_and_store(
         norms: Weights of the queries' and the keys' norm, their eps and whether they are in full precision.
         keys, values: [num_kv_heads, slots, head_dim], of one layer of the cache.
         slots: int64 [rows].
+        scales: By which keys and values are divided, where the cache keeps 8 bits of them; see `PagedKV`.
 
     Returns:
         The queries, a view of `heads`.
@@ -132,9 +134,10 @@ def rotate_and_store(
     if num_rows:
         triton_kernels.rotate_and_store[(num_rows, -(-all_heads // block_h))](
             heads, cos, sin, q_weight, k_weight, keys, values, slots,
-            heads.stride(0), keys.stride(0), eps,
+            heads.stride(0), keys.stride(0), eps, 1 / scales[0], 1 / scales[1],
             Q_HEADS=num_heads, KV_HEADS=keys.shape[0], HEAD_DIM=head_dim, BLOCK_H=block_h,
             BLOCK_D=_power_of_two(head_dim // 2), NORMS=norms is not None, FULL=full_precision,
+            LIMIT=torch.finfo(keys.dtype).max if keys.element_size() == 1 else 0.0,
             num_warps=1 if block_h < 4 else 2 if block_h < 16 else 4,
             **overlapped(heads.device),
         )  # fmt: skip

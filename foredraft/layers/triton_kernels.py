@@ -68,11 +68,17 @@ def angles(
 
 
 @triton.jit
+def _bounded(x, inverse, LIMIT: tl.constexpr):
+    """x * inverse inside the range of an 8-bit type."""
+    return tl.clamp(x.to(tl.float32) * inverse, -LIMIT, LIMIT)
+
+
+@triton.jit
 def rotate_and_store(
     heads_ptr, cos_ptr, sin_ptr, q_weight, k_weight, keys_ptr, values_ptr, slots,
-    row_stride, plane_stride, eps,
+    row_stride, plane_stride, eps, k_inverse, v_inverse,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr, NORMS: tl.constexpr, FULL: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_D: tl.constexpr, NORMS: tl.constexpr, FULL: tl.constexpr, LIMIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one row: norms and rotates queries in place, and keys and values into their slot of the cache."""
     row = tl.program_id(0).to(tl.int64)
@@ -115,6 +121,9 @@ def rotate_and_store(
     key_at = keys_ptr + plane + slot + columns[None, :]
     is_key = wanted & (~is_query & ~is_value)[:, None]
     kept: tl.constexpr = keys_ptr.dtype.element_ty
+    if LIMIT > 0:
+        low, high = _bounded(low, k_inverse, LIMIT), _bounded(high, k_inverse, LIMIT)
+        first, second = _bounded(first, v_inverse, LIMIT), _bounded(second, v_inverse, LIMIT)
     tl.store(key_at, low.to(kept), mask=is_key)
     tl.store(key_at + half, high.to(kept), mask=is_key)
     value_at = values_ptr + plane - KV_HEADS * plane_stride + slot + columns[None, :]
