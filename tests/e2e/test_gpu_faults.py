@@ -1,7 +1,6 @@
 """Drafts on the verifier's GPU that die or stand still with rows on their way: no token differs, and no memory is lost."""
 
 import itertools
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,10 @@ from foredraft.models.registry import resolve_model_path
 from foredraft.telemetry.metrics import REGISTRY
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support.drafts import DraftProcess
+from tests.support import engines
 from tests.support.engines import Harness, Job, running_engine
+from tests.support.fault_cases import BlockCount, FaultyDraft, do_fault
+from tests.support.faulty_draft import FaultFile
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,15 +67,25 @@ def shown(name: str, **labels: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def harness(demo: Path, expected: list[list[int]]) -> Iterator[Harness]:
+def blocks() -> BlockCount:
+    return BlockCount()
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> FaultFile:
+    return FaultFile(tmp_path_factory.mktemp("fault") / "fault")
+
+
+@pytest.fixture(scope="module")
+def harness(
+    demo: Path, expected: list[list[int]], faults: FaultFile, blocks: BlockCount
+) -> Iterator[Harness]:
     """One engine for all faults: each of them has to leave it as it was."""
-    with running_engine(demo, "EAGLE3", **FLAGS, **DRAFT) as made:
-        yield made
-
-
-def draft_of(harness: Harness) -> DraftProcess:
-    assert harness.draft is not None
-    return harness.draft
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAULT_FILE", str(faults.path))
+        patch.setattr(engines, "DraftProcess", FaultyDraft)
+        with running_engine(demo, "EAGLE3", **FLAGS, **DRAFT) as made:
+            yield made
 
 
 def test_hidden_states_stay_on_the_gpu(
@@ -89,34 +100,38 @@ def test_hidden_states_stay_on_the_gpu(
     harness.check_nothing_left()
 
 
-@pytest.mark.parametrize("fault", ["kill", "pause"])
-def test_a_draft_that_goes_in_the_middle(
-    fault: str, harness: Harness, demo: Path, expected: list[list[int]]
+@pytest.mark.parametrize(
+    ("point", "action"),
+    [
+        ("mapped", "SIGKILL"),
+        ("waiting", "SIGKILL"),
+        ("level 1", "SIGKILL"),
+        ("published", "SIGKILL"),
+        ("verified", "SIGSTOP"),
+        ("handed on", "SIGSTOP"),
+        ("idle", "SIGSTOP"),
+        ("planned", "FAULT"),
+    ],
+)
+def test_a_draft_that_goes_wrong_at_a_point(
+    point: str,
+    action: str,
+    harness: Harness,
+    faults: FaultFile,
+    blocks: BlockCount,
+    demo: Path,
+    expected: list[list[int]],
 ) -> None:
-    draft = draft_of(harness)
-    for seconds in (0.02, 0.05, 0.11):
-        harness.wait_for_draft()
-
-        def go_wrong(after: float = seconds) -> None:
-            time.sleep(after)
-            draft.kill() if fault == "kill" else draft.pause()
-
-        thread = threading.Thread(target=go_wrong)
-        thread.start()
-        results = harness.run(jobs(demo, 8))
-        thread.join()
-        if fault == "kill":
-            draft.start(ready=False)
-        else:
-            draft.resume()
-        assert [result.tokens for result in results] == expected
-        harness.check_nothing_left()
-    harness.wait_for_draft()
-    assert [r.tokens for r in harness.run(jobs(demo, 8))] == expected
+    """`python -m benchmarks.gpu.faults` does it at every point, with and without MPS."""
+    found = do_fault(harness, faults, point, action, jobs(demo, 8), expected, blocks)
+    assert found.happened
+    assert found.equal
+    assert found.blocks == 1
 
 
 def test_attaching_again_and_again_leaves_nothing(harness: Harness, demo: Path) -> None:
-    draft = draft_of(harness)
+    draft = harness.draft
+    assert draft is not None
     left = []
     for _ in range(4):
         harness.wait_for_draft()

@@ -1,0 +1,166 @@
+"""One fault of a draft at one point of its work, done to a running engine, and what came of it."""
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from foredraft.transport import cuda
+from tests.support.drafts import DraftProcess
+from tests.support.engines import Collector, Harness, Job
+from tests.support.faulty_draft import ATTACHING, FaultFile
+from verify_service.outputs import Load, StepOutput
+
+QUIET_SECONDS = 0.5
+
+
+class TimedCollector(Collector):
+    """Notes when tokens came."""
+
+    def __init__(self, harness: Harness, num_requests: int) -> None:
+        super().__init__(harness.engine, num_requests)
+        self.times: list[float] = []
+
+    def _take(self, outputs: list[StepOutput], load: Load) -> None:
+        self.times.append(time.monotonic())
+        super()._take(outputs, load)
+
+    @property
+    def longest_gap(self) -> float:
+        """Seconds without a token, from the first to the last."""
+        return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
+
+
+@dataclass
+class Outcome:
+    """What a fault did.
+
+    Attributes:
+        happened: Whether the draft came to the point.
+        equal: Whether every text is that of a run without a draft.
+        gap: Longest time without a token, in seconds.
+        back: Seconds from the draft's return, as a process or by SIGCONT, until it was attached anew.
+        blocks: Blocks of GPU memory that the verifier has for drafts, once it was.
+    """
+
+    point: str
+    action: str
+    happened: bool
+    equal: bool
+    gap: float
+    back: float
+    blocks: int
+
+    def as_row(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+class BlockCount:
+    """Counts the blocks of GPU memory that this process has for drafts."""
+
+    def __init__(self) -> None:
+        self.num_alive = 0
+        make, free = cuda.Block.__init__, cuda._free
+
+        def counted(*args: Any) -> None:
+            make(*args)
+            self.num_alive += 1
+
+        def freed(*args: Any) -> None:
+            self.num_alive -= 1
+            free(*args)
+
+        cuda.Block.__init__ = counted  # type: ignore[method-assign]
+        cuda._free = freed  # type: ignore[assignment]
+
+
+class FaultyDraft(DraftProcess):
+    """A draft service whose faults `faults` arms."""
+
+    module = "tests.support.faulty_draft"
+
+
+def do_fault(
+    harness: Harness,
+    faults: FaultFile,
+    point: str,
+    action: str,
+    work: Sequence[Job],
+    expected: Sequence[Sequence[int]],
+    blocks: BlockCount,
+) -> Outcome:
+    """Runs work while the draft goes wrong, then waits until it is attached again."""
+    draft = harness.draft
+    assert draft is not None
+    harness.wait_for_draft()
+    if point in ATTACHING:
+        draft.kill()
+        faults.arm(point, action)
+        draft.start(ready=False)
+    else:
+        faults.arm(point, action)
+    runs = [_run(harness, work)]
+    # An attach takes longer than some texts.
+    deadline = time.monotonic() + 60
+    while not faults.has_happened and time.monotonic() < deadline and point in ATTACHING:
+        runs.append(_run(harness, work))
+    happened = faults.has_happened
+    if happened and point in ATTACHING:
+        runs.append(_run(harness, work))
+    faults.disarm()
+    returned = time.monotonic()
+    if action == "SIGSTOP":
+        draft.resume()
+    else:
+        if not happened or action == "SIGKILL":
+            draft.kill()
+        draft.start(ready=False)
+    _wait_until_attached_anew(harness, returned)
+    back = time.monotonic() - returned
+    runs.append(_run(harness, work))
+    harness.check_nothing_left()
+    return Outcome(
+        point=point,
+        action=action,
+        happened=happened,
+        equal=all(texts == list(map(list, expected)) for texts, _ in runs),
+        gap=max(gap for _, gap in runs),
+        back=back,
+        blocks=blocks.num_alive,
+    )
+
+
+def _run(harness: Harness, work: Sequence[Job]) -> tuple[list[list[int]], float]:
+    collector = TimedCollector(harness, len(work))
+    results = collector.run(work, timeout=60)
+    return [result.tokens for result in results], collector.longest_gap
+
+
+def _wait_until_attached_anew(harness: Harness, returned: float) -> None:
+    """A draft that stood still may be attached yet, for as long as nobody has missed it."""
+    time.sleep(max(0.0, returned + QUIET_SECONDS - time.monotonic()))
+    harness.wait_for_draft()
+
+
+def device_bytes(pid: int) -> int | None:
+    """Bytes that a process has on its GPU by the driver's account; None where it does not tell."""
+    asked = subprocess.run(
+        ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    for line in asked.stdout.splitlines():
+        number, _, used = line.partition(",")
+        if number.strip() == str(pid) and used.strip().isdigit():
+            return int(used) << 20
+    return None
+
+
+def num_descriptors(pid: int | str = "self") -> int:
+    """Open files of a process."""
+    return len(os.listdir(Path("/proc") / str(pid) / "fd"))
