@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Runs the draft until SIGTERM; the exit status is 1 when it could not start."""
+    """Runs the draft until SIGTERM; the exit status is 1 when it could not start, DEVICE_LOST when its GPU failed it."""
     config = parse(DraftConfig, None, "python -m draft_service", DESCRIPTION)
     telemetry_logging.setup("draft", config.log_level, config.log_format)
     try:
@@ -41,10 +41,15 @@ def main() -> int:
 
 
 async def _serve(config: DraftConfig) -> int:
-    stop = lifetime.stop_event()
+    stop, lost = lifetime.stop_event(), asyncio.Event()
+
+    def end() -> None:
+        lost.set()
+        stop.set()
+
     with ThreadPoolExecutor(1, thread_name_prefix="drafter") as worker:
         server = RpcServer(config.listen, identity=service_identity(config))
-        service = DraftService(worker)
+        service = DraftService(worker, on_lost=end)
         server.add(add_DraftServiceServicer_to_server, service, SERVICE_NAME)
         await server.start()
         # Loading takes a while; health answers NOT_SERVING meanwhile.
@@ -64,7 +69,7 @@ async def _serve(config: DraftConfig) -> int:
         await service.wait_closed(CLOSE_SECONDS)
         if metrics is not None:
             metrics.stop()
-    return 0
+    return lifetime.DEVICE_LOST if lost.is_set() else 0
 
 
 if __name__ == "__main__":

@@ -59,3 +59,10 @@ def open_arena(
     except ArenaError as error:
         raise AttachRefused(f"arena.{error.field}", error.message) from error
     return reader, reader.exchange
+
+
+def device_works(device: "torch.device") -> bool:
+    """Whether this process can still use a device that it has used; after some faults it never can again."""
+    from foredraft.transport import cuda
+
+    return cuda.works(device)

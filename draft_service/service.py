@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
 from draft_service.drafters.base import Drafter
-from draft_service.hidden import open_arena, supported_transports
+from draft_service.hidden import device_works, open_arena, supported_transports
 from draft_service.metrics import DrafterMetrics
 from draft_service.session import Session
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
@@ -26,10 +26,14 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
 
     Args:
         worker: The thread in which the drafter runs; it has one, so that forwards never overlap.
+        on_lost: Called when the drafter's GPU has failed this process for good; nothing but another process can use it.
     """
 
-    def __init__(self, worker: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, worker: ThreadPoolExecutor, on_lost: Callable[[], None] = lambda: None
+    ) -> None:
         self._worker = worker
+        self._on_lost = on_lost
         self._drafter: Drafter | None = None
         self._info = draft_pb2.GetDraftInfoResponse()
         self._num_sessions = 0
@@ -81,6 +85,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         try:
             await self._speculate(drafter, first.attach, context)
         finally:
+            if drafter.device is not None and not device_works(drafter.device):
+                logger.error("the GPU has failed this process for good: ending it")
+                self._on_lost()
             self._num_sessions -= 1
             if self._num_sessions == 0:
                 self._no_session.set()

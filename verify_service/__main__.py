@@ -20,6 +20,7 @@ from foredraft.rpc.tls import service_identity
 from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from foredraft.telemetry.metrics import start_metrics_server
+from foredraft.transport import cuda
 from verify_service.engine import Engine
 from verify_service.grammar.compiler import GrammarCompiler, GrammarLimits
 from verify_service.metrics import SpeculationMetrics
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Runs the verifier until SIGTERM; the exit status is 1 when it could not start or its engine failed."""
+    """Runs the verifier until SIGTERM; the exit status is 1 when it could not start or its engine failed, DEVICE_LOST when
+    its GPU did."""
     config = parse(VerifyConfig, None, "python -m verify_service", DESCRIPTION)
     telemetry_logging.setup("verify", config.log_level, config.log_format)
     try:
@@ -86,7 +88,9 @@ async def _serve(config: VerifyConfig) -> int:
     await asyncio.to_thread(engine.stop)
     if metrics is not None:
         metrics.stop()
-    return 1 if engine.failure is not None else 0
+    if engine.failure is None:
+        return 0
+    return 1 if cuda.works(target.device) else lifetime.DEVICE_LOST
 
 
 def _build(config: VerifyConfig, speculation: SpeculationMetrics) -> tuple[Target, Engine]:

@@ -15,6 +15,8 @@ import uvloop
 
 # Set by a supervisor for its children; absent where a service runs alone.
 PARENT_VARIABLE = "FOREDRAFT_SUPERVISOR_PID"
+# Exit status of a service whose GPU has failed it: a fault there, or of another client of the same MPS server.
+DEVICE_LOST = 75
 _PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger(__name__)
@@ -52,10 +54,14 @@ def exit_with_parent() -> None:
 def run(main: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
     """Runs a service's coroutine on uvloop until it returns and gives its exit status.
 
-    Calls `exit_with_parent` first.
+    Calls `exit_with_parent` first. With DEVICE_LOST the process ends at once: giving memory of such a GPU back may hang.
     """
     exit_with_parent()
-    return uvloop.run(main()) or 0
+    status = uvloop.run(main()) or 0
+    if status == DEVICE_LOST:
+        logging.shutdown()
+        os._exit(status)
+    return status
 
 
 def stop_event() -> asyncio.Event:

@@ -33,6 +33,17 @@ def is_supported(device: torch.device) -> bool:
         return False
 
 
+def works(device: torch.device) -> bool:
+    """Whether this process can still use a device: a fault there, or of another client of MPS, is for good."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.current_stream(device).query()
+    except RuntimeError:
+        return False
+    return True
+
+
 def uuid_of(device: torch.device) -> str:
     """What names a GPU in every process; its number may differ."""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
+import torch
 
 from draft_service.drafters.base import Drafter, Proposer
 from draft_service.service import SERVICE_NAME, DraftService
@@ -73,7 +74,7 @@ def slow() -> Iterator[tuple[SlowDrafter, str]]:
         end.append(lambda: loop.call_soon_threadsafe(stop.set))
         with ThreadPoolExecutor(1) as worker:
             server = RpcServer("127.0.0.1:0")
-            service = DraftService(worker)
+            service = DraftService(worker, on_lost=lambda: drafter.events.put("lost"))
             server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, service, SERVICE_NAME)
             bound = await server.start()
             with pytest.raises(grpc.RpcError, match="loading"):
@@ -151,6 +152,17 @@ def test_a_bug_ends_the_session_alone(slow: tuple[SlowDrafter, str]) -> None:
     assert "a bug" not in caught.value.details()
     with open_stream(target, attach_request()) as stream:
         assert stream.step() == {0: ((4, 5), (-1, 0))}
+
+
+def test_a_gpu_that_failed_is_found_out_when_a_session_ends(
+    slow: tuple[SlowDrafter, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, target = slow
+    drafter.device = torch.device("cpu")
+    monkeypatch.setattr("draft_service.service.device_works", lambda device: False)
+    with open_stream(target, attach_request()):
+        pass
+    assert [drafter.next_event() for _ in range(3)] == ["attach", "close", "lost"]
 
 
 def test_what_happens_is_counted(slow: tuple[SlowDrafter, str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from foredraft.rpc.lifetime import PARENT_VARIABLE, child_environment
+from foredraft.rpc.lifetime import DEVICE_LOST, PARENT_VARIABLE, child_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,3 +63,16 @@ def test_a_second_signal_ends_it_at_once() -> None:
 
 def test_the_environment_names_this_process() -> None:
     assert child_environment({"A": "b"}) == {"A": "b", PARENT_VARIABLE: str(os.getpid())}
+
+
+def test_a_lost_gpu_ends_a_service_at_once() -> None:
+    program = """
+import atexit, sys, time
+from foredraft.rpc import lifetime
+atexit.register(time.sleep, 3600)  # as memory on such a GPU may be given back
+async def main():
+    return lifetime.DEVICE_LOST
+sys.exit(lifetime.run(main))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60)
+    assert ran.returncode == DEVICE_LOST
