@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 CONTROL = "nvidia-cuda-mps-control"
 SECONDS = 30.0
+CLIENT_SECONDS = 5  # for clients that have not ended; then they are thrown out
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Mps:
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(
                 [CONTROL],
-                input="quit\n",
+                input=f"quit -t {CLIENT_SECONDS}\n",
                 env={**os.environ, **self.variables},
                 capture_output=True,
                 text=True,

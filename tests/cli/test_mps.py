@@ -15,7 +15,7 @@ import os, sys, pathlib
 folder = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
 if sys.argv[1:] == ["-d"]:
     (folder / "control").write_text("up")
-elif sys.stdin.read() == "quit\\n" and (folder / "control").exists():
+elif sys.stdin.read() == "quit -t 5\\n" and (folder / "control").exists():
     pathlib.Path(os.environ["LOG"]).write_text("quit")
 else:
     sys.exit(1)
