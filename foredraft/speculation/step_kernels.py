@@ -98,3 +98,25 @@ def end(
     accepted = accepted_ptr + sequence * (max_path + 1)
     tl.store(accepted, tl.minimum(length, max_path))
     tl.store(accepted + 1 + steps, told, mask=on_path)
+
+
+@triton.jit
+def hand_over(
+    accepted_ptr, index_ptr, hidden_ptr, to_accepted_ptr, to_rows_ptr,
+    hidden_stride, width, max_path,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Part of one hidden state, and with the first part of a sequence's first one its committed tokens."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    if block == 0 and row % max_path == 0:
+        words = tl.arange(0, WORDS)
+        inside = words <= max_path
+        first = row // max_path * (max_path + 1)
+        told = tl.load(accepted_ptr + first + words, mask=inside)
+        tl.store(to_accepted_ptr + first + words, told, mask=inside)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    source = tl.load(index_ptr + row) * hidden_stride
+    values = tl.load(hidden_ptr + source + columns, mask=inside)
+    tl.store(to_rows_ptr + row.to(tl.int64) * width + columns, values, mask=inside)
