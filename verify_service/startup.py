@@ -33,6 +33,7 @@ from verify_service.draft_policy import DraftPolicy
 from verify_service.drafting import Drafting
 from verify_service.engine import Engine, EngineLimits
 from verify_service.hidden_states import HiddenStates
+from verify_service.kv_type import kv_scales, kv_type
 from verify_service.memory import (
     CPU_FRACTION,
     GPU_FRACTION,
@@ -218,7 +219,8 @@ def build_engine(
     page_size = config.page_size or (CPU_PAGE_SIZE if device.type == "cpu" else GPU_PAGE_SIZE)
     info = link.client.info if link is not None else None
     draft_bytes = info.kv_bytes_per_token * page_size if info is not None else 0
-    target_bytes = model_config.kv_bytes_per_token(target.dtype.itemsize) * page_size
+    kv_dtype = kv_type(config, target.dtype, device)
+    target_bytes = model_config.kv_bytes_per_token(kv_dtype.itemsize) * page_size
     pages = num_pages(
         page_size=page_size,
         bytes_per_page=target_bytes + draft_bytes,
@@ -237,7 +239,8 @@ def build_engine(
     )
     # The scratch page takes what padding rows of captured steps write.
     scratch = 0 if device.type == "cpu" else 1
-    kv = PagedKV.for_model(model_config, pages, page_size, target.dtype, device, scratch)
+    scales = kv_scales(config, target.model, kv_dtype)
+    kv = PagedKV.for_model(model_config, pages, page_size, kv_dtype, device, scratch, scales)
     runner = ModelRunner(target.model, kv, attention_for(device))
     pool = PagePool(pages, page_size)
     marks = DraftMarks(pool)
@@ -275,10 +278,11 @@ def build_engine(
         prompts = built_in_prompts(target.path, limits.vocab_size)
         self_test = SelfTest(prompts, metrics.self_test_accept_length.set)
     logger.info(
-        "KV cache: %d tokens in %d pages of %d, %.0f MiB",
+        "KV cache: %d tokens in %d pages of %d, %s, %.0f MiB",
         pages * page_size,
         pages,
         page_size,
+        str(kv_dtype).removeprefix("torch."),
         pages * target_bytes / 2**20,
     )
     target_step = _target_step(config, runner, limits, thresholds, info)

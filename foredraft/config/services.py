@@ -6,6 +6,7 @@ from foredraft.config.options import option
 from foredraft.config.speculation import SpeculationConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,17 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
     )
     max_total_tokens: int | None = option(
         None, "Tokens in the KV pool, instead of a memory fraction."
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "Type of the target's keys and values in the cache; auto is that of the weights. fp8_e4m3 and fp8_e5m2 hold twice as "
+        "many tokens as 16 bits, rounded, with the scales of the checkpoint where it has any.",
+        choices=KV_CACHE_DTYPES,
+    )
+    quantization_param_path: str = option(
+        "",
+        "JSON file with a scale for each layer's keys and values, for --kv-cache-dtype fp8_e4m3 or fp8_e5m2, instead of the "
+        "checkpoint's.",
     )
     max_running_requests: int = option(48, "Sequences in a batch at most.")
     max_queued_requests: int = option(

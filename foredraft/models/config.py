@@ -241,7 +241,7 @@ def _architecture(reader: Reader) -> str:
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
     quantization = raw.get("quantization_config") or raw.get("compression_config")
-    if quantization:
+    if quantization and not _is_for_kv_alone(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise reader.fail(f"quantized checkpoints ({method or 'unknown method'}) are not supported")
     for key, kind in REFUSED_KEYS.items():
@@ -254,6 +254,20 @@ def _architecture(reader: Reader) -> str:
     if raw.get("use_bidirectional_attention"):
         raise reader.fail("use_bidirectional_attention is not supported")
     return str(name)
+
+
+def _is_for_kv_alone(quantization: Any) -> bool:
+    """Whether a `quantization_config` leaves the weights as they are, and only adds scales of keys and values.
+
+    So write llm-compressor (compressed-tensors without groups) and ModelOpt (no `quant_algo`).
+    """
+    if not isinstance(quantization, dict):
+        return False
+    if quantization.get("quant_method") == "compressed-tensors":
+        return bool(quantization.get("kv_cache_scheme")) and not quantization.get("config_groups")
+    if quantization.get("quant_method") == "modelopt":
+        return bool(quantization.get("kv_cache_quant_algo")) and not quantization.get("quant_algo")
+    return False
 
 
 def _layer_types(reader: Reader, family: _Family, num_layers: int) -> list[str]:

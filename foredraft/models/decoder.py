@@ -86,11 +86,16 @@ class DecoderModel(nn.Module):
         config: What it is.
         dtype: Of weights and activations.
         device: Where the weights lie.
+
+    Attributes:
+        kv_scales: float32 [num_layers, 2] on the CPU: by which each layer's keys and values are to be divided in a cache of 8-bit
+            floats; 1 where the checkpoint does not say.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.config = config
+        self.kv_scales = torch.ones(config.num_layers, 2)
         self.embedding = Embedding(
             config.vocab_size, config.hidden_size, config.embedding_scale, dtype, device
         )

@@ -13,6 +13,7 @@ from foredraft.layers.attention import SelfAttention
 from foredraft.layers.mlp import GatedMLP
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel
+from foredraft.models.kv_scales import check_scales, scale_targets
 from foredraft.models.weights import checkpoint_files, open_checkpoint
 
 DUMMY_SEED = 0
@@ -54,7 +55,9 @@ def load_model(
     ignored = ["model.mtp_layers."] if config.architecture == "MiMoForCausalLM" else []
     if config.tie_word_embeddings:
         ignored.append("lm_head.weight")
-    copy_checkpoint(directory, checkpoint_targets(model), ignored, progress)
+    scales = scale_targets(model.kv_scales)
+    copy_checkpoint(directory, checkpoint_targets(model), ignored, progress, scales)
+    check_scales(model.kv_scales, str(directory))
     if config.norm_offset:
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -113,12 +116,14 @@ def copy_checkpoint(
     targets: Mapping[str, torch.Tensor],
     ignored: Sequence[str] = (),
     progress: bool | None = None,
+    scalars: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Fills memory from a checkpoint; every target by exactly one tensor of its shape, and no tensor left over.
 
     Args:
         targets: By tensor name.
         ignored: Prefixes of names that are known and not wanted.
+        scalars: Single numbers [1] or more to fill with one, by tensor name, which need not be there.
 
     Raises:
         CheckpointError: Tensors are missing, unexpected or misshaped; they are named.
@@ -132,6 +137,13 @@ def copy_checkpoint(
         for file in open_checkpoint(directory):
             for name, entry in file.entries.items():
                 target = targets.get(name)
+                if target is None and scalars is not None and name in scalars:
+                    target = scalars[name]
+                    if entry.shape in ((), (1,)):
+                        number = target.new_empty(entry.shape)
+                        file.copy_to(entry, number)
+                        target.fill_(number.item())
+                        continue
                 if target is None:
                     # Old checkpoints carry the rotary frequencies, which follow from the configuration.
                     if name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(ignored)):

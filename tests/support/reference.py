@@ -11,11 +11,11 @@ from foredraft.speculation.seeds import to_int64
 from foredraft.types import SamplingParams
 from tests.speculation.speculation_reference import distribution, penalised
 
-TIE_GAP = 1e-4
-
 
 class Reference:
     """A checkpoint run by transformers: `generate` in float32, and the rule itself in float64."""
+
+    tie_gap = 1e-4
 
     def __init__(self, path: Path) -> None:
         self._float32 = self._load(path, torch.float32)
@@ -38,6 +38,10 @@ class Reference:
         return output[0, len(prompt) :].tolist()
 
     @torch.no_grad()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """float64 [len(tokens), vocab_size]."""
+        return self._float64(torch.tensor([tokens])).logits[0]
+
     def check(
         self, prompt: list[int], output: list[int], params: SamplingParams, ends: frozenset[int]
     ) -> int:
@@ -46,10 +50,10 @@ class Reference:
         By induction this is equality with generating token by token, at one forward per sequence.
 
         Returns:
-            How many tokens were not the best in float64 but within TIE_GAP of it, or would have been but for a
+            How many tokens were not the best in float64 but within `tie_gap` of it, or would have been but for a
             filter's edge that lies within rounding.
         """
-        logits = self._float64(torch.tensor([prompt + output])).logits[0].numpy()
+        logits = self.logits(prompt + output).numpy()
         ties = 0
         for i, token in enumerate(output):
             row = logits[len(prompt) + i - 1]
@@ -57,7 +61,7 @@ class Reference:
             scores = self._scores(row, params, len(prompt) + i)
             gap = scores.max() - scores[token]
             if gap > 0:
-                assert gap < TIE_GAP, (
+                assert gap < self.tie_gap, (
                     f"token {i} is {token}, the rule gives {scores.argmax()}; the gap is {gap}"
                 )
                 ties += 1
