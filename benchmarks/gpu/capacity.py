@@ -7,8 +7,10 @@
 
 import argparse
 import json
+import multiprocessing
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,11 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         target, head = write_checkpoints(Path(folder), args.layers)
-        rows = [_measure(mode, target, head, args) for mode in args.modes]
+        # A process keeps what it has once taken of the card, so each mode has one of its own.
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
+            jobs = [pool.submit(_measure, mode, target, head, args) for mode in args.modes]
+            rows = [job.result() for job in jobs]
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "gpu_capacity.json").write_text(json.dumps(rows, indent=1))
     names = list(rows[0])
