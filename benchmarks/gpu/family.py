@@ -3,12 +3,14 @@ and the times of its stages predict.
 
     python -m benchmarks.gpu.family --mps
 
-bfloat16, one request at a time, 32 prompts (`benchmarks/accept_length_prompts.json`). The prediction for a draft on the device:
-accept length x a plain step / (the target's graph + the draft's graphs, both by the GPU's clock). Plain decoding is shown beside
-the bare replay of its graph, so that no ratio is bought with a slow plain path.
+bfloat16, one request at a time, 32 prompts (`benchmarks/accept_length_prompts.json`). The prediction is accept length x a plain step /
+the step that its stages give: with a draft on the device the longer one of the GPU's part (the target's graph and the draft's
+graphs, by the GPU's clock) and the host's, which runs beside it; with n-grams the host's part and the target's graph, one after the
+other. Plain decoding is shown beside the bare replay of its graph, so that no ratio is bought with a slow plain path.
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -19,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.runs import watched_waits
 from foredraft.cli import mps
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
@@ -81,9 +84,11 @@ def _measure_all(args: argparse.Namespace, draft_file: Path) -> list[dict[str, A
     for row in rows:
         one = plain[row["temperature"]]
         row["ratio"] = row["tokens_per_second"] / one["tokens_per_second"]
-        if row["algorithm"] in HEADS:
-            busy = row["target_ms"] + row["draft_ms"]
-            row["predicted"] = row["accept_length"] * one["step_ms"] / busy
+        if row["algorithm"] == "NGRAM":
+            step = row["target_ms"] + row["host_ms"]
+        else:
+            step = max(row["target_ms"] + row["draft_ms"], row["host_ms"])
+        row["predicted"] = row["accept_length"] * one["step_ms"] / step
     return rows
 
 
@@ -130,9 +135,11 @@ def _measure(
     stamps.clear()
     if harness.draft is not None:
         draft_spans(harness, draft_file)
-    started = time.perf_counter()
-    results = harness.run(jobs(TOKENS), timeout=300)
-    seconds = time.perf_counter() - started - prefill
+    with watched_waits() as waits:
+        started = time.perf_counter()
+        results = harness.run(jobs(TOKENS), timeout=300)
+        seconds = time.perf_counter() - started - prefill
+    host = [begin - end for (_, end), (begin, _) in itertools.pairwise(waits)]
     verifies = sum(result.finish.verify_steps for result in results if result.finish)
     num_tokens = sum(len(result.tokens) for result in results) - len(results)
     target = [end - begin for begin, end in stamps.spans()]
@@ -144,20 +151,21 @@ def _measure(
         "step_ms": seconds / verifies * 1e3,
         "target_ms": float(np.median(target)) / 1e3,
         "draft_ms": sum(draft) / verifies / 1e3,
+        "host_ms": float(np.median(host)) * 1e3,
     }
 
 
 def _report(rows: list[dict[str, Any]]) -> None:
     print(
         f"{'':10} {'tree':8} {'order':8} {'T':>3} {'tokens/s':>9} {'accept':>6} {'step ms':>8} "
-        f"{'target':>7} {'draft':>6} {'ratio':>6} {'predicted':>9}"
+        f"{'target':>7} {'draft':>6} {'host':>6} {'ratio':>6} {'predicted':>9}"
     )
     for row in rows:
-        predicted = f"{row['predicted']:9.2f}" if "predicted" in row else f"{'-':>9}"
         print(
             f"{row['algorithm']:10} {row['tree']:8} {row['order']:8} {row['temperature']:3.0f} "
             f"{row['tokens_per_second']:9.0f} {row['accept_length']:6.2f} {row['step_ms']:8.3f} "
-            f"{row['target_ms']:7.3f} {row['draft_ms']:6.3f} {row['ratio']:6.2f} {predicted}"
+            f"{row['target_ms']:7.3f} {row['draft_ms']:6.3f} {row['host_ms']:6.3f} {row['ratio']:6.2f} "
+            f"{row['predicted']:9.2f}"
         )
 
 
