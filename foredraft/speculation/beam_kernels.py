@@ -12,6 +12,7 @@ import triton.language as tl
 from foredraft.speculation.sampling_kernels import gumbel_of, row_key, uniform
 
 NO_KEY = tl.constexpr(-(2**63))
+NO_SHORT_KEY = tl.constexpr(-(2**31))
 
 
 @triton.jit
@@ -33,11 +34,29 @@ def _score(key):
     return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _short_key(score, place):
+    """int32 keys of scores of 16 bits without NaN, above the complements of places below 65536."""
+    bits = score.to(tl.int16, bitcast=True).to(tl.int32)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFF, bits)
+    return (ordered << 16) | (0xFFFF - place)
+
+
+@triton.jit
+def _long_key(key, first, dtype: tl.constexpr):
+    """The int64 key of what has this short key, its index counted from `first`."""
+    ordered = key >> 16
+    bits = tl.where(ordered < 0, ordered ^ 0x7FFF, ordered).to(tl.int16)
+    score = tl.minimum(bits.to(dtype, bitcast=True).to(tl.float32), 3.4028234663852886e38)
+    place = 0xFFFF - (key & 0xFFFF)
+    return tl.where(key == NO_SHORT_KEY, NO_KEY, _key(score, first + place))
+
+
 @triton.jit(do_not_specialize=["level"])
 def best_of_parts(
     logits, keys, maxima, sums, token_map, temperature, min_p, seeds, positions,
     stride, vocab, level, PARTS: tl.constexpr, PAD_PARTS: tl.constexpr, COUNT: tl.constexpr,
-    BEAMS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, MAPPED: tl.constexpr,
+    PAD_COUNT: tl.constexpr, BEAMS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, MAPPED: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """For each row and each part of its columns: the COUNT best, and what the softmax's sum needs.
@@ -51,9 +70,10 @@ def best_of_parts(
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    x = tl.load(logits + row.to(tl.int64) * stride + column, is_column, other=float("-inf"))
-    x = x.to(tl.float32)
+    read = tl.load(logits + row.to(tl.int64) * stride + column, is_column, other=float("-inf"))
+    x = read.to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
+    clean = x.to(read.dtype)
     x = tl.minimum(x, 3.4028234663852886e38)
     place = row * PARTS + part
     if SAMPLED:
@@ -78,11 +98,23 @@ def best_of_parts(
         total = tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - largest)), 0)
         tl.store(maxima + place, largest)
         tl.store(sums + place, total)
-    key = tl.where(is_column, _key(x, column), NO_KEY)
+    # Of 16 bits a score and its place fit 32, which are compared several times as fast.
+    SHORT: tl.constexpr = not SAMPLED and read.dtype.primitive_bitwidth == 16
+    if SHORT:
+        key = tl.where(is_column, _short_key(clean, column - part * BLOCK), NO_SHORT_KEY)
+        none = NO_SHORT_KEY
+    else:
+        key = tl.where(is_column, _key(x, column), NO_KEY)
+        none = NO_KEY
+    count = tl.arange(0, PAD_COUNT)
+    found = tl.full((PAD_COUNT,), none, key.dtype)
     for index in range(COUNT):
         best_key = tl.max(key, 0)
-        tl.store(keys + place * COUNT + index, best_key)
-        key = tl.where(key == best_key, NO_KEY, key)
+        found = tl.where(count == index, best_key, found)
+        key = tl.where(key == best_key, none, key)
+    if SHORT:
+        found = _long_key(found, part * BLOCK, read.dtype)
+    tl.store(keys + place * COUNT + count, found, count < COUNT)
 
 
 @triton.jit(do_not_specialize=["first", "level"])

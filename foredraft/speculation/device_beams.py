@@ -117,7 +117,8 @@ class DeviceBeams:
                 self._keys if rows is None else rows.seed,
                 self._keys if rows is None else rows.position,
                 logits.stride(0), self._vocab, self._level, PARTS=self._parts,
-                PAD_PARTS=_power_of_two(self._parts), COUNT=count, BEAMS=beams, BLOCK=_BLOCK,
+                PAD_PARTS=_power_of_two(self._parts), COUNT=count, PAD_COUNT=_power_of_two(max(1, count)),
+                BEAMS=beams, BLOCK=_BLOCK,
                 SAMPLED=is_sampled, MAPPED=token_map is not None, num_warps=8,
                 **self._launch,
             )  # fmt: skip

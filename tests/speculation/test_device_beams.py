@@ -80,3 +80,29 @@ def test_the_kernels_work_here(topk: int, vocab: int) -> None:
     from foredraft.speculation.device_beams import works
 
     assert works(3, topk, vocab, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_read_as_they_are(dtype: torch.dtype) -> None:
+    """Few of them differ: of equal ones the first counts, and what is not a number never does."""
+    from foredraft.speculation.device_beams import DeviceBeams
+
+    batch, steps, topk, vocab = 2, 3, 4, 4500
+    generator = torch.Generator().manual_seed(5)
+    given = [
+        torch.randn(batch * (topk if level else 1), vocab, generator=generator).to(dtype)
+        for level in range(steps)
+    ]
+    given[0][0, 100:104] = torch.tensor([float("inf"), float("nan"), float("inf"), -0.0])
+    given[1][0] = float("-inf")
+    given[1][1] = -3.5
+    given[2][2, :4400] = float("nan")
+    trees = []
+    for kind in (dtype, torch.float32):
+        beams = DeviceBeams(batch, steps, topk, vocab, "topk", DEVICE, None, overlapped(DEVICE))
+        for logits in given:
+            beams.grow(logits.to(kind).to(DEVICE), None)
+        trees.append(torch.empty(batch, 2, 20, dtype=torch.int32, device=DEVICE))
+        beams.write(trees[-1])
+    assert torch.equal(*trees)
+    assert trees[0][0, 0, 0] == 100
