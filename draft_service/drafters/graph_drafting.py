@@ -5,7 +5,6 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -30,6 +29,8 @@ from foredraft.transport.device_exchange import DraftExchange
 
 BRIEF_BYTES = 96  # of a sequence that decodes
 STEP_SECONDS = 10.0  # a step that takes longer waits for a verifier that has died
+# Extensions of a draft that was not asked for a while go in so many turns at most; a shape of its own would be compiled.
+MOST_TURNS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,26 +107,45 @@ class GraphDrafting:
 
     def fits(self, extensions: Sequence[Extension]) -> bool:
         """Whether the graphs can extend all of these."""
-        num_rows = self.graphs.shape.num_rows
-        return len(extensions) <= self.graphs.max_batch and all(
-            len(extension.tokens) <= num_rows for extension in extensions
-        )
+        sizes = [len(extension.tokens) for extension in extensions]
+        num_turns = self._num_turns(sizes)
+        if len(extensions) > self.graphs.max_batch or num_turns > MOST_TURNS:
+            return False
+        return num_turns == 1 or self._source is None or self._source.has_room(sum(sizes))
 
     def step(self, extensions: Sequence[Extension], response: draft_pb2.StepResponse) -> None:
         """Extends by what was committed, and drafts for those that want a tree."""
         if not extensions:
             return
-        records, slots = self._fill([extension.sequence for extension in extensions])
-        num_rows = np.array([len(extension.tokens) for extension in extensions])
-        records.header[:, START] = [extension.start for extension in extensions]
-        records.header[:, NUM_ROWS] = num_rows
-        is_row = np.arange(records.tokens.shape[1]) < num_rows[:, None]
-        records.tokens[is_row] = list(chain.from_iterable(e.tokens for e in extensions))
+        sizes = np.array([len(extension.tokens) for extension in extensions])
+        num_turns, width = self._num_turns(sizes.tolist()), self.graphs.shape.num_rows
+        places = None
         if self._source is not None:
-            records.places[:] = self._source.places(extensions, num_rows, records.places.shape[1])
-        graphs, count = self.graphs, len(extensions)
-        graphs.upload(count)
-        graphs.extend(count)
+            places = self._source.places(extensions, sizes, num_turns * width)
+        # Whoever has less to do joins later: the trees continue what all have done in the last turn.
+        waits = num_turns - np.maximum(-(-sizes // width), 1)
+        for turn in range(num_turns):
+            taking = np.flatnonzero(waits <= turn)
+            firsts = (turn - waits[taking]) * width
+            members = [extensions[i] for i in taking.tolist()]
+            records, slots = self._fill([extension.sequence for extension in members])
+            num_rows = np.minimum(sizes[taking] - firsts, width)
+            records.header[:, START] = [e.start for e in members] + firsts
+            records.header[:, NUM_ROWS] = num_rows
+            is_row = np.arange(width) < num_rows[:, None]
+            records.tokens[is_row] = [
+                token
+                for extension, first in zip(members, firsts.tolist(), strict=True)
+                for token in extension.tokens[first : first + width]
+            ]
+            if places is not None:
+                columns = firsts[:, None] + np.arange(width)
+                records.places[:] = places[taking[:, None], columns]
+            graphs, count = self.graphs, len(members)
+            graphs.upload(count)
+            graphs.extend(count)
+            if turn + 1 < num_turns:
+                self._finish()
         wanted = [i for i, extension in enumerate(extensions) if extension.limits is not None]
         if wanted:
             graphs.draft(count, *self._modes(slots))
@@ -134,6 +154,10 @@ class GraphDrafting:
         if wanted:
             limits = [extensions[i].limits for i in wanted]
             self._answer(wanted, slots, limits, count, response)
+
+    def _num_turns(self, sizes: Sequence[int]) -> int:
+        """Steps of fixed shape that extensions of so many tokens take."""
+        return max(1, -(-max(sizes, default=1) // self.graphs.shape.num_rows))
 
     def draft(self, wishes: Sequence[Wish], response: draft_pb2.StepResponse) -> None:
         """Drafts for sequences that were extended otherwise."""

@@ -42,6 +42,10 @@ class HiddenSource:
         if exchange is not None and exchange.hidden is not None:
             self.rows = exchange.hidden
 
+    def has_room(self, num_rows: int) -> bool:
+        """Whether the states of so many tokens of one step can be read."""
+        return self._is_shared or num_rows <= len(self.rows)
+
     def places(
         self, extensions: Sequence[Extension], num_rows: np.ndarray, width: int
     ) -> np.ndarray:
