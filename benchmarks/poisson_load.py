@@ -1,0 +1,283 @@
+"""The bundled family under an open-loop load from half to twice the capacity: plain decoding against speculation.
+
+    python -m benchmarks.poisson_load --device cuda --mps
+    python -m benchmarks.poisson_load --device cpu --running 8 --seconds 20 --ttft 1
+
+Requests arrive as a Poisson process, the same for all settings: prompts of `benchmarks/accept_length_prompts.json`, outputs of 32 to
+256 tokens, half of them greedy and half at temperature 1, real acceptance by the family's EAGLE-3 head. The load is in units
+of what plain decoding serves with a full batch, which is measured first. As many requests as run may wait; more are refused.
+Time to first token from when a request was due, time between tokens as the mean of a request's, gaps between one message and the
+next; goodput is the tokens per second of the requests that met both limits.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foredraft.cli import mps
+from foredraft.errors import Overloaded
+from foredraft.models.registry import resolve_model_path
+from foredraft.text.tokenizer import Tokenizer
+from foredraft.types import SamplingParams
+from tests.support.engines import Harness, running_engine
+from verify_service.live_requests import EngineRequest
+from verify_service.outputs import Load, StepOutput
+
+LOADS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+SHORTEST, LONGEST = 32, 256  # tokens of an answer
+SETTINGS: dict[str, tuple[str, bool]] = {  # algorithm, and whether everything is drafted
+    "plain": ("NONE", False),
+    "EAGLE-3, adaptive": ("EAGLE3", False),
+    "EAGLE-3, always": ("EAGLE3", True),
+}
+
+
+@dataclass(slots=True)
+class Seen:
+    """When the tokens of one request came.
+
+    Attributes:
+        due: When it was to be sent, seconds of `perf_counter`, as all times.
+        times: Of its messages.
+    """
+
+    due: float
+    times: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    is_refused: bool = False
+
+    @property
+    def between(self) -> float:
+        """Seconds from token to token, on average."""
+        return (self.times[-1] - self.times[0]) / max(1, self.num_tokens - 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", default="cuda", choices=["cuda", "cpu"])
+    add("--loads", type=float, nargs="+", default=list(LOADS))
+    add("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    add("--seconds", type=float, default=6.0, help="of each load")
+    add("--running", type=int, default=32, help="--max-running-requests; as many may wait")
+    add("--threads", type=int, default=1, help="of verifier and draft each, on a CPU")
+    add("--ttft", type=float, default=0.2, help="limit in seconds")
+    add(
+        "--between",
+        type=float,
+        help="limit in seconds, of a request's mean (default: twice plain decoding's with a full batch)",
+    )
+    add("--mps", action="store_true", help="run under a private MPS daemon")
+    add("--out", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = resolve_model_path("foredraft-demo")
+    tokenizer = Tokenizer.from_dir(path)
+    texts = json.loads((Path(__file__).parent / "accept_length_prompts.json").read_text())
+    prompts = [tokenizer.encode(text)[:200] for text in texts]
+    rows: list[dict[str, Any]] = []
+    rate = 0.0
+    with mps.running(args.mps) as variables:
+        os.environ.update(variables)
+        try:
+            with running_engine(path, "NONE", **_flags("NONE", False, args)) as harness:
+                _offer(harness, prompts, [0.0] * 2 * args.running)  # warms up
+                full = _offer(harness, prompts, [0.0] * 4 * args.running, 4)
+            rate = _capacity(full)
+            args.between = args.between or 2 * float(np.median([one.between for one in full]))
+            print(f"capacity of plain decoding: {rate:.2f} requests/s", flush=True)
+            print(f"limits: {args.ttft:g} s, then {args.between * 1e3:.2f} ms a token", flush=True)
+            for name in args.settings:
+                algorithm, always = SETTINGS[name]
+                with running_engine(path, algorithm, **_flags(algorithm, always, args)) as harness:
+                    _offer(harness, prompts, [0.0] * 2 * args.running)
+                    for load in args.loads:
+                        seen = _offer(harness, prompts, _arrivals(rate * load, args.seconds))
+                        rows.append({"setting": name, "load": load, **_summary(seen, args)})
+                        print(json.dumps(rows[-1]), flush=True)
+                        rows[-1]["each"] = [
+                            [one.due, one.times[0], one.between, one.num_tokens]
+                            for one in seen
+                            if not one.is_refused
+                        ]
+        finally:  # what was measured until then is worth its time
+            _report(rows, rate, args)
+        for variable in variables:
+            del os.environ[variable]
+    return 0
+
+
+def _flags(algorithm: str, always: bool, args: argparse.Namespace) -> dict[str, Any]:
+    flags: dict[str, Any] = {
+        "device": args.device,
+        "dtype": "bfloat16" if args.device == "cuda" else "float32",
+        "num_threads": args.threads,
+        "max_total_tokens": 512 * args.running,
+        "max_running_requests": args.running,
+        "chunked_prefill_size": 2048 if args.device == "cuda" else 256,
+        "max_queued_requests": args.running,
+        "draft_step_timeout": 30.0,
+        "speculative_adaptive": not always,
+    }
+    if algorithm != "NONE":
+        flags["speculative_draft_model_path"] = str(resolve_model_path("foredraft-demo-eagle3"))
+    return flags
+
+
+def _arrivals(rate: float, seconds: float) -> list[float]:
+    rng = random.Random(1)
+    due, arrivals = 0.0, []
+    while (due := due + rng.expovariate(rate)) < seconds or not arrivals:
+        arrivals.append(due)
+    return arrivals
+
+
+def _offer(
+    harness: Harness, prompts: list[list[int]], arrivals: list[float], seed: int = 2
+) -> list[Seen]:
+    """Submits a request at each of the times and waits for all; those due at once wait their turn and are never refused."""
+    rng = random.Random(seed)
+    seen = [Seen(due) for due in arrivals]
+    left, changed = len(seen), threading.Condition()
+    patient, most = arrivals[-1] == 0.0, harness.engine.limits.max_running_requests
+
+    def take(outputs: list[StepOutput], load: Load) -> None:
+        nonlocal left
+        now = time.perf_counter()
+        num_ended = 0
+        for output in outputs:
+            one = seen[output.tag]
+            if output.tokens:
+                one.times.append(now)
+                one.num_tokens += len(output.tokens)
+            if output.finish is not None:
+                one.is_refused = output.finish.error is not None
+                num_ended += 1
+        if num_ended:
+            with changed:
+                left -= num_ended
+                changed.notify()
+
+    started = time.perf_counter()
+    for tag, one in enumerate(seen):
+        one.due += started
+        sampling = SamplingParams(
+            temperature=rng.choice((0.0, 1.0)),
+            seed=tag,
+            max_new_tokens=rng.randrange(SHORTEST, LONGEST + 1),
+            ignore_eos=True,
+        )
+        request = EngineRequest(tag, rng.choice(prompts), sampling, take)
+        if (wait := one.due - time.perf_counter()) > 0:
+            time.sleep(wait)
+        while patient and tag - (len(seen) - left) >= most:
+            time.sleep(0.0005)
+        try:
+            harness.engine.submit(request)
+        except Overloaded:
+            one.is_refused = True
+            with changed:
+                left -= 1
+    with changed:
+        if not changed.wait_for(lambda: left == 0, 300):
+            raise TimeoutError(f"{left} requests have not ended")
+    return seen
+
+
+def _capacity(seen: list[Seen]) -> float:
+    """Requests per second while the batch was full: between a quarter and three quarters of the time."""
+    first, last = min(one.times[0] for one in seen), max(one.times[-1] for one in seen)
+    start, end = first + (last - first) / 4, last - (last - first) / 4
+    tokens = sum(
+        one.num_tokens * sum(start <= at <= end for at in one.times) / len(one.times)
+        for one in seen
+    )
+    return tokens / (end - start) / (sum(one.num_tokens for one in seen) / len(seen))
+
+
+def _summary(seen: list[Seen], args: argparse.Namespace) -> dict[str, Any]:
+    served = [one for one in seen if not one.is_refused]
+    first = np.array([one.times[0] - one.due for one in served])
+    between = np.array([one.between for one in served])
+    gaps = np.concatenate([np.diff(one.times) for one in served])
+    tokens = np.array([one.num_tokens for one in served])
+    seconds = max(one.times[-1] for one in served) - min(one.due for one in seen)
+    good = (first <= args.ttft) & (between <= args.between)
+    row: dict[str, Any] = {"requests": len(seen), "refused": len(seen) - len(served)}
+    for name, values in (("ttft", first), ("between", between), ("gap", gaps)):
+        for percent in (50, 90, 99):
+            row[f"{name}_p{percent}"] = float(np.percentile(values, percent))
+    row["tokens_per_second"] = float(tokens.sum() / seconds)
+    row["goodput"] = float(tokens[good].sum() / seconds)
+    return row
+
+
+def _report(rows: list[dict[str, Any]], rate: float, args: argparse.Namespace) -> None:
+    about = {"requests_per_second": rate, "ttft": args.ttft, "between": args.between}
+    about |= {"device": args.device, "running": args.running, "seconds": args.seconds}
+    name = f"poisson_load_{args.device}"
+    (args.out / f"{name}.json").write_text(json.dumps({"about": about, "rows": rows}) + "\n")
+    print(
+        "| setting | load | TTFT ms p50, p90, p99 | between tokens ms p50, p90, p99 | gap ms p99 "
+        "| refused | tokens/s | goodput |"
+    )
+    print("| --- " * 8 + "|")
+    for row in rows:
+        ttft, between = (
+            ", ".join(f"{row[f'{what}_p{percent}'] * 1e3:.{digits}f}" for percent in (50, 90, 99))
+            for what, digits in (("ttft", 0), ("between", 2))
+        )
+        print(
+            f"| {row['setting']} | {row['load']:g} | {ttft} | {between} | {row['gap_p99'] * 1e3:.1f} "
+            f"| {row['refused'] / row['requests']:.0%} | {row['tokens_per_second']:.0f} | {row['goodput']:.0f} |"
+        )
+    if rows:
+        _plot(rows, args.out / f"{name}.png")
+
+
+def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shown = (
+        ("ttft", "time to first token (ms)", 1e3),
+        ("between", "time between tokens (ms)", 1e3),
+        ("goodput", "goodput (tokens/s)", 1.0),
+    )
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    for axis, (key, title, unit) in zip(axes, shown, strict=True):
+        for name in dict.fromkeys(row["setting"] for row in rows):
+            own = [row for row in rows if row["setting"] == name]
+            loads = [row["load"] for row in own]
+            if key == "goodput":
+                axis.plot(loads, [row[key] for row in own], "o-", label=name)
+                continue
+            (line,) = axis.plot(loads, [row[f"{key}_p50"] * unit for row in own], "o-")
+            axis.plot(
+                loads, [row[f"{key}_p99"] * unit for row in own], "o:", color=line.get_color()
+            )
+            title += " p50, dotted p99" if "p50" not in title else ""
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel("load, of what plain decoding can serve")
+        axis.set_ylim(bottom=0)
+    axes[0].set_ylim(bottom=None)
+    axes[0].set_yscale("log")
+    axes[2].legend(fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
