@@ -10,6 +10,7 @@ from foredraft.errors import InvalidRequest
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64
 MAX_COUNT = 2**31 - 1  # what the protos' fields hold
+MAX_SPECULATION = 1024  # of steps, topk or draft tokens; beyond any server's limits
 
 
 class FinishReason(enum.StrEnum):
@@ -156,16 +157,27 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """What one request asks of speculation; None leaves the server's setting.
+    """What one request asks of speculation; None leaves the server's setting, which is also the most.
 
     Attributes:
         enabled: False turns drafting off for this request.
         num_steps: Depth of the draft tree.
         topk: Children per node and beams per level.
         num_draft_tokens: Rows verified per step, the root included.
+
+    Raises:
+        InvalidRequest: A number is outside [1, MAX_SPECULATION]; names it.
     """
 
     enabled: bool | None = None
     num_steps: int | None = None
     topk: int | None = None
     num_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "topk", "num_draft_tokens"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MAX_SPECULATION:
+                raise InvalidRequest(
+                    f"speculation.{name}", f"must be in [1, {MAX_SPECULATION}], not {value}"
+                )

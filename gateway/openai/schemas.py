@@ -30,10 +30,6 @@ class Speculation(Body):
 
     def params(self) -> SpeculationParams:
         """As the verifier takes it."""
-        for name in ("num_steps", "topk", "num_draft_tokens"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= 1024:
-                raise InvalidRequest(f"speculation.{name}", f"must be in [1, 1024], not {value}")
         return SpeculationParams(self.enabled, self.num_steps, self.topk, self.num_draft_tokens)
 
 

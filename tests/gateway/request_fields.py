@@ -237,7 +237,7 @@ FIELDS: tuple[Field, ...] = (
     *_rows(
         (*BOTH, GENERATE), "Foredraft", "honoured",
         ("return_provenance", True, "which tokens a draft had proposed, and each step's tree"),
-        ("speculation", {"enabled": False}, "enabled, num_steps, topk, num_draft_tokens; the text stays the same"),
+        ("speculation", {"enabled": False}, "enabled, num_steps, topk, num_draft_tokens, each at most the server's; the text stays the same"),
         ("timeout", 60.0, "seconds; at most --request-timeout"),
     ),
 )  # fmt: skip

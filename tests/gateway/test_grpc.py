@@ -134,6 +134,9 @@ def test_models(stub: Any) -> None:
         ({"sampling": {"stop_token_ids": [100_000]}}, "sampling.stop_token_ids"),
         ({"sampling": {"logit_bias": {"100000": 1.0}}}, "sampling.logit_bias"),
         ({"sampling": {"logprobs": 21}}, "sampling.logprobs"),
+        ({"speculation": {"num_steps": 0}}, "speculation.num_steps"),
+        ({"speculation": {"topk": 2000}}, "speculation.topk"),
+        ({"speculation": {"num_draft_tokens": 0}}, "speculation.num_draft_tokens"),
         ({"text": "x" * 100_000}, "text"),
     ],
 )
