@@ -107,7 +107,7 @@ class TritonAttention(AttentionBackend):
         num_tokens, num_heads, head_dim = queries.shape
         num_kv_heads = keys.shape[0]
         group = num_heads // num_kv_heads
-        tiles = _tiles(plan.max_rows * group, head_dim, queries.dtype)
+        tiles = _tiles(plan.max_rows * group, head_dim, queries.dtype, kv.is_8_bit)
         row_blocks = -(-plan.max_rows * group // tiles["BLOCK_M"])
         batch = plan.num_rows.shape[0]
         mask = plan.tail_mask
@@ -131,19 +131,20 @@ class TritonAttention(AttentionBackend):
             scale * k_scale * math.log2(math.e), v_scale, window or 0, keys.stride(0), queries.stride(0),
             queries.stride(1), plan.page_tables.stride(0),
             0 if mask is None else mask.stride(0), 0 if mask is None else mask.shape[1],
-            0 if plan.tail_positions is None else plan.tail_positions.stride(0),
+            0 if plan.tail_positions is None else plan.tail_positions.stride(0), row_blocks, splits,
             GROUP=group, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
-            BLOCK_D=block_d, ROW_BLOCKS=row_blocks, NUM_SPLITS=splits,
-            WINDOWED=window is not None, MASKED=mask is not None, MIXED=plan.is_causal is not None,
+            BLOCK_D=block_d, SPLIT=splits > 1, WINDOWED=window is not None, MASKED=mask is not None, MIXED=plan.is_causal is not None,
             PLACED=plan.tail_positions is not None, EIGHT_BIT=kv.is_8_bit,
             PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
             **tiles, **options,
         )  # fmt: skip
         if splits > 1:
-            triton_kernels.combine[(num_tokens, num_heads)](
+            # Of few rows each head is a program's.
+            heads = math.gcd(num_heads, 8) if num_tokens >= 64 and splits <= 4 else 1
+            triton_kernels.combine[(num_tokens, num_heads // heads)](
                 out, parts, best, total,
-                HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, NUM_SPLITS=splits,
-                num_warps=4 if splits > 4 else 2, **options,
+                HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_H=heads, BLOCK_D=block_d,
+                NUM_SPLITS=splits, num_warps=4 if splits * heads > 4 else 2, **options,
             )  # fmt: skip
 
 
@@ -151,10 +152,10 @@ def _power_of_two(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
-def _tiles(folded_rows: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+def _tiles(folded_rows: int, head_dim: int, dtype: torch.dtype, eight_bit: bool) -> dict[str, int]:
     """Rows and keys of a tile, warps and stages: what fits registers and shared memory of current GPUs."""
     if dtype == torch.float32:  # no matrix units: small tiles and many threads, or registers spill
-        return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
+        return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1, "PACKED": False}
     wide = head_dim > 128
     block_m = max(16, _power_of_two(folded_rows))
     # Of a tree's rows two tiles side by side are faster than one; of a long chunk, whose keys are read anew for each
@@ -165,6 +166,7 @@ def _tiles(folded_rows: int, head_dim: int, dtype: torch.dtype) -> dict[str, int
         "BLOCK_N": 32 if wide else 64,
         "num_warps": 8 if block_m == 128 or (wide and block_m == 64) else 4,
         "num_stages": 2 if wide or block_m == 16 else 3,
+        "PACKED": eight_bit and block_m == 16 and head_dim >= 64 and head_dim % 4 == 0,
     }
 
 

@@ -7,20 +7,31 @@ import triton.language as tl
 
 
 @triton.jit
-def _tile(
-    acc, best, total, q, k_ptr, v_ptr, table, keys, end, seen, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over one tile of keys; `scale` includes log2(e)."""
+def _byte(words, index: tl.constexpr, KEPT: tl.constexpr, dtype: tl.constexpr):
+    """One of the four 8-bit floats of each word."""
+    byte = ((words >> (8 * index)) & 0xFF).to(tl.uint8)
+    return byte.to(KEPT, bitcast=True).to(dtype)
+
+
+@triton.jit
+def _slots(table, keys, end, PAGE_SIZE: tl.constexpr):
+    """Where keys lie, and which of them are before `end`."""
     in_range = keys < end
     pages = tl.load(table + keys // PAGE_SIZE, mask=in_range, other=0)
-    slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
-    dims = tl.arange(0, BLOCK_D)
-    offsets = slots[:, None] * HEAD_DIM + dims[None, :]
-    wanted = in_range[:, None] & (dims < HEAD_DIM)[None, :]
-    # Both are under way before either is needed.
-    k = tl.load(k_ptr + offsets, mask=wanted, other=0.0)
-    v = tl.load(v_ptr + offsets, mask=wanted, other=0.0)
+    return pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE, in_range
+
+
+@triton.jit
+def _rows(ptr, slots, in_range, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of WIDTH elements [slots, BLOCK], zeros where there is none."""
+    columns = tl.arange(0, BLOCK)
+    wanted = in_range[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(ptr + slots[:, None] * WIDTH + columns[None, :], mask=wanted, other=0.0)
+
+
+@triton.jit
+def _weights(best, total, q, k, in_range, seen, scale, PRECISION: tl.constexpr):
+    """Online softmax over one tile of keys; `scale` includes log2(e). What sums are to be multiplied with comes second."""
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
     scores = tl.where(seen & in_range[None, :], scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, 1))
@@ -28,32 +39,32 @@ def _tile(
     base = tl.where(new_best == float("-inf"), 0.0, new_best)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(best - base)
-    weighted = tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
-    return acc * shrink[:, None] + weighted, new_best, total * shrink + tl.sum(weights, 1)
+    return weights.to(q.dtype), shrink, new_best, total * shrink + tl.sum(weights, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_blocks", "num_splits"])
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total,
     tables, first_rows, nums_rows, prefix_starts, prefix_lens, write_indexes, positions,
     tail_masks, is_causal, tail_positions,
     scale, v_scale, window, kv_head_stride, q_row_stride, q_head_stride, table_stride, mask_stride, mask_width,
-    tail_positions_stride,
+    tail_positions_stride, row_blocks, num_splits,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ROW_BLOCKS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, MIXED: tl.constexpr,
-    PLACED: tl.constexpr, EIGHT_BIT: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr, MASKED: tl.constexpr, MIXED: tl.constexpr,
+    PLACED: tl.constexpr, EIGHT_BIT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of one sequence's rows, one KV head and its query heads, one part of the keys.
 
     Row m of a block is row m // GROUP of the sequence under query head m % GROUP of the group. Keys of 8 bits have their scale
-    in `scale`.
+    in `scale`. With PACKED four values of 8 bits are read as one word: for the product with the weights a thread needs numbers of
+    several keys side by side, which words come nearer to than bytes.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    sequence = tl.program_id(0) // ROW_BLOCKS
-    block = ROW_BLOCKS - 1 - tl.program_id(0) % ROW_BLOCKS  # of causal rows the longest first
+    sequence = tl.program_id(0) // row_blocks
+    block = row_blocks - 1 - tl.program_id(0) % row_blocks  # of causal rows the longest first
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     # All lengths are asked for together: each answer takes as long as all of them.
@@ -87,8 +98,8 @@ def attend(
         begin = tl.maximum(begin, tl.min(oldest, 0))
         if MASKED:  # the tail's positions are any
             begin = tl.minimum(begin, prefix_len)
-    if NUM_SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), NUM_SPLITS) * BLOCK_N
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits) * BLOCK_N
         begin = begin + split * share
         end = tl.minimum(end, begin + share)
 
@@ -102,7 +113,16 @@ def attend(
     k_ptr += kv_head.to(tl.int64) * kv_head_stride
     v_ptr += kv_head.to(tl.int64) * kv_head_stride
     table = tables + sequence.to(tl.int64) * table_stride
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if PACKED:
+        WORDS: tl.constexpr = HEAD_DIM // 4
+        BLOCK_W: tl.constexpr = BLOCK_D // 4
+        v_words = v_ptr.to(tl.pointer_type(tl.int32))
+        acc_0 = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+        acc_1 = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+        acc_2 = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+        acc_3 = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
 
@@ -133,20 +153,37 @@ def attend(
                     placed = placed & (not causal)
                 places = tl.where(placed, tl.load(at, mask=placed, other=0), keys)
             seen = seen & (places[None, :] >= oldest[:, None])
-        acc, best, total = _tile(
-            acc, best, total, q, k_ptr, v_ptr, table, keys, end, seen, scale,
-            HEAD_DIM, BLOCK_D, PAGE_SIZE, PRECISION,
-        )  # fmt: skip
+        slots, in_range = _slots(table, keys, end, PAGE_SIZE)
+        # Both are under way before either is needed.
+        k = _rows(k_ptr, slots, in_range, HEAD_DIM, BLOCK_D)
+        if PACKED:
+            v = _rows(v_words, slots, in_range, WORDS, BLOCK_W)
+        else:
+            v = _rows(v_ptr, slots, in_range, HEAD_DIM, BLOCK_D)
+        weights, shrink, best, total = _weights(best, total, q, k, in_range, seen, scale, PRECISION)
+        if PACKED:
+            kept: tl.constexpr = v_ptr.dtype.element_ty
+            acc_0 = tl.dot(weights, _byte(v, 0, kept, q.dtype), acc_0 * shrink[:, None])
+            acc_1 = tl.dot(weights, _byte(v, 1, kept, q.dtype), acc_1 * shrink[:, None])
+            acc_2 = tl.dot(weights, _byte(v, 2, kept, q.dtype), acc_2 * shrink[:, None])
+            acc_3 = tl.dot(weights, _byte(v, 3, kept, q.dtype), acc_3 * shrink[:, None])
+        else:
+            weighted = tl.dot(weights, v.to(q.dtype), input_precision=PRECISION)
+            acc = acc * shrink[:, None] + weighted
 
     line = token * (KV_HEADS * GROUP) + head
+    if PACKED:
+        # Of the dimensions added by a join the last changes fastest.
+        acc = tl.join(tl.join(acc_0, acc_2), tl.join(acc_1, acc_3))
+        acc = tl.reshape(acc, [BLOCK_M, BLOCK_D])
     if EIGHT_BIT:
         acc = acc * v_scale
-    if NUM_SPLITS == 1:
+    if not SPLIT:
         acc = acc / total[:, None]
         result = acc.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + line[:, None] * HEAD_DIM + dims[None, :], result, mask=wanted)
     else:
-        part = line * NUM_SPLITS + split
+        part = line * num_splits + split
         tl.store(part_best + part, best, mask=is_row)
         tl.store(part_total + part, total, mask=is_row)
         if begin < end:
@@ -156,30 +193,30 @@ def attend(
 @triton.jit
 def combine(
     out_ptr, part_acc, part_best, part_total,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts of one row under one head. A part without keys wrote no sums."""
+    """Adds up the parts of one row under some heads. A part without keys wrote no sums."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    line = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
-    splits = tl.arange(0, NUM_SPLITS)
+    line = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1) * BLOCK_H
+    line += tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)
-    part = line * NUM_SPLITS + splits
+    part = line[:, None] * NUM_SPLITS + tl.arange(0, NUM_SPLITS)[None, :]
     best = tl.load(part_best + part)
     total = tl.load(part_total + part)
     parts = tl.load(
-        part_acc + part[:, None] * HEAD_DIM + dims[None, :],
-        mask=(dims < HEAD_DIM)[None, :],
+        part_acc + part[:, :, None] * HEAD_DIM + dims[None, None, :],
+        mask=(dims < HEAD_DIM)[None, None, :],
         other=0.0,
     )
     has_any = total > 0
-    weight = tl.where(has_any, tl.exp2(best - tl.max(best, 0)), 0.0)
-    parts = tl.where(has_any[:, None], parts, 0.0)
-    result = tl.sum(parts * weight[:, None], 0) / tl.sum(total * weight, 0)
+    weight = tl.where(has_any, tl.exp2(best - tl.max(best, 1)[:, None]), 0.0)
+    parts = tl.where(has_any[:, :, None], parts, 0.0)
+    result = tl.sum(parts * weight[:, :, None], 1) / tl.sum(total * weight, 1)[:, None]
     tl.store(
-        out_ptr + line * HEAD_DIM + dims,
+        out_ptr + line[:, None] * HEAD_DIM + dims[None, :],
         result.to(out_ptr.dtype.element_ty),
-        mask=dims < HEAD_DIM,
+        mask=(dims < HEAD_DIM)[None, :],
     )

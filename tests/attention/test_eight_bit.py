@@ -87,7 +87,7 @@ def filled(rng, dtype, head_dim, device):
     return kv, known[:KV_HEADS], known[KV_HEADS:]
 
 
-def check(backend, kv, keys, values, rng, dtype, window, num_splits=None):
+def check(backend, kv, keys, values, rng, dtype, window, num_splits=None, max_rows=14):
     """Compares random spans with a loop over rows and keys."""
     free = list(rng.permutation(NUM_PAGES))
     spans = []
@@ -95,7 +95,7 @@ def check(backend, kv, keys, values, rng, dtype, window, num_splits=None):
         first_row = sum(span.num_rows for span in spans)
         spans.append(
             random_span(
-                rng, first_row, free, PAGE_SIZE, contiguous=False, max_rows=14, max_prefix=50
+                rng, first_row, free, PAGE_SIZE, contiguous=False, max_rows=max_rows, max_prefix=50
             )
         )
     batch = batch_of(spans, PAGE_SIZE)
@@ -129,14 +129,14 @@ def test_sdpa_reads_what_was_kept(dtype, activations, window):
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("activations", list(TOLERANCE))
 @pytest.mark.parametrize(
-    ("head_dim", "window", "splits"),
-    [(64, None, 1), (80, 5, 4)] + [(128, None, 4)] * (not INTERPRETED),
+    ("head_dim", "window", "splits", "max_rows"),
+    [(64, None, 1, 8), (80, 5, 4, 8), (96, None, 2, 14)] + [(128, None, 4, 8)] * (not INTERPRETED),
 )
-def test_kernels_read_what_was_kept(dtype, activations, head_dim, window, splits):
+def test_kernels_read_what_was_kept(dtype, activations, head_dim, window, splits, max_rows):
+    """Few rows take values four at a time, many one by one."""
     rng = np.random.default_rng(head_dim)
-    check(
-        TritonAttention(), *filled(rng, dtype, head_dim, DEVICE), rng, activations, window, splits
-    )
+    cache = filled(rng, dtype, head_dim, DEVICE)
+    check(TritonAttention(), *cache, rng, activations, window, splits, max_rows)
 
 
 @needs_triton
