@@ -163,7 +163,7 @@ def _engine(path: Path, args: argparse.Namespace) -> Iterator[Generate]:
         disable_radix_cache=True,
     )  # fmt: skip
     target = load_target(config)
-    engine = build_engine(config, target, SpeculationMetrics("NONE"), None)
+    engine = build_engine(config, target, SpeculationMetrics("NONE"), [])
     engine.start()
 
     def generate(prompt: list[int], num_tokens: int) -> Run:

@@ -1,6 +1,7 @@
 """`python -m verify_service`: loads the target model and serves it."""
 
 import asyncio
+import gc
 import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import torch
 from foredraft.api.verify.v1.verify_pb2_grpc import add_VerifyServiceServicer_to_server
 from foredraft.config.options import parse
 from foredraft.config.services import VerifyConfig
-from foredraft.config.speculation import with_tree_defaults
+from foredraft.config.speculation import each_draft, with_tree_defaults
 from foredraft.errors import ForedraftError
 from foredraft.models.speculation import resolve
 from foredraft.rpc import lifetime
@@ -23,7 +24,7 @@ from foredraft.telemetry.metrics import start_metrics_server
 from foredraft.transport import cuda
 from verify_service.engine import Engine
 from verify_service.grammar.compiler import GrammarCompiler, GrammarLimits
-from verify_service.metrics import SpeculationMetrics
+from verify_service.metrics import AnyMetrics, speculation_metrics
 from verify_service.service import ServedModel, VerifyService
 from verify_service.startup import Target, build_engine, connect_draft, load_target
 
@@ -52,7 +53,7 @@ def main() -> int:
 
 async def _serve(config: VerifyConfig) -> int:
     server = RpcServer(config.listen, identity=service_identity(config))
-    speculation = SpeculationMetrics(config.speculative_algorithm)
+    speculation = speculation_metrics(config.algorithms)
     # Loading takes a while; health answers NOT_SERVING meanwhile. OpenMP keeps a team for every thread that computed, and no
     # team spins while there are more threads in teams than cores: the thread that loads ends, and its team with it.
     loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
@@ -73,6 +74,9 @@ async def _serve(config: VerifyConfig) -> int:
     if config.metrics_port is not None:
         metrics = start_metrics_server(config.metrics_port, config.metrics_host)
     engine.start()
+    # What was loaded stays: looking through it all would stop a step for a tenth of a second, now and then.
+    gc.collect()
+    gc.freeze()
     await server.set_serving()
     stop = lifetime.stop_event()
     watch = asyncio.create_task(_watch(engine, stop))
@@ -93,10 +97,10 @@ async def _serve(config: VerifyConfig) -> int:
     return 1 if cuda.works(target.device) else lifetime.DEVICE_LOST
 
 
-def _build(config: VerifyConfig, speculation: SpeculationMetrics) -> tuple[Target, Engine]:
+def _build(config: VerifyConfig, speculation: AnyMetrics) -> tuple[Target, Engine]:
     target = load_target(config)
-    link = connect_draft(config, target, speculation)
-    return target, build_engine(config, target, speculation, link)
+    links = connect_draft(config, target, speculation)
+    return target, build_engine(config, target, speculation, links)
 
 
 async def _watch(engine: Engine, stop: asyncio.Event) -> None:
@@ -118,6 +122,11 @@ def _served(config: VerifyConfig, target: Target) -> ServedModel:
         algorithm=config.speculative_algorithm,
         draft_model=Path(config.speculative_draft_model_path).name,
         tree_limits=config.tree_limits,
+        drafts=[
+            (one.speculative_algorithm, Path(one.speculative_draft_model_path).name)
+            for one in each_draft(config)
+            if one.speculative_algorithm != "NONE"
+        ],
     )
 
 

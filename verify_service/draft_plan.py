@@ -15,12 +15,16 @@ class Want(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """A proposal that is there already; without one, `num_nodes` is 0. A forced one is verified whole."""
+    """A proposal that is there already; without one, `num_nodes` is 0. A forced one is verified whole.
+
+    One that was not `asked` for, of a sequence that another draft drafts for, takes part as a root alone.
+    """
 
     history: DraftHistory
     num_nodes: int
     confidence: int = 0
     forced: bool = False
+    asked: bool = True
 
 
 class Plan(NamedTuple):
@@ -42,11 +46,13 @@ class Wait(NamedTuple):
         levels: Of the deepest tree; 0 for none.
         sequences: That were drafted for.
         seconds: None where they are part of the step's own.
+        parts: With several drafts, what it waited for each that was waited for, by its number.
     """
 
     levels: int = 0
     sequences: int = 0
     seconds: float | None = 0.0
+    parts: tuple[tuple[int, "Wait"], ...] = ()
 
 
 NO_WAIT = Wait()

@@ -103,6 +103,38 @@ class DraftPolicy:
                 self._asked(history, (len(accepted) if brought is None else brought) - history.cost)
                 history.cost = 0.0
 
+    def tried(
+        self, offer: Offer, num_known: int, right: Collection[int], batch: int
+    ) -> tuple[int, int]:
+        """Takes a proposal that was not verified but judged by the tokens that came.
+
+        Args:
+            num_known: Leading nodes that they judge.
+            right: Nodes that were right.
+            batch: Sequences of a step now.
+
+        Returns:
+            How many nodes would have been verified, and how many of these were right.
+        """
+        times, history = self._times, offer.history
+        if times is None:
+            return offer.num_nodes, len(right)
+        tree = (history, offer.num_nodes, offer.confidence)
+        plain = times.seconds(batch, 1 if times.is_padded else batch)
+        if isinstance(times, GridTimes):
+            nodes = min(self._trim_grid(times, [tree] * batch) - 1, offer.num_nodes)
+            extra = (times.seconds(batch, 1 + nodes) - plain) / batch
+        else:
+            items = self._items([tree])
+            rate, chosen = self._best_rows(times, batch, 0, items, self._depth, is_free=True)
+            nodes = chosen[0] if rate > batch / plain else 0
+            extra = times.seconds(batch, batch + nodes) - plain
+        brought = sum(node < nodes for node in right)
+        if num_known:
+            self._acceptance.record(history, num_known, right, offer.confidence, self._probing.now)
+        self._asked(history, brought - extra * batch / plain)
+        return nodes, brought
+
     def observe(self, step: Observed) -> None:
         """Takes what a step took and gave."""
         times = self._times
@@ -131,7 +163,7 @@ class DraftPolicy:
     def _learn(self, times: StepTimes, step: Observed, is_changed: bool) -> None:
         if is_changed and times.is_padded:
             return  # where steps run ahead, one after a change takes longer than those that follow it
-        levels, sequences, wait = step.wait
+        levels, sequences, wait, _ = step.wait
         if wait is None:
             wait = max(step.seconds - times.seconds(step.batch, step.rows), 0.0)
         else:
@@ -342,7 +374,7 @@ class DraftPolicy:
                 nodes[i] = offer.num_nodes
         for offer, num_nodes in zip(offers, nodes, strict=True):
             offer.history.cost = num_nodes * cost
-            if num_nodes == 0:
+            if num_nodes == 0 and offer.asked:
                 self._asked(offer.history, 0.0)
         return Plan(nodes, rows)
 

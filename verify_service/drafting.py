@@ -6,15 +6,14 @@ target's step under way will commit, and puts its trees there. Nothing here can 
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import DraftError
 from foredraft.kvcache.draft_marks import DraftMarks
+from foredraft.runner.hand_over import hand_over
 from foredraft.runner.model_runner import ForwardOutput
-from foredraft.speculation.draft_tree import EMPTY, DraftTree, sanitize
 from foredraft.transport.base import ArenaError
 from foredraft.transport.device_exchange import DeviceExchange
 from verify_service.acceptance import DraftHistory
@@ -22,43 +21,11 @@ from verify_service.draft_client import DraftClient
 from verify_service.draft_news import DraftNews, split_news
 from verify_service.hidden_states import CommittedRows, HiddenStates
 from verify_service.metrics import DRAFT_SECONDS, SpeculationMetrics
+from verify_service.proposals import Drafted, Member, Proposals, Tried, Wanted
 from verify_service.request import Sequence as RequestSequence
 from verify_service.target_step import DeviceOutcome
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """A proposal that was checked."""
-
-    tree: DraftTree
-    confidence: int
-
-
-NOTHING = Drafted(EMPTY, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A sequence that goes on behind a step under way.
-
-    Attributes:
-        row: Its place in that step.
-        num_nodes: Of the tree that it wants; 0 for none.
-    """
-
-    sequence: RequestSequence
-    row: int
-    num_nodes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A sequence that decodes in the coming step, and the nodes that its pages have room for."""
-
-    sequence: RequestSequence
-    max_nodes: int
 
 
 class Drafting:
@@ -73,6 +40,9 @@ class Drafting:
         scope: "request", "key" or "server": whose text feeds whose drafts.
         refill_tokens: Tokens per step that a draft with KV may catch up on.
         hidden: Hidden states for a draft that reads them.
+
+    Attributes:
+        own_seconds: The newest answer's sequences that were asked for, and the time that the draft took by itself.
     """
 
     def __init__(
@@ -88,7 +58,6 @@ class Drafting:
         hidden: HiddenStates,
     ) -> None:
         self._client = client
-        self._vocab_size = vocab_size
         self._tree_shape = tree_shape
         self._refill_tokens = refill_tokens
         self._metrics = metrics
@@ -100,13 +69,17 @@ class Drafting:
         self._step = 0
         self._num_unread = 0
         self._request = draft_pb2.StepRequest()
-        self._asked: dict[int, Wanted] = {}
-        self._trees: dict[int, Drafted] = {}
-        self._warned = False
+        self._asking: dict[int, Wanted] = {}  # by slot, in the request that is being put together
+        self._proposals = Proposals(vocab_size, metrics)
+        self.own_seconds: tuple[int, float] | None = None
 
     @property
     def epoch(self) -> int:
         """Number of the attach that is live now; 0 for none."""
+        return self._client.epoch
+
+    def epoch_of(self, name: str) -> int:
+        """The same, as one of several; see `Drafts`."""
         return self._client.epoch
 
     @property
@@ -135,6 +108,7 @@ class Drafting:
         if epoch != self._epoch:
             self._epoch, self._step, self._num_unread = epoch, 0, 0
             self._released.clear()
+            self._proposals.reset()
             self._exchange = self._hidden.attach(epoch)
             info = self._client.info
             self._news.attach(epoch, info is not None and info.uses_pages)
@@ -192,23 +166,40 @@ class Drafting:
         Returns:
             Proposals by request id; a sequence without one has no entry.
         """
-        if self._epoch == 0:
-            self._released.clear()
-            meanwhile()
-            return {}
         try:
-            self._ask(wanted, extending)
-        except (DraftError, ArenaError) as error:
-            return self._lost(error)
+            self.ask(wanted, extending)
         finally:
             meanwhile()
+        return self.collect()
+
+    def ask(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
+        """The first half of `propose`: sends, and waits for nothing but room in the arena."""
+        self._proposals.begin()
+        if self._epoch == 0:
+            self._released.clear()
+            return
+        try:
+            if self._proposals.are_open and any(want.max_nodes for want in wanted):
+                # Of trials, some steps ago: they have come.
+                while self._proposals.are_open and self._num_unread:
+                    self._receive()
+            self._ask(wanted, extending)
+        except (DraftError, ArenaError) as error:
+            self._lost(error)
+
+    def collect(self) -> dict[int, Drafted]:
+        """The second half: waits for proposals that will be verified."""
         try:
             # Where nothing was asked for, nothing is in the answer; it is read before the next one that matters.
-            while self._asked and self._num_unread:
+            while self._proposals.are_due and self._num_unread:
                 self._receive()
         except (DraftError, ArenaError) as error:
-            return self._lost(error)
-        return self._trees
+            self._lost(error)
+        return self._proposals.trees
+
+    def take_tried(self) -> list[Tried]:
+        """What came of trials since the last call."""
+        return self._proposals.take_tried()
 
     @property
     def is_stale(self) -> bool:
@@ -244,12 +235,8 @@ class Drafting:
         except (DraftError, ArenaError) as error:
             self._lost(error)
             return None
-        count = outcome.num_sequences
-        exchange.accepted[:count].copy_(outcome.accepted[:count])
-        if exchange.rows is not None:
-            rows = exchange.rows[:count].flatten(0, 1)
-            index = outcome.index[: len(rows)]
-            torch.index_select(self._hidden.source(outcome.output), 0, index, out=rows)
+        hidden = None if exchange.rows is None else self._hidden.source(outcome.output)
+        hand_over(outcome.accepted, outcome.index, hidden, exchange.accepted, exchange.rows)
         exchange.publish(self._step)
         return self._step
 
@@ -279,10 +266,10 @@ class Drafting:
         if not self.is_stale:
             self._lost(self._client.drop("its trees did not come in time"))
 
-    def _lost(self, error: DraftError | ArenaError) -> dict[int, Drafted]:
-        logger.warning("drafting stopped: %s; decoding goes on without a draft", error)
+    def _lost(self, error: DraftError | ArenaError) -> None:
+        logger.warning("drafting stopped: %s; decoding goes on without this draft", error)
         self._metrics.failures.inc()
-        return {}
+        self._proposals.reset()
 
     def _ask(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
         self._begin_request()
@@ -312,9 +299,10 @@ class Drafting:
                 # Deeper than the output may grow would be drafted in vain.
                 steps = min(steps, want.max_nodes, want.sequence.num_output_left - 1)
                 _wish(news, steps, topk, want.max_nodes)
-                self._asked[news.slot] = want
             if num_tokens or news.HasField("propose") or news.HasField("begin"):
                 self._add(want.sequence, news)
+            if news.HasField("propose"):
+                self._asking[news.slot] = want
         for sequence in extending:
             news, num_tokens = self._news.news(sequence, budget)
             budget -= num_tokens
@@ -324,7 +312,7 @@ class Drafting:
     def _begin_request(self) -> None:
         """A request that asks for nothing yet, but tells which slots were released."""
         self._request = draft_pb2.StepRequest(released_slots=self._released)
-        self._asked, self._trees = {}, {}
+        self._asking = {}
         if self._released:
             self._news.released(self._released)
             self._released.clear()
@@ -358,7 +346,8 @@ class Drafting:
             self._hidden.writer.sent(self._step)
         self._client.send(self._request, self._epoch, has_answer=not is_on_device)
         self._num_unread += not is_on_device
-        self._request = draft_pb2.StepRequest()
+        self._proposals.expect(self._step, self._asking)
+        self._request, self._asking = draft_pb2.StepRequest(), {}
 
     def _receive(self) -> None:
         """Reads the oldest answer that is due."""
@@ -366,30 +355,10 @@ class Drafting:
         self._num_unread -= 1
         if self._hidden.writer is not None:
             self._hidden.writer.answered(response.step)
-        if self._num_unread == 0 and self._asked:
-            seconds = (response.extend_microseconds + response.draft_microseconds) * 1e-6
+        seconds = (response.extend_microseconds + response.draft_microseconds) * 1e-6
+        if count := self._proposals.read(response):
             DRAFT_SECONDS.observe(seconds)
-        self._read(response)
-
-    def _read(self, response: draft_pb2.StepResponse) -> None:
-        for proposal in response.proposals:
-            want = self._asked.pop(proposal.slot, None)
-            if want is None:
-                self._complain(1, f"a proposal for slot {proposal.slot}, which asked for none")
-                continue
-            tree, num_bad = sanitize(
-                proposal.tokens, proposal.parents, self._vocab_size, want.max_nodes
-            )
-            if num_bad:
-                self._complain(num_bad, f"{num_bad} unusable nodes for slot {proposal.slot}")
-            if tree.tokens:
-                self._trees[want.sequence.request_id] = Drafted(tree, proposal.confidence)
-
-    def _complain(self, count: int, what: str) -> None:
-        self._metrics.invalid_nodes.inc(count)
-        if not self._warned:
-            self._warned = True
-            logger.warning("the draft sent %s; more are counted, not logged", what)
+            self.own_seconds = (count, seconds)
 
     def _shape(self, sequence: RequestSequence) -> tuple[int, int]:
         steps, topk = self._tree_shape

@@ -19,18 +19,20 @@ from foredraft.speculation.draft_tree import EMPTY
 from foredraft.types import FinishReason
 from verify_service import metrics
 from verify_service.chooser import Outcome, VerifyRows
+from verify_service.chosen_sizes import SizeRules, sizes_of
 from verify_service.draft_policy import DraftPolicy
-from verify_service.drafting import NOTHING, Drafted, Drafting, Wanted
+from verify_service.drafting import Drafting
+from verify_service.drafts import Drafts
 from verify_service.hidden_states import committed_rows
 from verify_service.live_requests import EngineRequest, Live, LiveRequests
 from verify_service.outputs import Load, StepOutput, VerifiedTree
+from verify_service.proposals import NOTHING, Drafted, Wanted
 from verify_service.request import Sequence, Status
 from verify_service.run_ahead import Flight, RunAhead
 from verify_service.scheduler import Scheduler
 from verify_service.self_test import SelfTest
 from verify_service.step_plan import StepPlan
 from verify_service.target_step import StepResult, TargetStep
-from verify_service.tree_sizes import TreeSizes
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +57,8 @@ class Engine:
 
     Args:
         target: Runs the target's part of each step.
-        drafting: The draft's side, or None for plain decoding.
-        policy: How much to draft.
+        drafting: The draft's side, or that of several, or None for plain decoding.
+        policy: How much to draft; with several drafts the rules of their policies.
         self_test: Of each draft that is attached, while the engine idles.
         overlap: Whether steps may be started before the outcome of the one before them is known.
     """
@@ -65,10 +67,10 @@ class Engine:
         self,
         target: TargetStep,
         scheduler: Scheduler,
-        drafting: Drafting | None,
-        policy: DraftPolicy,
+        drafting: Drafting | Drafts | None,
+        policy: DraftPolicy | SizeRules,
         limits: EngineLimits,
-        speculation: metrics.SpeculationMetrics,
+        speculation: metrics.AnyMetrics,
         self_test: SelfTest | None = None,
         overlap: bool = True,
     ) -> None:
@@ -76,8 +78,12 @@ class Engine:
         self._target = target
         self._scheduler = scheduler
         self._drafting = drafting
-        self._sizes = TreeSizes(
-            policy, drafting, limits.max_nodes, lambda one: self._live[one].request.is_probe
+        self._sizes = sizes_of(
+            policy,
+            drafting,
+            limits.max_nodes,
+            lambda one: self._live[one].request.is_probe,
+            lambda one: self._live[one].request.draft,
         )
         self._speculation = speculation
         self._self_test = self_test
@@ -142,7 +148,7 @@ class Engine:
 
     def draft_everything(self) -> None:
         """From now on the whole tree is drafted in each step, whether it pays or not: for benchmarks."""
-        self._sizes.policy = DraftPolicy(None, self.limits.max_nodes, self._sizes.depth)
+        self._sizes.draft_everything()
 
     @property
     def is_idle(self) -> bool:
@@ -206,13 +212,19 @@ class Engine:
         test = self._self_test
         if test is None or self._drafting is None:
             return False
-        prompts = test.due(self._drafting.epoch)
+        prompts = test.due(self._drafting.epoch_of(test.draft))
         for i, prompt in enumerate(prompts):
             with self._submit_lock:
                 self._num_submitted += 1
                 number = self._num_submitted
             probe = EngineRequest(
-                i, prompt, test.sampling, test.take, return_provenance=True, is_probe=True
+                i,
+                prompt,
+                test.sampling,
+                test.take,
+                return_provenance=True,
+                is_probe=True,
+                draft=test.draft,
             )
             self._add(number, probe)
         return bool(prompts)
@@ -282,9 +294,6 @@ class Engine:
         capture = self._drafting.capture if self._drafting is not None else None
         result = self._target.run(batch, plan.prefill, capture or ())
         verified = time.perf_counter()
-        if not plan.prefill:
-            tokens = sum(len(outcome.verified.tokens) for outcome in result.outcomes)
-            self._sizes.observe(len(batch), result.num_logit_rows, verified - drafted, tokens, wait)
         for chunk in plan.prefill:
             if not chunk.is_last:
                 self._scheduler.on_committed(chunk.seq, chunk.num_tokens)
@@ -293,6 +302,9 @@ class Engine:
             self._commit(
                 verify_rows, outcome, num_chunk_tokens.get(verify_rows.sequence.request_id)
             )
+        if not plan.prefill:
+            tokens = sum(len(outcome.verified.tokens) for outcome in result.outcomes)
+            self._sizes.observe(len(batch), result.num_logit_rows, verified - drafted, tokens, wait)
         if self._drafting is not None and capture is not None:
             decoding = [slot.seq for slot in plan.decode]
             paths = [outcome.verified.path for outcome in result.outcomes[: len(decoding)]]
@@ -409,6 +421,7 @@ class Engine:
         self._target.committed(sequence, tokens)
         if not live.request.is_probe:
             self._speculation.generated(num_kept)
+        figures = self._speculation.of(self._sizes.draft_of(sequence))
         if num_chunk_tokens is None:
             self._record(sequence, live, rows, accepted, tokens, outcome.is_lossy)
         output = StepOutput(
@@ -416,7 +429,7 @@ class Engine:
             tokens=tokens,
             drafted=[i < len(accepted) for i in range(num_kept)],
             logprobs=outcome.logprobs[:num_kept],
-            tree=VerifiedTree(tree.tokens, tree.parents, accepted)
+            tree=VerifiedTree(tree.tokens, tree.parents, accepted, figures.algorithm)
             if live.request.return_provenance and tree.tokens
             else None,
         )
@@ -439,7 +452,8 @@ class Engine:
         num_nodes, num_accepted = len(rows.tree), min(len(accepted), len(tokens))
         sequence.count_step(num_nodes, num_accepted)
         if not live.request.is_probe:
-            self._speculation.verified(num_nodes, len(accepted), is_lossy)
+            figures = self._speculation.of(self._sizes.draft_of(sequence))
+            figures.verified(num_nodes, len(accepted), is_lossy)
         live.count(len(accepted), is_lossy)
         self._sizes.record(rows, accepted, tokens)
 
@@ -474,4 +488,4 @@ class Engine:
         metrics.PAGES_CACHED.set(pool.num_idle)
         metrics.PAGES_USED.set(pool.num_pages - pool.num_free - pool.num_idle)
         self._speculation.flush()
-        self._speculation.available.set(self._drafting is not None and self._drafting.available)
+        self._sizes.publish(self._speculation)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # llguidance may be absent
 class EngineRequest:
     """A checked request. `tag` is the submitter's name for it; outputs go to `sink` in the engine's thread.
 
-    A probe is the engine's own: always drafted for, and in no metric. `grammar` is that of `sampling`, compiled.
+    A probe is the engine's own: always drafted for, and in no metric. With several drafts, `draft` is the name of the only
+    one to draft for it. `grammar` is that of `sampling`, compiled.
     """
 
     tag: int
@@ -31,6 +32,7 @@ class EngineRequest:
     key_label: str = ""
     return_provenance: bool = False
     is_probe: bool = False
+    draft: str = ""
     traceparent: str = ""
     grammar: "CompiledGrammar | None" = None
 

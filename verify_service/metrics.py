@@ -1,5 +1,7 @@
 """The verifier's metrics. Drafts, draft tokens and accepted tokens are counted as vLLM counts them."""
 
+from collections.abc import Sequence
+
 from prometheus_client import Counter
 
 from foredraft.telemetry.metrics import (
@@ -56,6 +58,20 @@ DRAFT_FAILURES = counter(
 DRAFT_ATTACHES = counter(
     "foredraft_draft_attaches_total", "Times a draft was attached.", BY_ALGORITHM
 )
+DRAFT_SEQUENCES = gauge(
+    "foredraft_draft_sequences",
+    "With several drafts: sequences that a draft was chosen for.",
+    BY_ALGORITHM,
+)
+DRAFT_CHANGES = counter(
+    "foredraft_draft_changes_total",
+    "With several drafts: times a sequence was given to this draft instead of another.",
+    BY_ALGORITHM,
+)
+MIXED_STEPS = counter(
+    "foredraft_mixed_draft_steps_total",
+    "Engine steps that verified proposals of more than one draft; no step is started behind them before their outcome.",
+)
 DRAFT_AVAILABLE = gauge("foredraft_draft_available", "1 while a draft is attached.", BY_ALGORITHM)
 TRANSPORT = gauge(
     "foredraft_draft_transport_info", "1 for the transport of hidden states in use.", ("transport",)
@@ -82,6 +98,23 @@ STEP_SECONDS = histogram("foredraft_step_seconds", "A whole engine step.", STEP_
 OVERLAPPED_STEPS = counter(
     "foredraft_overlapped_steps_total",
     "Engine steps behind which the next one was started before their outcome was known.",
+)
+DRAINED_STEPS = counter(
+    "foredraft_drained_steps_total",
+    "Engine steps that could be overlapped, but whose outcome had to be known before the next one was started, by why.",
+    ("reason",),
+)
+LATE_MASKS = counter(
+    "foredraft_late_grammar_masks_total",
+    "Verifications of one sequence for which the host made a grammar's masks while the forward of their step ran.",
+)
+AWAITED_MASKS = counter(
+    "foredraft_awaited_grammar_steps_total",
+    "Engine steps whose forward was over before the masks of their grammars were made: the GPU waited.",
+)
+SLOW_GRAMMARS = counter(
+    "foredraft_slow_grammar_verifications_total",
+    "Verifications of one sequence without its draft tree, as its grammar takes too long to follow through one.",
 )
 QUEUE_SECONDS = histogram(
     "foredraft_queue_seconds", "From submission to admission.", REQUEST_BUCKETS
@@ -116,14 +149,20 @@ PAGES = gauge("foredraft_kv_pages", "KV pages in the pool.")
 
 
 class SpeculationMetrics:
-    """The metrics of one algorithm, with their label filled in."""
+    """The metrics of one algorithm, with their label filled in.
+
+    Attributes:
+        algorithm: The label.
+    """
 
     def __init__(self, algorithm: str) -> None:
-        self._algorithm = algorithm
+        self.algorithm = algorithm
         self.invalid_nodes = INVALID_NODES.labels(algorithm)
         self.failures = DRAFT_FAILURES.labels(algorithm)
         self.attaches = DRAFT_ATTACHES.labels(algorithm)
         self.available = DRAFT_AVAILABLE.labels(algorithm)
+        self.sequences = DRAFT_SEQUENCES.labels(algorithm)
+        self.changes = DRAFT_CHANGES.labels(algorithm)
         self.self_test_accept_length = SELF_TEST_ACCEPT_LENGTH.labels(algorithm)
         self._drafts = DRAFTS.labels(algorithm)
         self._draft_tokens = DRAFT_TOKENS.labels(algorithm)
@@ -136,6 +175,10 @@ class SpeculationMetrics:
         # Not published yet: verifications by accepted tokens, and sums.
         self._by_accepted: list[int] = []
         self._num_trees = self._num_nodes = self._num_lossy = self._num_generated = 0
+
+    def of(self, draft: str) -> "SpeculationMetrics":
+        """Those of a draft by name; there is one."""
+        return self
 
     def verified(self, num_nodes: int, num_accepted: int, is_lossy: bool) -> None:
         """Notes one verification of one sequence."""
@@ -180,8 +223,39 @@ class SpeculationMetrics:
     def _publish_positions(self, by_accepted: list[int]) -> None:
         while len(self._by_position) < len(by_accepted) - 1:
             position = str(len(self._by_position))
-            self._by_position.append(ACCEPTED_BY_POSITION.labels(self._algorithm, position))
+            self._by_position.append(ACCEPTED_BY_POSITION.labels(self.algorithm, position))
         deeper = 0
         for depth in range(len(by_accepted) - 1, 0, -1):
             deeper += by_accepted[depth]
             self._by_position[depth - 1].inc(deeper)
+
+
+class SeveralMetrics:
+    """The metrics of several drafts."""
+
+    def __init__(self, algorithms: Sequence[str]) -> None:
+        self._each = {name: SpeculationMetrics(name) for name in algorithms}
+        self._first = self._each[algorithms[0]]
+
+    def of(self, draft: str) -> SpeculationMetrics:
+        """Those of a draft by name."""
+        return self._each[draft]
+
+    def generated(self, num_tokens: int) -> None:
+        """Notes output tokens of one sequence."""
+        self._first.generated(num_tokens)
+
+    def flush(self) -> None:
+        """Counts what was noted."""
+        for one in self._each.values():
+            one.flush()
+
+
+AnyMetrics = SpeculationMetrics | SeveralMetrics
+
+
+def speculation_metrics(algorithms: Sequence[str]) -> AnyMetrics:
+    """The metrics of one draft or of several."""
+    if len(algorithms) > 1:
+        return SeveralMetrics(algorithms)
+    return SpeculationMetrics(algorithms[0])

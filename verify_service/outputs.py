@@ -18,11 +18,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedTree:
-    """A verified tree and the indices of its accepted nodes in path order."""
+    """A verified tree, the indices of its accepted nodes in path order, and the name of its draft."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     accepted: list[int]
+    draft: str = ""
 
 
 @dataclass(frozen=True, slots=True)

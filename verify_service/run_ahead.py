@@ -15,7 +15,9 @@ import torch
 from foredraft.speculation.draft_tree import DraftTree
 from verify_service.chooser import VerifyRows
 from verify_service.draft_plan import NO_WAIT, Plan, Wait
-from verify_service.drafting import Drafting, Member
+from verify_service.drafting import Drafting
+from verify_service.drafts import Drafts
+from verify_service.proposals import Member
 from verify_service.request import Sequence
 from verify_service.scheduler import Scheduler
 from verify_service.target_step import AheadRows, StartedStep, StepResult, TargetStep
@@ -49,7 +51,9 @@ class Flight:
 class RunAhead:
     """Starts steps and waits for them."""
 
-    def __init__(self, target: TargetStep, scheduler: Scheduler, drafting: Drafting | None) -> None:
+    def __init__(
+        self, target: TargetStep, scheduler: Scheduler, drafting: Drafting | Drafts | None
+    ) -> None:
         self._target = target
         self._scheduler = scheduler
         self._drafting = drafting

@@ -41,11 +41,19 @@ class SelfTest:
     Args:
         prompts: What to continue.
         on_result: Takes the mean number of tokens per verified tree.
+        draft: Name of the draft, where there are several.
+
+    Attributes:
+        draft: As given.
     """
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], on_result: Callable[[float], None]
+        self,
+        prompts: Sequence[Sequence[int]],
+        on_result: Callable[[float], None],
+        draft: str = "",
     ) -> None:
+        self.draft = draft
         self._prompts = prompts
         self._on_result = on_result
         self._tested_epoch = 0

@@ -52,6 +52,7 @@ class ServedModel:
     algorithm: str
     draft_model: str
     tree_limits: tuple[int, int, int]
+    drafts: list[tuple[str, str]]
 
 
 class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
@@ -99,6 +100,9 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
             device=model.device,
             version=__version__,
             weight_bytes=model.weight_bytes,
+            drafts=[
+                verify_pb2.ConfiguredDraft(name=name, model=path) for name, path in model.drafts
+            ],
         )
 
     async def FlushCache(
@@ -368,7 +372,10 @@ def _output(output: StepOutput) -> verify_pb2.SequenceOutput:
         tree = output.tree
         message.tree.CopyFrom(
             verify_pb2.VerifiedTree(
-                tokens=tree.tokens, parents=tree.parents, accepted=tree.accepted
+                tokens=tree.tokens,
+                parents=tree.parents,
+                accepted=tree.accepted,
+                draft=tree.draft,
             )
         )
     if output.finish is not None:

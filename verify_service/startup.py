@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.choice import attention_for
 from foredraft.config.services import VerifyConfig
-from foredraft.config.speculation import with_tree_defaults
+from foredraft.config.speculation import HEADS, MODELS, with_tree_defaults
 from foredraft.errors import ConfigError
 from foredraft.kvcache.draft_marks import DraftMarks
 from foredraft.kvcache.page_pool import PagePool
@@ -21,16 +22,14 @@ from foredraft.layers.packed import pack_linears
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import load_model
 from foredraft.models.registry import resolve_model_path
-from foredraft.rpc.tls import service_identity
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
-from foredraft.text.tokenizer import tokenizer_fingerprint
-from foredraft.transport.device_exchange import StepSizes
-from verify_service.arena import Arena
 from verify_service.chooser import Chooser, Thresholds
-from verify_service.draft_client import DraftClient
+from verify_service.chosen_sizes import SizeRules
+from verify_service.draft_links import DraftLink, connect_drafts, infos_of, tree_limits_of
 from verify_service.draft_policy import DraftPolicy
 from verify_service.drafting import Drafting
+from verify_service.drafts import Drafts
 from verify_service.engine import Engine, EngineLimits
 from verify_service.hidden_states import HiddenStates
 from verify_service.kv_type import kv_scales, kv_type
@@ -42,7 +41,7 @@ from verify_service.memory import (
     num_pages,
     workspace_bytes,
 )
-from verify_service.metrics import SpeculationMetrics
+from verify_service.metrics import AnyMetrics
 from verify_service.scheduler import Scheduler
 from verify_service.self_test import SelfTest, built_in_prompts
 from verify_service.simulation import SimulatedAcceptance
@@ -52,8 +51,6 @@ from verify_service.target_step import TargetStep
 logger = logging.getLogger(__name__)
 
 CPU_PAGE_SIZE, GPU_PAGE_SIZE = 32, 16
-# What these keep for a token depends on the token after it too.
-SHIFTED_ALGORITHMS = ("EAGLE", "EAGLE3", "MTP")
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32)
 
 
@@ -111,97 +108,13 @@ def load_target(config: VerifyConfig) -> Target:
     return Target(model, path, name, device, weight_bytes)
 
 
-def connect_draft(
-    config: VerifyConfig, target: Target, metrics: SpeculationMetrics
-) -> "DraftLink | None":
-    """Starts the connection to the configured draft and waits for it to say what it needs.
-
-    A draft that does not answer in time is left to connect later; its KV is then not counted.
-    """
-    if not config.draft or config.speculative_algorithm == "NONE":
-        return None
-    config = with_tree_defaults(config, target.model.config.architecture)
-    link = DraftLink(config, target, metrics)
-    link.client.start()
-    if link.client.wait(config.draft_wait) is None:
-        logger.warning(
-            "the draft at %s has not answered in %.0f s; serving without it until it does",
-            config.draft,
-            config.draft_wait,
-        )
-    return link
-
-
-class DraftLink:
-    """A draft client and what its attach message needs; the sizes are known only after sizing the pool."""
-
-    def __init__(self, config: VerifyConfig, target: Target, metrics: SpeculationMetrics) -> None:
-        self._config = config
-        self._target = target
-        self._metrics = metrics
-        self._limits: EngineLimits | None = None
-        self._fingerprint = tokenizer_fingerprint(target.path)
-        nodes = config.tree_limits[2]
-        self.arena = Arena(
-            config.draft,
-            target.model.config.hidden_size,
-            target.model.config.num_layers,
-            max_bytes=config.arena_mb << 20,
-            # Of a step and of the one before it, whose answer may not have been read.
-            useful_rows=2 * (config.chunked_prefill_size + config.max_running_requests * nodes),
-            required=config.require_transport,
-            device=target.device,
-            shared={
-                "embedding": target.model.embedding.weight,
-                "lm_head": target.model.lm_head.weight,
-            },
-            steps=StepSizes(config.max_running_requests, config.tree_limits[0] + 1, nodes - 1),
-        )
-        self.client = DraftClient(
-            config.draft,
-            self._attach,
-            config.draft_step_timeout,
-            self._on_state,
-            self.arena.attached,
-            self.arena.ended,
-            service_identity(config),
-        )
-
-    def sized(self, limits: EngineLimits) -> None:
-        """From now on the client may attach."""
-        self._limits = limits
-        self.client.allow_attach()
-
-    def _on_state(self, state: str) -> None:
-        logger.info("draft: %s", state)
-        if state == "attached":
-            self._metrics.attaches.inc()
-
-    def _attach(self, info: draft_pb2.GetDraftInfoResponse, epoch: int) -> draft_pb2.AttachRequest:
-        limits, model = self._limits, self._target.model.config
-        assert limits is not None
-        steps, topk, tokens = self._config.tree_limits
-        return draft_pb2.AttachRequest(
-            epoch=epoch,
-            target_fingerprint=model.fingerprint,
-            architecture=model.architecture,
-            hidden_size=model.hidden_size,
-            num_layers=model.num_layers,
-            vocab_size=model.vocab_size,
-            tokenizer_fingerprint=self._fingerprint,
-            page_size=limits.page_size,
-            num_pages=limits.num_pages,
-            max_batch=limits.max_running_requests,
-            max_context=limits.context_length,
-            limits=draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens),
-            draft_sampling=self._config.speculative_draft_sampling,
-            arena=self.arena.open(info, epoch),
-            weights=self.arena.weights(info, epoch),
-        )
+def connect_draft(config: VerifyConfig, target: Target, metrics: AnyMetrics) -> list[DraftLink]:
+    """Starts the connections to the configured drafts; see `connect_drafts`."""
+    return connect_drafts(config, target.model, target.path, target.device, metrics)
 
 
 def build_engine(
-    config: VerifyConfig, target: Target, metrics: SpeculationMetrics, link: DraftLink | None
+    config: VerifyConfig, target: Target, metrics: AnyMetrics, links: Sequence[DraftLink]
 ) -> Engine:
     """Sizes the memory and puts the engine together; the engine is not started.
 
@@ -209,6 +122,7 @@ def build_engine(
         ConfigError: The flags do not fit the model or the memory.
     """
     config = with_tree_defaults(config, target.model.config.architecture)
+    tree_limits = tree_limits_of(links, config)
     model_config, device = target.model.config, target.device
     context_length = config.context_length or model_config.max_position_embeddings
     if context_length > model_config.max_position_embeddings:
@@ -217,14 +131,14 @@ def build_engine(
             f"{model_config.max_position_embeddings} positions"
         )
     page_size = config.page_size or (CPU_PAGE_SIZE if device.type == "cpu" else GPU_PAGE_SIZE)
-    info = link.client.info if link is not None else None
-    draft_bytes = info.kv_bytes_per_token * page_size if info is not None else 0
+    infos = infos_of(links)
+    draft_bytes = sum(info.kv_bytes_per_token for info in infos) * page_size
     kv_dtype = kv_type(config, target.dtype, device)
     target_bytes = model_config.kv_bytes_per_token(kv_dtype.itemsize) * page_size
     pages = num_pages(
         page_size=page_size,
         bytes_per_page=target_bytes + draft_bytes,
-        budget_bytes=_kv_budget(config, target, info),
+        budget_bytes=_kv_budget(config, target, tree_limits, infos),
         max_total_tokens=config.max_total_tokens,
         max_useful_tokens=config.max_running_requests * (context_length + page_size),
     )
@@ -235,7 +149,7 @@ def build_engine(
         page_size=page_size,
         max_running_requests=config.max_running_requests,
         eos_token_ids=frozenset(model_config.eos_token_ids),
-        max_nodes=config.tree_limits[2] - 1,
+        max_nodes=tree_limits[2] - 1,
     )
     # The scratch page takes what padding rows of captured steps write.
     scratch = 0 if device.type == "cpu" else 1
@@ -243,10 +157,8 @@ def build_engine(
     kv = PagedKV.for_model(model_config, pages, page_size, kv_dtype, device, scratch, scales)
     runner = ModelRunner(target.model, kv, attention_for(device))
     pool = PagePool(pages, page_size)
-    marks = DraftMarks(pool)
-    hidden = None
-    if link is not None:
-        hidden = HiddenStates(link.arena, marks, page_size, config.draft_refill_tokens)
+    drafts = {link.name: _drafting(link, pool, limits, metrics) for link in links}
+    reader = next((hidden for hidden, _ in drafts.values() if hidden is not None), None)
     scheduler = Scheduler(
         pool,
         None if config.disable_radix_cache else PrefixTree(pool),
@@ -254,29 +166,23 @@ def build_engine(
         chunked_prefill_size=config.chunked_prefill_size,
         max_queue=config.max_queued_requests,
         context_length=context_length,
-        usable_prefix=hidden.usable_prefix if hidden is not None else None,
-        look_ahead=int(config.speculative_algorithm in SHIFTED_ALGORITHMS),
+        usable_prefix=reader.usable_prefix if reader is not None else None,
+        look_ahead=int(any(name in HEADS for name in config.algorithms)),
     )
     thresholds = Thresholds(
         config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc
     )
-    drafting = None
-    if link is not None and hidden is not None:
-        drafting = Drafting(
-            link.client,
-            marks,
-            page_size,
-            limits.vocab_size,
-            config.tree_limits[:2],
-            config.speculative_ngram_scope,
-            config.draft_refill_tokens,
-            metrics,
-            hidden,
-        )
+    drafting: Drafting | Drafts | None = None
+    if len(drafts) > 1:
+        drafting = Drafts({name: one for name, (_, one) in drafts.items()})
+    elif drafts:
+        [(_, drafting)] = drafts.values()
     self_test = None
-    if config.speculative_algorithm not in ("NONE", "NGRAM") and not config.skip_draft_self_test:
+    models = [name for name in config.algorithms if name in MODELS]
+    if models and not config.skip_draft_self_test:
         prompts = built_in_prompts(target.path, limits.vocab_size)
-        self_test = SelfTest(prompts, metrics.self_test_accept_length.set)
+        on_result = metrics.of(models[0]).self_test_accept_length.set
+        self_test = SelfTest(prompts, on_result, models[0] if len(drafts) > 1 else "")
     logger.info(
         "KV cache: %d tokens in %d pages of %d, %s, %.0f MiB",
         pages * page_size,
@@ -285,17 +191,21 @@ def build_engine(
         str(kv_dtype).removeprefix("torch."),
         pages * target_bytes / 2**20,
     )
-    target_step = _target_step(config, runner, limits, thresholds, info)
+    target_step = _target_step(config, runner, limits, thresholds, tree_limits, infos)
     times = None
-    if drafting is not None and config.speculative_adaptive:
+    if len(links) > 1 or (links and config.speculative_adaptive):
         times = _measure(target_step, runner, pool)
-    if link is not None:
-        link.sized(limits)
+    for link in links:
+        link.sized(limits.num_pages, limits.page_size, limits.context_length)
+    rules: DraftPolicy | SizeRules = DraftPolicy(times, limits.max_nodes, tree_limits[0])
+    if len(links) > 1:
+        shapes = [(one.config.tree_limits[2] - 1, one.config.tree_limits[0]) for one in links]
+        rules = SizeRules(times, shapes, config.speculative_adaptive)
     return Engine(
         target_step,
         scheduler,
         drafting,
-        DraftPolicy(times, limits.max_nodes, config.tree_limits[0]),
+        rules,
         limits,
         metrics,
         self_test,
@@ -303,18 +213,40 @@ def build_engine(
     )
 
 
+def _drafting(
+    link: DraftLink, pool: PagePool, limits: EngineLimits, metrics: AnyMetrics
+) -> tuple[HiddenStates | None, Drafting]:
+    """The engine's side of a draft, and what keeps hidden states if it is one that may read them."""
+    config, page_size = link.config, limits.page_size
+    marks = DraftMarks(pool)
+    hidden = HiddenStates(link.arena, marks, page_size, config.draft_refill_tokens)
+    drafting = Drafting(
+        link.client,
+        marks,
+        page_size,
+        limits.vocab_size,
+        config.tree_limits[:2],
+        config.speculative_ngram_scope,
+        config.draft_refill_tokens,
+        metrics.of(link.name),
+        hidden,
+    )
+    return hidden if config.speculative_algorithm in HEADS else None, drafting
+
+
 def _target_step(
     config: VerifyConfig,
     runner: ModelRunner,
     limits: EngineLimits,
     thresholds: Thresholds,
-    info: draft_pb2.GetDraftInfoResponse | None,
+    tree_limits: tuple[int, int, int],
+    infos: Sequence[draft_pb2.GetDraftInfoResponse],
 ) -> TargetStep:
     """Runs the target, on a GPU by captured graphs unless these are switched off."""
     simulated = None
     if config.simulate_accept_length is not None:
         logger.warning("acceptance is simulated: the text is meaningless")
-        simulated = SimulatedAcceptance(config.simulate_accept_length, config.tree_limits[0])
+        simulated = SimulatedAcceptance(config.simulate_accept_length, tree_limits[0])
     device = runner.model.device
     chooser = Chooser(limits.vocab_size, device, limits.eos_token_ids, thresholds, simulated)
     if device.type == "cpu" or config.disable_cuda_graph:
@@ -323,7 +255,7 @@ def _target_step(
     from verify_service.graph_step import GraphStep
 
     started = time.monotonic()
-    max_rows = limits.max_nodes + 1 if info is not None else 1
+    max_rows = limits.max_nodes + 1 if infos else 1
     graphs = DecodeGraphs(
         runner.model,
         runner.kv,
@@ -332,30 +264,35 @@ def _target_step(
             config.cuda_graph_max_bs or limits.max_running_requests, limits.max_running_requests
         ),
         max_rows=max_rows,
-        max_path=config.tree_limits[0] + 1,
+        max_path=tree_limits[0] + 1,
         max_tokens=limits.context_length,
         num_slots=limits.max_running_requests,
         simulate=simulated is not None,
     )
-    layers = tuple(info.hidden.layers) if info is not None and info.HasField("hidden") else ()
+    layers = next((tuple(info.hidden.layers) for info in infos if info.HasField("hidden")), ())
     graphs.warm_up(layers)
     logger.info("captured %d CUDA graphs in %.1f s", len(graphs.shapes), time.monotonic() - started)
     return GraphStep(runner, chooser, graphs, simulated)
 
 
 def _kv_budget(
-    config: VerifyConfig, target: Target, info: draft_pb2.GetDraftInfoResponse | None
+    config: VerifyConfig,
+    target: Target,
+    tree_limits: tuple[int, int, int],
+    infos: Sequence[draft_pb2.GetDraftInfoResponse],
 ) -> int:
     """Bytes for KV pages, of target and draft together."""
     if target.device.type == "cpu":
         return int(available_host_bytes() * (config.mem_fraction_static or CPU_FRACTION))
     free, total = torch.cuda.mem_get_info(target.device)
     fraction = config.mem_fraction_static or GPU_FRACTION
-    max_rows = config.tree_limits[2] if info is not None else 1
-    draft = 0
-    if info is not None and info.device_uuid:
-        # A draft that has answered has loaded its weights; the rest it allocates when it is attached.
-        draft = info.workspace_bytes + info.bytes_per_sequence * config.max_running_requests
+    max_rows = tree_limits[2] if infos else 1
+    # A draft that has answered has loaded its weights; the rest it allocates when it is attached.
+    draft = sum(
+        info.workspace_bytes + info.bytes_per_sequence * config.max_running_requests
+        for info in infos
+        if info.device_uuid
+    )
     budget = GpuBudget(
         total=total,
         used=total - free,
@@ -365,7 +302,7 @@ def _kv_budget(
             target.dtype.itemsize,
             config.chunked_prefill_size,
             config.max_running_requests * max_rows,
-            len(info.hidden.layers) if info is not None else 0,
+            sum(len(info.hidden.layers) for info in infos),
         ),
         draft=draft,
     )

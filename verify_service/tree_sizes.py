@@ -6,7 +6,9 @@ from foredraft.speculation.draft_tree import DraftTree
 from verify_service.chooser import VerifyRows
 from verify_service.draft_plan import NO_WAIT, Observed, Offer, Plan, Wait, Want
 from verify_service.draft_policy import DraftPolicy
-from verify_service.drafting import NOTHING, Drafted, Drafting
+from verify_service.drafting import Drafting
+from verify_service.metrics import AnyMetrics
+from verify_service.proposals import NOTHING, Drafted
 from verify_service.request import Sequence as RequestSequence
 from verify_service.step_plan import DecodeSlot
 
@@ -18,6 +20,7 @@ class TreeSizes:
         drafting: The draft's side, or None for plain decoding.
         max_nodes: Of a tree.
         is_probe: Whether a sequence is the engine's own, for which everything is drafted.
+        serves: Whether this is the draft of a sequence, where there are several.
 
     Attributes:
         policy: How much to draft.
@@ -29,11 +32,13 @@ class TreeSizes:
         drafting: Drafting | None,
         max_nodes: int,
         is_probe: Callable[[RequestSequence], bool],
+        serves: Callable[[RequestSequence], bool] = lambda sequence: True,
     ) -> None:
         self.policy = policy
         self._drafting = drafting
         self._max_nodes = max_nodes
         self._is_probe = is_probe
+        self._serves = serves
         self._cut: dict[int, DraftTree] = {}  # proposals that were verified in part
 
     def plan(self, sequences: Sequence[RequestSequence], other_rows: int = 0) -> Plan:
@@ -46,7 +51,12 @@ class TreeSizes:
         if drafting is None or not drafting.available:
             return Plan([0] * len(sequences), 1)
         wanted = [
-            Want(drafting.history(one), self._limit(one), self._is_probe(one)) for one in sequences
+            Want(
+                drafting.history(one),
+                self.limit(one) if self._serves(one) else 0,
+                self._is_probe(one),
+            )
+            for one in sequences
         ]
         if drafting.is_cheap:
             return self.policy.ask(wanted)
@@ -66,11 +76,14 @@ class TreeSizes:
                 proposal.confidence,
                 self._is_probe(slot.seq),
             )
+            if self._serves(slot.seq)
+            else Offer(drafting.history(slot.seq), 0, asked=False)
             for slot, proposal in zip(slots, proposals, strict=True)
         ]
         nodes = self.policy.trim(offers).nodes
         for slot, tree, num_nodes in zip(slots, trees, nodes, strict=True):
-            if num_nodes < len(tree) and slot.seq.grammar is None:
+            is_whole = num_nodes == len(tree) or slot.seq.grammar is not None
+            if not is_whole and self._serves(slot.seq):
                 self._cut[slot.seq.request_id] = tree
         return [tree.first(num_nodes) for tree, num_nodes in zip(trees, nodes, strict=True)]
 
@@ -79,12 +92,26 @@ class TreeSizes:
     ) -> Wait:
         """What a step waited for that took `seconds` to begin."""
         drafting = self._drafting
-        asked = [slot.max_tree_nodes for slot in slots if slot.max_tree_nodes]
+        asked = [
+            slot.max_tree_nodes for slot in slots if slot.max_tree_nodes and self._serves(slot.seq)
+        ]
         if drafting is None or not asked:
             return NO_WAIT
         if drafting.is_cheap:
             return Wait(1, len(asked), seconds)
         return Wait(min(max(asked), drafting.depth), len(asked), seconds) if drafted else NO_WAIT
+
+    def draft_everything(self) -> None:
+        """From now on the whole tree is drafted in each step, whether it pays or not: for benchmarks."""
+        self.policy = DraftPolicy(None, self._max_nodes, self.depth)
+
+    def draft_of(self, sequence: RequestSequence) -> str:
+        """Name of the draft that drafted for a sequence last, where there are several."""
+        return ""
+
+    def publish(self, metrics: AnyMetrics) -> None:
+        """Says whether the draft is attached."""
+        metrics.of("").available.set(self._drafting is not None and self._drafting.available)
 
     @property
     def depth(self) -> int:
@@ -119,7 +146,8 @@ class TreeSizes:
         rows = num_rows // batch if self.policy.is_padded else num_rows
         self.policy.observe(Observed(batch, rows, seconds, tokens, wait))
 
-    def _limit(self, sequence: RequestSequence) -> int:
+    def limit(self, sequence: RequestSequence) -> int:
+        """Nodes that a tree of a sequence may have."""
         asked = sequence.speculation
         if asked.enabled is False or sequence.num_output_left <= 1:
             return 0

@@ -41,6 +41,10 @@ def create_drafter(config: DraftConfig) -> Drafter:
         ConfigError: The algorithm needs no draft service.
         CheckpointError: What is wrong with the draft model's files.
     """
+    if len(config.algorithms) > 1:
+        raise ConfigError(
+            f"--speculative-algorithm {config.speculative_algorithm}: a draft service drafts in one way; start one for each"
+        )
     make = _DRAFTERS.get(config.speculative_algorithm)
     if make is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`foredraft serve`: one of each service on this machine, seen from a terminal."""
+"""`foredraft serve`: the services on this machine, seen from a terminal."""
 
 import argparse
 import dataclasses
@@ -45,6 +45,9 @@ examples:
   foredraft serve --model-path big/ --speculative-algorithm STANDALONE \\
       --speculative-draft-model-path small/ --speculative-num-steps 5
       a small model drafts for a big one
+  foredraft serve --model-path big/ --speculative-algorithm EAGLE3,NGRAM \\
+      --speculative-draft-model-path head/
+      two drafts: each sequence gets the one that brings more
   FOREDRAFT_MODEL_PATH=model.gguf foredraft serve --speculative-algorithm NONE
       plain decoding, configured by a variable
 """
@@ -129,7 +132,7 @@ class Terminal:
             if self._plain:
                 print(line, file=sys.stderr, flush=True)
             else:
-                prefix = (f"{name:>7} │ ", _COLOURS.get(name, ""))
+                prefix = (f"{name:>7} │ ", _COLOURS.get(name.partition("-")[0], ""))
                 self._console.print(Text.assemble(prefix, line), soft_wrap=True)
         except OSError:
             return

@@ -1,4 +1,4 @@
-"""One gateway, one verifier and one draft on this machine: flags, sockets, ports, models. Shows nothing."""
+"""One gateway, one verifier and its drafts on this machine: flags, sockets, ports, models. Shows nothing."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from foredraft.cli.mps import Mps
 from foredraft.cli.supervisor import Service, Supervisor
 from foredraft.config.options import flag_of, option, to_flags, variable_of
 from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
-from foredraft.config.speculation import HEADS
+from foredraft.config.speculation import HEADS, each_draft
 from foredraft.errors import ConfigError
 from foredraft.models.hub import is_repository
 from foredraft.models.registry import resolve_model_path
@@ -27,6 +27,15 @@ _PORT_HOSTS = {
     "verify_metrics_port": "metrics_host",
     "draft_metrics_port": "metrics_host",
 }
+# Fields in which a draft beside others differs from what `serve` was given.
+_DRAFT_FIELDS = (
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+    "speculative_token_map",
+    "speculative_draft_model_quantization",
+    "enable_multi_layer_eagle",
+)
 # Fields that name a model, and those that name its revision on a hub.
 _MODEL_FIELDS = {
     "model_path": "revision",
@@ -39,7 +48,9 @@ class ServeConfig(GatewayConfig, VerifyConfig, DraftConfig):
     """What `foredraft serve` takes: every service's flags but those that wire them together, and two of its own."""
 
     verify_metrics_port: int = option(0, "Port of the verifier's /metrics; 0 takes a free one.")
-    draft_metrics_port: int = option(0, "Port of the draft's /metrics; 0 takes a free one.")
+    draft_metrics_port: int = option(
+        0, "Port of the (first) draft's /metrics; 0 takes a free one, as further drafts do."
+    )
     mps: bool = option(
         False,
         "Run verifier and draft under a private daemon of NVIDIA's Multi-Process Service, which saves about 0.16 ms per "
@@ -84,7 +95,7 @@ def resolve_models(values: Mapping[str, Any]) -> dict[str, Any]:
         path = getattr(config, name)
         if not path:
             continue
-        is_head = name != "model_path" and config.speculative_algorithm in HEADS
+        is_head = name != "model_path" and any(one in HEADS for one in config.algorithms)
         resolved[name] = str(resolve_model_path(path, getattr(config, revision), bins=is_head))
         # What the services get is a directory.
         resolved.pop(revision, None)
@@ -101,10 +112,10 @@ def make_supervisor(
     on_line: Callable[[str, str], None] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Supervisor:
-    """A supervisor of one gateway, one verifier and, unless the algorithm is NONE, one draft.
+    """A supervisor of one gateway, one verifier and, unless the algorithm is NONE, a draft for each algorithm.
 
-    Its `urls` are `http`, `grpc` (host:port), `metrics`, `verify_metrics` and `draft_metrics`. The sockets' directory
-    goes with `LocalStack.stop`.
+    Its `urls` are `http`, `grpc` (host:port), `metrics`, `verify_metrics` and `draft_metrics`, with several drafts
+    `draft-ALGORITHM_metrics` for each. The sockets' directory goes with `LocalStack.stop`.
 
     Args:
         values: Fields of ServeConfig that were set.
@@ -116,13 +127,18 @@ def make_supervisor(
     """
     config = check(values)
     directory = make_runtime_directory()
-    sockets = {name: f"unix:{directory}/{name}.sock" for name in ("gateway", "verify", "draft")}
-    ports = _choose_ports(config)
+    drafts = _drafts(config)
+    sockets = {name: f"unix:{directory}/{name}.sock" for name in ("gateway", "verify", *drafts)}
+    ports = _choose_ports(config, len(drafts) - 1)
     host, metrics_host = reachable_host(config.host), reachable_host(config.metrics_host)
-    has_draft = config.speculative_algorithm != "NONE"
-    metrics_pages = [f"{metrics_host}:{ports['verify_metrics_port']}"]
-    if has_draft:
-        metrics_pages.append(f"{metrics_host}:{ports['draft_metrics_port']}")
+    draft_ports = [
+        ports["draft_metrics_port"],
+        *(ports[f"draft {i}"] for i in range(1, len(drafts))),
+    ]
+    pages = {
+        name: f"{metrics_host}:{port}" for name, port in zip(drafts, draft_ports, strict=False)
+    }
+    metrics_pages = [f"{metrics_host}:{ports['verify_metrics_port']}", *pages.values()]
     services = [
         Service(
             name="gateway",
@@ -147,7 +163,7 @@ def make_supervisor(
                 VerifyConfig,
                 values,
                 listen=sockets["verify"],
-                draft=sockets["draft"] if has_draft else "",
+                draft=_addresses(drafts, sockets),
                 metrics_port=ports["verify_metrics_port"],
             ),
             health=sockets["verify"],
@@ -161,25 +177,27 @@ def make_supervisor(
         "metrics": f"{scheme}://{host}:{ports['port']}/metrics",
         "verify_metrics": f"http://{metrics_pages[0]}/metrics",
     }
-    if has_draft:
+    for (name, one), port in zip(drafts.items(), draft_ports, strict=False):
         command = _command(
             "draft_service",
             DraftConfig,
             values,
-            listen=sockets["draft"],
-            metrics_port=ports["draft_metrics_port"],
+            # What a draft beside others has of its own, even where it is nothing.
+            **({} if len(drafts) == 1 else {field: getattr(one, field) for field in _DRAFT_FIELDS}),
+            listen=sockets[name],
+            metrics_port=port,
         )
         services.append(
             Service(
-                name="draft",
+                name=name,
                 command=command,
-                health=sockets["draft"],
+                health=sockets[name],
                 max_deaths=None,
                 hang_checks=3,
                 stop_seconds=5,
             )
         )
-        urls["draft_metrics"] = f"http://{metrics_pages[1]}/metrics"
+        urls[f"{name}_metrics"] = f"http://{pages[name]}/metrics"
     unbuffered = {**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"}
     # Only the service that needs a secret gets it.
     for name in _secret_names(ServeConfig):
@@ -251,16 +269,38 @@ def _secrets(config: type, values: Mapping[str, Any]) -> dict[str, str]:
     return {variable_of(name): values[name] for name in _secret_names(config) if values.get(name)}
 
 
-def _choose_ports(config: ServeConfig) -> dict[str, int]:
-    """The ports that were asked for, if they can be had, and free ones for 0. They are left for the services to take."""
+def _drafts(config: ServeConfig) -> dict[str, ServeConfig]:
+    """The configuration of each draft as if it were the only one, by the name of its service."""
+    drafts = [one for one in each_draft(config) if one.speculative_algorithm != "NONE"]
+    if len(drafts) == 1:
+        return {"draft": drafts[0]}
+    return {f"draft-{one.speculative_algorithm.lower()}": one for one in drafts}
+
+
+def _addresses(drafts: Mapping[str, ServeConfig], sockets: Mapping[str, str]) -> tuple[str, ...]:
+    """What the verifier is told of the drafts."""
+    if len(drafts) < 2:
+        return tuple(sockets[name] for name in drafts) or ("",)  # whatever a variable says
+    return tuple(f"{one.speculative_algorithm}={sockets[name]}" for name, one in drafts.items())
+
+
+def _choose_ports(config: ServeConfig, num_more: int = 0) -> dict[str, int]:
+    """The ports that were asked for, if they can be had, and free ones for 0. They are left for the services to take.
+
+    Args:
+        num_more: Free ports for metrics beside, named "draft 1" and so on.
+    """
     chosen: dict[str, int] = {}
+    more = {f"draft {i + 1}": "metrics_host" for i in range(num_more)}
+    hosts = {**_PORT_HOSTS, **more}
+    ports = {name: 0 if name in more else getattr(config, name) for name in hosts}
     with contextlib.ExitStack() as probes:
-        for name in sorted(_PORT_HOSTS, key=lambda name: getattr(config, name) == 0):
-            port = getattr(config, name)
+        for name in sorted(hosts, key=lambda name: ports[name] == 0):
+            port = ports[name]
             for other in chosen:
                 if port and chosen[other] == port:
                     raise ConfigError(f"{flag_of(other)} and {flag_of(name)} are both {port}")
-            host = getattr(config, _PORT_HOSTS[name])
+            host = getattr(config, hosts[name])
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             probe = probes.enter_context(socket.socket(family))
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

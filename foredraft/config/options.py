@@ -24,6 +24,7 @@ def option(
     internal: bool = False,
     aliases: Sequence[str] = (),
     secret: bool = False,
+    joined: bool = False,
 ) -> Any:
     """Declares a configuration field.
 
@@ -34,6 +35,7 @@ def option(
         internal: The field wires services together; `foredraft serve` sets it itself and hides it.
         aliases: Other flags with the same meaning, such as SGLang's newer names.
         secret: The value is handed to services by its variable alone: others can read a command line.
+        joined: Several of the choices may be given, with commas between them.
     """
     metadata = {
         "help": help,
@@ -41,6 +43,7 @@ def option(
         "internal": internal,
         "aliases": tuple(aliases),
         "secret": secret,
+        "joined": joined,
     }
     if isinstance(default, list | dict):
         raise TypeError("use an immutable default")
@@ -162,9 +165,11 @@ def given_values(
         choices = field.metadata["choices"]
         if choices and value is not None:
             folded = {choice.lower(): choice for choice in choices}
-            if str(value).lower() not in folded:
-                raise ConfigError(f"{source}: {value!r} is not one of {', '.join(choices)}")
-            value = folded[str(value).lower()]
+            parts = str(value).split(",") if field.metadata["joined"] else [str(value)]
+            for part in parts:
+                if part.strip().lower() not in folded:
+                    raise ConfigError(f"{source}: {part!r} is not one of {', '.join(choices)}")
+            value = ",".join(folded[part.strip().lower()] for part in parts)
         values[field.name] = value
     return values
 

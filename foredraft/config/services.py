@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from foredraft.config.options import option
 from foredraft.config.speculation import SpeculationConfig
+from foredraft.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -104,7 +105,11 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
     listen: str = option(
         "127.0.0.1:50052", "Address of the verifier's gRPC: host:port or unix:/path.", internal=True
     )
-    draft: str = option("", "Address of the draft service; none when empty.", internal=True)
+    draft: tuple[str, ...] = option(
+        (),
+        "Address of the draft service; none when empty. With several algorithms NAME=ADDRESS for each of them.",
+        internal=True,
+    )
     context_length: int | None = option(
         None, "Longest sequence in tokens; the model's when absent."
     )
@@ -173,6 +178,32 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
     )
     grammar_memory_mb: int = option(512, "MiB that compiling a grammar may take.")
     drain_timeout: float = option(30.0, "Seconds that running requests get to finish on SIGTERM.")
+
+    def draft_addresses(self) -> dict[str, str]:
+        """By algorithm, in its order; empty where nothing is drafted.
+
+        Raises:
+            ConfigError: Drafts and algorithms do not fit each other.
+        """
+        given = [address for address in self.draft if address]
+        names = self.algorithms
+        if not given or names == ("NONE",):
+            return {}
+        found: dict[str, str] = {}
+        for text in given:
+            name, _, address = text.partition("=")
+            if name.upper() not in names:
+                name, address = names[0], text
+                if len(names) > 1:
+                    raise ConfigError(
+                        f"--draft {text}: must be NAME=ADDRESS, NAME one of {', '.join(names)}"
+                    )
+            if name.upper() in found:
+                raise ConfigError(f"--draft {text}: {name.upper()} has an address already")
+            found[name.upper()] = address
+        if missing := [name for name in names if name not in found]:
+            raise ConfigError(f"--draft: no address for {', '.join(missing)}")
+        return {name: found[name] for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,16 @@
 """What is drafted: the flags of speculation, and which combinations of them can be served."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from foredraft.config.options import option
 from foredraft.errors import ConfigError
 
 ALGORITHMS = ("NONE", "NGRAM", "STANDALONE", "EAGLE", "NEXTN", "EAGLE3", "MTP")
 HEADS = ("EAGLE", "EAGLE3", "MTP")
+MODELS = ("STANDALONE", *HEADS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +19,11 @@ class SpeculationConfig:
 
     speculative_algorithm: str = option(
         "NGRAM",
-        "How tokens are drafted: NONE, NGRAM, STANDALONE, EAGLE (EAGLE-2; NEXTN is another name of it), EAGLE3 or MTP.",
+        "How tokens are drafted: NONE, NGRAM, STANDALONE, EAGLE (EAGLE-2; NEXTN is another name of it), EAGLE3 or MTP. "
+        "NGRAM and one that has a model may be given together, as in EAGLE3,NGRAM: each sequence is drafted for by the "
+        "better one.",
         choices=ALGORITHMS,
+        joined=True,
     )
     speculative_draft_model_path: str = option(
         "",
@@ -105,9 +110,18 @@ class SpeculationConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.speculative_algorithm == "NEXTN":
-            object.__setattr__(self, "speculative_algorithm", "EAGLE")
-        check_speculation(self)
+        names = ["EAGLE" if name == "NEXTN" else name for name in self.algorithms]
+        object.__setattr__(self, "speculative_algorithm", ",".join(names))
+        if len(names) == 1:
+            check_speculation(self)
+        else:
+            check_together(names)
+            each_draft(self)  # checks them one by one
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """One for each draft; NONE alone where nothing is drafted."""
+        return tuple(self.speculative_algorithm.split(","))
 
     @property
     def ngram_window(self) -> tuple[int, int]:
@@ -122,7 +136,9 @@ class SpeculationConfig:
 
     @property
     def tree_limits(self) -> tuple[int, int, int]:
-        """(steps, topk, draft tokens) with the algorithm's defaults filled in."""
+        """(steps, topk, draft tokens) with the algorithm's defaults filled in; of several drafts the largest of each."""
+        if len(self.algorithms) > 1:
+            return largest_limits([one.tree_limits for one in each_draft(self)])
         if self.speculative_algorithm == "NONE":
             return 0, 0, 1
         if self.speculative_algorithm == "NGRAM":
@@ -135,6 +151,37 @@ class SpeculationConfig:
 
 
 C = TypeVar("C", bound=SpeculationConfig)
+
+
+def largest_limits(limits: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
+    """The largest steps, topk and draft tokens of several drafts' (steps, topk, draft tokens)."""
+    steps, topk, tokens = zip(*limits, strict=True)
+    return max(steps), max(topk), max(tokens)
+
+
+def each_draft(config: C) -> list[C]:
+    """The configuration of each draft as if it were the only one.
+
+    Raises:
+        ConfigError: It cannot be served.
+    """
+    if len(config.algorithms) == 1:
+        return [config]
+    without_model: dict[str, Any] = {
+        "speculative_draft_model_path": "",
+        "speculative_draft_model_revision": "",
+        "speculative_token_map": "",
+        "speculative_draft_model_quantization": "unquant",
+        "enable_multi_layer_eagle": False,
+    }
+    return [
+        dataclasses.replace(
+            config,
+            speculative_algorithm=name,
+            **({} if name in MODELS else without_model),
+        )
+        for name in config.algorithms
+    ]
 
 
 def with_tree_defaults(config: C, architecture: str, on_cpu: bool = False) -> C:
@@ -158,6 +205,20 @@ def with_tree_defaults(config: C, architecture: str, on_cpu: bool = False) -> C:
         speculative_eagle_topk=1 if on_cpu else 4,
         speculative_num_draft_tokens=6 if on_cpu else 8,
     )
+
+
+def check_together(algorithms: Sequence[str]) -> None:
+    """Raises ConfigError for algorithms that cannot draft beside each other."""
+    given = "--speculative-algorithm " + ",".join(algorithms)
+    if "NONE" in algorithms:
+        raise ConfigError(f"{given}: NONE goes with no other")
+    if len(set(algorithms)) < len(algorithms):
+        raise ConfigError(f"{given}: each may be given once")
+    models = [name for name in algorithms if name in MODELS]
+    if len(models) > 1:
+        raise ConfigError(
+            f"{given}: {' and '.join(models)} have a model each; one of them may stand beside NGRAM"
+        )
 
 
 def check_speculation(config: SpeculationConfig) -> None:

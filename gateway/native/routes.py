@@ -118,6 +118,7 @@ def make_router(serving: Serving) -> APIRouter:
             "speculative_num_steps": info.speculative_num_steps,
             "speculative_eagle_topk": info.speculative_eagle_topk,
             "speculative_num_draft_tokens": info.speculative_num_draft_tokens,
+            "drafts": [{"name": draft.name, "model": draft.model} for draft in info.drafts],
             "verifiers": {
                 target: {
                     "waiting": load.waiting,

@@ -133,6 +133,7 @@ class Reply(ABC):
         tree = step.tree or verify_pb2.VerifiedTree()
         return {
             "tokens": step.num_tokens,
+            "draft": tree.draft or None,
             "drafted": [
                 {"id": token, "text": self._text(token), "parent": parent}
                 for token, parent in zip(tree.tokens, tree.parents, strict=True)

@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from foredraft.config.options import to_flags
 from foredraft.config.services import DraftConfig, VerifyConfig
+from foredraft.config.speculation import each_draft
 from foredraft.models.speculation import resolve
 from foredraft.types import SamplingParams, SpeculationParams
 from tests.support.drafts import DraftProcess
 from verify_service.engine import Engine
 from verify_service.live_requests import EngineRequest
-from verify_service.metrics import SpeculationMetrics
+from verify_service.metrics import speculation_metrics
 from verify_service.outputs import Finish, Load, StepOutput, TokenLogprob
 from verify_service.startup import build_engine, connect_draft, load_target
 
 if TYPE_CHECKING:  # llguidance may be absent
     from verify_service.grammar.matcher import CompiledGrammar
 
+CHANGED = ("speculative_algorithm", "speculative_draft_model_path")  # of each of several drafts
 DRAFT_FLAGS = {field.name for field in fields(DraftConfig)} - {"listen"}
 
 
@@ -103,17 +105,18 @@ class Collector:
 
 @dataclass(slots=True)
 class Harness:
-    """A running engine and its draft."""
+    """A running engine and its draft, the first where there are several; all are in `drafts`, by algorithm."""
 
     engine: Engine
     draft: DraftProcess | None
+    drafts: dict[str, DraftProcess] = field(default_factory=dict)
 
     def run(self, jobs: Sequence[Job], timeout: float = 120) -> list[Result]:
         """Runs jobs together."""
         return Collector(self.engine, len(jobs)).run(jobs, timeout)
 
     def wait_for_draft(self, timeout: float = 60.0) -> None:
-        """Returns when a draft is attached: after a start, which on a GPU captures graphs, or after a kill."""
+        """Returns when all drafts are attached: after a start, which on a GPU captures graphs, or after a kill."""
         deadline = time.monotonic() + timeout
         while not self.engine.load().draft_available:
             assert time.monotonic() < deadline, "the draft was not attached"
@@ -137,8 +140,10 @@ def accept_length(results: Sequence[Result]) -> float:
 
 
 @contextlib.contextmanager
-def running_engine(model_path: Path, algorithm: str = "NONE", **flags: Any) -> Iterator[Harness]:
-    """An engine on `model_path` (float32, one thread) with the draft service that `algorithm` needs."""
+def running_engine(
+    model_path: Path, algorithm: str = "NONE", wait: bool = True, **flags: Any
+) -> Iterator[Harness]:
+    """An engine on `model_path` (float32, one thread) with the draft services that `algorithm` needs."""
     flags = {
         "model_path": str(model_path),
         "speculative_algorithm": algorithm,
@@ -150,21 +155,28 @@ def running_engine(model_path: Path, algorithm: str = "NONE", **flags: Any) -> I
         **flags,
     }
     with contextlib.ExitStack() as stack:
-        draft = None
-        if algorithm != "NONE":
-            draft_flags = {name: value for name, value in flags.items() if name in DRAFT_FLAGS}
-            draft = DraftProcess(*to_flags(draft_flags))
-            stack.enter_context(draft)
-            flags["draft"] = draft.target
+        drafts = {}
+        for one in each_draft(VerifyConfig(**flags)):
+            name = one.speculative_algorithm
+            if name != "NONE":
+                values = {field.name: getattr(one, field.name) for field in fields(one)}
+                drafts[name] = DraftProcess(
+                    *to_flags(
+                        {key: values[key] for key in (*flags, *CHANGED) if key in DRAFT_FLAGS}
+                    )
+                )
+                stack.enter_context(drafts[name])
+        if "draft" not in flags:
+            flags["draft"] = tuple(f"{name}={draft.target}" for name, draft in drafts.items())
         config = resolve(VerifyConfig(**flags))
-        metrics = SpeculationMetrics(algorithm)
+        metrics = speculation_metrics(config.algorithms)
         target = load_target(config)
-        link = connect_draft(config, target, metrics)
-        engine = build_engine(config, target, metrics, link)
+        links = connect_draft(config, target, metrics)
+        engine = build_engine(config, target, metrics, links)
         engine.start()
         try:
-            harness = Harness(engine, draft)
-            if link is not None:
+            harness = Harness(engine, next(iter(drafts.values()), None), drafts)
+            if links and wait:
                 harness.wait_for_draft()
             yield harness
         finally:

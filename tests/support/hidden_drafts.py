@@ -244,7 +244,7 @@ def engine_with(drafter: Drafter, model_path: Path, **flags: Any) -> Iterator[Ha
                 "max_total_tokens": 4096,
                 "draft_step_timeout": 20.0,
                 "skip_draft_self_test": True,
-                "draft": draft.target,
+                "draft": (draft.target,),
                 **flags,
             }
         )

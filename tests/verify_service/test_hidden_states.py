@@ -17,7 +17,7 @@ from tests.support.checkpoints import SMALL, VOCAB_SIZE, make_checkpoint
 from tests.support.eager_ahead import EagerAhead
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
-from verify_service import startup
+from verify_service import draft_links, startup
 from verify_service.arena import Arena
 from verify_service.draft_news import split_news
 from verify_service.draft_plan import Plan
@@ -154,7 +154,7 @@ class SmallArena(Arena):
 def test_a_prompt_longer_than_the_ring_passes_in_pieces(
     target: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "Arena", SmallArena)
+    monkeypatch.setattr(draft_links, "Arena", SmallArena)
     rng = random.Random(1)
     prompts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(400)] for _ in range(3)]
     sampling = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
@@ -280,8 +280,8 @@ def test_a_draft_that_is_not_asked_is_told_now_and_then(target: Path) -> None:
     with engine_with(drafter, target, **FLAGS) as harness:
         wait_for_draft(harness)
         engine = harness.engine
-        limit = engine._sizes._limit
-        engine._sizes._limit = lambda seq: 0 if seq.num_output < 80 else limit(seq)
+        limit = engine._sizes.limit
+        engine._sizes.limit = lambda seq: 0 if seq.num_output < 80 else limit(seq)
         run(harness, drafter, work)
         assert harness.engine._drafting._hidden._runs == {}
     told = [request for request in drafter.requests if request.sequences]

@@ -17,11 +17,11 @@ from tests.support.toy_target import ToyTarget, decode
 from verify_service.acceptance import DraftHistory
 from verify_service.draft_plan import Plan, Want
 from verify_service.draft_policy import DraftPolicy
-from verify_service.drafting import Drafted, Member, Wanted
 from verify_service.engine import Engine, EngineLimits
 from verify_service.live_requests import EngineRequest
 from verify_service.metrics import SpeculationMetrics
 from verify_service.outputs import Load, StepOutput
+from verify_service.proposals import Drafted, Member, Wanted
 from verify_service.request import Sequence as RequestSequence
 from verify_service.scheduler import Scheduler
 from verify_service.target_step import DeviceOutcome

@@ -40,7 +40,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "model_path", "architecture", "vocab_size", "context_length", "kv_tokens", "page_size", "eos_token_ids", "max_running_requests", "speculative_algorithm", "draft_model", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "dtype", "device", "version", "weight_bytes")
+    __slots__ = ("model", "model_path", "architecture", "vocab_size", "context_length", "kv_tokens", "page_size", "eos_token_ids", "max_running_requests", "speculative_algorithm", "draft_model", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "dtype", "device", "version", "weight_bytes", "drafts")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class GetModelInfoResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_path: str
     architecture: str
@@ -77,7 +78,16 @@ class GetModelInfoResponse(_message.Message):
     device: str
     version: str
     weight_bytes: int
-    def __init__(self, model: _Optional[str] = ..., model_path: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_running_requests: _Optional[int] = ..., speculative_algorithm: _Optional[str] = ..., draft_model: _Optional[str] = ..., speculative_num_steps: _Optional[int] = ..., speculative_eagle_topk: _Optional[int] = ..., speculative_num_draft_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., version: _Optional[str] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
+    drafts: _containers.RepeatedCompositeFieldContainer[ConfiguredDraft]
+    def __init__(self, model: _Optional[str] = ..., model_path: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_running_requests: _Optional[int] = ..., speculative_algorithm: _Optional[str] = ..., draft_model: _Optional[str] = ..., speculative_num_steps: _Optional[int] = ..., speculative_eagle_topk: _Optional[int] = ..., speculative_num_draft_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., version: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., drafts: _Optional[_Iterable[_Union[ConfiguredDraft, _Mapping]]] = ...) -> None: ...
+
+class ConfiguredDraft(_message.Message):
+    __slots__ = ("name", "model")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class FlushCacheRequest(_message.Message):
     __slots__ = ()
@@ -217,14 +227,16 @@ class SequenceOutput(_message.Message):
     def __init__(self, id: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., tree: _Optional[_Union[VerifiedTree, _Mapping]] = ...) -> None: ...
 
 class VerifiedTree(_message.Message):
-    __slots__ = ("tokens", "parents", "accepted")
+    __slots__ = ("tokens", "parents", "accepted", "draft")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
     accepted: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ...) -> None: ...
+    draft: str
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., draft: _Optional[str] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("logprob", "top_tokens", "top_logprobs")

@@ -1,0 +1,155 @@
+"""What a draft was asked for and what it answered: trees are checked, and handed out by request."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.speculation.draft_tree import EMPTY, DraftTree, sanitize
+from verify_service.metrics import SpeculationMetrics
+from verify_service.request import Sequence as RequestSequence
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A proposal that was checked."""
+
+    tree: DraftTree
+    confidence: int
+
+
+NOTHING = Drafted(EMPTY, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A sequence that decodes in the coming step.
+
+    Attributes:
+        max_nodes: That its pages have room for, or that are asked for to find out.
+        is_trial: The proposal will not be verified, so that no step need wait for it.
+    """
+
+    sequence: RequestSequence
+    max_nodes: int
+    is_trial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A sequence that goes on behind a step under way.
+
+    Attributes:
+        row: Its place in that step.
+        num_nodes: Of the tree that it wants; 0 for none.
+    """
+
+    sequence: RequestSequence
+    row: int
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A proposal that was asked for to find out how good it is.
+
+    Attributes:
+        position: Tokens that the sequence had.
+    """
+
+    sequence: RequestSequence
+    position: int
+    drafted: Drafted
+
+
+class Proposals:
+    """Belongs to the engine's thread.
+
+    Args:
+        vocab_size: Of the target.
+
+    Attributes:
+        trees: Of the newest round, by request; a sequence without one has no entry.
+    """
+
+    def __init__(self, vocab_size: int, metrics: SpeculationMetrics) -> None:
+        self.trees: dict[int, Drafted] = {}
+        self._vocab_size = vocab_size
+        self._metrics = metrics
+        self._asked: dict[int, dict[int, tuple[Wanted, int]]] = {}  # by step and slot
+        self._due: set[int] = set()  # steps of the newest round whose answers will be verified
+        self._tried: list[Tried] = []
+        self._warned = False
+
+    def reset(self) -> None:
+        """Another draft is attached, or none: nothing more will come."""
+        self._asked.clear()
+        self._due.clear()
+        self.trees = {}
+
+    def begin(self) -> None:
+        """Another round: trees of the last one are verified by now."""
+        self._due.clear()
+        self.trees = {}
+
+    def expect(self, step: int, asked: Mapping[int, Wanted]) -> None:
+        """Takes what a step that was sent asks for, by slot."""
+        if not asked:
+            return
+        self._asked[step] = {
+            slot: (want, len(want.sequence.tokens)) for slot, want in asked.items()
+        }
+        if not all(want.is_trial for want in asked.values()):
+            self._due.add(step)
+
+    @property
+    def are_due(self) -> bool:
+        """Whether something will be verified that has not come."""
+        return bool(self._due)
+
+    @property
+    def are_open(self) -> bool:
+        """Whether anything that was asked for has not come."""
+        return bool(self._asked)
+
+    def read(self, response: draft_pb2.StepResponse) -> int:
+        """Takes an answer.
+
+        Returns:
+            For how many sequences trees had been asked for.
+        """
+        asked = self._asked.pop(response.step, {})
+        self._due.discard(response.step)
+        count = len(asked)
+        for proposal in response.proposals:
+            want, position = asked.pop(proposal.slot, (None, 0))
+            if want is None:
+                self._complain(1, f"a proposal for slot {proposal.slot}, which asked for none")
+                continue
+            tree, num_bad = sanitize(
+                proposal.tokens, proposal.parents, self._vocab_size, want.max_nodes
+            )
+            if num_bad:
+                self._complain(num_bad, f"{num_bad} unusable nodes for slot {proposal.slot}")
+            drafted = Drafted(tree, proposal.confidence)
+            if want.is_trial:
+                self._tried.append(Tried(want.sequence, position, drafted))
+            elif tree.tokens:
+                self.trees[want.sequence.request_id] = drafted
+        for want, position in asked.values():
+            if want.is_trial:
+                self._tried.append(Tried(want.sequence, position, NOTHING))
+        return count
+
+    def take_tried(self) -> list[Tried]:
+        """What came of trials since the last call."""
+        tried, self._tried = self._tried, []
+        return tried
+
+    def _complain(self, count: int, what: str) -> None:
+        self._metrics.invalid_nodes.inc(count)
+        if not self._warned:
+            self._warned = True
+            logger.warning("the draft sent %s; more are counted, not logged", what)
