@@ -8,6 +8,7 @@ from foredraft.attention.base import AttentionBackend
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.draft_head import DraftHead, HeadOutput
 from foredraft.runner.batch import SequenceRows, build_batch
+from foredraft.runner.heap import keep_freed_memory
 
 
 class HeadRunner:
@@ -23,6 +24,8 @@ class HeadRunner:
         self.head = head
         self.kv = kv
         self.attention = attention
+        if kv.data.device.type == "cpu":
+            keep_freed_memory()
 
     @torch.inference_mode()
     def fuse(self, rows: torch.Tensor) -> torch.Tensor:

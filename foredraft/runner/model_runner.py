@@ -8,6 +8,7 @@ from foredraft.attention.base import AttentionBackend
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel, ModelOutput
 from foredraft.runner.batch import SequenceRows, build_batch
+from foredraft.runner.heap import keep_freed_memory
 
 ForwardOutput = ModelOutput
 
@@ -25,6 +26,8 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self.attention = attention
+        if kv.data.device.type == "cpu":
+            keep_freed_memory()
 
     @torch.inference_mode()
     def forward(
