@@ -162,6 +162,7 @@ class Bench:
             "fixed": rates,
             "context": steps[-1].context / batch,
             "steps_by_rows": dict(Counter(step.rows for step in steps)),
+            "slowest_ms": [round(s.seconds * 1e3, 1) for s in sorted(steps, key=by_seconds)[-4:]],
         }
 
 
@@ -185,6 +186,7 @@ def main() -> int:
     add("--layers", type=int, default=32, help="fewer for debugging")
     add("--mps", action="store_true", help="run under a private MPS daemon")
     add("--none", action="store_true", help="also time plain decoding in an engine without a draft")
+    add("--steps", type=Path, help="file for all steps: end, seconds, batch, rows, tokens, context")
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -219,14 +221,19 @@ def measure(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) -> N
     """Everything of one engine, put into `result` as it comes."""
     times: Any = bench.adaptive._times
     result["measured_at_start_ms"] = {f"{b}x{r}": s * 1e3 for (b, r), s in times.table().items()}
-    bench.meter.resize(1)
-    bench.fixed(1, times.rows(1)[-1], 0.5, 0.5)  # warms up
+    for batch in args.batch:  # warms up
+        bench.meter.resize(batch)
+        for size in (1, times.rows(batch)[-1], 1, times.rows(batch)[-1]):
+            bench.fixed(batch, size, 0.5, 0.15)
     bench.costs = Costs()
     for batch in args.batch:
         cells = [
             bench.cell(batch, acceptance, times.rows(batch), args) for acceptance in args.acceptance
         ]
         for cell in cells:
+            if not cell["steps"]:
+                print(f"batch {batch}, acceptance {cell['acceptance']}: no step ended in time")
+                continue
             row = bench.ratios(cell)
             result["grid"].append(row)
             print(json.dumps(row), flush=True)
@@ -245,6 +252,14 @@ def measure(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) -> N
         name = f"acceptance, batch {batch}"
         result["transients"].append(bench.transient(name, phases, args.phase))
     bench.meter.resize(0)
+    if args.steps:
+        lines = (json.dumps([round(one, 6) for one in step]) for step in bench.meter.log.steps)
+        args.steps.write_text("\n".join(lines) + "\n")
+
+
+def by_seconds(step: Step) -> float:
+    """For the longest steps."""
+    return step.seconds
 
 
 def measure_none(meter: Meter, args: argparse.Namespace, result: dict[str, Any]) -> None:
