@@ -170,6 +170,8 @@ def each_draft(config: C) -> list[C]:
     without_model: dict[str, Any] = {
         "speculative_draft_model_path": "",
         "speculative_draft_model_revision": "",
+        "speculative_num_steps": None,
+        "speculative_eagle_topk": None,
         "speculative_token_map": "",
         "speculative_draft_model_quantization": "unquant",
         "enable_multi_layer_eagle": False,
@@ -266,14 +268,26 @@ def check_speculation(config: SpeculationConfig) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} must be in (0, 1], not {getattr(config, name)}"
             )
-    for name in ("speculative_num_steps", "speculative_eagle_topk"):
+    unused = {
+        "NONE": "nothing is drafted",
+        "NGRAM": "--speculative-num-draft-tokens and --speculative-ngram-max-bfs-breadth shape its trees",
+    }
+    for name, most in (("speculative_num_steps", 255), ("speculative_eagle_topk", 64)):
         value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if value is not None and not 1 <= value <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} must be in [1, {most}], not {value}")
+        if value is not None and algorithm in unused:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no use with --speculative-algorithm {algorithm}: {unused[algorithm]}"
+            )
     tokens = config.speculative_num_draft_tokens
     if tokens is not None and not 2 <= tokens <= 256:
         raise ConfigError(
             f"--speculative-num-draft-tokens must be in [2, 256], the root included, not {tokens}"
+        )
+    if tokens is not None and algorithm == "NONE":
+        raise ConfigError(
+            "--speculative-num-draft-tokens has no use with --speculative-algorithm NONE: nothing is drafted"
         )
     if algorithm == "STANDALONE" or algorithm in HEADS:
         _check_tree(config)

@@ -66,7 +66,27 @@ ILLEGAL: list[tuple[dict[str, Any], list[str]]] = [
     ({"speculative_accept_threshold_single": 0.0}, ["--speculative-accept-threshold-single"]),
     ({"speculative_accept_threshold_acc": 1.5}, ["--speculative-accept-threshold-acc"]),
     ({"speculative_num_steps": 0}, ["--speculative-num-steps"]),
+    ({"speculative_num_steps": 256}, ["--speculative-num-steps must be in [1, 255]"]),
     ({"speculative_eagle_topk": 0}, ["--speculative-eagle-topk"]),
+    ({"speculative_eagle_topk": 65}, ["--speculative-eagle-topk must be in [1, 64]"]),
+    *(
+        (
+            {"speculative_algorithm": algorithm, name: 4},
+            [f"--{name.replace('_', '-')} has no use with --speculative-algorithm {algorithm}"],
+        )
+        for algorithm, names in (
+            ("NGRAM", ("speculative_num_steps", "speculative_eagle_topk")),
+            (
+                "NONE",
+                (
+                    "speculative_num_steps",
+                    "speculative_eagle_topk",
+                    "speculative_num_draft_tokens",
+                ),
+            ),
+        )
+        for name in names
+    ),
     ({"speculative_num_draft_tokens": 1}, ["--speculative-num-draft-tokens"]),
     ({"speculative_num_draft_tokens": 257}, ["--speculative-num-draft-tokens"]),
     (
