@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from foredraft.models.registry import resolve_model_path
-from foredraft.speculation.noise import gumbel
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
 from tests.support.engines import Job, running_engine
+from tests.support.ties import first_difference, gap_between
 from verify_service.metrics import OVERLAPPED_STEPS
 
 pytestmark = [
@@ -96,24 +95,13 @@ def assert_same(
     ties = 0
     for job, ours, theirs in zip(work or jobs(path), got, expected, strict=True):
         if ours != theirs:
-            at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
-            gap = gap_between(path, job, theirs[:at], ours[at], theirs[at])
+            at = first_difference(ours, theirs)
+            assert at is not None
+            before = [*job.prompt, *theirs[:at]]
+            gap = gap_between(path, before, job.sampling, ours[at], theirs[at])
             assert gap < 1e-4, f"token {at} of {job.prompt[:5]}...: a gap of {gap}"
             ties += 1
     assert ties <= 1
-
-
-def gap_between(path: Path, job: Job, output: list[int], one: int, other: int) -> float:
-    """By how much the rule prefers one token to another, without filters and penalties, in float64."""
-    tokens = [*job.prompt, *output]
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[0, -1, [one, other]]
-    if job.sampling.temperature > 0:
-        seed, position = torch.tensor([job.sampling.seed]), torch.tensor([len(tokens)])
-        noise = gumbel(seed, position, torch.tensor([one, other]))[0].double()
-        logits = logits / job.sampling.temperature + noise
-    return abs(float(logits[0] - logits[1]))
 
 
 @pytest.fixture(scope="module")

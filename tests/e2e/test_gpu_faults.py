@@ -1,13 +1,19 @@
 """Drafts on the verifier's GPU that die or stand still with rows on their way: no token differs, and no memory is lost."""
 
+import contextlib
 import itertools
+import json
+import shutil
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from foredraft.cli import mps, stack
 from foredraft.models.registry import resolve_model_path
 from foredraft.telemetry.metrics import REGISTRY
 from foredraft.text.tokenizer import Tokenizer
@@ -16,11 +22,13 @@ from tests.support import engines
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.fault_cases import BlockCount, FaultyDraft, do_fault
 from tests.support.faulty_draft import FaultFile
+from tests.support.stack import eventually, running_stack
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
+AVAILABLE = "foredraft_draft_available"
 FLAGS = {
     "device": "cuda",
     "dtype": "float32",
@@ -147,3 +155,59 @@ def test_attaching_again_and_again_leaves_nothing(harness: Harness, demo: Path) 
     # What leaks does so in every round; others may use the GPU in some.
     lost = [before - after for before, after in itertools.pairwise(left)]
     assert min(lost) <= 0, left
+
+
+@pytest.mark.skipif(shutil.which(mps.CONTROL) is None, reason="needs NVIDIA's MPS")
+@pytest.mark.parametrize(("point", "action"), [("level 1", "SIGKILL"), ("planned", "FAULT")])
+def test_a_stack_under_mps_serves_again_by_itself(
+    point: str, action: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault on the GPU takes all clients of MPS along; a kill may."""
+    faults = FaultFile(tmp_path / "fault")
+    command = stack._command
+
+    def faulty(module: str, *args: Any, **wiring: Any) -> tuple[str, ...]:
+        module = FaultyDraft.module if module == "draft_service" else module
+        return command(module, *args, **wiring)
+
+    monkeypatch.setattr(stack, "_command", faulty)
+    monkeypatch.setenv("FAULT_FILE", str(faults.path))
+    flags = {**FLAGS, **DRAFT, "speculative_algorithm": "EAGLE3", "mps": True}
+    with running_stack(demo, **flags) as made:
+
+        def ask() -> str:
+            body = {"prompt": "def main():\n    parser = ", "max_tokens": 200, "temperature": 0}
+            request = urllib.request.Request(
+                f"{made.urls['http']}/v1/completions",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return str(json.load(response)["choices"][0]["text"])
+
+        def has_draft() -> bool:
+            page = urllib.request.urlopen(made.urls["verify_metrics"], timeout=10).read().decode()
+            lines = [line for line in page.splitlines() if line.startswith(AVAILABLE)]
+            return any(line.endswith(" 1.0") for line in lines)
+
+        eventually(has_draft, 60)
+        expected = ask()
+        assert ask() == expected
+        faults.arm(point, action)
+        deadline = time.monotonic() + 60
+        while not faults.has_happened:
+            assert time.monotonic() < deadline, "the draft did not come to that point"
+            with contextlib.suppress(OSError):
+                assert ask() == expected
+        returned = time.monotonic()
+
+        def serves() -> bool:
+            with contextlib.suppress(OSError):
+                return ask() == expected and has_draft()
+            return False
+
+        eventually(lambda: made.states()[-1].num_restarts > 0, 60)
+        eventually(serves, 120)
+        restarts = {state.name: state.num_restarts for state in made.states()}
+        print(f"{action}: serves again after {time.monotonic() - returned:.1f} s, {restarts}")
+        assert restarts["gateway"] == 0
