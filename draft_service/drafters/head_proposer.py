@@ -85,10 +85,10 @@ class HeadProposer(PagedProposer):
         )
 
         def forward(
-            batch: Batch, features: torch.Tensor | None
+            batch: Batch, features: torch.Tensor | None, sources: torch.Tensor | None
         ) -> tuple[torch.Tensor, torch.Tensor]:
             assert features is not None
-            output = head.forward(batch, features, runner.kv, runner.attention)
+            output = head.forward(batch, features, runner.kv, runner.attention, sources=sources)
             return output.logits, output.features
 
         graphs = DraftGraphs(

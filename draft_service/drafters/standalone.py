@@ -154,7 +154,7 @@ class _StandaloneProposer(PagedProposer):
         model = runner.model
 
         def forward(
-            batch: Batch, features: torch.Tensor | None
+            batch: Batch, features: torch.Tensor | None, sources: torch.Tensor | None
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             return model.forward(batch, runner.kv, runner.attention).logits, None
 

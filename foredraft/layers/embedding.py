@@ -27,6 +27,11 @@ class Embedding(nn.Module):
         # Rounded to the weights' type first, as Gemma was trained.
         self._scale = torch.tensor(scale, dtype=dtype).item() if scale != 1.0 else None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows of the table are embeddings as they are."""
+        return self._scale is None
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 [n] -> [n, hidden]."""
         rows = F.embedding(tokens, self.weight)

@@ -28,8 +28,28 @@ def rms_norm(
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     result = torch.empty_like(rows, memory_format=torch.contiguous_format) if out is None else out
-    _norm(rows, None, None, 0.0, weight, eps, full_precision, result, None)
+    _norm(rows, None, None, 0.0, weight, eps, full_precision, result, None, None)
     return result if out is not None else result.view(x.shape)
+
+
+def norm_of_rows(
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    full_precision: bool,
+    out: torch.Tensor,
+    copy: torch.Tensor | None = None,
+) -> None:
+    """The norm of some rows of a table.
+
+    Args:
+        table: [n, size], rows contiguous.
+        rows: int64 [m], which ones.
+        out: [m, size], written; may be a part of wider rows.
+        copy: [m, size], where the rows themselves go; may be a part of wider rows.
+    """
+    _norm(table, None, None, 0.0, weight, eps, full_precision, out, copy, rows)
 
 
 def add_norm(
@@ -51,7 +71,7 @@ def add_norm(
     """
     out = torch.empty_like(stream, memory_format=torch.contiguous_format)
     post_weight, post_eps = post if post is not None else (None, 0.0)
-    _norm(stream, delta, post_weight, post_eps, weight, eps, full_precision, out, copy)
+    _norm(stream, delta, post_weight, post_eps, weight, eps, full_precision, out, copy, None)
     return out
 
 
@@ -65,10 +85,11 @@ def _norm(
     full_precision: bool,
     out: torch.Tensor,
     copy: torch.Tensor | None,
+    picked: torch.Tensor | None,
 ) -> None:
     from foredraft.layers import triton_kernels
 
-    num_rows, size = x.shape
+    num_rows, size = out.shape
     if not num_rows:
         return
     block = _power_of_two(size)
@@ -77,11 +98,11 @@ def _norm(
         parts, part_stride, delta = delta.shape[0], delta.stride(0), delta[0]
     triton_kernels.norm[(num_rows,)](
         x, x if delta is None else delta, weight if post_weight is None else post_weight, weight,
-        out, x if copy is None else copy,
+        out, x if copy is None else copy, x if picked is None else picked,
         x.stride(0), 0 if delta is None else delta.stride(0), part_stride, out.stride(0),
         0 if copy is None else copy.stride(0), size, eps, post_eps,
         BLOCK=block, ADDS=delta is not None, PARTS=parts, POST=post_weight is not None,
-        COPIES=copy is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
+        COPIES=copy is not None, PICKS=picked is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
         **overlapped(x.device),
     )  # fmt: skip
 

@@ -41,6 +41,26 @@ class RMSNorm(nn.Module):
         result = self._norm(x)
         return result if out is None else out.copy_(result)
 
+    def of_rows(
+        self,
+        table: torch.Tensor,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        copy: torch.Tensor | None = None,
+    ) -> None:
+        """Writes the norm of the rows int64 [m] of a table [n, size] to `out` [m, size], and the rows themselves to `copy`.
+
+        Both may be parts of wider rows.
+        """
+        if fused.on_gpu(table):
+            eps, full = self.eps, self.full_precision
+            fused.norm_of_rows(table, rows, self.weight, eps, full, out, copy)
+            return
+        picked = table.index_select(0, rows)
+        if copy is not None:
+            copy.copy_(picked)
+        out.copy_(self._norm(picked))
+
     def add(
         self,
         stream: torch.Tensor,

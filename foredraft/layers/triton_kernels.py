@@ -16,12 +16,13 @@ def _normalized(x, weight, size, eps, dtype: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def norm(
-    x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr,
+    x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr, picked_ptr,
     x_stride, delta_stride, part_stride, out_stride, copy_stride, size, eps, post_eps,
     BLOCK: tl.constexpr, ADDS: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr,
-    FULL: tl.constexpr, DEPENDENT: tl.constexpr,
+    PICKS: tl.constexpr, FULL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row: x += delta, or the norm of delta; a copy of x; the norm of x. delta is a sum of PARTS."""
+    """One row: x += delta, or the norm of delta; a copy of x; the norm of x. delta is a sum of PARTS. With PICKS the row of x is
+    the one that picked_ptr names; nothing is added then."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < size
@@ -32,7 +33,10 @@ def norm(
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
+    source = row
+    if PICKS:
+        source = tl.load(picked_ptr + row)
+    x = tl.load(x_ptr + source * x_stride + columns, mask=is_column, other=0.0)
     if ADDS:
         delta_ptr += row * delta_stride + columns
         delta = tl.load(delta_ptr, mask=is_column, other=0.0)

@@ -182,9 +182,22 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def compute(
-        self, embeds: torch.Tensor, features: torch.Tensor, run: Pass, module: int
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        sources: torch.Tensor | None,
+        run: Pass,
+        module: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the LM head reads, the features of the next rows), [kept rows, hidden_size] each."""
+        """(what the LM head reads, the features of the next rows), [kept rows, hidden_size] each; see `forward`."""
+
+    def read(
+        self, tokens: torch.Tensor, features: torch.Tensor, sources: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(embeddings, features), [num_rows, hidden_size] each, of the rows that `compute` is given."""
+        if sources is not None:
+            features = features.index_select(0, sources)
+        return self.embedding(tokens), features
 
     def forward(
         self,
@@ -194,6 +207,7 @@ class DraftHead(nn.Module, ABC):
         attention: AttentionBackend,
         module: int = 0,
         all_features: bool = False,
+        sources: torch.Tensor | None = None,
     ) -> HeadOutput:
         """Computes the batch's rows and writes their keys and values to `kv`.
 
@@ -201,11 +215,12 @@ class DraftHead(nn.Module, ABC):
             features: [num_rows, hidden_size]: of `fuse`, or `HeadOutput.features` of the rows before.
             module: Which of `num_modules`.
             all_features: The features of all rows are wanted, not those of the rows whose logits are alone.
+            sources: int64 [num_rows], the row of `features` that each row continues; None for one after another.
         """
         angles = {rope: r.angles(batch.positions, self._dtype) for rope, r in self._rotary.items()}
         plan = attention.plan(batch, kv, self._windows, self._group_size)
         run = Pass(angles, batch, kv, attention, plan, None if all_features else batch.logit_rows)
-        scored, following = self.compute(self.embedding(batch.tokens), features, run, module)
+        scored, following = self.compute(batch.tokens, features, sources, run, module)
         if all_features and batch.logit_rows is not None:
             scored = scored[batch.logit_rows]
         return HeadOutput(self.lm_head(scored), following)

@@ -48,9 +48,15 @@ class EagleHead(DraftHead):
         return found
 
     def compute(
-        self, embeds: torch.Tensor, features: torch.Tensor, run: Pass, module: int
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        sources: torch.Tensor | None,
+        run: Pass,
+        module: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DraftHead."""
+        embeds, features = self.read(tokens, features, sources)
         stream = self.fc(torch.cat((embeds, features), -1))
         x = stream
         norms = [*self._norms, None]

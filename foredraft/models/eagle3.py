@@ -97,13 +97,27 @@ class Eagle3Head(DraftHead):
         return found
 
     def compute(
-        self, embeds: torch.Tensor, features: torch.Tensor, run: Pass, module: int
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        sources: torch.Tensor | None,
+        run: Pass,
+        module: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DraftHead."""
-        size = features.shape[-1]
-        x = embeds.new_empty(embeds.shape[0], 2 * size)
-        self.embedding_norm(embeds, x[:, :size])
-        normed = self._norms[0](features, x[:, size:])
+        num_rows, size = len(tokens), features.shape[-1]
+        x = torch.empty(num_rows, 2 * size, dtype=self._dtype, device=self._device)
+        if self.embedding.is_plain:
+            self.embedding_norm.of_rows(self.embedding.weight, tokens, x[:, :size])
+        else:
+            self.embedding_norm(self.embedding(tokens), x[:, :size])
+        normed = x[:, size:]
+        if sources is None:
+            self._norms[0](features, normed)
+        else:
+            picked = features.new_empty(num_rows, size)
+            self._norms[0].of_rows(features, sources, normed, picked)
+            features = picked
         stream = normed if self.config.norm_before_residual else features
         norms = [*self._norms[1:], self.norm]
         for layer, next_norm in zip(self._layers, norms, strict=True):

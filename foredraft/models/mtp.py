@@ -76,8 +76,14 @@ class MTPHead(DraftHead):
         return found
 
     def compute(
-        self, embeds: torch.Tensor, features: torch.Tensor, run: Pass, module: int
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        sources: torch.Tensor | None,
+        run: Pass,
+        module: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DraftHead."""
+        embeds, features = self.read(tokens, features, sources)
         out = self._modules_by_depth[module](embeds, features, run.batch.positions, run)
         return out, out

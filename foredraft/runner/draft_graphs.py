@@ -29,8 +29,11 @@ from foredraft.speculation.tree_building import Ordering
 
 logger = logging.getLogger(__name__)
 
-# Tokens and features of rows in, float logits of the rows that a batch names and their features out.
-Forward = Callable[[Batch, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]]
+# Tokens of rows, features and which of them each row continues (None: one after another) in; logits of the rows that a batch
+# names and their features out.
+Forward = Callable[
+    [Batch, torch.Tensor | None, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]
+]
 
 
 class Beams(Protocol):
@@ -270,7 +273,7 @@ class DraftGraphs:
     def _extend(self, batch: int) -> None:
         batches = self._prepare(batch)
         features = self._features(batches.plan.places) if self._features is not None else None
-        logits, following = self._forward(batches.committed(), features)
+        logits, following = self._forward(batches.committed(), features, None)
         self._root_logits[:batch].copy_(logits)
         if self._root_features is not None and following is not None:
             self._root_features[:batch].copy_(following)
@@ -286,9 +289,8 @@ class DraftGraphs:
             tokens, sources = beams.grow(logits, self._token_map)
             if level + 1 == shape.num_steps:
                 break
-            read = None if features is None else features.index_select(0, sources)
             mask = beams.seen() if shape.topk > 1 else None
-            logits, features = self._forward(batches.level(level, tokens, mask), read)
+            logits, features = self._forward(batches.level(level, tokens, mask), features, sources)
         results = self._results[:batch]
         beams.write(results)
         records = self._uploads.on_device(batch)

@@ -54,6 +54,23 @@ def test_norm(dtype, full_precision, size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [40, 4096])
+def test_norm_of_rows_of_a_table(dtype, size):
+    norm, table = random_norm(size, False, dtype), random(9, size, dtype=dtype)
+    rows = torch.tensor([8, 0, 3, 3, 7])
+    weight, moved = norm.weight.to(DEVICE), table.to(DEVICE)
+    out = torch.zeros(5, 2 * size, dtype=dtype, device=DEVICE)
+    copy = torch.zeros(5, size, dtype=dtype, device=DEVICE)
+    fused.norm_of_rows(moved, rows.to(DEVICE), weight, 1e-5, False, out[:, size:], copy)
+    close(out[:, size:], norm(table[rows]), dtype)
+    assert torch.equal(copy.cpu(), table[rows])
+    assert not bool(out[:, :size].any())
+    want = torch.zeros(5, size, dtype=dtype)
+    norm.of_rows(table, rows, want)
+    assert torch.equal(want, norm(table[rows]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_post", [False, True])
 @pytest.mark.parametrize("with_copy", [False, True])
 def test_adding_and_norm(dtype, with_post, with_copy):
