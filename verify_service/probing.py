@@ -25,6 +25,7 @@ class Probing:
         self._stopped_until = 0.0
         self._steps_since_check = 0
         self._waiting = 0
+        self._lost_by_trial = 0.0  # seconds, by the last ones
 
     @property
     def is_stopped(self) -> bool:
@@ -56,7 +57,7 @@ class Probing:
     def plain_step(self, seconds: float, loss: float = 0.0) -> None:
         """Takes the time of a step without drafts, and what of it is owed to a step with drafts before it."""
         self.now += seconds
-        self._balance = min(self._balance + SHARE * seconds - loss, MOST_SAVED)
+        self._balance = min(self._balance + SHARE * seconds - min(loss, MOST_SAVED), MOST_SAVED)
         self._steps_since_check = 0
 
     def drafted_step(self, seconds: float, plain_seconds: float, was_trial: bool) -> bool:
@@ -69,7 +70,12 @@ class Probing:
         self._waiting = 0
         self._steps_since_check += 1
         loss = seconds - plain_seconds
-        self._balance = min(self._balance + SHARE * seconds - loss, MOST_SAVED)
+        owed = loss
+        if was_trial:
+            # One hiccup must not keep drafting off for a minute; if it comes again, it is none.
+            owed = min(loss, max(2 * self._lost_by_trial, MOST_SAVED))
+            self._lost_by_trial = max(loss, self._lost_by_trial / 2)
+        self._balance = min(self._balance + SHARE * seconds - owed, MOST_SAVED)
         if was_trial:
             return False
         # What drafting is believed to bring is not what pays for trials.

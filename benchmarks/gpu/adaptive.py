@@ -175,7 +175,7 @@ def main() -> int:
     add("--batch", nargs="+", type=int, default=[1, 8, 32, 64])
     add("--acceptance", nargs="+", type=float, default=list(ACCEPTANCES))
     add("--seconds", type=float, default=1.0, help="measured of a steady state")
-    add("--settle", type=float, default=0.7, help="before that")
+    add("--settle", type=float, default=1.3, help="before that")
     add(
         "--fixed",
         type=float,
