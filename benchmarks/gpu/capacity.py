@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.gpu.decode import MODES, flags_of
 from benchmarks.gpu.shapes import write_checkpoints
+from foredraft.config.services import KV_CACHE_DTYPES
 from tests.support.engines import running_engine
 
 
@@ -28,6 +29,7 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", default=["none", "chain"], choices=list(MODES))
     parser.add_argument("--mem-fraction-static", type=float, default=0.85)
     parser.add_argument("--batch", type=int, default=32, help="--max-running-requests")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES)
     parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
@@ -54,6 +56,7 @@ def _measure(mode: str, target: Path, head: Path, args: argparse.Namespace) -> d
     free, total = torch.cuda.mem_get_info()
     before = total - free
     flags["mem_fraction_static"] = args.mem_fraction_static
+    flags["kv_cache_dtype"] = args.kv_cache_dtype
     with running_engine(target, algorithm, **flags, max_total_tokens=None) as harness:
         engine = harness.engine
         runner = engine._target._runner

@@ -45,4 +45,4 @@ def test_8_bit_keys_and_values_of_bfloat16_weights(demo):
     exact = texts_of(demo, "NONE", "cpu", work)
     found = texts_of(demo, "NGRAM", "cuda", work, **flags)
     firsts = sum(a[:4] == b[:4] for a, b in zip(found, exact, strict=True))
-    assert firsts >= len(work) // 2, f"{firsts} of {len(work)} texts begin as without rounding"
+    assert firsts >= len(work) // 3, f"{firsts} of {len(work)} texts begin as without rounding"
