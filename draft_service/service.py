@@ -36,6 +36,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._on_lost = on_lost
         self._drafter: Drafter | None = None
         self._info = draft_pb2.GetDraftInfoResponse()
+        self._refusal = ""
         self._num_sessions = 0
         self._no_session = asyncio.Event()
         self._no_session.set()
@@ -129,9 +130,13 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             raise
         except AttachRefused as error:
             self._metrics.refused_attaches.inc()
-            logger.warning("refused to attach: %s", error)
+            # A verifier asks again and again, and is told the same.
+            if str(error) != self._refusal:
+                self._refusal = str(error)
+                logger.warning("refused to attach: %s", error)
             raise
         self._metrics.accepted_attaches.inc()
+        self._refusal = ""
         response.epoch = attach.epoch
         return session, response
 

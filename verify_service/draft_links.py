@@ -81,8 +81,10 @@ class DraftLink:
         self.client.allow_attach()
 
     def _on_state(self, state: str) -> None:
-        logger.info("%s: %s", f"draft {self.name}" if self.name else "draft", state)
-        if state == "attached":
+        is_attached = state == "attached"
+        level = logging.INFO if is_attached else logging.WARNING
+        logger.log(level, "%s: %s", f"draft {self.name}" if self.name else "draft", state)
+        if is_attached:
             self._metrics.attaches.inc()
 
     def _attach(self, info: draft_pb2.GetDraftInfoResponse, epoch: int) -> draft_pb2.AttachRequest:

@@ -172,6 +172,12 @@ def build_engine(
     thresholds = Thresholds(
         config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc
     )
+    if thresholds.lossy:
+        logger.warning(
+            "LOSSY: --speculative-accept-threshold-single %g and --speculative-accept-threshold-acc %g let drafts change the text",
+            thresholds.single,
+            thresholds.acc,
+        )
     drafting: Drafting | Drafts | None = None
     if len(drafts) > 1:
         drafting = Drafts({name: one for name, (_, one) in drafts.items()})

@@ -240,6 +240,14 @@ def _fill(
         if name not in targets and name not in known and not name.startswith(beyond)
     ]
     missing = [name for name in targets if name not in names]
+    # Modules that are not kept have to be there all the same.
+    first = [name for name in targets if name.startswith("mtp_layers.0.")]
+    missing += [
+        name
+        for prefix in beyond
+        for name in (prefix + own.removeprefix("mtp_layers.0.") for own in first)
+        if name not in names
+    ]
     if unexpected or missing:
         parts = [
             f"{what} tensor {', '.join(sorted(found)[:4])}"
@@ -258,6 +266,10 @@ def _fill(
         if not entry.dtype.is_floating_point:
             raise CheckpointError(f"{directory}: tensor {names[name]} has type {entry.dtype}")
         tensors.copy_to(names[name], target)
+        if not torch.isfinite(target).all():
+            raise CheckpointError(
+                f"{directory}: tensor {names[name]} has values that are infinite or no numbers in {target.dtype}"
+            )
 
 
 @torch.no_grad()

@@ -115,8 +115,11 @@ def read_token_map(path: str | os.PathLike[str], vocab_size: int) -> torch.Tenso
 def _load_ids(file: Path) -> torch.Tensor:
     try:
         loaded = torch.load(file, weights_only=True, map_location="cpu")
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{file}: not a list of token ids: {first_line(error)}") from error
+    except pickle.UnpicklingError as error:
+        # What torch says of it ends in advice to run what is in the file.
+        raise CheckpointError(f"{file}: holds more than numbers, or is no .pt file") from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {first_line(error)}") from error
     try:
         ids = torch.as_tensor(loaded)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,6 +1,7 @@
 """Draft heads: each forward against the papers' equations in float64, each published layout, and all that is refused."""
 
 import json
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -340,6 +341,7 @@ WRONG: dict[str, tuple[TinyHead, str]] = {
     "unexpected": (with_(EAGLE, layers__0__input_layernorm__weight=torch.ones(HIDDEN)),
         r"unexpected tensor layers\.0\.input_layernorm\.weight"),
     "second-layer": (with_(EAGLE, layers__1__mlp__up_proj__weight=torch.ones(1)), r"unexpected tensor layers\.1"),
+    "nan": (with_(EAGLE, fc__bias=torch.full((HIDDEN,), math.nan)), r"fc\.bias has values that are infinite or no num"),
     "shape": (with_(EAGLE, fc__weight=torch.ones(HIDDEN, HIDDEN)), r"fc\.weight has shape \[48, 48\].*\[48, 96\]"),
     "integers": (with_(EAGLE, fc__weight=torch.ones(HIDDEN, 2 * HIDDEN, dtype=torch.int64)), r"fc\.weight has type"),
     "twice": (with_(EAGLE, model__fc__weight=torch.ones(HIDDEN, 2 * HIDDEN)), r"fc\.weight.* are the same"),
@@ -357,6 +359,7 @@ WRONG: dict[str, tuple[TinyHead, str]] = {
     "activation": (with_(EAGLE, {"hidden_act": "relu"}), "activation 'relu'"),
     "embedding": (with_(EAGLE, embed_tokens__weight=torch.ones(9, HIDDEN)), r"embed_tokens\.weight has shape \[9"),
     "no-mtp-norm": (without(MTP, "model.mtp_layers.0.final_layernorm.weight"), "missing tensor mtp_layers"),
+    "mtp-second": (with_(MTP, {"num_nextn_predict_layers": 2}), r"missing tensor mtp_layers\.1\.final_layernorm"),
     "mtp-unknown": (with_(MTP, model__mtp_layers__1__x=torch.ones(1)), r"unexpected tensor model\.mtp_layers\.1\.x"),
 }  # fmt: skip
 
@@ -450,8 +453,9 @@ def test_a_reduced_vocabulary(target: Path, tmp_path: Path) -> None:
 )
 def test_a_broken_token_map_is_refused(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "map.pt")
-    with pytest.raises(CheckpointError, match=r"map\.pt"):
+    with pytest.raises(CheckpointError, match=r"map\.pt") as refused:
         read_token_map(tmp_path / "map.pt", VOCAB)
+    assert "weights_only" not in str(refused.value)
     with pytest.raises(CheckpointError, match="nowhere"):
         read_token_map(tmp_path / "nowhere", VOCAB)
 

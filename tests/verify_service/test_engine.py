@@ -294,12 +294,15 @@ def test_a_draft_that_is_not_asked_is_told_now_and_then_and_misses_nothing(
         assert result.finish.accepted_tokens == result.finish.drafted_tokens > 0
 
 
-def test_a_lossy_threshold_says_so_and_never_touches_greedy(target: Path) -> None:
+def test_a_lossy_threshold_says_so_and_never_touches_greedy(
+    target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     flags = {"speculative_accept_threshold_single": 0.001}
     with running_engine(target, "NGRAM", **flags) as harness:
         sampled = SamplingParams(temperature=1.0, seed=3, max_new_tokens=200, ignore_eos=True)
         lossy = harness.run([Job(REPEATING, sampled)])[0]
         greedy = harness.run([Job(REPEATING, GREEDY)])[0]
+    assert "LOSSY: --speculative-accept-threshold-single 0.001" in caplog.text
     assert lossy.finish.lossy
     assert not greedy.finish.lossy
     assert Reference(target).check(REPEATING, greedy.tokens, GREEDY, ENDS) == 0
