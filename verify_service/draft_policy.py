@@ -20,13 +20,14 @@ AT_RISK, MOST_AT_RISK = (
     0.15,
 )  # seconds that a single step may lose, for each sequence and in all
 EVALUATIONS = 32  # sums of rows at most that are compared for one depth
+HICCUP = 3.0  # times what a step was expected to take, at most, that it is taken to have taken
 ASK_MEMORY = 12  # proposals on which a sequence's worth of asking rests
 
 
 class DraftPolicy:
     """Chooses the trees of each step by expected tokens per second.
 
-    Which tokens come out never depends on it , so it may use any measurement. Where steps are
+    Which tokens come out never depends on it, so it may use any measurement. Where steps are
     padded all sequences of a step have the same number of rows and it chooses that; elsewhere it chooses node by node,
     the likeliest first. What does not pay is tried again now and then (`probing`).
 
@@ -150,9 +151,12 @@ class DraftPolicy:
         self._learn(times, step, is_changed)
         if is_drafted:
             plain = step.tokens * times.seconds(batch, plain_rows) / batch
-            if not self._is_trial and usual and step.wait.seconds:
-                # A new sequence's prompt, which the draft has to read, is no sign that drafting does not pay.
-                seconds -= max(step.wait.seconds - 2 * usual, 0.0)
+            if not self._is_trial and usual:
+                # Neither a hiccup nor a new sequence's prompt, which the draft has to read, is a sign that drafting
+                # does not pay.
+                if step.wait.seconds:
+                    seconds -= max(step.wait.seconds - 2 * usual, 0.0)
+                seconds = min(seconds, HICCUP * (times.seconds(batch, step.rows) + usual))
             if self._probing.drafted_step(seconds, plain, self._is_trial):
                 self._acceptance.doubt(self._probing.now)
         else:
