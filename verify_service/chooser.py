@@ -80,6 +80,11 @@ class Chooser:
         self._penalties: dict[int, penalties.PenaltyState] = {}
 
     @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The model's end tokens."""
+        return self._eos_token_ids
+
+    @property
     def is_lossy(self) -> bool:
         """Whether a token may be accepted that the rule did not choose."""
         return self._thresholds.lossy
@@ -87,12 +92,6 @@ class Chooser:
     def forget(self, sequence: RequestSequence) -> None:
         """Drops the state of a sequence that ended."""
         self._penalties.pop(sequence.request_id, None)
-
-    def committed(self, sequence: RequestSequence, tokens: Sequence[int]) -> None:
-        """Tells the penalties of a sequence which tokens were kept."""
-        state = self._penalties.get(sequence.request_id)
-        if state is not None:
-            state.commit(tokens)
 
     def choose(self, batch: Sequence[VerifyRows], logits: torch.Tensor) -> list[Outcome]:
         """Applies the rule at every row and walks each tree from its root.
@@ -205,8 +204,9 @@ class Chooser:
                 self._device,
                 self._eos_token_ids,
             )
-            state.commit(sequence.output)
             self._penalties[sequence.request_id] = state
+        # Not all steps choose here.
+        state.commit(sequence.tokens[sequence.num_prompt + state.num_committed :])
         output = sequence.num_output
         index = [output, *(output + depth for depth in depths(rows.tree.parents))]
         state.apply_(logits, paths(rows.tree), index)

@@ -326,6 +326,8 @@ class Engine:
             paths.append(outcome.verified.path)
             if sequence.status is Status.RUNNING:
                 self._commit(VerifyRows(sequence, tree, confidence), outcome, None)
+        if self._flight is not None:
+            self._ahead.choose(self._flight)
         self._tell(flight, result, starts, paths)
         self._sizes.observe(
             len(flight.sequences),
@@ -418,7 +420,6 @@ class Engine:
             return
         tokens = verified.tokens[:num_kept]
         self._scheduler.on_committed(sequence, num_chunk_tokens or num_kept)
-        self._target.committed(sequence, tokens)
         if not live.request.is_probe:
             self._speculation.generated(num_kept)
         figures = self._speculation.of(self._sizes.draft_of(sequence))

@@ -10,9 +10,8 @@ import torch
 from foredraft.models.decoder import ModelOutput
 from foredraft.runner.decode_graphs import DecodeGraphs
 from foredraft.runner.model_runner import ModelRunner
-from foredraft.runner.step_buffers import RunningStep, StepArrays
-from foredraft.speculation import penalties
-from foredraft.speculation.draft_tree import EMPTY, DraftTree, sanitize
+from foredraft.runner.step_buffers import StepArrays
+from foredraft.speculation.draft_tree import EMPTY, DraftTree
 from foredraft.speculation.triton_sampling import PAD, ROOT
 from foredraft.speculation.triton_steps import (
     COMMITTED,
@@ -22,9 +21,10 @@ from foredraft.speculation.triton_steps import (
     SLOT,
     TREE,
 )
-from foredraft.speculation.verification import Verified
 from foredraft.types import SamplingParams
-from verify_service.chooser import Chooser, Outcome, VerifyRows
+from verify_service.chooser import Chooser, VerifyRows
+from verify_service.graph_run import GraphRun
+from verify_service.late_step import LateRun, SlotTables, fill_adjustments, is_late
 from verify_service.request import Sequence as RequestSequence
 from verify_service.simulation import SimulatedAcceptance
 from verify_service.step_plan import PrefillChunk
@@ -38,59 +38,12 @@ from verify_service.target_step import (
 )
 
 
-class GraphRun(StartedStep):
-    """A replayed graph."""
-
-    def __init__(
-        self, running: RunningStep, num_rows: int, outcome: DeviceOutcome, vocab_size: int
-    ) -> None:
-        self.num_rows, self.outcome = num_rows, outcome
-        self._running, self._vocab_size = running, vocab_size
-        self._started = time.perf_counter()
-
-    @property
-    def is_done(self) -> bool:
-        """See StartedStep."""
-        return self._running.is_done
-
-    def finish(self) -> tuple[StepResult, list[DraftTree]]:
-        """See StartedStep."""
-        chosen = self._running.chosen()
-        outcomes = [
-            Outcome(Verified(path[:length], tokens[:length]))
-            for length, path, tokens in zip(
-                chosen.lengths.tolist(), chosen.paths.tolist(), chosen.tokens.tolist(), strict=True
-            )
-        ]
-        trees = [EMPTY] * len(outcomes)
-        if self.num_rows > 1:
-            sizes = np.count_nonzero(chosen.tree_parents >= 0, axis=1).tolist()
-            parents = (chosen.tree_parents[:, 1:] - 1).tolist()
-            trees = [
-                self._tree(tokens[:size], parents[:size])
-                for size, tokens, parents in zip(
-                    sizes, chosen.tree_tokens[:, 1:].tolist(), parents, strict=True
-                )
-            ]
-        num_logit_rows = len(outcomes) * self.num_rows
-        seconds = time.perf_counter() - self._started
-        first_rows = range(0, num_logit_rows, self.num_rows)
-        return (
-            StepResult(outcomes, self._running.output, first_rows, num_logit_rows, seconds),
-            trees,
-        )
-
-    def _tree(self, tokens: list[int], parents: list[int]) -> DraftTree:
-        tree, _ = sanitize(tokens, parents, self._vocab_size, len(tokens))
-        return tree if len(tree) == len(tokens) else EMPTY
-
-
 class GraphStep(TargetStep):
     """Runs a step by captured graphs where it can.
 
     Args:
         runner: Of the target, on a GPU.
-        chooser: For rows that the graphs cannot choose for: penalties, log-probabilities, grammars.
+        chooser: For steps that the graphs do not take: prompts, larger batches, lossy acceptance.
         graphs: Of the same model and cache.
         simulated: Replaces what is accepted, for benchmarks.
     """
@@ -106,6 +59,7 @@ class GraphStep(TargetStep):
         self._graphs = graphs
         self._simulated = simulated
         self._vocab_size = runner.model.config.vocab_size
+        self._tables = SlotTables(graphs.late, chooser.eos_token_ids, self._vocab_size)
 
     def measure(self) -> GridTimes:
         """Times the captured steps; what they read and write belongs to no sequence."""
@@ -121,13 +75,16 @@ class GraphStep(TargetStep):
 
     def can_start(self, batch: Sequence[VerifyRows]) -> bool:
         """See TargetStep."""
-        return len(batch) <= self._graphs.max_batch and all(map(self._is_plain, batch))
+        return len(batch) <= self._graphs.max_batch and not self._chooser.is_lossy
 
     def start(self, batch: Sequence[VerifyRows], capture: Sequence[int]) -> StartedStep:
         """See TargetStep."""
         num_rows = self._num_rows(batch)
+        sequences = [rows.sequence for rows in batch]
+        self._tables.update(sequences)
         self._fill_values(batch, num_rows)
-        return self._start([rows.sequence for rows in batch], num_rows, capture)
+        trees = [rows.tree for rows in batch]
+        return self._start(sequences, num_rows, capture, trees, [None] * len(batch))
 
     def start_ahead(
         self,
@@ -138,16 +95,19 @@ class GraphStep(TargetStep):
     ) -> StartedStep:
         """See TargetStep."""
         num_rows = self._graphs.row_size(len(batch), num_rows)
-        if fetch is not None:
-            fetch(self._graphs.trees)
         sequences = [rows.sequence for rows in batch]
         arrays = self._fill(sequences, num_rows)
+        if fetch is not None:
+            fetch(self._graphs.trees)
+            if any(rows.tree is not None and rows.sequence.grammar is not None for rows in batch):
+                self._graphs.send_trees()
         header = arrays.header
         header[:, COMMITTED] = -1
         header[:, TREE] = [-1 if rows.tree is None else rows.tree for rows in batch]
         header[:, NUM_ROWS] = [1 if rows.tree is None else num_rows for rows in batch]
         arrays.parents[:] = PAD
-        return self._start(sequences, num_rows, capture)
+        trees = [EMPTY] * len(batch)
+        return self._start(sequences, num_rows, capture, trees, [rows.tree for rows in batch])
 
     def run(
         self,
@@ -159,7 +119,9 @@ class GraphStep(TargetStep):
         if chunks or len(batch) > self._graphs.max_batch:
             return super().run(batch, chunks, capture)
         if self.can_start(batch):
-            return self.start(batch, capture).finish()[0]
+            step = self.start(batch, capture)
+            step.choose()
+            return step.finish()[0]
         started = time.perf_counter()
         num_rows = self._num_rows(batch)
         self._fill_values(batch, num_rows)
@@ -174,25 +136,28 @@ class GraphStep(TargetStep):
         return self._graphs.row_size(len(batch), 1 + max(len(rows.tree) for rows in batch))
 
     def _start(
-        self, sequences: Sequence[RequestSequence], num_rows: int, capture: Sequence[int]
+        self,
+        sequences: Sequence[RequestSequence],
+        num_rows: int,
+        capture: Sequence[int],
+        trees: Sequence[DraftTree],
+        rows: Sequence[int | None],
     ) -> GraphRun:
+        """Starts what was filled in; see `LateRun` for the arguments."""
         graphs, count = self._graphs, len(sequences)
-        is_filtered = any(_is_filtered(sequence.sampling) for sequence in sequences)
         # Hidden states that are captured anyway cost no second set of graphs.
-        running = graphs.start(count, num_rows, capture or graphs.capture, is_filtered)
-        outcome = DeviceOutcome(
-            count, graphs.accepted[:count], graphs.accepted_index, running.output
-        )
-        return GraphRun(running, num_rows, outcome, self._vocab_size)
-
-    def _is_plain(self, rows: VerifyRows) -> bool:
-        """Whether the rule needs nothing but logits, temperature, filters, seed and position."""
-        sampling = rows.sequence.sampling
-        return (
-            sampling.logprobs is None
-            and rows.sequence.grammar is None
-            and not penalties.needed(sampling)
-            and not self._chooser.is_lossy
+        capture = capture or graphs.capture
+        where = graphs.accepted[:count], graphs.accepted_index
+        if not any(map(is_late, sequences)):
+            is_filtered = any(_is_filtered(sequence.sampling) for sequence in sequences)
+            running = graphs.start(count, num_rows, capture, is_filtered)
+            outcome = DeviceOutcome(count, *where, running.output)
+            return GraphRun(running, num_rows, outcome, self._vocab_size)
+        has_logprobs = any(sequence.sampling.logprobs is not None for sequence in sequences)
+        step = graphs.start_late(count, num_rows, capture, has_logprobs)
+        outcome = DeviceOutcome(count, *where, step.output)
+        return LateRun(
+            graphs, self._tables, step, sequences, trees, rows, outcome, self._vocab_size
         )
 
     def _fill(self, sequences: Sequence[RequestSequence], num_rows: int) -> StepArrays:
@@ -207,6 +172,8 @@ class GraphStep(TargetStep):
             for s in samplings
         )
         header[:, SAMPLING] = np.frombuffer(words, np.int32).reshape(len(sequences), -1)
+        if any(map(is_late, sequences)):
+            fill_adjustments(header, sequences, num_rows)
         header[:, FORCED] = 0 if self._simulated is None else self._simulated.draw(len(sequences))
         return arrays
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from foredraft.speculation.draft_tree import DraftTree
+from verify_service import metrics
 from verify_service.chooser import VerifyRows
 from verify_service.draft_plan import NO_WAIT, Plan, Wait
 from verify_service.drafting import Drafting
@@ -61,6 +62,7 @@ class RunAhead:
     def start(self, batch: list[VerifyRows]) -> Flight:
         """Starts a step of which everything is known."""
         started = self._target.start(batch, self._capture)
+        started.choose()
         sequences = [rows.sequence for rows in batch]
         return self._flight(sequences, started, [rows.confidence for rows in batch])
 
@@ -75,17 +77,20 @@ class RunAhead:
         """
         drafting = self._drafting
         if drafting is not None and drafting.is_stale:
-            return None
+            return _drained("draft")
         going = self._scheduler.going_on(flight.sequences)
         nodes, num_rows = plan(going)
+        nodes = [_followed(*pair, num_rows) for pair in zip(going, nodes, strict=True)]
+        num_rows = num_rows if any(nodes) else 1
         reads_hidden = drafting is not None and drafting.capture is not None
         if any(nodes):
             if drafting is None or not drafting.can_follow(going):
-                return None
+                return _drained("draft")
         elif reads_hidden and flight.started.num_rows > 1:
-            return None  # which rows will be committed, and have to be kept for the draft?
-        if not self._scheduler.schedule_ahead(going, num_rows - 1):
-            return None
+            return _drained("draft")  # which rows will be committed, and have to be kept for it?
+        why_not = self._scheduler.schedule_ahead(going, num_rows - 1)
+        if why_not is not None:
+            return _drained(why_not)
         if not any(nodes):
             if reads_hidden and drafting is not None:
                 output = flight.started.outcome.output
@@ -100,7 +105,7 @@ class RunAhead:
         ]
         step = drafting.follow(members, flight.started.outcome)
         if step is None:
-            return None
+            return _drained("draft")
         flight.is_followed = True
         rows = [
             AheadRows(member.sequence, member.row if member.num_nodes else None)
@@ -113,19 +118,28 @@ class RunAhead:
         behind.draft_step, behind.wait = step, Wait(drafting.depth, len(going), None)
         return behind
 
+    def choose(self, flight: Flight) -> None:
+        """Lets the tokens of a step be chosen, now that what the one before it gave is committed. See `StartedStep`."""
+        self._await(flight, lambda: flight.started.is_ready)
+        flight.started.choose()
+
     def finish(self, flight: Flight) -> tuple[StepResult, list[DraftTree]]:
-        """Waits for a step; a draft that does not come is not waited for. See `StartedStep.finish`."""
-        drafting = self._drafting
-        if flight.draft_step and drafting is not None:
-            while not flight.started.is_done:
-                if drafting.is_late(time.perf_counter() - flight.started_at):
-                    drafting.abandon(flight.draft_step)
-                    time.sleep(RELEASE_SECONDS)
-                time.sleep(0)  # lets other threads run, and comes back at once
+        """Waits for a step. See `StartedStep.finish`."""
+        self._await(flight, lambda: flight.started.is_done)
         finished = flight.started.finish()
         for sequence in flight.sequences:
             sequence.num_in_flight -= flight.started.num_rows
         return finished
+
+    def _await(self, flight: Flight, is_over: Callable[[], bool]) -> None:
+        """Waits for something of a step that needs a draft's trees; a draft that does not come is not waited for."""
+        drafting = self._drafting
+        if flight.draft_step and drafting is not None:
+            while not is_over():
+                if drafting.is_late(time.perf_counter() - flight.started_at):
+                    drafting.abandon(flight.draft_step)
+                    time.sleep(RELEASE_SECONDS)
+                time.sleep(0)  # lets other threads run, and comes back at once
 
     def _flight(
         self, sequences: list[Sequence], started: StartedStep, confidences: list[int] | None = None
@@ -137,3 +151,17 @@ class RunAhead:
     @property
     def _capture(self) -> tuple[int, ...]:
         return (self._drafting.capture if self._drafting is not None else None) or ()
+
+
+def _drained(why: str) -> Flight | None:
+    """Counts a step behind which none is started, and gives none."""
+    metrics.DRAINED_STEPS.labels(why).inc()
+    return None
+
+
+def _followed(sequence: Sequence, num_nodes: int, num_rows: int) -> int:
+    """Nodes that a sequence verifies: none where its grammar takes too long to follow through a tree."""
+    if not num_nodes or sequence.grammar is None or sequence.grammar.max_nodes >= num_rows - 1:
+        return num_nodes
+    metrics.SLOW_GRAMMARS.inc()
+    return 0

@@ -184,7 +184,7 @@ class Scheduler:
 
     def schedule_ahead(
         self, going: list[Sequence], num_nodes: int, now: float | None = None
-    ) -> bool:
+    ) -> str | None:
         """Plans a step that decodes only, behind one whose outcome is not known yet, and reserves its pages.
 
         Args:
@@ -193,25 +193,28 @@ class Scheduler:
             now: `time.monotonic()` seconds.
 
         Returns:
-            Whether it may be started; not where somebody joins, leaves or is prefilled, or pages are short.
+            None where it may be started, else why not: somebody joins or leaves, a prompt has to be computed, nobody
+            goes on, or pages are short.
         """
         if self._cancelled or (time.monotonic() if now is None else now) >= self._next_deadline:
-            return False
+            return "leaves"
         if self._may_admit and self._waiting and self._free_slots:
-            return False
+            return "joins"
         # Whoever does not fly has a prompt to compute, or has just computed it.
         if any(not seq.num_in_flight for seq in self._running):
-            return False
+            return "prompt"
+        if not going:
+            return "ends"
         num_keys = [len(seq.tokens) + seq.num_in_flight + num_nodes for seq in going]
         missing = sum(
             max(0, self.pool.pages_for(keys) - len(seq.pages))
             for seq, keys in zip(going, num_keys, strict=True)
         )
-        if not going or missing > self.num_available_pages:
-            return False
+        if missing > self.num_available_pages:
+            return "pages"
         for seq, keys in zip(going, num_keys, strict=True):
             self._tables.grow(seq, keys)
-        return True
+        return None
 
     def on_committed(self, seq: Sequence, num_tokens: int) -> None:
         """Notes that the KV of `num_tokens` more tokens of `seq.tokens` is in its pages.

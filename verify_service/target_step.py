@@ -68,7 +68,7 @@ class AheadRows:
 
 
 class StartedStep(ABC):
-    """A step under way.
+    """A step under way. `choose` is called before anything is started behind it, and before `finish`.
 
     Attributes:
         num_rows: Rows of each sequence.
@@ -77,6 +77,15 @@ class StartedStep(ABC):
 
     num_rows: int
     outcome: DeviceOutcome
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `choose` would not wait."""
+        return True
+
+    @abstractmethod
+    def choose(self) -> None:
+        """Starts the choice of tokens, if that needs to know what the step before gave. Called once that is committed."""
 
     @property
     @abstractmethod
@@ -102,10 +111,6 @@ class TargetStep:
     def __init__(self, runner: ModelRunner, chooser: Chooser) -> None:
         self._runner = runner
         self._chooser = chooser
-
-    def committed(self, sequence: RequestSequence, tokens: Sequence[int]) -> None:
-        """Says which tokens were kept of a sequence."""
-        self._chooser.committed(sequence, tokens)
 
     def forget(self, sequence: RequestSequence) -> None:
         """Says that a sequence has ended."""

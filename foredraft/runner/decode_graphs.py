@@ -5,7 +5,6 @@ trees are read from device memory, so a step needs one upload, one launch and on
 the outcome of the one before it is known on the host.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -14,60 +13,45 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from foredraft.attention.base import AttentionBackend, Batch
-from foredraft.attention.paged_triton import TritonPlan, splits_for
+from foredraft.attention.base import AttentionBackend
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel, ModelOutput
-from foredraft.runner.step_buffers import RunningStep, StepArrays, pinned
-from foredraft.speculation.triton_sampling import (
-    PAD,
-    choose_tokens,
-    commit_paths,
-    prepare_trees,
-    walk_trees,
-)
-from foredraft.speculation.triton_steps import (
-    HEADER,
-    MIN_P,
-    NUM_ROWS,
-    SEED_LOW,
-    SLOT,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    TREE,
-    Begun,
-    Ended,
-    begin_step,
-    end_step,
-    pretend_paths,
-)
+from foredraft.runner.decode_step import DecodeStep, StepKind
+from foredraft.runner.step_buffers import UNDER_WAY, RunningStep, StepArrays, pinned
+from foredraft.speculation.triton_sampling import PAD
+from foredraft.speculation.triton_steps import ADJUSTED, HEADER, MASK, SLOT, TREE
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
-
 LEAST_ROWS = 32  # of a step that is worth a graph of its own between one row per sequence and all
 PAGE_UPDATES = 8192  # of one upload
-UNDER_WAY = 3  # steps whose host memory must not be written yet: one that runs, one behind it, one being filled in
 
 
 @dataclass(frozen=True, slots=True)
-class _Key:
-    batch: int
-    rows: int
-    capture: tuple[int, ...]
-    is_filtered: bool = False
+class _LateGraphs:
+    """The two halves of a step, and what the first gives."""
 
-
-@dataclass(slots=True)
-class _Forward:
-    """What the forward of one shape reads and gives, in memory that its graph keeps."""
-
+    forward: torch.cuda.CUDAGraph
+    choice: torch.cuda.CUDAGraph
     output: ModelOutput
-    begun: Begun
-    positions: torch.Tensor
-    tables: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LateStep:
+    """A step whose forward was started; `DecodeGraphs.choose_late` starts the rest.
+
+    Attributes:
+        output: As that of `RunningStep`.
+        num_sequences: Without padding.
+        turn: Which of the buffers are its own.
+        forwarded: When the forward is done.
+    """
+
+    kind: StepKind
+    output: ModelOutput
+    num_sequences: int
+    turn: int
+    forwarded: torch.cuda.Event
 
 
 class DecodeGraphs:
@@ -85,6 +69,7 @@ class DecodeGraphs:
         capture: Layers that were captured when the graphs were made ready.
         trees: int32 [max_batch, 2, max_rows - 1]: what a draft on the device proposed, for records that say so.
         accepted, accepted_index: Of the newest step, for a draft; see `triton_steps.Ended`.
+        late: Tables of steps that adjust logits.
     """
 
     def __init__(
@@ -106,32 +91,31 @@ class DecodeGraphs:
         self.batch_sizes = batch_sizes(max_batch)
         self._row_sizes = {batch: row_sizes(batch, max_rows) for batch in self.batch_sizes}
         self.capture: tuple[int, ...] = ()
-        self._model, self._kv, self._attention = model, kv, attention
-        self._max_tokens = max_tokens
-        self._simulate = simulate
-        device = self._device = kv.data.device
-        width = HEADER + 2 * max_rows
-        self._hosts = pinned(UNDER_WAY, max_batch, width)
-        self._inputs = torch.zeros(max_batch, width, dtype=torch.int32, device=device)
-        # A step may begin before the one before it is over, which has a tree of its own.
-        max_pages = -(-(max_tokens + 2 * max_rows) // kv.page_size)
-        # The last row belongs to no sequence: padding reads it, and padded updates go there.
+        self._device = kv.data.device
+        self._step = step = DecodeStep(
+            model,
+            kv,
+            attention,
+            max_batch=max_batch,
+            max_rows=max_rows,
+            max_path=max_path,
+            max_tokens=max_tokens,
+            num_slots=num_slots,
+            simulate=simulate,
+        )
+        self.trees, self.late = step.trees, step.late
+        self.accepted, self.accepted_index = step.accepted, step.accepted_index
         self._no_slot = num_slots
-        self._tables = torch.zeros(num_slots + 1, max_pages, dtype=torch.int32, device=device)
-        self._state = torch.zeros(num_slots + 1, 2, dtype=torch.int32, device=device)
+        self._hosts = pinned(UNDER_WAY, *step.inputs.shape)
         self._updates = pinned(UNDER_WAY, 3, PAGE_UPDATES, dtype=torch.int64)
-        self._results = torch.zeros(max_batch, 1 + 4 * max_rows, dtype=torch.int32, device=device)
-        self._host_results = pinned(UNDER_WAY, *self._results.shape)
+        self._host_results = pinned(UNDER_WAY, *step.results.shape)
         self._done = [torch.cuda.Event() for _ in range(UNDER_WAY)]
         self._current = 0  # of all that is there UNDER_WAY times
-        self.trees = torch.zeros(
-            max_batch, 2, max(1, max_rows - 1), dtype=torch.int32, device=device
-        )
-        self.accepted = torch.zeros(max_batch, 1 + max_path, dtype=torch.int32, device=device)
-        self.accepted_index = torch.zeros(max_batch * max_path, dtype=torch.int64, device=device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._steps: dict[_Key, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
-        self._forwards: dict[_Key, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
+        self._steps: dict[StepKind, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
+        self._forwards: dict[StepKind, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
+        self._late: dict[StepKind, _LateGraphs] = {}
+        self._forwarded = [torch.cuda.Event() for _ in range(UNDER_WAY)]
 
     def batch_size(self, num_sequences: int) -> int:
         """The padded batch of a step."""
@@ -177,9 +161,13 @@ class DecodeGraphs:
             for row, values in zip(block.numpy(), (slots, entries, pages), strict=True):
                 row[:] = values[start:end]
             where_and_what = block.to(self._device, non_blocking=True)
-            self._tables.index_put_(
+            self._step.tables.index_put_(
                 (where_and_what[0], where_and_what[1]), where_and_what[2].to(torch.int32)
             )
+
+    def send_trees(self) -> None:
+        """Lets the host see `trees` in their present state; after `arrays`, for that step's `late.trees`."""
+        self.late.send_trees(self._current, self.trees)
 
     def start(
         self,
@@ -193,16 +181,48 @@ class DecodeGraphs:
         Args:
             is_filtered: Whether top-k, top-p and min-p of the records are obeyed.
         """
-        key = _Key(self.batch_size(num_sequences), num_rows, tuple(capture), is_filtered)
-        self._upload(key)
-        if key not in self._steps:
-            self._steps[key] = self._capture_step(key)
-        graph, output = self._steps[key]
+        kind = StepKind(self.batch_size(num_sequences), num_rows, tuple(capture), is_filtered)
+        self._upload(kind)
+        if kind not in self._steps:
+            self._steps[kind] = self._capture_step(kind)
+        graph, output = self._steps[kind]
         graph.replay()
+        return self._download(kind, num_sequences, output)
+
+    def start_late(
+        self, num_sequences: int, num_rows: int, capture: Sequence[int], with_logprobs: bool
+    ) -> LateStep:
+        """Starts the forward of a step whose records may ask for anything; else as `start`."""
+        batch = self.batch_size(num_sequences)
+        kind = StepKind(batch, num_rows, tuple(capture), True, True, with_logprobs)
+        if kind not in self._late:
+            self._late[kind] = self._capture_late(kind)
+        self._upload(kind)
+        graphs = self._late[kind]
+        graphs.forward.replay()
+        forwarded = self._forwarded[self._current]
+        forwarded.record()
+        return LateStep(kind, graphs.output, num_sequences, self._current, forwarded)
+
+    def choose_late(self, step: LateStep, num_masks: int) -> RunningStep:
+        """Starts the rest of the newest step: adjusted logits, the rule, and all that follows.
+
+        Args:
+            num_masks: Rows of `late.masks` that were filled in.
+        """
+        kind, graphs = step.kind, self._late[step.kind]
+        self.late.upload_masks(step.turn, num_masks)
+        graphs.choice.replay()
+        return self._download(kind, step.num_sequences, graphs.output)
+
+    def _download(self, kind: StepKind, num_sequences: int, output: ModelOutput) -> RunningStep:
         results, done = self._host_results[self._current], self._done[self._current]
-        results[: key.batch].copy_(self._results[: key.batch], non_blocking=True)
+        results[: kind.batch].copy_(self._step.results[: kind.batch], non_blocking=True)
+        logprobs = None
+        if kind.with_logprobs:
+            logprobs = self.late.send_logprobs(self._current, kind.batch * kind.rows)
         done.record()
-        return RunningStep(output, results[:num_sequences], done, num_rows)
+        return RunningStep(output, results[:num_sequences], done, kind.rows, logprobs)
 
     def forward(self, num_sequences: int, num_rows: int, capture: Sequence[int]) -> ModelOutput:
         """Runs the target alone, for batches whose tokens are chosen otherwise.
@@ -210,12 +230,12 @@ class DecodeGraphs:
         Returns:
             Logits and hidden states of all B x R rows, padding included; valid until the next step.
         """
-        key = _Key(self.batch_size(num_sequences), num_rows, tuple(capture))
-        self._upload(key)
-        if key not in self._forwards:
-            graph, forward = self._record(lambda: self._forward(key))
-            self._forwards[key] = graph, forward.output
-        graph, output = self._forwards[key]
+        kind = StepKind(self.batch_size(num_sequences), num_rows, tuple(capture))
+        self._upload(kind)
+        if kind not in self._forwards:
+            graph, forward = self._record(lambda: self._step.forward(kind))
+            self._forwards[kind] = graph, forward.output
+        graph, output = self._forwards[kind]
         graph.replay()
         return output
 
@@ -225,6 +245,10 @@ class DecodeGraphs:
         for batch, rows in self.shapes:
             for is_filtered in (True, False):
                 self.idle_step(batch, rows, is_filtered)
+        # Others are captured when they are needed; their kernels are ready then.
+        self.arrays(0, 1)
+        self._pad(self._hosts[self._current].numpy()[:1])
+        self.choose_late(self.start_late(1, 1, self.capture, False), 0).chosen()
 
     def idle_step(self, batch: int, rows: int, is_filtered: bool = False) -> None:
         """Runs a step that belongs to no sequence."""
@@ -238,106 +262,53 @@ class DecodeGraphs:
         records[:, TREE] = -1
         records[:, HEADER + self.max_rows :] = PAD
 
-    def _upload(self, key: _Key) -> None:
-        self._inputs[: key.batch].copy_(self._hosts[self._current][: key.batch], non_blocking=True)
+    def _upload(self, kind: StepKind) -> None:
+        self._step.inputs[: kind.batch].copy_(
+            self._hosts[self._current][: kind.batch], non_blocking=True
+        )
 
-    def _capture_step(self, key: _Key) -> tuple[torch.cuda.CUDAGraph, ModelOutput]:
+    def _capture_step(self, kind: StepKind) -> tuple[torch.cuda.CUDAGraph, ModelOutput]:
         def run() -> ModelOutput:
-            forward = self._forward(key)
-            self._choose(key, forward)
-            # Without its logits, the largest tensor, whose memory serves the other graphs too.
-            output = forward.output
-            return replace(output, logits=output.logits.new_empty(0))
+            forward = self._step.forward(kind)
+            self._step.choose(kind, forward)
+            return _without_logits(forward.output)
 
         return self._record(run)
 
-    def _forward(self, key: _Key) -> _Forward:
-        inputs = self._inputs[: key.batch]
-        begun = begin_step(inputs, self.max_rows, key.rows, self._state, self.trees)
-        batch, tables = self._batch(key, inputs, begun)
-        output = self._model.forward(batch, self._kv, self._attention, key.capture)
-        return _Forward(output, begun, batch.positions, tables)
+    def _capture_late(self, kind: StepKind) -> _LateGraphs:
+        def run() -> None:
+            # Sequences are not to be counted twice; there may be masks of none yet.
+            self._step.inputs[: kind.batch, MASK : ADJUSTED + 1] = 0
+            self._step.choose(kind, self._step.forward(kind))
+
+        self._upload(kind)
+        self._run_aside(run)
+        forward_graph, forward = self._capture(lambda: self._step.forward(kind))
+        choice_graph, _ = self._capture(lambda: self._step.choose(kind, forward))
+        # The second follows the first at once, so nothing overwrites the logits between them.
+        return _LateGraphs(forward_graph, choice_graph, _without_logits(forward.output))
 
     def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Runs once for real, which compiles what is not compiled yet, then captures."""
-        state = self._state.clone()
+        self._run_aside(run)
+        return self._capture(run)
+
+    def _run_aside(self, run: Callable[[], object]) -> None:
+        state = self._step.state.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             run()
         torch.cuda.current_stream().wait_stream(side)
         # A step that goes on from here must not begin where it has ended.
-        self._state.copy_(state)
+        self._step.state.copy_(state)
+
+    def _capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
         # Other threads of this process may use CUDA meanwhile: a draft may be attached at any time.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
         return graph, result
-
-    def _batch(self, key: _Key, inputs: torch.Tensor, begun: Begun) -> tuple[Batch, torch.Tensor]:
-        """The step as the model sees it, made of the uploaded records."""
-        kv, device = self._kv, self._device
-        slots, num_rows = inputs[:, SLOT], inputs[:, NUM_ROWS].contiguous()
-        tables = self._tables.index_select(0, slots)
-        rows = prepare_trees(
-            begun.tokens,
-            begun.parents,
-            begun.committed,
-            num_rows,
-            tables,
-            kv.page_size,
-            self._model.config.vocab_size,
-            kv.num_pages * kv.page_size,
-        )
-        plan = TritonPlan(
-            kv=kv,
-            page_tables=tables,
-            first_row=torch.arange(
-                0, key.batch * key.rows, key.rows, dtype=torch.int32, device=device
-            ),
-            num_rows=num_rows,
-            prefix_start=torch.zeros(key.batch, dtype=torch.int32, device=device),
-            prefix_len=begun.committed,
-            write_index=begun.committed,
-            positions=rows.positions,
-            tail_mask=rows.mask if key.rows > 1 else None,
-            is_causal=None,
-            tail_positions=rows.positions.view(key.batch, key.rows).to(torch.int32),
-            max_rows=key.rows,
-            num_splits=splits_for(key.batch, key.rows, kv, self._max_tokens),
-        )
-        batch = Batch(rows.tokens, rows.positions, rows.slots, (), plan=plan)
-        return batch, tables
-
-    def _choose(self, key: _Key, forward: _Forward) -> None:
-        inputs, begun = self._inputs[: key.batch], forward.begun
-
-        def each_row(first: int, dtype: torch.dtype) -> torch.Tensor:
-            """A value of the records, for each row of their sequences."""
-            values = inputs[:, first : first + dtype.itemsize // 4].contiguous().view(dtype)
-            # Of a single sequence, flatten alone would give a view that stands still.
-            return values.view(key.batch, 1).expand(-1, key.rows).flatten().contiguous()
-
-        filters: tuple[torch.Tensor, ...] = ()
-        if key.is_filtered:
-            floats = each_row(TOP_P, torch.float32), each_row(MIN_P, torch.float32)
-            filters = (each_row(TOP_K, torch.int32), *floats)
-        temperature, seed = each_row(TEMPERATURE, torch.float32), each_row(SEED_LOW, torch.int64)
-        chosen = choose_tokens(
-            forward.output.logits, temperature, seed, forward.positions + 1, *filters
-        ).view(key.batch, key.rows)
-        path, length, emitted = walk_trees(chosen, begun.tokens, begun.parents)
-        if self._simulate:
-            pretend_paths(inputs, path, length, emitted)
-        if key.rows > 1:
-            commit_paths(self._kv, forward.tables, begun.committed, path, length)
-        ended = Ended(
-            self._results[: key.batch],
-            self._state,
-            self.accepted[: key.batch],
-            self.accepted_index[: key.batch * self.max_path],
-        )
-        end_step(inputs, begun, path, length, emitted, ended)
 
 
 def batch_sizes(max_batch: int) -> list[int]:
@@ -355,3 +326,8 @@ def row_sizes(batch: int, max_rows: int) -> list[int]:
     powers = (1 << i for i in range(1, max_rows.bit_length()))
     kept = [rows for rows in powers if rows < max_rows and batch * rows >= LEAST_ROWS]
     return sorted({1, *kept, max_rows})
+
+
+def _without_logits(output: ModelOutput) -> ModelOutput:
+    """Lets the memory of the largest tensor serve the other graphs too."""
+    return replace(output, logits=output.logits.new_empty(0))

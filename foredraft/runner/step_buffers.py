@@ -8,6 +8,8 @@ import torch
 
 from foredraft.models.decoder import ModelOutput
 
+UNDER_WAY = 3  # steps whose host memory must not be written yet: one that runs, one behind it, one being filled in
+
 
 @dataclass(slots=True)
 class StepArrays:
@@ -42,18 +44,37 @@ class Chosen:
     tree_parents: npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class LogProbs:
+    """Log-probabilities by the raw logits, for all rows of a step; views that stay as they are for two more steps.
+
+    Attributes:
+        values: float32 [rows, 1 + n], of the chosen token, then of the best ones.
+        best: int32 [rows, n], these.
+    """
+
+    values: npt.NDArray[np.float32]
+    best: npt.NDArray[np.int32]
+
+
 class RunningStep:
     """A step that was started.
 
     Attributes:
+        logprobs: To be read once it is done; None where nobody asked.
         output: Hidden states of all B x R rows, padding included, once it is done and until the next step starts (the logits
             are gone).
     """
 
     def __init__(
-        self, output: ModelOutput, results: torch.Tensor, done: torch.cuda.Event, num_rows: int
+        self,
+        output: ModelOutput,
+        results: torch.Tensor,
+        done: torch.cuda.Event,
+        num_rows: int,
+        logprobs: LogProbs | None = None,
     ) -> None:
-        self.output = output
+        self.output, self.logprobs = output, logprobs
         self._results, self._done, self._num_rows = results, done, num_rows
 
     @property

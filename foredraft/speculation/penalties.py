@@ -33,6 +33,9 @@ class PenaltyState:
         vocab_size: Ids at or above it are ignored.
         device: Where the logits are.
         eos_token_ids: The model's own end-of-sequence tokens, masked with the request's stop tokens.
+
+    Attributes:
+        num_committed: Output tokens that were added.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class PenaltyState:
             or params.frequency_penalty != 0.0
             or params.presence_penalty != 0.0
         )
+        self.num_committed = 0
         self._slots: dict[int, int] = {}  # token -> its index in the two tensors below
         self._ids = self._ints([0] * 64)
         self._counts = torch.zeros(64, device=device)  # occurrences in the output
@@ -64,6 +68,7 @@ class PenaltyState:
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Adds emitted tokens to the history."""
+        self.num_committed += len(tokens)
         if self._uses_history:
             self._add(tokens, 1.0)
 

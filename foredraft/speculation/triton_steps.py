@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-# Columns of a record. Sampling is packed as "<fffiQ"; the seed is in an even place, to be read as one number.
+# Columns of a record. Sampling is packed as "<fffiQ"; the seed is in an even place, to be read as one number. What follows
+# FORCED is read by steps that adjust logits (`triton_adjust`), packed as "<iifff" from ADJUSTED on, but for MASK.
 (
     SLOT,
     COMMITTED,  # keys before the root, or -1: where the step before left the slot
@@ -22,9 +23,16 @@ import torch
     SEED_LOW,
     SEED_HIGH,
     FORCED,  # tokens to pretend that were accepted, for benchmarks; 0 for none
-) = range(11)
-HEADER = 12
+    MASK,  # 1 + the first of the sequence's masks, 0 for none
+    ADJUSTED,  # bits: what the slot's tables are read for
+    LEAST,  # index of the first token that may be an end
+    REPETITION,
+    FREQUENCY,
+    PRESENCE,
+) = range(17)
+HEADER = 18
 SAMPLING = slice(TEMPERATURE, SEED_HIGH + 1)
+ADJUSTMENT = slice(ADJUSTED, PRESENCE + 1)
 FILLER = 100  # the token that pretended paths consist of
 
 

@@ -58,4 +58,4 @@ class EagerAhead(TargetStep):
             sequence.slot: (num_computed + 1, [*tokens, outcome.verified.tokens[0]])
             for (sequence, num_computed, tokens), outcome in zip(work, result.outcomes, strict=True)
         }
-        return ToyStep(1, result, [EMPTY] * len(work), [])
+        return ToyStep(1, [EMPTY] * len(work), [], lambda: result, output=result.output)

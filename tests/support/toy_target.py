@@ -2,15 +2,20 @@
 
 Steps run when they are started, which is the order of a GPU's stream; what they gave is handed out later. Where a sequence
 stands is kept by slot, and page tables are copied as a GPU's are, so that the engine's account of both is put to the test.
+Where a sequence follows a grammar, only the forward runs when the step is started, and the tokens are chosen later.
 """
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from foredraft.runner.model_runner import ForwardOutput
 from foredraft.speculation.draft_tree import EMPTY, DraftTree, sanitize
 from foredraft.speculation.verification import walk
 from verify_service.chooser import Outcome, VerifyRows
+from verify_service.grammar.masks import fill_late
 from verify_service.request import Sequence as RequestSequence
 from verify_service.step_plan import PrefillChunk
 from verify_service.target_step import (
@@ -34,33 +39,134 @@ def choose(history: int, vocab_size: int) -> int:
     return (history >> 20) % vocab_size
 
 
-def decode(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
-    """What follows a prompt."""
+def decode(
+    prompt: Sequence[int],
+    num_tokens: int,
+    vocab_size: int,
+    allows: Callable[[list[int], int], bool] = lambda output, token: True,
+) -> list[int]:
+    """What follows a prompt, where not all tokens may be allowed after some output."""
     history = 0
     for token in prompt:
         history = mix(history, token)
-    out = []
+    out: list[int] = []
     for _ in range(num_tokens):
-        out.append(choose(history, vocab_size))
+        token = choose(history, vocab_size)
+        while not allows(out, token):
+            token = (token + 1) % vocab_size
+        out.append(token)
         history = mix(history, out[-1])
     return out
 
 
+class ToyGrammar:
+    """Stands in for a `GrammarState`: every third token is forbidden, which ones depends on those before; 11 is the end.
+
+    Args:
+        max_nodes: Of trees that are followed when steps run ahead.
+    """
+
+    failure = None
+
+    def __init__(self, vocab_size: int, max_nodes: int = 100) -> None:
+        self._vocab_size, self.max_nodes = vocab_size, max_nodes
+        self._output: list[int] | None = None
+
+    def follow(self) -> "ToyGrammar":
+        return self
+
+    def release(self) -> None:
+        self._output = None
+
+    def resume(self, output: Sequence[int]) -> None:
+        if self._output is None:
+            self._output = list(output)
+        assert self._output == list(output)
+
+    def advance(self, tokens: Sequence[int]) -> tuple[int, bool]:
+        assert self._output is not None
+        for i, token in enumerate(tokens):
+            assert self.allows(self._output, token), "a token that no mask allowed was chosen"
+            self._output.append(token)
+            if token == END:
+                return i + 1, True
+        return len(tokens), False
+
+    def allows(self, output: Sequence[int], token: int) -> bool:
+        return (sum(output) + token) % 3 != 0
+
+    def prune(self, tree: DraftTree) -> DraftTree:
+        assert self._output is not None
+        below = [self._output]
+        parents = []
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            before = below[parent + 1]
+            is_kept = before is not LOST and END not in before and self.allows(before, token)
+            below.append([*before, token] if is_kept else LOST)
+            parents.append(parent if is_kept else len(parents))
+        kept, _ = sanitize(tree.tokens, parents, self._vocab_size, len(tree))
+        return kept
+
+    def fill(self, tree: DraftTree, masks: npt.NDArray[np.int32]) -> None:
+        assert self._output is not None
+        masks[:] = -1
+        below = [self._output]
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            is_node = -1 <= parent < len(below) - 1 and below[parent + 1] is not LOST
+            below.append([*below[parent + 1], token] if is_node else LOST)
+        for mask, output in zip(masks, below, strict=True):
+            for token in range(self._vocab_size):
+                if output is not LOST and not self.allows(output, token):
+                    mask[token // 32] &= ~np.int32(1 << token % 32 if token % 32 < 31 else -(2**31))
+
+
+END = 11
+LOST: list[int] = [-1]  # what leads to a node that is none
+
+
+def allowed_token(mask: npt.NDArray[np.int32], token: int, vocab_size: int) -> int:
+    """The first that is allowed from `token` on."""
+    while not mask[token // 32] >> token % 32 & 1:
+        token = (token + 1) % vocab_size
+    return token
+
+
 class ToyStep(StartedStep):
-    """A step that has run already."""
+    """A step that has run already, but for the choice of its tokens where that comes later.
+
+    Args:
+        choose: Gives the outcome.
+        output: For a draft that reads hidden states.
+    """
 
     def __init__(
-        self, num_rows: int, result: StepResult, trees: list[DraftTree], rows: list[int]
+        self,
+        num_rows: int,
+        trees: list[DraftTree],
+        rows: list[int],
+        choose: Callable[[], StepResult],
+        is_late: bool = False,
+        output: ForwardOutput | None = None,
     ) -> None:
-        self.num_rows, self._result, self._trees = num_rows, result, trees
+        self.num_rows, self._trees, self._choose = num_rows, trees, choose
+        self._result = None if is_late else choose()
         empty = torch.zeros(0)
-        self.outcome = DeviceOutcome(len(trees), torch.tensor(rows), empty, result.output)
+        self.outcome = DeviceOutcome(len(trees), torch.tensor(rows), empty, output)  # type: ignore[arg-type]
 
     @property
     def is_done(self) -> bool:
         return True
 
+    @property
+    def is_chosen(self) -> bool:
+        return self._result is not None
+
+    def choose(self) -> None:
+        if self._result is None:
+            self._result = self._choose()
+
     def finish(self) -> tuple[StepResult, list[DraftTree]]:
+        assert self._result is not None, "nothing was chosen"
         return self._result, self._trees
 
 
@@ -69,16 +175,17 @@ class ToyTarget(TargetStep):
 
     Attributes:
         standing: By slot, committed keys and the newest token.
+        num_late: Steps started ahead whose tokens were chosen later.
     """
+
+    num_late = 0
 
     def __init__(self, page_size: int, vocab_size: int, max_rows: int) -> None:
         self._page_size, self._vocab_size, self._max_rows = page_size, vocab_size, max_rows
         self._kv: dict[int, int] = {}
         self._tables: dict[int, list[int]] = {}
         self.standing: dict[int, tuple[int, int]] = {}
-
-    def committed(self, sequence: RequestSequence, tokens: Sequence[int]) -> None:
-        pass
+        self._newest: ToyStep | None = None
 
     def forget(self, sequence: RequestSequence) -> None:
         pass
@@ -116,7 +223,9 @@ class ToyTarget(TargetStep):
         for rows, tree in zip(batch, trees, strict=True):
             committed, root = self.standing[rows.sequence.slot]
             work.append((rows.sequence, committed, root, tree))
-        return self._start(work, num_rows)
+        step = self._start(work, num_rows)
+        self.num_late += not step.is_chosen
+        return step
 
     def run(
         self,
@@ -140,35 +249,72 @@ class ToyTarget(TargetStep):
                 history = mix(history, token)
                 self._kv[self._slot(sequence, chunk.start + i)] = history
             if chunk.is_last:
-                token = choose(history, self._vocab_size)
-                outcomes.append(Outcome(walk(EMPTY, [token])))
+                outcomes.append(self._walk(sequence, chunk.start + len(tokens), EMPTY, [history]))
         return StepResult(outcomes, None, (), len(batch), 0.0)  # type: ignore[arg-type]
 
     def _start(
         self, work: list[tuple[RequestSequence, int, int, DraftTree]], num_rows: int
-    ) -> StartedStep:
-        outcomes = []
-        for sequence, committed, root, tree in work:
-            outcome = self._verify(sequence, committed, root, tree)
-            tokens = outcome.verified.tokens
-            assert sequence.slot is not None
-            self.standing[sequence.slot] = (committed + len(tokens), tokens[-1])
-            outcomes.append(outcome)
-        result = StepResult(outcomes, None, (), len(work), 0.0)  # type: ignore[arg-type]
+    ) -> ToyStep:
+        assert self._newest is None or self._newest.is_chosen, "its state is not known"
+        histories = [self._forward(*one) for one in work]
+
+        def choose_all() -> StepResult:
+            outcomes = []
+            for (sequence, committed, _, tree), known in zip(work, histories, strict=True):
+                slot = slots[len(outcomes)]
+                outcomes.append(self._walk(sequence, committed, tree, known, tables[slot]))
+                tokens = outcomes[-1].verified.tokens
+                self.standing[slot] = (committed + len(tokens), tokens[-1])
+            return StepResult(outcomes, None, (), len(work), 0.0)  # type: ignore[arg-type]
+
         slots = [sequence.slot or 0 for sequence, *_ in work]
-        return ToyStep(num_rows, result, [tree for *_, tree in work], slots)
+        # A sequence that ends before has no pages any more, but the device has.
+        tables = {slot: list(self._tables[slot]) for slot in slots}
+        is_late = any(sequence.grammar is not None for sequence, *_ in work)
+        self._newest = ToyStep(num_rows, [tree for *_, tree in work], slots, choose_all, is_late)
+        return self._newest
 
     def _verify(
         self, sequence: RequestSequence, committed: int, root: int, tree: DraftTree
     ) -> Outcome:
+        histories = self._forward(sequence, committed, root, tree)
+        return self._walk(sequence, committed, tree, histories)
+
+    def _forward(
+        self, sequence: RequestSequence, committed: int, root: int, tree: DraftTree
+    ) -> list[int]:
+        """Histories of all rows, which are in the KV too."""
         histories = [mix(self._history(sequence, committed), root)]
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
             histories.append(mix(histories[parent + 1], token))
         for row, history in enumerate(histories):
             self._kv[self._slot(sequence, committed + row)] = history
-        verified = walk(tree, [choose(history, self._vocab_size) for history in histories])
-        for i, row in enumerate(verified.path):
-            self._kv[self._slot(sequence, committed + i)] = histories[row]
+        return histories
+
+    def _walk(
+        self,
+        sequence: RequestSequence,
+        committed: int,
+        tree: DraftTree,
+        histories: list[int],
+        table: list[int] | None = None,
+    ) -> Outcome:
+        chosen = [choose(history, self._vocab_size) for history in histories]
+        if sequence.grammar is not None:
+            masks = np.empty((len(histories), -(-self._vocab_size // 32)), np.int32)
+            fill_late(sequence, tree, masks)
+            chosen = [
+                allowed_token(mask, token, self._vocab_size)
+                for mask, token in zip(masks, chosen, strict=True)
+            ]
+        verified = walk(tree, chosen)
+        for i, row in enumerate(verified.path[1:], 1):
+            if table is None:
+                place = self._slot(sequence, committed + i)
+            else:
+                key = committed + i
+                place = table[key // self._page_size] * self._page_size + key % self._page_size
+            self._kv[place] = histories[row]
         return Outcome(verified)
 
     def _history(self, sequence: RequestSequence, num_keys: int) -> int:

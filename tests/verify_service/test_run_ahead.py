@@ -1,5 +1,5 @@
 """Steps that begin before the one before them is known, against plain decoding: random joins, leaves, cancels, preemptions,
-deaths of the draft, with trees that are right, wrong and nonsense."""
+deaths of the draft, with trees that are right, wrong and nonsense; sequences that follow a grammar among others."""
 
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -13,13 +13,13 @@ from foredraft.kvcache.page_pool import PagePool
 from foredraft.kvcache.prefix_tree import PrefixTree
 from foredraft.speculation.draft_tree import DraftTree
 from foredraft.types import FinishReason, SamplingParams
-from tests.support.toy_target import ToyTarget, decode
+from tests.support.toy_target import END, ToyGrammar, ToyTarget, decode
 from verify_service.acceptance import DraftHistory
 from verify_service.draft_plan import Plan, Want
 from verify_service.draft_policy import DraftPolicy
 from verify_service.engine import Engine, EngineLimits
 from verify_service.live_requests import EngineRequest
-from verify_service.metrics import SpeculationMetrics
+from verify_service.metrics import OVERLAPPED_STEPS, SpeculationMetrics
 from verify_service.outputs import Load, StepOutput
 from verify_service.proposals import Drafted, Member, Wanted
 from verify_service.request import Sequence as RequestSequence
@@ -174,6 +174,7 @@ class Run:
             limits,
             SpeculationMetrics("EAGLE3"),
         )
+        self.share_of_grammars = rng.choice([0.0, 0.3, 1.0])
         self.tokens: dict[int, list[int]] = {}
         self.wanted: dict[int, list[int]] = {}
         self.ends: dict[int, FinishReason] = {}
@@ -183,15 +184,21 @@ class Run:
         rng, tag = self.rng, len(self.wanted)
         prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 14))]
         num_tokens = rng.randrange(1, 22)
-        text = decode(prompt, 60, VOCAB)
-        end = text.index(7) + 1 if 7 in text[:num_tokens] else num_tokens
+        grammar = None
+        if rng.random() < self.share_of_grammars:
+            grammar = ToyGrammar(VOCAB, rng.choice([0, 2, 100]))
+        text = decode(prompt, 60, VOCAB, grammar.allows if grammar else lambda output, token: True)
+        stops = {7, END} if grammar else {7}
+        end = next((i for i, token in enumerate(text) if token in stops), 60) + 1
+        end = min(end, num_tokens)
         self.wanted[tag], self.tokens[tag] = text[:end], []
         sampling = SamplingParams(
             temperature=0.0,
             max_new_tokens=num_tokens,
             min_p=0.1 if rng.random() < 0.1 else 0.0,  # cannot be started ahead
         )
-        number = self.engine.submit(EngineRequest(tag, prompt, sampling, self._take))
+        request = EngineRequest(tag, prompt, sampling, self._take, grammar=grammar)  # type: ignore[arg-type]
+        number = self.engine.submit(request)
         if self.draft is not None:
             self.draft.answers[number] = prompt + text
 
@@ -254,3 +261,19 @@ def test_most_steps_run_ahead_while_nobody_joins() -> None:
     run.check()
     assert run.draft is not None
     assert run.draft.num_followed > 0
+
+
+def test_a_grammar_takes_nobody_out_of_the_steps_that_run_ahead() -> None:
+    run = Run(3, True)
+    for share in (1.0, 0.0):
+        run.share_of_grammars = share
+        run.join()
+    before = OVERLAPPED_STEPS._value.get()
+    num_steps = 0
+    while run.engine._has_work or not run.ends:
+        run.step()
+        num_steps += 1
+    run.check()
+    assert run.draft is not None
+    assert run.target.num_late > 0
+    assert OVERLAPPED_STEPS._value.get() - before > num_steps / 3

@@ -2,7 +2,13 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from foredraft.speculation.draft_tree import DraftTree
+from verify_service.request import Sequence as RequestSequence
+from verify_service.request import Status
 
 
 def allow_only(logits: torch.Tensor, rows: Sequence[int], masks: torch.Tensor) -> None:
@@ -22,3 +28,19 @@ def allow_only(logits: torch.Tensor, rows: Sequence[int], masks: torch.Tensor) -
         return
     index = torch.tensor(rows).to(device)
     logits.index_copy_(0, index, logits[index].masked_fill_(~allowed, float("-inf")))
+
+
+def fill_late(sequence: RequestSequence, tree: DraftTree, masks: npt.NDArray[np.int32]) -> None:
+    """The masks of a sequence in a step that was started before the outcome of the one before it was known; now it is.
+
+    Args:
+        tree: What the step verifies; see `GrammarState.fill`.
+        masks: int32 [rows, words], rows beyond the tree's included. A sequence that has ended meanwhile has surplus rows.
+    """
+    size, grammar = 1 + len(tree), sequence.grammar
+    masks[size:] = -1
+    if sequence.status is Status.RUNNING and grammar is not None:
+        grammar.resume(sequence.output)
+        grammar.fill(tree, masks[:size])
+    else:
+        masks[:size] = -1

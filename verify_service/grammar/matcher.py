@@ -12,6 +12,7 @@ from foredraft.speculation.draft_tree import EMPTY, DraftTree
 WORD_BITS = 32
 # Masks of one sequence in one step; a grammar that is slow to follow gets a smaller tree.
 STEP_SECONDS = 0.005
+MAX_NODES = 1 << 20
 
 
 class CompiledGrammar:
@@ -77,12 +78,18 @@ class GrammarState:
                 return i + 1, True
         return len(tokens), False
 
+    @property
+    def max_nodes(self) -> int:
+        """Of a tree that can be followed in time."""
+        if self._row_seconds == 0:
+            return MAX_NODES
+        return max(0, int(STEP_SECONDS / self._row_seconds) - 1)
+
     def prune(self, tree: DraftTree) -> DraftTree:
         """The nodes that the grammar allows; those behind a forbidden one, or behind the text's end, go with it."""
         if not tree or self.failure is not None:
             return EMPTY
-        if self._row_seconds > 0:
-            tree = tree.first(max(0, int(STEP_SECONDS / self._row_seconds) - 1))
+        tree = tree.first(self.max_nodes)
         matcher, below = self._current(), _children(tree)
         kept = [False] * len(tree)
 
@@ -99,9 +106,10 @@ class GrammarState:
         return _selected(tree, kept)
 
     def fill(self, tree: DraftTree, masks: npt.NDArray[np.int32]) -> None:
-        """Writes which tokens may follow the newest token and each node of a pruned tree.
+        """Writes which tokens may follow the newest token and each node of a tree.
 
         Args:
+            tree: Nodes that the grammar does not allow, and those that hang from no earlier one, are passed over.
             masks: int32 [1 + nodes, num_words], C-contiguous; bit v % 32 of word v // 32 is token v. Rows at which the
                 text has ended, and all rows after an error, allow everything: nothing is taken from them.
         """
@@ -149,7 +157,8 @@ def _children(tree: DraftTree) -> list[list[int]]:
     """For every row the nodes below it."""
     below: list[list[int]] = [[] for _ in range(len(tree) + 1)]
     for node, parent in enumerate(tree.parents):
-        below[parent + 1].append(node)
+        if -1 <= parent < node:
+            below[parent + 1].append(node)
     return below
 
 

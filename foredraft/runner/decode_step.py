@@ -1,0 +1,199 @@
+"""What a decode step of fixed shape computes: the target over trees of padded size, the rule, the walk, accepted KV in place.
+
+Lengths, pages and trees are read from device memory and nothing is read on the host, so that all of it can be captured.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from foredraft.attention.base import AttentionBackend, Batch
+from foredraft.attention.paged_triton import TritonPlan, splits_for
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.models.decoder import DecoderModel, ModelOutput
+from foredraft.runner.late_choice import LateChoice
+from foredraft.speculation.triton_sampling import (
+    choose_tokens,
+    commit_paths,
+    prepare_trees,
+    walk_trees,
+)
+from foredraft.speculation.triton_steps import (
+    HEADER,
+    MIN_P,
+    NUM_ROWS,
+    SEED_LOW,
+    SLOT,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    Begun,
+    Ended,
+    begin_step,
+    end_step,
+    pretend_paths,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """What tells captured steps apart.
+
+    Attributes:
+        batch, rows: Sequences and rows of each, padded.
+        capture: Layers whose entering residual stream is wanted.
+        is_filtered: Whether top-k, top-p and min-p of the records are obeyed.
+        is_late: Whether all else that the records ask for is; then the choice is apart from the forward.
+        with_logprobs: Whether log-probabilities are worked out; of late steps only.
+    """
+
+    batch: int
+    rows: int
+    capture: tuple[int, ...]
+    is_filtered: bool = False
+    is_late: bool = False
+    with_logprobs: bool = False
+
+
+@dataclass(slots=True)
+class Forward:
+    """What the forward of one shape reads and gives, in memory that its graph keeps."""
+
+    output: ModelOutput
+    begun: Begun
+    positions: torch.Tensor
+    tables: torch.Tensor
+
+
+class DecodeStep:
+    """One model over one cache, and the memory that its steps read and write. See `DecodeGraphs` for the arguments.
+
+    Attributes:
+        inputs: int32 [max_batch, HEADER + 2 * max_rows]: records.
+        tables: int32 [num_slots + 1, pages]: page tables; the last row belongs to no sequence.
+        state: int32 [num_slots + 1, 2]: committed keys and newest token of each slot.
+        results: int32 [max_batch, 1 + 4 * max_rows], see `triton_steps.Ended`; so are `accepted` and `accepted_index`.
+        trees: int32 [max_batch, 2, max_rows - 1]: what a draft on the device proposed.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        kv: PagedKV,
+        attention: AttentionBackend,
+        *,
+        max_batch: int,
+        max_rows: int,
+        max_path: int,
+        max_tokens: int,
+        num_slots: int,
+        simulate: bool = False,
+    ) -> None:
+        self._max_rows, self._max_path = max_rows, max_path
+        self._model, self._kv, self._attention = model, kv, attention
+        self._max_tokens = max_tokens
+        self._simulate = simulate
+        device = self._device = kv.data.device
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+        self.inputs = ints(max_batch, HEADER + 2 * max_rows)
+        # A step may begin before the one before it is over, which has a tree of its own.
+        max_pages = -(-(max_tokens + 2 * max_rows) // kv.page_size)
+        self.tables = ints(num_slots + 1, max_pages)
+        self.state = ints(num_slots + 1, 2)
+        self.results = ints(max_batch, 1 + 4 * max_rows)
+        self.trees = ints(max_batch, 2, max(1, max_rows - 1))
+        self.accepted = ints(max_batch, 1 + max_path)
+        self.accepted_index = torch.zeros(max_batch * max_path, dtype=torch.int64, device=device)
+        self.late = LateChoice(
+            max_batch,
+            max_batch * max_rows,
+            self.trees.shape[2],
+            num_slots + 1,
+            model.config.vocab_size,
+            device,
+        )
+
+    def forward(self, kind: StepKind) -> Forward:
+        """The first half: up to the logits."""
+        inputs = self.inputs[: kind.batch]
+        begun = begin_step(inputs, self._max_rows, kind.rows, self.state, self.trees)
+        batch, tables = self._batch(kind, inputs, begun)
+        output = self._model.forward(batch, self._kv, self._attention, kind.capture)
+        return Forward(output, begun, batch.positions, tables)
+
+    def _batch(
+        self, kind: StepKind, inputs: torch.Tensor, begun: Begun
+    ) -> tuple[Batch, torch.Tensor]:
+        """The step as the model sees it, made of the uploaded records."""
+        kv, device = self._kv, self._device
+        slots, num_rows = inputs[:, SLOT], inputs[:, NUM_ROWS].contiguous()
+        tables = self.tables.index_select(0, slots)
+        rows = prepare_trees(
+            begun.tokens,
+            begun.parents,
+            begun.committed,
+            num_rows,
+            tables,
+            kv.page_size,
+            self._model.config.vocab_size,
+            kv.num_pages * kv.page_size,
+        )
+        plan = TritonPlan(
+            kv=kv,
+            page_tables=tables,
+            first_row=torch.arange(
+                0, kind.batch * kind.rows, kind.rows, dtype=torch.int32, device=device
+            ),
+            num_rows=num_rows,
+            prefix_start=torch.zeros(kind.batch, dtype=torch.int32, device=device),
+            prefix_len=begun.committed,
+            write_index=begun.committed,
+            positions=rows.positions,
+            tail_mask=rows.mask if kind.rows > 1 else None,
+            is_causal=None,
+            tail_positions=rows.positions.view(kind.batch, kind.rows).to(torch.int32),
+            max_rows=kind.rows,
+            num_splits=splits_for(kind.batch, kind.rows, kv, self._max_tokens),
+        )
+        batch = Batch(rows.tokens, rows.positions, rows.slots, (), plan=plan)
+        return batch, tables
+
+    def choose(self, kind: StepKind, forward: Forward) -> None:
+        """The second half: up to what the host, the draft and the next step read."""
+        inputs, begun = self.inputs[: kind.batch], forward.begun
+
+        def each_row(first: int, dtype: torch.dtype) -> torch.Tensor:
+            """A value of the records, for each row of their sequences."""
+            values = inputs[:, first : first + dtype.itemsize // 4].contiguous().view(dtype)
+            # Of a single sequence, flatten alone would give a view that stands still.
+            return values.view(kind.batch, 1).expand(-1, kind.rows).flatten().contiguous()
+
+        filters: tuple[torch.Tensor, ...] = ()
+        if kind.is_filtered:
+            floats = each_row(TOP_P, torch.float32), each_row(MIN_P, torch.float32)
+            filters = (each_row(TOP_K, torch.int32), *floats)
+        temperature, seed = each_row(TEMPERATURE, torch.float32), each_row(SEED_LOW, torch.int64)
+        raw = logits = forward.output.logits
+        if kind.is_late:
+            logits = self.late.adjust(raw, inputs, begun, forward.positions)
+        chosen = choose_tokens(logits, temperature, seed, forward.positions + 1, *filters)
+        if kind.with_logprobs:
+            self.late.keep_logprobs(raw, chosen)
+        chosen = chosen.view(kind.batch, kind.rows)
+        path, length, emitted = walk_trees(chosen, begun.tokens, begun.parents)
+        if kind.is_late:
+            self.late.count(inputs, length, emitted)
+        if self._simulate:
+            pretend_paths(inputs, path, length, emitted)
+        if kind.rows > 1:
+            commit_paths(self._kv, forward.tables, begun.committed, path, length)
+        ended = Ended(
+            self.results[: kind.batch],
+            self.state,
+            self.accepted[: kind.batch],
+            self.accepted_index[: kind.batch * self._max_path],
+        )
+        end_step(inputs, begun, path, length, emitted, ended)
