@@ -117,8 +117,9 @@ def angles(
     both = torch.empty((2, num_rows, 1, 2 * half), dtype=torch.float32, device=frequencies.device)
     if num_rows:
         triton_kernels.angles[(num_rows,)](
-            positions, frequencies, both[0], both[1], half, factor, BLOCK=_power_of_two(half)
-        )
+            positions, frequencies, both[0], both[1], half, factor, BLOCK=_power_of_two(half),
+            **overlapped(frequencies.device),
+        )  # fmt: skip
     return both[0], both[1]
 
 

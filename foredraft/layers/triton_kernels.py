@@ -55,13 +55,17 @@ def norm(
 
 @triton.jit
 def angles(
-    positions, frequencies, cos_ptr, sin_ptr, half, factor, BLOCK: tl.constexpr
+    positions, frequencies, cos_ptr, sin_ptr, half, factor, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Cosines and signed sines of one row: both halves of a head have the same angles."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < half
     frequency = tl.load(frequencies + columns, mask=is_column, other=0.0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     angle = tl.load(positions + row).to(tl.float32) * frequency
     cos, sin = tl.cos(angle) * factor, tl.sin(angle) * factor
     first = row * 2 * half + columns
