@@ -62,66 +62,85 @@ class Table:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, name: str, ours: float, other: float | None, num_bytes: float) -> None:
-        """One kernel: microseconds of ours and of torch's, and the bytes that have to be moved."""
+        """One kernel: microseconds of ours and of torch's, and the bytes that have to be moved.
+
+        The last column is the share of the memory's speed that ours reaches.
+        """
         floor = num_bytes / BANDWIDTH * 1e6
         self.rows.append({"kernel": name, "us": ours, "torch_us": other, "floor_us": floor})
         versus = "" if other is None else f"{other:9.2f}"
-        print(f"{name:44} {ours:9.2f} {versus:>9} {floor:9.2f}", flush=True)
+        print(f"{name:52} {ours:9.2f} {versus:>9} {floor:9.2f} {floor / ours:7.0%}", flush=True)
+
+
+# Sequences, rows of each, keys before them.
+SHORT = ((1, 1), (1, 4), (1, 32), (8, 1), (8, 4), (8, 32), (32, 1), (32, 4), (32, 32))
+LONG = ((1, 1, 32768), (8, 1, 8192), (8, 32, 8192), (32, 1, 8192), (32, 4, 8192), (32, 32, 2048))
+LONG_LAYERS = 4  # whose keys are far more than a cache holds
 
 
 def attention(table: Table) -> None:
-    """Trees of R rows after a context, all layers; torch: SDPA with a mask over dense keys of the same layers."""
-    for batch, rows, context in (
-        (1, 1, 512), (1, 4, 512), (1, 32, 512), (8, 1, 512), (8, 4, 512), (8, 32, 512),
-        (32, 1, 512), (32, 4, 512), (32, 32, 512), (1, 1, 16384), (8, 32, 4096),
-    ):  # fmt: skip
-        pages = -(-(context + rows) // PAGE_SIZE)
-        kv = PagedKV(
-            LAYERS, batch * pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, torch.bfloat16, "cuda", 1
-        )
-        kv.data.normal_()
-        ints = {"dtype": torch.int32, "device": "cuda"}
-        starts = torch.full((batch,), context, **ints)
-        positions = torch.arange(context, context + rows, device="cuda").repeat(batch)
-        mask = torch.ones(rows, rows, dtype=torch.uint8, device="cuda").tril().repeat(batch, 1)
-        plan = TritonPlan(
-            kv=kv,
-            page_tables=torch.randperm(batch * pages, device="cuda").view(batch, pages).int(),
-            first_row=torch.arange(0, batch * rows, rows, **ints),
-            num_rows=torch.full((batch,), rows, **ints),
-            prefix_start=torch.zeros(batch, **ints),
-            prefix_len=starts,
-            write_index=starts,
-            positions=positions,
-            tail_mask=mask if rows > 1 else None,
-            is_causal=None,
-            tail_positions=None,
-            max_rows=rows,
-            num_splits=splits_for(batch, rows, kv, 32768),
-        )
-        q = torch.randn(batch * rows, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        out = torch.empty(batch * rows, HEADS * HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        backend = TritonAttention()
-        group = HEADS // KV_HEADS
+    """Trees of R rows after a context, keys in 16 and in 8 bits."""
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        for batch, rows in SHORT:
+            _attention(table, batch, rows, 512, dtype, LAYERS)
+        for batch, rows, context in LONG:
+            _attention(table, batch, rows, context, dtype, LONG_LAYERS)
 
-        def ours(layer, backend=backend, plan=plan, q=q, out=out):
-            backend.attend(plan, q, layer, None, HEAD_DIM**-0.5, out)
 
+def _attention(
+    table: Table, batch: int, rows: int, context: int, dtype: torch.dtype, layers: int
+) -> None:
+    """One line; torch, in 16 bits alone: SDPA with a mask over dense keys of the same layers."""
+    pages = -(-(context + rows) // PAGE_SIZE)
+    kv = PagedKV(layers, batch * pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype, "cuda", 1)
+    for layer in kv.data:
+        layer.copy_(torch.randn(layer.shape, dtype=torch.bfloat16, device="cuda"))
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    starts = torch.full((batch,), context, **ints)
+    positions = torch.arange(context, context + rows, device="cuda").repeat(batch)
+    mask = torch.ones(rows, rows, dtype=torch.uint8, device="cuda").tril().repeat(batch, 1)
+    plan = TritonPlan(
+        kv=kv,
+        page_tables=torch.randperm(batch * pages, device="cuda").view(batch, pages).int(),
+        first_row=torch.arange(0, batch * rows, rows, **ints),
+        num_rows=torch.full((batch,), rows, **ints),
+        prefix_start=torch.zeros(batch, **ints),
+        prefix_len=starts,
+        write_index=starts,
+        positions=positions,
+        tail_mask=mask if rows > 1 else None,
+        is_causal=None,
+        tail_positions=None,
+        max_rows=rows,
+        num_splits=splits_for(batch, rows, kv, 32768),
+    )
+    q = torch.randn(batch * rows, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(batch * rows, HEADS * HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    backend = TritonAttention()
+    group = HEADS // KV_HEADS
+
+    def ours(layer: int) -> None:
+        backend.attend(plan, q, layer, None, HEAD_DIM**-0.5, out)
+
+    other = None
+    if not kv.is_8_bit:
         dense = kv.data[..., : batch * (context + rows), :].view(
-            LAYERS, 2, KV_HEADS, batch, context + rows, HEAD_DIM
+            layers, 2, KV_HEADS, batch, context + rows, HEAD_DIM
         )
         folded = q.view(batch, rows, KV_HEADS, group, HEAD_DIM).transpose(1, 2)
         folded = folded.reshape(batch, KV_HEADS, rows * group, HEAD_DIM)
         seen = torch.ones(rows, context + rows, dtype=torch.bool, device="cuda").tril(context)
         seen = seen.repeat_interleave(group, 0)
 
-        def torchs(layer, dense=dense, folded=folded, seen=seen):
+        def torchs(layer: int) -> None:
             k, v = dense[layer].transpose(1, 2)
             F.scaled_dot_product_attention(folded, k, v, attn_mask=seen)
 
-        num_bytes = 2 * batch * (context + rows) * KV_HEADS * HEAD_DIM * 2
-        name = f"attention B={batch} rows={rows} context={context} splits={plan.num_splits}"
-        table.add(name, microseconds(ours), microseconds(torchs), num_bytes)
+        other = microseconds(torchs, layers)
+    num_bytes = 2 * batch * (context + rows) * KV_HEADS * HEAD_DIM * dtype.itemsize
+    kind = "attention fp8" if kv.is_8_bit else "attention"
+    name = f"{kind} B={batch} rows={rows} context={context} splits={plan.num_splits}"
+    table.add(name, microseconds(ours, layers), other, num_bytes)
 
 
 def element_wise(table: Table) -> None:
@@ -231,19 +250,21 @@ def step(table: Table) -> None:
         table.add(f"move KV B={batch} rows={rows}", microseconds(commit), None, moved)
 
 
+PARTS = {"attention": attention, "layers": element_wise, "step": step}
+
+
 def main() -> None:
     """Runs all and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     args = parser.parse_args()
     table = Table()
-    print(
-        f"{torch.cuda.get_device_name()}\n{'us per call':44} {'ours':>9} {'torch':>9} {'floor':>9}"
-    )
+    print(torch.cuda.get_device_name())
+    print(f"{'us per call':52} {'ours':>9} {'torch':>9} {'floor':>9} {'share':>7}")
     with torch.inference_mode():
-        attention(table)
-        element_wise(table)
-        step(table)
+        for part in args.parts:
+            PARTS[part](table)
     if args.out:
         args.out.write_text(json.dumps(table.rows, indent=1))
 
