@@ -41,6 +41,7 @@ def main() -> int:
     config = parse(VerifyConfig, None, "python -m verify_service", DESCRIPTION)
     telemetry_logging.setup("verify", config.log_level, config.log_format)
     try:
+        config.draft_addresses()  # says what is wrong before anything is loaded
         tracing.setup("verify", config.otlp_traces_endpoint)
         resolved = resolve(config, on_cpu=not torch.cuda.is_available())
         return lifetime.run(lambda: _serve(resolved))

@@ -32,6 +32,8 @@ _DRAFT_FIELDS = (
     "speculative_algorithm",
     "speculative_draft_model_path",
     "speculative_draft_model_revision",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
     "speculative_token_map",
     "speculative_draft_model_quantization",
     "enable_multi_layer_eagle",
@@ -202,6 +204,10 @@ def make_supervisor(
     # Only the service that needs a secret gets it.
     for name in _secret_names(ServeConfig):
         unbuffered.pop(variable_of(name), None)
+    if len(drafts) > 1:
+        # What is there for one of them would be read by the others.
+        for name in _DRAFT_FIELDS:
+            unbuffered.pop(variable_of(name), None)
     daemon = Mps()
     if config.mps:
         daemon.start()

@@ -80,6 +80,33 @@ def test_without_drafting_there_is_no_draft() -> None:
     assert "--draft=" in by_name["verify"]
 
 
+def test_each_of_several_drafts_is_a_service() -> None:
+    supervisor = stack.make_supervisor(
+        FREE
+        | {
+            "speculative_algorithm": "EAGLE3,NGRAM",
+            "speculative_draft_model_path": "foredraft-demo-eagle3",
+            "speculative_num_steps": 3,
+        }
+    )
+    supervisor.stop()
+    by_name = {service.name: service for service in supervisor.services}
+    assert list(by_name) == ["gateway", "verify", "draft-eagle3", "draft-ngram"]
+    for name, algorithm, model in (
+        ("draft-eagle3", "EAGLE3", "foredraft-demo-eagle3"),
+        ("draft-ngram", "NGRAM", ""),
+    ):
+        service = by_name[name]
+        assert f"--speculative-algorithm={algorithm}" in service.command
+        assert f"--speculative-draft-model-path={model}" in service.command
+        assert f"--draft={algorithm}={service.health}" in by_name["verify"].command
+        assert service.max_deaths is None
+    pages = [supervisor.urls[f"{name}_metrics"] for name in ("verify", *list(by_name)[2:])]
+    assert len(set(pages)) == 3
+    shown = [flag for flag in by_name["gateway"].command if flag.startswith("--dashboard-metrics=")]
+    assert [f"http://{flag.partition('=')[2]}/metrics" for flag in shown] == pages
+
+
 def test_free_ports_are_chosen_and_shown() -> None:
     supervisor = stack.make_supervisor(FREE)
     supervisor.stop()

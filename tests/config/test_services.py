@@ -14,7 +14,7 @@ from foredraft.config.services import (
     GatewayConfig,
     VerifyConfig,
 )
-from foredraft.config.speculation import SpeculationConfig
+from foredraft.config.speculation import SpeculationConfig, each_draft
 from foredraft.errors import ConfigError
 
 CONFIGS = (GatewayConfig, VerifyConfig, DraftConfig)
@@ -212,6 +212,75 @@ def test_8_bit_floats_do_not_go_with_a_cpu(config: type) -> None:
 )
 def test_tree_limits(values: dict[str, Any], limits: tuple[int, int, int]) -> None:
     assert SpeculationConfig(**values).tree_limits == limits
+
+
+SEVERAL = {"speculative_algorithm": "EAGLE3,NGRAM", "speculative_draft_model_path": "m"}
+
+
+def test_several_drafts_have_a_configuration_each() -> None:
+    config = VerifyConfig(**SEVERAL, speculative_num_steps=4)
+    assert config.algorithms == ("EAGLE3", "NGRAM")
+    assert config.tree_limits == (11, 10, 12)
+    head, ngram = each_draft(config)
+    assert (head.speculative_draft_model_path, head.tree_limits) == ("m", (4, 1, 5))
+    assert (ngram.speculative_draft_model_path, ngram.tree_limits) == ("", (11, 10, 12))
+    assert each_draft(head) == [head]
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "message"),
+    [
+        ("NONE,NGRAM", "NONE goes with no other"),
+        ("NGRAM,NGRAM", "each may be given once"),
+        ("EAGLE3,STANDALONE", "EAGLE3 and STANDALONE have a model each"),
+        ("NEXTN,EAGLE", "each may be given once"),
+        ("NGRAM,EAGLE3", "EAGLE3 needs --speculative-draft-model-path"),
+    ],
+)
+def test_drafts_that_do_not_go_together_are_refused(algorithms: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VerifyConfig(speculative_algorithm=algorithms)
+
+
+@pytest.mark.parametrize(
+    ("values", "addresses"),
+    [
+        ({"draft": ("unix:/a=b",)}, {"NGRAM": "unix:/a=b"}),
+        ({"draft": ("ngram=host:1",)}, {"NGRAM": "host:1"}),
+        ({"draft": ("",)}, {}),
+        ({"draft": ("host:1",), "speculative_algorithm": "NONE"}, {}),
+        (SEVERAL | {"draft": ("NGRAM=a:1", "eagle3=b:2")}, {"EAGLE3": "b:2", "NGRAM": "a:1"}),
+    ],
+)
+def test_each_draft_has_an_address(values: dict[str, Any], addresses: dict[str, str]) -> None:
+    found = VerifyConfig(**values).draft_addresses()
+    assert list(found.items()) == list(addresses.items())
+
+
+@pytest.mark.parametrize(
+    ("drafts", "message"),
+    [
+        (("a:1", "b:2"), "must be NAME=ADDRESS"),
+        (("EAGLE3=a:1", "b:2"), "must be NAME=ADDRESS"),
+        (("EAGLE3=a:1",), "no address for NGRAM"),
+        (("NGRAM=a:1", "NGRAM=b:2"), "NGRAM has an address already"),
+    ],
+)
+def test_drafts_without_names_are_refused(drafts: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VerifyConfig(**SEVERAL, draft=drafts).draft_addresses()
+
+
+def test_algorithms_are_joined_by_commas() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, SpeculationConfig)
+    namespace = parser.parse_args(["--speculative-algorithm", "ngram, standalone"])
+    assert given_values(SpeculationConfig, namespace) == {
+        "speculative_algorithm": "NGRAM,STANDALONE"
+    }
+    namespace = parser.parse_args(["--speculative-algorithm", "NGRAM,GUESS"])
+    with pytest.raises(ConfigError, match="'GUESS' is not one of"):
+        given_values(SpeculationConfig, namespace)
 
 
 def test_nextn_is_eagle() -> None:

@@ -143,7 +143,7 @@ def accept_length(results: Sequence[Result]) -> float:
 def running_engine(
     model_path: Path, algorithm: str = "NONE", wait: bool = True, **flags: Any
 ) -> Iterator[Harness]:
-    """An engine on `model_path` (float32, one thread) with the draft services that `algorithm` needs."""
+    """An engine on `model_path` (float32, one thread) with the draft services that `algorithm` needs, unless `draft` names some."""
     flags = {
         "model_path": str(model_path),
         "speculative_algorithm": algorithm,
@@ -158,7 +158,7 @@ def running_engine(
         drafts = {}
         for one in each_draft(VerifyConfig(**flags)):
             name = one.speculative_algorithm
-            if name != "NONE":
+            if name != "NONE" and "draft" not in flags:
                 values = {field.name: getattr(one, field.name) for field in fields(one)}
                 drafts[name] = DraftProcess(
                     *to_flags(

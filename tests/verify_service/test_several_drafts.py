@@ -1,0 +1,156 @@
+"""Two drafts behind one engine, as real processes: no token changes, whichever drafts and whichever dies."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from foredraft.telemetry.metrics import render
+from foredraft.types import SamplingParams
+from tests.support.checkpoints import make_checkpoint
+from tests.support.drafts import DraftProcess
+from tests.support.engines import Collector, Harness, Job, running_engine
+from tests.support.stack import eventually
+from verify_service.drafts import Drafts
+
+CHAIN = {
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+    "draft_step_timeout": 5.0,
+}
+NUM_NEW = 100
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("several")
+    for name, noise in (("target", 0.0), ("draft", 0.02)):
+        make_checkpoint(directory / name, noise=noise)
+    return directory
+
+
+def jobs() -> list[Job]:
+    prompts = [[5, 6, 7, 8] * 6, list(range(20, 44)), [9, 8, 7, 6]]
+    return [
+        Job(
+            prompt,
+            SamplingParams(temperature=t, seed=i, max_new_tokens=NUM_NEW, ignore_eos=True),
+        )
+        for i, prompt in enumerate(prompts)
+        for t in (0.0, 0.8)
+    ]
+
+
+@pytest.fixture(scope="module")
+def texts(models: Path) -> Iterator[list[list[int]]]:
+    """What plain decoding gives for long jobs."""
+    with running_engine(models / "target") as harness:
+        yield [result.tokens for result in harness.run(jobs())]
+
+
+@pytest.fixture(scope="module")
+def harness(models: Path) -> Iterator[Harness]:
+    flags = {**CHAIN, "speculative_draft_model_path": str(models / "draft")}
+    with running_engine(models / "target", "STANDALONE,NGRAM", **flags) as running:
+        yield running
+
+
+def count(name: str, algorithm: str) -> float:
+    lines = [line for line in render().decode().splitlines() if line.startswith(name)]
+    return sum(
+        float(line.rpartition(" ")[2]) for line in lines if f'algorithm="{algorithm}"' in line
+    )
+
+
+def prefer(harness: Harness, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes one draft better than any measurement could say."""
+    choice = harness.engine._sizes._choice
+    monkeypatch.setattr(choice, "goodput", lambda history, draft, batch: 1.0 + (draft == number))
+
+
+def run_meanwhile(
+    harness: Harness, what: list[Job], happens: Callable[[], None]
+) -> list[list[int]]:
+    """Runs jobs; `happens` is called once every one of them has begun to answer."""
+    collector = Collector(harness.engine, len(what))
+    worker = threading.Thread(target=collector.run, args=(what, 120))
+    worker.start()
+    eventually(lambda: all(result.tokens for result in collector.results))
+    happens()
+    worker.join()
+    return [result.tokens for result in collector.results]
+
+
+def test_no_token_changes_and_both_are_asked(harness: Harness, texts: list[list[int]]) -> None:
+    results = harness.run(jobs())
+    assert [result.tokens for result in results] == texts
+    drafts = harness.engine._drafting
+    assert isinstance(drafts, Drafts)
+    assert drafts.assigned == {}
+    pools = harness.engine._sizes._choice._pools
+    assert min(pool.count for pool in pools) > 5
+    harness.check_nothing_left()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_chosen_one_drafts_and_is_named(
+    harness: Harness, texts: list[list[int]], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer(harness, number, monkeypatch)
+    names = harness.engine._drafting.names
+    before = [count("foredraft_drafts_total", name) for name in names]
+    results = harness.run(jobs())
+    assert [result.tokens for result in results] == texts
+    after = [count("foredraft_drafts_total", name) for name in names]
+    assert after[number] > before[number]
+    assert after[1 - number] == before[1 - number]
+
+
+@pytest.mark.parametrize("name", ["STANDALONE", "NGRAM"])
+def test_a_draft_that_is_killed_leaves_its_sequences_to_the_other(
+    harness: Harness, texts: list[list[int]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = harness.engine._drafting
+    number = drafts.names.index(name)
+    prefer(harness, number, monkeypatch)
+    before = count("foredraft_drafts_total", drafts.names[1 - number])
+    got = run_meanwhile(harness, jobs(), harness.drafts[name].kill)
+    assert got == texts
+    assert not harness.engine.load().draft_available
+    assert count("foredraft_drafts_total", drafts.names[1 - number]) > before
+    harness.drafts[name].start()
+    harness.wait_for_draft()
+    before = count("foredraft_drafts_total", name)
+    assert [result.tokens for result in harness.run(jobs())] == texts
+    assert count("foredraft_drafts_total", name) > before
+    harness.check_nothing_left()
+
+
+def test_a_draft_that_hangs_while_it_is_tried_costs_one_timeout(
+    harness: Harness, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer(harness, 0, monkeypatch)
+    got = run_meanwhile(harness, jobs(), harness.drafts["NGRAM"].pause)
+    assert got == texts
+    harness.drafts["NGRAM"].resume()
+    harness.wait_for_draft()
+
+
+def test_one_that_cannot_be_reached_is_done_without(models: Path, texts: list[list[int]]) -> None:
+    flags = {
+        **CHAIN,
+        "speculative_draft_model_path": str(models / "draft"),
+        "draft_wait": 0.2,
+    }
+    with DraftProcess("--device=cpu") as ngram:
+        flags["draft"] = ("standalone=unix:/nowhere/at/all", f"NGRAM={ngram.target}")
+        with running_engine(models / "target", "STANDALONE,NGRAM", wait=False, **flags) as harness:
+            standalone, other = harness.engine._drafting.each
+            eventually(lambda: other.available)
+            results = harness.run(jobs())
+            assert [result.tokens for result in results] == texts
+            assert sum(result.finish.accepted_tokens for result in results) > 0
+            assert not standalone.available
+            assert not harness.engine.load().draft_available
