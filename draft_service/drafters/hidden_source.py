@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from draft_service.drafters.paged_sequences import Extension
+from foredraft.errors import InvalidRequest
 from foredraft.transport.base import HiddenReader
 
 
@@ -53,13 +54,18 @@ class HiddenSource:
 
         Args:
             num_rows: Of each extension.
+
+        Raises:
+            InvalidRequest: They are not as many as the tokens.
         """
-        hidden = [extension.hidden for extension in extensions]
+        hidden = [extension.hidden for extension in extensions if extension.hidden is not None]
+        given = [rows.num_rows for rows in hidden]
+        if given != num_rows.tolist():
+            raise InvalidRequest("hidden", f"{given} rows for {num_rows.tolist()} tokens")
         if self._is_shared:
-            first = [rows.arena_row for rows in hidden if rows is not None]
+            first = [rows.arena_row for rows in hidden]
             return (np.array(first)[:, None] + np.arange(width)) % self._capacity
-        parts = [self._reader.read(rows) for rows in hidden if rows is not None]
-        rows = torch.cat(parts).to(self.rows.dtype)
+        rows = torch.cat([self._reader.read(one) for one in hidden]).to(self.rows.dtype)
         if self.rows.is_cuda and not rows.is_cuda:
             rows = rows.pin_memory()
         self.rows[: len(rows)].copy_(rows, non_blocking=True)

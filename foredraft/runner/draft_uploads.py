@@ -88,7 +88,7 @@ class Uploads:
 
     def set_pages(self, slot: int, first_entry: int, pages: list[int]) -> None:
         """Writes a part of a slot's page table, for the steps after this."""
-        room = self._shape.max_pages - first_entry
+        room = max(0, self._shape.max_pages - first_entry)
         for i, page in enumerate(pages[:room]):
             # Of two for one entry the later counts; the device takes them in any order.
             self._updates[slot, first_entry + i] = page

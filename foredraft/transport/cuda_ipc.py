@@ -255,8 +255,9 @@ class CudaIpcMapping:
 
     def abandon(self) -> None:
         """Ends the waits for what will not come; what is read then means nothing."""
-        if self._mapping is not None:
-            cuda.write_word(self._side, self._mapping.pointer + _VERIFIED_AT, self._newest)
+        mapping = self._mapping
+        if mapping is not None:
+            cuda.write_word(self._side, mapping.pointer + _VERIFIED_AT, self._newest)
             self._side.synchronize()
 
     def close(self) -> None:

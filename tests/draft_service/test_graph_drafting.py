@@ -15,6 +15,8 @@ from draft_service.drafters.paged import PagedDrafter
 from draft_service.drafters.standalone import StandaloneDrafter
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import DraftConfig
+from foredraft.errors import InvalidRequest
+from foredraft.transport import codec
 from foredraft.transport.base import RowFormat
 from foredraft.transport.inline import InlineReader
 from tests.draft_service.test_heads import KINDS, Verifier, request_of, text
@@ -195,3 +197,20 @@ def test_many_pages_in_one_step(drafters: dict[str, PagedDrafter], target: Path)
             found.append(verifier.step(more))
     assert found[0] == found[1]
     assert found[0]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3])
+def test_hidden_states_must_be_as_many_as_tokens(
+    num_rows: int, drafters: dict[str, PagedDrafter], target: Path
+) -> None:
+    options = {"limits": limits_of(SHAPES["chain"])}
+    with attached(drafters["eagle3"], target, True, **options) as verifier:
+        verifier.step(verifier.news(0, [4, 5, 6]))
+        message = verifier.news(0, [7, 8], SHAPES["chain"])
+        rows = verifier.hidden(0)[2 : 2 + num_rows]
+        message.ClearField("hidden")
+        if num_rows:
+            message.hidden.inline.CopyFrom(codec.encode(rows))
+            message.hidden.num_rows = num_rows
+        with pytest.raises(InvalidRequest, match="hidden"):
+            verifier.step(message)

@@ -47,6 +47,7 @@ def test_page_updates_of_every_size() -> None:
 def test_pages_beyond_the_table_are_left_out() -> None:
     uploads = made()
     uploads.set_pages(1, MAX_PAGES - 1, [5, 6, 7])
+    uploads.set_pages(2, MAX_PAGES + 1, [8, 9, 10])
     uploads.records(0, 1)
     uploads.send(1)
     apply_updates(uploads.updates, uploads.tables)
