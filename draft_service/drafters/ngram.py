@@ -50,7 +50,7 @@ class NgramDrafter(Drafter):
         if not request.max_batch:
             raise AttachRefused("max_batch", "must be at least 1")
         proposer = NgramProposer(
-            ngram.NgramDrafter(self._rules, self._capacity), request, self._limits[2] - 1
+            ngram.NgramDrafter(self._rules, self._capacity), request, self._limits
         )
         return proposer, draft_pb2.AttachResponse()
 
@@ -59,13 +59,17 @@ class NgramProposer(Proposer):
     """Drafts for one verifier."""
 
     def __init__(
-        self, drafter: ngram.NgramDrafter, attach: draft_pb2.AttachRequest, max_nodes: int
+        self,
+        drafter: ngram.NgramDrafter,
+        attach: draft_pb2.AttachRequest,
+        limits: tuple[int, int, int],
     ) -> None:
         self._drafter = drafter
         self._max_batch = attach.max_batch
         self._vocab_size = attach.vocab_size
         self._max_context = attach.max_context
-        self._max_nodes = max_nodes
+        self._num_steps, self._topk, num_tokens = limits
+        self._max_nodes = num_tokens - 1
         self._num_tokens: dict[int, int] = {}  # by slot
         self._num_nodes = 0  # as last reported
 
@@ -110,9 +114,16 @@ class NgramProposer(Proposer):
         self._num_tokens[slot] = num_known + len(news)
 
     def _propose(self, sequence: draft_pb2.SequenceStep, response: draft_pb2.StepResponse) -> None:
-        wanted = sequence.propose.num_draft_tokens
-        max_nodes = min(wanted - 1, self._max_nodes) if wanted else self._max_nodes
-        tree = self._drafter.propose(sequence.slot, max_nodes)
+        asked = sequence.propose
+        max_nodes = self._max_nodes
+        if asked.num_draft_tokens:
+            max_nodes = min(asked.num_draft_tokens - 1, max_nodes)
+        steps, topk = asked.num_steps or self._num_steps, asked.topk or self._topk
+        is_narrow = steps < min(self._num_steps, max_nodes) or topk < self._topk
+        # Of a few more nodes enough are left to choose from.
+        tree = self._drafter.propose(sequence.slot, 4 * max_nodes if is_narrow else max_nodes)
+        if is_narrow:
+            tree = tree.within(steps, topk).first(max_nodes)
         if tree.tokens:
             length = self._drafter.match_length(sequence.slot)
             response.proposals.add(

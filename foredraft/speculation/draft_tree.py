@@ -28,6 +28,24 @@ class DraftTree:
             return self
         return DraftTree(self.tokens[:num_nodes], self.parents[:num_nodes])
 
+    def within(self, num_steps: int, topk: int) -> "DraftTree":
+        """The tree without nodes deeper than `num_steps`, and without children beyond the first `topk` of a node."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        new_index = [-1]  # by row: the root's, then each node's, -2 when it was dropped
+        depth, num_children = [0], [0]
+        for token, parent in zip(self.tokens, self.parents, strict=True):
+            row = parent + 1
+            depth.append(depth[row] + 1)
+            num_children[row] += 1
+            num_children.append(0)
+            is_kept = new_index[row] != -2 and depth[-1] <= num_steps and num_children[row] <= topk
+            new_index.append(len(tokens) if is_kept else -2)
+            if is_kept:
+                tokens.append(token)
+                parents.append(new_index[row])
+        return DraftTree(tuple(tokens), tuple(parents))
+
 
 EMPTY = DraftTree()
 

@@ -57,6 +57,25 @@ def test_limits_of_a_step_and_of_the_service_hold(draft: DraftProcess) -> None:
         assert len(stream.step(begin(2, COPY, nodes=100))[2][0]) == 5
 
 
+def test_a_request_may_ask_for_less_depth_and_breadth(draft: DraftProcess) -> None:
+    tokens = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2]
+
+    def asked(slot: int, **limits: int) -> draft_pb2.SequenceStep:
+        step = begin(slot, tokens, scope=str(slot))
+        step.propose.MergeFrom(draft_pb2.TreeLimits(**limits))
+        return step
+
+    with DraftStream(draft.target, attach_request()) as stream:
+        proposals = stream.step(
+            asked(0), asked(1, num_steps=1), asked(2, topk=1), asked(3, num_steps=2, topk=2)
+        )
+    # The newest of three continuations comes first.
+    assert proposals[0] == ((5, 4, 3, 1, 1), (-1, -1, -1, 0, 1))
+    assert proposals[1] == ((5, 4, 3), (-1, -1, -1))
+    assert proposals[2] == ((5, 1, 2), (-1, 0, 1))
+    assert proposals[3] == ((5, 4, 1, 1), (-1, -1, 0, 1))
+
+
 def test_a_chunk_without_propose_gets_no_tree(draft: DraftProcess) -> None:
     with DraftStream(draft.target, attach_request()) as stream:
         chunk = begin(3, COPY[:6])
