@@ -132,6 +132,10 @@ def make_supervisor(
     drafts = _drafts(config)
     sockets = {name: f"unix:{directory}/{name}.sock" for name in ("gateway", "verify", *drafts)}
     ports = _choose_ports(config, len(drafts) - 1)
+    daemon = Mps()
+    if config.mps and daemon.start() and config.device == "auto":
+        # A GPU may be out of reach for a moment after a fault: what restarts then must not fall back to the CPU.
+        values = {**values, "device": "cuda"}
     host, metrics_host = reachable_host(config.host), reachable_host(config.metrics_host)
     draft_ports = [
         ports["draft_metrics_port"],
@@ -208,9 +212,6 @@ def make_supervisor(
         # What is there for one of them would be read by the others.
         for name in _DRAFT_FIELDS:
             unbuffered.pop(variable_of(name), None)
-    daemon = Mps()
-    if config.mps:
-        daemon.start()
     unbuffered |= daemon.variables
     return LocalStack(
         directory, services, daemon, urls=urls, on_line=on_line, environment=unbuffered

@@ -60,6 +60,8 @@ def test_a_daemon_that_does_not_start_is_named(daemon, caplog):
 
 def test_a_stack_ends_its_daemon(daemon):
     stack = make_supervisor({"mps": True, "port": 0, "grpc_port": 0})
+    devices = {service.name: "--device=cuda" in service.command for service in stack.services}
+    assert devices == {"gateway": False, "verify": True, "draft": True}
     assert not daemon.exists()
     stack.stop()
     assert daemon.read_text() == "quit"
