@@ -3,10 +3,14 @@
 import contextlib
 import itertools
 import json
+import os
 import shutil
+import signal
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,13 +161,42 @@ def test_attaching_again_and_again_leaves_nothing(harness: Harness, demo: Path) 
     assert min(lost) <= 0, left
 
 
-@pytest.mark.skipif(shutil.which(mps.CONTROL) is None, reason="needs NVIDIA's MPS")
-@pytest.mark.parametrize(("point", "action"), [("level 1", "SIGKILL"), ("planned", "FAULT")])
-def test_a_stack_under_mps_serves_again_by_itself(
-    point: str, action: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fault on the GPU takes all clients of MPS along; a kill may."""
-    faults = FaultFile(tmp_path / "fault")
+class Served:
+    """A stack with a faulty draft, and one request to it."""
+
+    def __init__(self, made: stack.LocalStack) -> None:
+        self.stack = made
+
+    def ask(self) -> str:
+        body = {"prompt": "def main():\n    parser = ", "max_tokens": 200, "temperature": 0}
+        request = urllib.request.Request(
+            f"{self.stack.urls['http']}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return str(json.load(response)["choices"][0]["text"])
+
+    def has_draft(self) -> bool:
+        with urllib.request.urlopen(self.stack.urls["verify_metrics"], timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        return any(line.startswith(AVAILABLE) and line.endswith(" 1.0") for line in lines)
+
+    def serves(self, expected: str) -> bool:
+        """Whether it answers as it did, with a draft."""
+        with contextlib.suppress(OSError):
+            return self.ask() == expected and self.has_draft()
+        return False
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        return {state.name: state.num_restarts for state in self.stack.states()}
+
+
+@pytest.fixture
+def served(
+    demo: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Served]:
     command = stack._command
 
     def faulty(module: str, *args: Any, **wiring: Any) -> tuple[str, ...]:
@@ -171,43 +204,53 @@ def test_a_stack_under_mps_serves_again_by_itself(
         return command(module, *args, **wiring)
 
     monkeypatch.setattr(stack, "_command", faulty)
-    monkeypatch.setenv("FAULT_FILE", str(faults.path))
-    flags = {**FLAGS, **DRAFT, "speculative_algorithm": "EAGLE3", "mps": True}
+    monkeypatch.setenv("FAULT_FILE", str(tmp_path / "fault"))
+    under_mps = getattr(request, "param", True)
+    if under_mps and shutil.which(mps.CONTROL) is None:
+        pytest.skip("needs NVIDIA's MPS")
+    flags = {**FLAGS, **DRAFT, "speculative_algorithm": "EAGLE3", "mps": under_mps}
     with running_stack(demo, **flags) as made:
+        yield Served(made)
 
-        def ask() -> str:
-            body = {"prompt": "def main():\n    parser = ", "max_tokens": 200, "temperature": 0}
-            request = urllib.request.Request(
-                f"{made.urls['http']}/v1/completions",
-                json.dumps(body).encode(),
-                {"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return str(json.load(response)["choices"][0]["text"])
 
-        def has_draft() -> bool:
-            page = urllib.request.urlopen(made.urls["verify_metrics"], timeout=10).read().decode()
-            lines = [line for line in page.splitlines() if line.startswith(AVAILABLE)]
-            return any(line.endswith(" 1.0") for line in lines)
+@pytest.mark.parametrize(("point", "action"), [("level 1", "SIGKILL"), ("planned", "FAULT")])
+def test_a_stack_under_mps_serves_again_by_itself(
+    point: str, action: str, served: Served, tmp_path: Path
+) -> None:
+    """A fault on the GPU takes all clients of MPS along."""
+    eventually(served.has_draft, 60)
+    expected = served.ask()
+    faults = FaultFile(tmp_path / "fault")
+    faults.arm(point, action)
+    deadline = time.monotonic() + 60
+    while not faults.has_happened:
+        assert time.monotonic() < deadline, "the draft did not come to that point"
+        with contextlib.suppress(OSError):
+            assert served.ask() == expected
+    happened = time.monotonic()
+    eventually(lambda: served.restarts["draft"] > 0, 60)
+    eventually(lambda: served.serves(expected), 120)
+    print(f"{action}: serves after {time.monotonic() - happened:.1f} s, {served.restarts}")
+    assert served.restarts["gateway"] == 0
 
-        eventually(has_draft, 60)
-        expected = ask()
-        assert ask() == expected
-        faults.arm(point, action)
-        deadline = time.monotonic() + 60
-        while not faults.has_happened:
-            assert time.monotonic() < deadline, "the draft did not come to that point"
-            with contextlib.suppress(OSError):
-                assert ask() == expected
-        returned = time.monotonic()
 
-        def serves() -> bool:
-            with contextlib.suppress(OSError):
-                return ask() == expected and has_draft()
-            return False
-
-        eventually(lambda: made.states()[-1].num_restarts > 0, 60)
-        eventually(serves, 120)
-        restarts = {state.name: state.num_restarts for state in made.states()}
-        print(f"{action}: serves again after {time.monotonic() - returned:.1f} s, {restarts}")
-        assert restarts["gateway"] == 0
+@pytest.mark.parametrize("served", [False, True], ids=["alone", "mps"], indirect=True)
+def test_a_stack_whose_verifier_is_killed_serves_again(served: Served) -> None:
+    eventually(served.has_draft, 60)
+    expected = served.ask()
+    with ThreadPoolExecutor() as pool:
+        # Nothing of it is streamed, so the gateway asks again, unless it takes too long.
+        asked = pool.submit(served.ask)
+        time.sleep(0.05)
+        pid = next(state.pid for state in served.stack.states() if state.name == "verify")
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        try:
+            assert asked.result() == expected
+        except urllib.error.HTTPError as error:
+            assert error.code == 503
+    eventually(lambda: served.restarts["verify"] > 0, 60)
+    eventually(lambda: served.serves(expected), 120)
+    print(f"serves after {time.monotonic() - killed:.1f} s, {served.restarts}")
+    assert served.restarts["gateway"] == 0
