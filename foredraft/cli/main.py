@@ -17,7 +17,7 @@ commands:
   serve      serve a model on this machine over HTTP (OpenAI's API) and gRPC
   generate   print one answer, with the drafted tokens in another colour
   bench      load a server, or find the best speculation for a model
-  train      train the models that come with Foredraft
+  train      train a head for a model of yours, or the models that come with Foredraft
 
   foredraft COMMAND --help     its flags and examples
   foredraft --version

@@ -112,7 +112,9 @@ def add_arguments(
         if kind is bool:
             parser.add_argument(*names, action=argparse.BooleanOptionalAction, **keywords)
             continue
-        keywords["metavar"] = kind.__name__.upper() if kind is not str else field.name.upper()
+        keywords["metavar"] = kind.__name__.upper()
+        if kind is str:  # what the flag ends in: PATH, HOST, KEY
+            keywords["metavar"] = field.name.rpartition("_")[2].upper()
         if field.metadata["choices"]:
             keywords["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
         if repeated:

@@ -29,6 +29,7 @@ class Sample:
     share: float = option(0.5, "A share, 100 % at most.")
     shy: bool = option(False, "Hide.")
     colour: str = option("Red", "A colour.", choices=("Red", "Blue"))
+    head_path: str = option("", "A place.")
     peers: tuple[str, ...] = option((), "Peers.", internal=True)
 
 
@@ -112,6 +113,7 @@ def test_help_names_variable_and_default() -> None:
     assert "A size. [FOREDRAFT_SIZE; default: 8]" in text
     assert "A share, 100 % at most." in text
     assert "--shy, --no-shy" in text
+    assert "--head-path PATH A place." in text
     assert "{Red,Blue}" in text
 
 
