@@ -1,4 +1,4 @@
-"""Applies the sampling rule (design section 2) to the logits of a step and walks the trees."""
+"""Applies the sampling rule to the logits of a step and walks the trees."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from verify_service.simulation import SimulatedAcceptance
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Lossy acceptance (design section 2); 1.0 does nothing."""
+    """Lossy acceptance; 1.0 does nothing."""
 
     single: float = 1.0
     acc: float = 1.0

@@ -105,7 +105,8 @@ def _choose_filtered(
         vocab, logits.stride(0), BLOCK=_BLOCK, TILES=tiles, NUM_PARTS=parts, num_warps=4,
     )  # fmt: skip
     filter_kernels.choose_kept[(num_rows,)](
-        temperature, seed, position, top_k, top_p, log_min_p, counts, keys, tokens, sums, chosen, vocab,
+        logits, temperature, seed, position, top_k, top_p, log_min_p, bases, counts, keys, tokens, sums,
+        chosen, vocab, logits.stride(0),
         BLOCK=2048, NUM_PARTS=parts, PADDED_PARTS=_padded(parts), num_warps=8,
     )  # fmt: skip
 
@@ -213,7 +214,7 @@ def prepare_trees(
     vocab_size: int,
     no_slot: int,
 ) -> TreeRows:
-    """Checks what a draft sent and derives everything else from it (design section 3).
+    """Checks what a draft sent and derives everything else from it.
 
     Args:
         tokens, parents: int32 [B, R], as in `walk_trees`. A token out of range reads another's embedding and, as the walk
