@@ -48,7 +48,8 @@ async def _serve(config: DraftConfig) -> int:
         lost.set()
         stop.set()
 
-    with ThreadPoolExecutor(1, thread_name_prefix="drafter") as worker:
+    worker = ThreadPoolExecutor(1, thread_name_prefix="drafter")
+    try:
         server = RpcServer(config.listen, identity=service_identity(config))
         service = DraftService(worker, on_lost=end)
         server.add(add_DraftServiceServicer_to_server, service, SERVICE_NAME)
@@ -73,6 +74,8 @@ async def _serve(config: DraftConfig) -> int:
         await service.wait_closed(CLOSE_SECONDS)
         if metrics is not None:
             metrics.stop()
+    finally:
+        worker.shutdown(wait=not lost.is_set())
     return lifetime.DEVICE_LOST if lost.is_set() else 0
 
 

@@ -17,6 +17,8 @@ from foredraft.errors import AttachRefused, InvalidRequest, Overloaded, Unavaila
 from foredraft.transport.process import own_identity
 
 SERVICE_NAME = "foredraft.api.draft.v1.DraftService"
+# A step on a GPU ends within STEP_SECONDS of its drafter, even one that waits for a verifier that has died.
+GPU_CLOSE_SECONDS = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     Args:
         worker: The thread in which the drafter runs; it has one, so that forwards never overlap.
         on_lost: Called when the drafter's GPU has failed this process for good; nothing but another process can use it.
+            The worker may never end then.
     """
 
     def __init__(
@@ -114,7 +117,17 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             raise
         finally:
             logger.info("detached: epoch %d", attach.epoch)
-            await session.close()
+            await self._close(session, drafter)
+
+    async def _close(self, session: Session, drafter: Drafter) -> None:
+        """Frees a session. One whose GPU stands still can never be freed, and nobody else could attach."""
+        on_gpu = drafter.device is not None and drafter.device.type == "cuda"
+        try:
+            async with asyncio.timeout(GPU_CLOSE_SECONDS if on_gpu else None):
+                await session.close()
+        except TimeoutError:
+            logger.error("the GPU does not end its work: ending this process")
+            self._on_lost()
 
     async def _attach(
         self, drafter: Drafter, attach: draft_pb2.AttachRequest

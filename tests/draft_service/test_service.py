@@ -165,6 +165,19 @@ def test_a_gpu_that_failed_is_found_out_when_a_session_ends(
     assert [drafter.next_event() for _ in range(3)] == ["attach", "close", "lost"]
 
 
+def test_a_gpu_that_stands_still_is_given_up(
+    slow: tuple[SlowDrafter, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, target = slow
+    drafter.device = torch.device("cuda")
+    monkeypatch.setattr("draft_service.service.device_works", lambda device: True)
+    monkeypatch.setattr("draft_service.service.GPU_CLOSE_SECONDS", 0.1)
+    with open_stream(target, attach_request()) as stream:
+        stream.send(draft_pb2.SpeculateRequest(step=draft_pb2.StepRequest(step=1)))
+        assert [drafter.next_event(), drafter.next_event()] == ["attach", "step"]
+    assert drafter.next_event() == "lost"
+
+
 def test_what_happens_is_counted(
     slow: tuple[SlowDrafter, str], caplog: pytest.LogCaptureFixture
 ) -> None:
