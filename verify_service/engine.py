@@ -18,21 +18,22 @@ from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.speculation.draft_tree import EMPTY
 from foredraft.types import FinishReason
 from verify_service import metrics
-from verify_service.chooser import Outcome, VerifyRows
+from verify_service.chooser import VerifyRows
 from verify_service.chosen_sizes import SizeRules, sizes_of
 from verify_service.draft_policy import DraftPolicy
 from verify_service.drafting import Drafting
 from verify_service.drafts import Drafts
 from verify_service.hidden_states import committed_rows
 from verify_service.live_requests import EngineRequest, Live, LiveRequests
-from verify_service.outputs import Load, StepOutput, VerifiedTree
+from verify_service.outcomes import Outcomes
+from verify_service.outputs import Load
 from verify_service.proposals import NOTHING, Drafted, Wanted
 from verify_service.request import Sequence, Status
 from verify_service.run_ahead import Flight, RunAhead
 from verify_service.scheduler import Scheduler
 from verify_service.self_test import SelfTest
 from verify_service.step_plan import StepPlan
-from verify_service.target_step import StepResult, TargetStep
+from verify_service.target_step import TargetStep
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Engine:
         self._target = target
         self._scheduler = scheduler
         self._drafting = drafting
+        self._live = LiveRequests()
         self._sizes = sizes_of(
             policy,
             drafting,
@@ -85,6 +87,7 @@ class Engine:
             lambda one: self._live[one].request.is_probe,
             lambda one: self._live[one].request.draft,
         )
+        self._outcomes = Outcomes(target, scheduler, drafting, self._sizes, speculation, self._live)
         self._speculation = speculation
         self._self_test = self_test
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -93,7 +96,6 @@ class Engine:
         self._flight: Flight | None = None
         self._ended_at = 0.0  # when the newest step's outcome was known
         self._published_at = 0.0  # when the figures were
-        self._live = LiveRequests()
         self._num_submitted = 0
         self._submit_lock = threading.Lock()
         self._stopping = False
@@ -261,7 +263,7 @@ class Engine:
         try:
             self._scheduler.add(sequence)
         except ForedraftError as error:
-            self._finish(sequence, FinishReason.ERROR, error)
+            self._outcomes.finish(sequence, FinishReason.ERROR, error)
 
     def _cancel(self, number: int) -> None:
         self._scheduler.cancel(number)
@@ -278,7 +280,7 @@ class Engine:
         if self._drafting is not None:
             self._drafting.refresh()
         plan = self._scheduler.schedule(lambda seqs, rows: self._sizes.plan(seqs, rows).nodes)
-        self._settle(plan)
+        self._outcomes.settle(plan)
         trees = self._draft(plan)
         drafted = time.perf_counter()
         metrics.DRAFT_WAIT_SECONDS.observe(drafted - started)
@@ -299,7 +301,7 @@ class Engine:
                 self._scheduler.on_committed(chunk.seq, chunk.num_tokens)
         num_chunk_tokens = {chunk.seq.request_id: chunk.num_tokens for chunk in plan.prefill}
         for verify_rows, outcome in zip(batch, result.outcomes, strict=True):
-            self._commit(
+            self._outcomes.commit(
                 verify_rows, outcome, num_chunk_tokens.get(verify_rows.sequence.request_id)
             )
         if not plan.prefill:
@@ -325,10 +327,10 @@ class Engine:
             starts.append(sequence.num_computed)
             paths.append(outcome.verified.path)
             if sequence.status is Status.RUNNING:
-                self._commit(VerifyRows(sequence, tree, confidence), outcome, None)
+                self._outcomes.commit(VerifyRows(sequence, tree, confidence), outcome, None)
         if self._flight is not None:
             self._ahead.choose(self._flight)
-        self._tell(flight, result, starts, paths)
+        self._ahead.tell(flight, result, starts, paths)
         self._sizes.observe(
             len(flight.sequences),
             result.num_logit_rows,
@@ -339,45 +341,10 @@ class Engine:
         metrics.OVERLAPPED_STEPS.inc(self._flight is not None)
         self._ended(max(flight.started_at, self._ended_at))
 
-    def _tell(
-        self, flight: Flight, result: StepResult, starts: list[int], paths: list[list[int]]
-    ) -> None:
-        """Lets the draft know what a step committed: it has it already, or gets its hidden states later."""
-        drafting = self._drafting
-        if drafting is None:
-            return
-        if flight.is_followed:
-            for sequence, start in zip(flight.sequences, starts, strict=True):
-                if sequence.status is Status.RUNNING:
-                    drafting.followed(sequence, start)
-        elif drafting.capture is not None:
-            committed = committed_rows(flight.sequences, (), result.first_rows, starts, paths)
-            drafting.keep(result.output, committed, flight.gathered)
-
     def _ended(self, started: float) -> None:
         self._ended_at = time.perf_counter()
         metrics.STEP_SECONDS.observe(self._ended_at - started)
         self._observe()
-
-    def _settle(self, plan: StepPlan) -> None:
-        """Tells draft, submitters and metrics which sequences left or joined."""
-        if self._drafting is not None:
-            self._drafting.release(plan.released_slots)
-        now = time.monotonic()
-        for sequence in plan.admitted:
-            live = self._live[sequence]
-            if sequence.num_preemptions == 0 and not live.request.is_probe:
-                live.queue_seconds = now - live.submitted
-                metrics.QUEUE_SECONDS.observe(live.queue_seconds)
-                metrics.PROMPT_TOKENS.inc(sequence.num_prompt)
-                metrics.CACHED_TOKENS.inc(sequence.num_cached)
-        metrics.PREEMPTIONS.inc(len(plan.preempted))
-        for sequence in plan.preempted:
-            if self._drafting is not None:
-                self._drafting.preempted(sequence)
-        for sequence in plan.ended:
-            assert sequence.finish_reason is not None
-            self._finish(sequence, sequence.finish_reason)
 
     def _draft(self, plan: StepPlan) -> dict[int, Drafted]:
         if self._drafting is None:
@@ -401,76 +368,6 @@ class Engine:
                     chunk.seq.grammar.resume(chunk.seq.output)
                 batch.append(VerifyRows(chunk.seq, EMPTY))
         return batch
-
-    def _commit(self, rows: VerifyRows, outcome: Outcome, num_chunk_tokens: int | None) -> None:
-        """Takes what the rule gave for one sequence.
-
-        Args:
-            num_chunk_tokens: Rows of the prompt chunk that ended with the chosen token, or None after a
-                verification.
-        """
-        sequence, tree, verified = rows.sequence, rows.tree, outcome.verified
-        live = self._live[sequence]
-        accepted = [row - 1 for row in verified.path[1:]]
-        num_kept, reason = sequence.append_tokens(verified.tokens)
-        if sequence.grammar is not None and sequence.grammar.failure is not None:
-            error = InvalidRequest("grammar", sequence.grammar.failure)
-            self._scheduler.finish(sequence, FinishReason.ERROR)
-            self._finish(sequence, FinishReason.ERROR, error)
-            return
-        tokens = verified.tokens[:num_kept]
-        self._scheduler.on_committed(sequence, num_chunk_tokens or num_kept)
-        if not live.request.is_probe:
-            self._speculation.generated(num_kept)
-        figures = self._speculation.of(self._sizes.draft_of(sequence))
-        if num_chunk_tokens is None:
-            self._record(sequence, live, rows, accepted, tokens, outcome.is_lossy)
-        output = StepOutput(
-            tag=live.request.tag,
-            tokens=tokens,
-            drafted=[i < len(accepted) for i in range(num_kept)],
-            logprobs=outcome.logprobs[:num_kept],
-            tree=VerifiedTree(tree.tokens, tree.parents, accepted, figures.algorithm)
-            if live.request.return_provenance and tree.tokens
-            else None,
-        )
-        if reason is None:
-            self._live.queue(live, output)
-            return
-        self._scheduler.finish(sequence)
-        self._finish(sequence, reason, output=output)
-
-    def _record(
-        self,
-        sequence: Sequence,
-        live: Live,
-        rows: VerifyRows,
-        accepted: list[int],
-        tokens: list[int],
-        is_lossy: bool,
-    ) -> None:
-        """Counts one verification, for the policy, the metrics and the request's account."""
-        num_nodes, num_accepted = len(rows.tree), min(len(accepted), len(tokens))
-        sequence.count_step(num_nodes, num_accepted)
-        if not live.request.is_probe:
-            figures = self._speculation.of(self._sizes.draft_of(sequence))
-            figures.verified(num_nodes, len(accepted), is_lossy)
-        live.count(len(accepted), is_lossy)
-        self._sizes.record(rows, accepted, tokens)
-
-    def _finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        error: ForedraftError | None = None,
-        output: StepOutput | None = None,
-    ) -> None:
-        """The last output of a sequence that has left the scheduler."""
-        self._target.forget(sequence)
-        self._sizes.forget(sequence)
-        if self._drafting is not None:
-            self._drafting.forget(sequence)
-        self._live.finish(sequence, reason, error, output)
 
     def _emit(self) -> None:
         """Hands each submitter the outputs of this step."""

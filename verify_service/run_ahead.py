@@ -18,8 +18,9 @@ from verify_service.chooser import VerifyRows
 from verify_service.draft_plan import NO_WAIT, Plan, Wait
 from verify_service.drafting import Drafting
 from verify_service.drafts import Drafts
+from verify_service.hidden_states import committed_rows
 from verify_service.proposals import Member
-from verify_service.request import Sequence
+from verify_service.request import Sequence, Status
 from verify_service.scheduler import Scheduler
 from verify_service.target_step import AheadRows, StartedStep, StepResult, TargetStep
 
@@ -130,6 +131,21 @@ class RunAhead:
         for sequence in flight.sequences:
             sequence.num_in_flight -= flight.started.num_rows
         return finished
+
+    def tell(
+        self, flight: Flight, result: StepResult, starts: list[int], paths: list[list[int]]
+    ) -> None:
+        """Lets the draft know what a step committed: it has it already, or gets its hidden states later."""
+        drafting = self._drafting
+        if drafting is None:
+            return
+        if flight.is_followed:
+            for sequence, start in zip(flight.sequences, starts, strict=True):
+                if sequence.status is Status.RUNNING:
+                    drafting.followed(sequence, start)
+        elif drafting.capture is not None:
+            committed = committed_rows(flight.sequences, (), result.first_rows, starts, paths)
+            drafting.keep(result.output, committed, flight.gathered)
 
     def _await(self, flight: Flight, is_over: Callable[[], bool]) -> None:
         """Waits for something of a step that needs a draft's trees; a draft that does not come is not waited for."""

@@ -74,9 +74,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # both sorted by rank
         self._running: list[Sequence] = []
         self._cancelled: list[Sequence] = []
-        self._may_admit = (
-            False  # whether admission may turn out otherwise than when it was last tried
-        )
+        # Whether admission may turn out otherwise than when it was last tried.
+        self._may_admit = False
         self._next_deadline = math.inf
         self._num_arrived = 0
         self._free_slots = list(range(max_running_requests))  # a heap: low numbers first
@@ -160,8 +159,7 @@ class Scheduler:
         """Plans the next step and reserves its pages.
 
         Args:
-            wanted_nodes: Tree nodes that each of the decoding sequences would verify beside its root, given these and
-                how many prompt tokens the step computes.
+            wanted_nodes: Tree nodes that each decoding sequence would verify, given these and the prompt tokens.
             now: `time.monotonic()` seconds.
         """
         plan = StepPlan()
@@ -182,21 +180,18 @@ class Scheduler:
         """Those of a step under way that surely take part in the step after it."""
         return [seq for seq in flying if seq.status is Status.RUNNING and seq.num_output_left > 1]
 
-    def schedule_ahead(
-        self, going: list[Sequence], num_nodes: int, now: float | None = None
-    ) -> str | None:
+    def schedule_ahead(self, going: list[Sequence], num_nodes: int) -> str | None:
         """Plans a step that decodes only, behind one whose outcome is not known yet, and reserves its pages.
 
         Args:
             going: Its sequences, with `num_in_flight` set.
             num_nodes: Tree nodes that each would verify beside its root.
-            now: `time.monotonic()` seconds.
 
         Returns:
             None where it may be started, else why not: somebody joins or leaves, a prompt has to be computed, nobody
             goes on, or pages are short.
         """
-        if self._cancelled or (time.monotonic() if now is None else now) >= self._next_deadline:
+        if self._cancelled or time.monotonic() >= self._next_deadline:
             return "leaves"
         if self._may_admit and self._waiting and self._free_slots:
             return "joins"
@@ -389,7 +384,6 @@ class Scheduler:
         self._enqueue(seq)
 
     def _detach(self, seq: Sequence) -> None:
-        """Takes slot and pages from a running sequence."""
         assert seq.slot is not None
         self._may_admit = True
         self._tables.truncate(seq, 0)
