@@ -97,15 +97,16 @@ class GraphStep(TargetStep):
         num_rows = self._graphs.row_size(len(batch), num_rows)
         sequences = [rows.sequence for rows in batch]
         arrays = self._fill(sequences, num_rows)
-        if fetch is not None:
-            fetch(self._graphs.trees)
-            if any(rows.tree is not None and rows.sequence.grammar is not None for rows in batch):
-                self._graphs.send_trees()
         header = arrays.header
         header[:, COMMITTED] = -1
         header[:, TREE] = [-1 if rows.tree is None else rows.tree for rows in batch]
         header[:, NUM_ROWS] = [1 if rows.tree is None else num_rows for rows in batch]
         arrays.parents[:] = PAD
+        self._graphs.upload(len(batch))
+        if fetch is not None:
+            fetch(self._graphs.trees)
+            if any(rows.tree is not None and rows.sequence.grammar is not None for rows in batch):
+                self._graphs.send_trees()
         trees = [EMPTY] * len(batch)
         return self._start(sequences, num_rows, capture, trees, [rows.tree for rows in batch])
 
@@ -188,6 +189,7 @@ class GraphStep(TargetStep):
         arrays.parents[:, 0] = ROOT
         if num_rows > 1:
             _fill_trees(arrays, batch, num_rows)
+        self._graphs.upload(len(batch))
 
     def _update_pages(self, sequences: Sequence[RequestSequence]) -> None:
         updates = []

@@ -169,6 +169,11 @@ class DecodeGraphs:
         """Lets the host see `trees` in their present state; after `arrays`, for that step's `late.trees`."""
         self.late.send_trees(self._current, self.trees)
 
+    def upload(self, num_sequences: int) -> None:
+        """Sends the records that were filled in to the device: before a step starts, and before anything that it waits for."""
+        batch = self.batch_size(num_sequences)
+        self._step.inputs[:batch].copy_(self._hosts[self._current][:batch], non_blocking=True)
+
     def start(
         self,
         num_sequences: int,
@@ -176,13 +181,12 @@ class DecodeGraphs:
         capture: Sequence[int],
         is_filtered: bool = False,
     ) -> RunningStep:
-        """Starts a whole step on the arrays that were filled in. At most one step that was started before may be running.
+        """Starts a whole step on the records that were sent. At most one step that was started before may be running.
 
         Args:
             is_filtered: Whether top-k, top-p and min-p of the records are obeyed.
         """
         kind = StepKind(self.batch_size(num_sequences), num_rows, tuple(capture), is_filtered)
-        self._upload(kind)
         if kind not in self._steps:
             self._steps[kind] = self._capture_step(kind)
         graph, output = self._steps[kind]
@@ -197,7 +201,7 @@ class DecodeGraphs:
         kind = StepKind(batch, num_rows, tuple(capture), True, True, with_logprobs)
         if kind not in self._late:
             self._late[kind] = self._capture_late(kind)
-        self._upload(kind)
+            self.upload(num_sequences)  # again: capturing has changed the records
         graphs = self._late[kind]
         graphs.forward.replay()
         forwarded = self._forwarded[self._current]
@@ -231,7 +235,6 @@ class DecodeGraphs:
             Logits and hidden states of all B x R rows, padding included; valid until the next step.
         """
         kind = StepKind(self.batch_size(num_sequences), num_rows, tuple(capture))
-        self._upload(kind)
         if kind not in self._forwards:
             graph, forward = self._record(lambda: self._step.forward(kind))
             self._forwards[kind] = graph, forward.output
@@ -248,12 +251,14 @@ class DecodeGraphs:
         # Others are captured when they are needed; their kernels are ready then.
         self.arrays(0, 1)
         self._pad(self._hosts[self._current].numpy()[:1])
+        self.upload(1)
         self.choose_late(self.start_late(1, 1, self.capture, False), 0).chosen()
 
     def idle_step(self, batch: int, rows: int, is_filtered: bool = False) -> None:
         """Runs a step that belongs to no sequence."""
         self.arrays(0, rows)
         self._pad(self._hosts[self._current].numpy()[:batch])
+        self.upload(batch)
         self.start(batch, rows, self.capture, is_filtered).chosen()
 
     def _pad(self, records: npt.NDArray[np.int32]) -> None:
@@ -261,11 +266,6 @@ class DecodeGraphs:
         records[:, SLOT] = self._no_slot
         records[:, TREE] = -1
         records[:, HEADER + self.max_rows :] = PAD
-
-    def _upload(self, kind: StepKind) -> None:
-        self._step.inputs[: kind.batch].copy_(
-            self._hosts[self._current][: kind.batch], non_blocking=True
-        )
 
     def _capture_step(self, kind: StepKind) -> tuple[torch.cuda.CUDAGraph, ModelOutput]:
         def run() -> ModelOutput:
@@ -281,7 +281,6 @@ class DecodeGraphs:
             self._step.inputs[: kind.batch, MASK : ADJUSTED + 1] = 0
             self._step.choose(kind, self._step.forward(kind))
 
-        self._upload(kind)
         self._run_aside(run)
         forward_graph, forward = self._capture(lambda: self._step.forward(kind))
         choice_graph, _ = self._capture(lambda: self._step.choose(kind, forward))
