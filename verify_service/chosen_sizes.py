@@ -230,9 +230,9 @@ class ChosenSizes:
 
     def _judge(self, number: int, drafting: Drafting, batch: int) -> None:
         """Takes what came of trials, as far as the tokens since then say it."""
-        if drafting.own_seconds is not None:
-            self._choice.answered(number, *drafting.own_seconds)
-            drafting.own_seconds = None
+        if (own := drafting.own_time) is not None:
+            self._choice.answered(number, own.sequences, own.usual, own.whole)
+            drafting.own_time = None
         policy, left = self._each[number].policy, []
         for tried in (*self._tried[number], *drafting.take_tried()):
             sequence, drafted = tried.sequence, tried.drafted

@@ -16,7 +16,10 @@ FIRST_ACCEPTED, FIRST_NODES = 1.0, 3.0  # of a draft before anything was seen
 MARGIN = 1.05  # by which another draft must be better before a sequence is given to it
 LEAST_OUTCOMES = 3.0  # of the other draft for this sequence
 STAY = 6  # outcomes of a sequence between two changes
-TIME_WEIGHT = 0.2  # of one answer in what asking costs
+TIME_WEIGHT, SOONER_WEIGHT = (
+    0.2,
+    0.4,
+)  # of one answer in what asking costs, and of one that came sooner
 MOST_SLOWER, HICCUP = (
     3.0,
     2e-3,
@@ -68,6 +71,7 @@ class _Asking:
 
     def __init__(self) -> None:
         self.beyond = 0.0
+        self.whole = 0.0  # seconds of the newest answer, with all that the draft had to read first
         self._own: dict[int, float] = {}  # by the bits of the number
 
     def own(self, sequences: int) -> float:
@@ -142,9 +146,16 @@ class DraftChoice:
         if draft == history.chosen and history.stay > 0:
             history.stay -= 1
 
-    def answered(self, draft: int, sequences: int, seconds: float) -> None:
-        """Takes the draft's own time for an answer to trees for so many sequences."""
-        self._asking[draft].answered(sequences, seconds)
+    def answered(self, draft: int, sequences: int, seconds: float, whole: float) -> None:
+        """Takes the draft's own time for an answer with trees for so many sequences.
+
+        Args:
+            seconds: Had it read no more than what a step commits.
+            whole: With all that it had to read.
+        """
+        asking = self._asking[draft]
+        asking.answered(sequences, seconds)
+        asking.whole = whole
 
     def waited(self, draft: int, sequences: int, seconds: float) -> None:
         """Takes what a step waited for proposals to so many sequences."""
@@ -162,7 +173,7 @@ class DraftChoice:
             return False
         asking = self._asking[draft]
         asking.beyond *= FORGIVEN
-        cost = asking.own(sequences)
+        cost = max(asking.own(sequences), asking.whole)
         self._next_trial[draft] = (self._steps + TRIAL_STEPS, self._now + cost / SHARE)
         return True
 
@@ -187,5 +198,6 @@ class DraftChoice:
 
 
 def _towards(known: float, seconds: float) -> float:
-    # One answer that came late must not spoil the estimate.
-    return known + TIME_WEIGHT * (min(seconds, MOST_SLOWER * known + HICCUP) - known)
+    # One answer that came late must not spoil the estimate; one that came sooner shows what is possible.
+    weight = SOONER_WEIGHT if seconds < known else TIME_WEIGHT
+    return known + weight * (min(seconds, MOST_SLOWER * known + HICCUP) - known)

@@ -21,7 +21,7 @@ from verify_service.draft_client import DraftClient
 from verify_service.draft_news import DraftNews, split_news
 from verify_service.hidden_states import CommittedRows, HiddenStates
 from verify_service.metrics import DRAFT_SECONDS, SpeculationMetrics
-from verify_service.proposals import Drafted, Member, Proposals, Tried, Wanted
+from verify_service.proposals import Drafted, Member, OwnTime, Proposals, Tried, Wanted
 from verify_service.request import Sequence as RequestSequence
 from verify_service.target_step import DeviceOutcome
 
@@ -42,7 +42,7 @@ class Drafting:
         hidden: Hidden states for a draft that reads them.
 
     Attributes:
-        own_seconds: The newest answer's sequences that were asked for, and the time that the draft took by itself.
+        own_time: Of the newest answer to something that was asked for.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Drafting:
         self._request = draft_pb2.StepRequest()
         self._asking: dict[int, Wanted] = {}  # by slot, in the request that is being put together
         self._proposals = Proposals(vocab_size, metrics)
-        self.own_seconds: tuple[int, float] | None = None
+        self.own_time: OwnTime | None = None
 
     @property
     def epoch(self) -> int:
@@ -346,7 +346,7 @@ class Drafting:
             self._hidden.writer.sent(self._step)
         self._client.send(self._request, self._epoch, has_answer=not is_on_device)
         self._num_unread += not is_on_device
-        self._proposals.expect(self._step, self._asking)
+        self._proposals.expect(self._request, self._asking)
         self._request, self._asking = draft_pb2.StepRequest(), {}
 
     def _receive(self) -> None:
@@ -355,10 +355,9 @@ class Drafting:
         self._num_unread -= 1
         if self._hidden.writer is not None:
             self._hidden.writer.answered(response.step)
-        seconds = (response.extend_microseconds + response.draft_microseconds) * 1e-6
-        if count := self._proposals.read(response):
-            DRAFT_SECONDS.observe(seconds)
-            self.own_seconds = (count, seconds)
+        if own := self._proposals.read(response):
+            DRAFT_SECONDS.observe(own.whole)
+            self.own_time = own
 
     def _shape(self, sequence: RequestSequence) -> tuple[int, int]:
         steps, topk = self._tree_shape

@@ -9,6 +9,8 @@ from foredraft.speculation.draft_tree import EMPTY, DraftTree, sanitize
 from verify_service.metrics import SpeculationMetrics
 from verify_service.request import Sequence as RequestSequence
 
+USUAL_TOKENS = 3  # of a sequence that a step commits
+
 logger = logging.getLogger(__name__)
 
 
@@ -64,6 +66,21 @@ class Tried:
     drafted: Drafted
 
 
+@dataclass(frozen=True, slots=True)
+class OwnTime:
+    """What a draft says that an answer took it.
+
+    Attributes:
+        sequences: That trees were asked for.
+        usual: Seconds, had it read no more than what steps commit; after a pause it reads more.
+        whole: Seconds.
+    """
+
+    sequences: int
+    usual: float
+    whole: float
+
+
 class Proposals:
     """Belongs to the engine's thread.
 
@@ -79,6 +96,7 @@ class Proposals:
         self._vocab_size = vocab_size
         self._metrics = metrics
         self._asked: dict[int, dict[int, tuple[Wanted, int]]] = {}  # by step and slot
+        self._num_tokens: dict[int, int] = {}  # that a step told, likewise by step
         self._due: set[int] = set()  # steps of the newest round whose answers will be verified
         self._tried: list[Tried] = []
         self._warned = False
@@ -86,6 +104,7 @@ class Proposals:
     def reset(self) -> None:
         """Another draft is attached, or none: nothing more will come."""
         self._asked.clear()
+        self._num_tokens.clear()
         self._due.clear()
         self.trees = {}
 
@@ -94,10 +113,12 @@ class Proposals:
         self._due.clear()
         self.trees = {}
 
-    def expect(self, step: int, asked: Mapping[int, Wanted]) -> None:
+    def expect(self, request: draft_pb2.StepRequest, asked: Mapping[int, Wanted]) -> None:
         """Takes what a step that was sent asks for, by slot."""
         if not asked:
             return
+        step = request.step
+        self._num_tokens[step] = sum(len(sequence.tokens) for sequence in request.sequences)
         self._asked[step] = {
             slot: (want, len(want.sequence.tokens)) for slot, want in asked.items()
         }
@@ -114,15 +135,20 @@ class Proposals:
         """Whether anything that was asked for has not come."""
         return bool(self._asked)
 
-    def read(self, response: draft_pb2.StepResponse) -> int:
+    def read(self, response: draft_pb2.StepResponse) -> OwnTime | None:
         """Takes an answer.
 
         Returns:
-            For how many sequences trees had been asked for.
+            What it took; None where nothing had been asked for.
         """
         asked = self._asked.pop(response.step, {})
+        own = None
+        if asked:
+            num_tokens = self._num_tokens.pop(response.step)
+            part = min(1.0, USUAL_TOKENS * len(asked) / max(num_tokens, 1))
+            extend, draft = response.extend_microseconds, response.draft_microseconds
+            own = OwnTime(len(asked), (part * extend + draft) * 1e-6, (extend + draft) * 1e-6)
         self._due.discard(response.step)
-        count = len(asked)
         for proposal in response.proposals:
             want, position = asked.pop(proposal.slot, (None, 0))
             if want is None:
@@ -141,7 +167,7 @@ class Proposals:
         for want, position in asked.values():
             if want.is_trial:
                 self._tried.append(Tried(want.sequence, position, NOTHING))
-        return count
+        return own
 
     def take_tried(self) -> list[Tried]:
         """What came of trials since the last call."""

@@ -68,7 +68,7 @@ class Model:
                         self.tokens += accepted
                         rows += draft.nodes
             if draft.is_up and (asked or is_trial):
-                choice.answered(number, asked or batch, draft.own_seconds)
+                choice.answered(number, asked or batch, draft.own_seconds, draft.own_seconds)
             if draft.is_up and asked:
                 choice.waited(number, asked, draft.own_seconds + 3e-4)
                 wait = max(wait, draft.own_seconds + 3e-4)
