@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.decode import MODES, flags_of
-from benchmarks.gpu.shapes import write_checkpoints
+from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
 from benchmarks.gpu.step_log import Costs, Meter, Step, mean_tokens, rate_of
 from foredraft.cli import mps
 from tests.support.engines import Harness, running_engine

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.decode import MODES, flags_of
-from benchmarks.gpu.shapes import write_checkpoints
+from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
 from foredraft.config.services import KV_CACHE_DTYPES
 from tests.support.engines import running_engine
 

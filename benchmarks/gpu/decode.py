@@ -22,12 +22,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.runs import random_jobs
-from benchmarks.gpu.shapes import head_bytes, target_bytes, write_checkpoints
+from benchmarks.gpu.shapes import MODES, flags_of, head_bytes, target_bytes, write_checkpoints
+from benchmarks.gpu.timeline import Timeline
+from benchmarks.gpu.timeline import report as report_timelines
 from foredraft.cli import mps
 from tests.support.engines import Harness, Job, running_engine
 
 BANDWIDTH = 4.49e12  # bytes/s, measured on an H200
-MODES = {"none": (0, 0, 0, 1.0), "chain": (3, 1, 4, 2.8), "tree": (5, 8, 32, 4.7)}
+TIMELINE_TOKENS = 160
 PEER_MODES = {"none": "none", "chain": "eagle3_chain", "tree": "eagle3_tree"}
 
 
@@ -58,6 +60,11 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
     parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
     parser.add_argument("--peer", type=Path, help="folder of the SGLang bundle")
+    parser.add_argument(
+        "--timeline",
+        action="store_true",
+        help="also draw each engine's time line; see benchmarks.gpu.timeline",
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--flags", type=json.loads, default={}, help="more flags, as JSON")
     args = parser.parse_args()
@@ -65,51 +72,26 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
         os.environ.update(variables)
         target, head = write_checkpoints(Path(folder), args.layers)
-        rows = []
+        timeline = Timeline(Path(folder) / "draft.json") if args.timeline else None
+        rows, timelines = [], []
         for mode in args.modes:
-            rows += _measure(mode, target, head, args)
+            measured, seen = _measure(mode, target, head, args, timeline)
+            rows += measured
+            timelines += seen
         for name in variables:
             del os.environ[name]
     if args.peer:
         for mode in args.modes:
             _measure_peer(mode, [row for row in rows if row.mode == mode], args)
     report(rows, args.out, {"mps": args.mps, "layers": args.layers})
+    if timelines:
+        report_timelines(timelines, args.out)
     return 0
 
 
-def flags_of(mode: str, head: Path, max_batch: int, num_tokens: int) -> tuple[str, dict[str, Any]]:
-    """Algorithm and flags of an engine for one mode.
-
-    Args:
-        num_tokens: Of a prompt and its output.
-    """
-    steps, topk, tokens, length = MODES[mode]
-    flags: dict[str, Any] = {
-        "load_format": "dummy",
-        "dtype": "bfloat16",
-        "device": "cuda",
-        "context_length": 4096,
-        "max_running_requests": max_batch,
-        "max_total_tokens": max_batch * (num_tokens + 160) + 4096,
-        "chunked_prefill_size": 4096,
-        "disable_radix_cache": True,
-        "draft_step_timeout": 60.0,
-        "num_threads": None,
-    }
-    if mode == "none":
-        return "NONE", flags
-    return "EAGLE3", flags | {
-        "speculative_draft_model_path": str(head),
-        "speculative_draft_load_format": "dummy",
-        "speculative_num_steps": steps,
-        "speculative_eagle_topk": topk,
-        "speculative_num_draft_tokens": tokens,
-        "speculative_draft_sampling": "topk",
-        "simulate_accept_length": length,
-    }
-
-
-def _measure(mode: str, target: Path, head: Path, args: argparse.Namespace) -> list[Row]:
+def _measure(
+    mode: str, target: Path, head: Path, args: argparse.Namespace, timeline: Timeline | None
+) -> tuple[list[Row], list[dict[str, Any]]]:
     algorithm, flags = flags_of(mode, head, max(args.batch), args.prompt + args.output)
     rows = []
     with running_engine(target, algorithm, **flags, **args.flags) as harness:
@@ -122,7 +104,11 @@ def _measure(mode: str, target: Path, head: Path, args: argparse.Namespace) -> l
             assert best is not None
             print(json.dumps(asdict(best)), flush=True)
             rows.append(best)
-    return rows
+        seen = [
+            timeline.of(harness, mode, batch, args.prompt, TIMELINE_TOKENS)
+            for batch in (args.batch if timeline else ())
+        ]
+    return rows, seen
 
 
 def _run(harness: Harness, mode: str, batch: int, args: argparse.Namespace) -> Row:

@@ -1,7 +1,8 @@
-"""The shapes that the GPU benchmarks run with random weights: Llama-3.1-8B and an EAGLE-3 head for it."""
+"""What the GPU benchmarks run with random weights: the shapes of Llama-3.1-8B and an EAGLE-3 head for it, and its drafts."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -30,6 +31,8 @@ EAGLE3_8B = {
     "num_hidden_layers": 1,
     "draft_vocab_size": 32000,
 }
+# Steps, topk, draft tokens, and the accept length that is simulated.
+MODES = {"none": (0, 0, 0, 1.0), "chain": (3, 1, 4, 2.8), "tree": (5, 8, 32, 4.7)}
 
 
 def write_checkpoints(folder: Path, num_layers: int) -> tuple[Path, Path]:
@@ -42,6 +45,38 @@ def write_checkpoints(folder: Path, num_layers: int) -> tuple[Path, Path]:
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(config, indent=1))
     return target, head
+
+
+def flags_of(mode: str, head: Path, max_batch: int, num_tokens: int) -> tuple[str, dict[str, Any]]:
+    """Algorithm and flags of an engine for one mode.
+
+    Args:
+        num_tokens: Of a prompt and its output.
+    """
+    steps, topk, tokens, length = MODES[mode]
+    flags: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "context_length": 4096,
+        "max_running_requests": max_batch,
+        "max_total_tokens": max_batch * (num_tokens + 160) + 4096,
+        "chunked_prefill_size": 4096,
+        "disable_radix_cache": True,
+        "draft_step_timeout": 60.0,
+        "num_threads": None,
+    }
+    if mode == "none":
+        return "NONE", flags
+    return "EAGLE3", flags | {
+        "speculative_draft_model_path": str(head),
+        "speculative_draft_load_format": "dummy",
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": tokens,
+        "speculative_draft_sampling": "topk",
+        "simulate_accept_length": length,
+    }
 
 
 def target_bytes(num_layers: int = 32) -> int:

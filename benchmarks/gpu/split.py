@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.decode import MODES, flags_of
 from benchmarks.gpu.runs import run_batch, watched_waits
-from benchmarks.gpu.shapes import write_checkpoints
+from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
 from draft_service.drafters import create_drafter
 from draft_service.service import SERVICE_NAME, DraftService
 from foredraft.api.draft.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server

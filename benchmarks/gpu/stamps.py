@@ -30,10 +30,11 @@ class Stamps:
     def __init__(self) -> None:
         self._times = None
         self._count = 0
+        self._replay = torch.cuda.CUDAGraph.replay
 
     def start(self) -> None:
         """Replays are stamped from now on."""
-        replay, stamps = torch.cuda.CUDAGraph.replay, self
+        replay, stamps = self._replay, self
 
         def stamped(graph) -> None:
             stamps._put()
@@ -41,6 +42,10 @@ class Stamps:
             stamps._put()
 
         torch.cuda.CUDAGraph.replay = stamped
+
+    def stop(self) -> None:
+        """Replays are stamped no more."""
+        torch.cuda.CUDAGraph.replay = self._replay
 
     def clear(self) -> None:
         """Forgets what was stamped."""

@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.decode import MODES, flags_of
 from benchmarks.gpu.runs import run_batch, watched_waits
-from benchmarks.gpu.shapes import write_checkpoints
+from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
 from foredraft.cli import mps
 from tests.support.drafts import DraftProcess
-from tests.support.engines import running_engine
+from tests.support.engines import Harness, running_engine
 
 STEPS = 20  # that are shown
 COLORS = ("gray", "orange", "blue")
 Spans = list[tuple[float, float]]
+Summary = dict[str, Any]
 
 
 def main() -> int:
@@ -47,40 +47,53 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
         os.environ.update(variables)
         target, head = write_checkpoints(Path(folder), args.layers)
+        timeline = Timeline(Path(folder) / "draft.json")
         for mode in args.modes:
-            found += _measure(mode, target, head, args, Path(folder) / "draft.json")
+            found += _measure(mode, target, head, args, timeline)
         for name in variables:
             del os.environ[name]
-    (args.out / "gpu_timeline.json").write_text(json.dumps(found, indent=1))
-    _report(found)
-    _plot(found, args.out / "gpu_timeline.png")
+    report(found, args.out)
     return 0
 
 
-def _measure(
-    mode: str, target: Path, head: Path, args: argparse.Namespace, draft_file: Path
-) -> list[dict[str, Any]]:
-    from benchmarks.gpu.stamps import Stamps, draft_spans
+class Timeline:
+    """Watches engines whose drafts are started after it was made.
 
-    algorithm, flags = flags_of(mode, head, max(args.batch), args.prompt + args.output)
-    stamps = Stamps()
-    stamps.start()
-    os.environ["STAMPS_FILE"] = str(draft_file)
-    DraftProcess.module = "benchmarks.gpu.stamps"
-    found = []
-    with (
-        watched_waits() as waits,
-        running_engine(target, algorithm, **flags, **args.flags) as harness,
-    ):
-        for batch in args.batch:
-            run_batch(harness, batch, args.prompt, 48)
+    Args:
+        draft_file: For what the draft's process stamps.
+    """
+
+    def __init__(self, draft_file: Path) -> None:
+        from benchmarks.gpu.stamps import Stamps
+
+        self._stamps = Stamps()
+        self._draft_file = draft_file
+        os.environ["STAMPS_FILE"] = str(draft_file)
+        DraftProcess.module = "benchmarks.gpu.stamps"
+
+    def of(self, harness: Harness, mode: str, batch: int, prompt: int, output: int) -> Summary:
+        """The time line of one batch."""
+        from benchmarks.gpu.stamps import draft_spans
+
+        stamps = self._stamps
+        stamps.start()
+        with watched_waits() as waits:
+            run_batch(harness, batch, prompt, 48)
             offset = stamps.host_offset()
-            draft_spans(harness, draft_file)
+            draft_spans(harness, self._draft_file)
             waits.clear()
-            run_batch(harness, batch, args.prompt, args.output)
-            verifier, draft = stamps.spans(), draft_spans(harness, draft_file)
-            found.append(_summary(mode, batch, verifier, draft, _busy(waits, offset)))
-    return found
+            run_batch(harness, batch, prompt, output)
+        verifier, draft = stamps.spans(), draft_spans(harness, self._draft_file)
+        stamps.stop()
+        return _summary(mode, batch, verifier, draft, _busy(waits, offset))
+
+
+def _measure(
+    mode: str, target: Path, head: Path, args: argparse.Namespace, timeline: Timeline
+) -> list[Summary]:
+    algorithm, flags = flags_of(mode, head, max(args.batch), args.prompt + args.output)
+    with running_engine(target, algorithm, **flags, **args.flags) as harness:
+        return [timeline.of(harness, mode, batch, args.prompt, args.output) for batch in args.batch]
 
 
 def _busy(waits: Spans, offset: float) -> Spans:
@@ -91,7 +104,7 @@ def _busy(waits: Spans, offset: float) -> Spans:
     ]
 
 
-def _summary(mode: str, batch: int, verifier: Spans, draft: Spans, host: Spans) -> dict[str, Any]:
+def _summary(mode: str, batch: int, verifier: Spans, draft: Spans, host: Spans) -> Summary:
     """Times of a step in microseconds, medians over the steps in the middle of the run."""
     middle = len(verifier) // 2
     shown = verifier[middle : middle + STEPS + 1]
@@ -119,7 +132,10 @@ def _summary(mode: str, batch: int, verifier: Spans, draft: Spans, host: Spans) 
     }
 
 
-def _report(found: list[dict[str, Any]]) -> None:
+def report(found: list[Summary], out: Path) -> None:
+    """Table, JSON and picture."""
+    (out / "gpu_timeline.json").write_text(json.dumps(found, indent=1))
+    _plot(found, out / "gpu_timeline.png")
     print("microseconds a step, medians of 20 consecutive steps; acceptance is SIMULATED")
     print(f"{'mode':6} {'batch':>5} {'step':>7} {'target':>7} {'draft':>6} {'idle':>6} {'host':>6}")
     for one in found:
@@ -129,7 +145,7 @@ def _report(found: list[dict[str, Any]]) -> None:
         )
 
 
-def _plot(found: list[dict[str, Any]], path: Path) -> None:
+def _plot(found: list[Summary], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
