@@ -6,6 +6,7 @@ from pathlib import Path
 
 from foredraft.errors import ConfigError
 from foredraft.models.config import ModelConfig
+from foredraft.runner.decode_step import ROWS_AT_ONCE
 
 CPU_FRACTION = 0.4
 GPU_FRACTION = 0.85
@@ -43,7 +44,12 @@ class GpuBudget:
 
 
 def workspace_bytes(
-    config: ModelConfig, itemsize: int, chunk_rows: int, decode_rows: int, num_captured: int
+    config: ModelConfig,
+    itemsize: int,
+    chunk_rows: int,
+    decode_rows: int,
+    num_captured: int,
+    num_sequences: int,
 ) -> int:
     """Memory that steps need beside weights and KV, counted from above.
 
@@ -52,6 +58,7 @@ def workspace_bytes(
         chunk_rows: Prompt tokens of a step.
         decode_rows: Rows of the largest decode step, all of which have logits.
         num_captured: Layers whose streams a draft reads.
+        num_sequences: That run together.
     """
     rows = chunk_rows + decode_rows
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -60,8 +67,10 @@ def workspace_bytes(
     activations = rows * (4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size)
     kept = rows * config.hidden_size * (1 + num_captured)
     logits = decode_rows * config.vocab_size
-    # The logits once as they come and twice in float32, where filters or penalties choose.
-    return 2 * itemsize * (activations + kept) + logits * (itemsize + 8)
+    # In captured steps filters and penalties work on some rows at a time, and keep a table of tokens for each sequence.
+    choice = (12 * min(decode_rows, ROWS_AT_ONCE) + 8 * num_sequences) * config.vocab_size
+    # Outside them the logits are there once as they come and twice in float32.
+    return 2 * itemsize * (activations + kept) + logits * (itemsize + 8) + choice
 
 
 def available_host_bytes() -> int:

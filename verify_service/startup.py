@@ -26,7 +26,13 @@ from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
 from verify_service.chooser import Chooser, Thresholds
 from verify_service.chosen_sizes import SizeRules
-from verify_service.draft_links import DraftLink, connect_drafts, infos_of, tree_limits_of
+from verify_service.draft_links import (
+    DraftLink,
+    connect_drafts,
+    followed_levels,
+    infos_of,
+    tree_limits_of,
+)
 from verify_service.draft_policy import DraftPolicy
 from verify_service.drafting import Drafting
 from verify_service.drafts import Drafts
@@ -197,7 +203,7 @@ def build_engine(
         str(kv_dtype).removeprefix("torch."),
         pages * target_bytes / 2**20,
     )
-    target_step = _target_step(config, runner, limits, thresholds, tree_limits, infos)
+    target_step = _target_step(config, runner, limits, thresholds, tree_limits, links)
     times = None
     if len(links) > 1 or (links and config.speculative_adaptive):
         times = _measure(target_step, runner, pool)
@@ -246,7 +252,7 @@ def _target_step(
     limits: EngineLimits,
     thresholds: Thresholds,
     tree_limits: tuple[int, int, int],
-    infos: Sequence[draft_pb2.GetDraftInfoResponse],
+    links: Sequence[DraftLink],
 ) -> TargetStep:
     """Runs the target, on a GPU by captured graphs unless these are switched off."""
     simulated = None
@@ -261,6 +267,7 @@ def _target_step(
     from verify_service.graph_step import GraphStep
 
     started = time.monotonic()
+    infos = infos_of(links)
     max_rows = limits.max_nodes + 1 if infos else 1
     graphs = DecodeGraphs(
         runner.model,
@@ -270,7 +277,7 @@ def _target_step(
             config.cuda_graph_max_bs or limits.max_running_requests, limits.max_running_requests
         ),
         max_rows=max_rows,
-        max_path=tree_limits[0] + 1,
+        max_path=followed_levels(links, config) + 1,
         max_tokens=limits.context_length,
         num_slots=limits.max_running_requests,
         simulate=simulated is not None,
@@ -309,6 +316,7 @@ def _kv_budget(
             config.chunked_prefill_size,
             config.max_running_requests * max_rows,
             sum(len(info.hidden.layers) for info in infos),
+            config.max_running_requests,
         ),
         draft=draft,
     )

@@ -34,6 +34,8 @@ from foredraft.speculation.triton_steps import (
     pretend_paths,
 )
 
+ROWS_AT_ONCE = 128  # that are filtered or adjusted together
+
 
 @dataclass(frozen=True, slots=True)
 class StepKind:
@@ -176,12 +178,24 @@ class DecodeStep:
             floats = each_row(TOP_P, torch.float32), each_row(MIN_P, torch.float32)
             filters = (each_row(TOP_K, torch.int32), *floats)
         temperature, seed = each_row(TEMPERATURE, torch.float32), each_row(SEED_LOW, torch.int64)
-        raw = logits = forward.output.logits
-        if kind.is_late:
-            logits = self.late.adjust(raw, inputs, begun, forward.positions)
-        chosen = choose_tokens(logits, temperature, seed, forward.positions + 1, *filters)
+        rule = (temperature, seed, forward.positions + 1, *filters)
+        logits = forward.output.logits
+        # Filters and adjusted logits take much memory for each row; the rule alone takes none.
+        size = max(1, ROWS_AT_ONCE // kind.rows) if kind.is_filtered else kind.batch
+        parts = []
+        for first in range(0, kind.batch, size):
+            last = min(first + size, kind.batch)
+            rows = slice(first * kind.rows, last * kind.rows)
+            part = logits[rows]
+            if kind.is_late:
+                trees = Begun(
+                    *(of[first:last] for of in (begun.tokens, begun.parents, begun.committed))
+                )
+                part = self.late.adjust(part, inputs[first:last], trees, forward.positions[rows])
+            parts.append(choose_tokens(part, *(values[rows] for values in rule)))
+        chosen = torch.cat(parts) if len(parts) > 1 else parts[0]
         if kind.with_logprobs:
-            self.late.keep_logprobs(raw, chosen)
+            self.late.keep_logprobs(logits, chosen)
         chosen = chosen.view(kind.batch, kind.rows)
         path, length, emitted = walk_trees(chosen, begun.tokens, begun.parents)
         if kind.is_late:

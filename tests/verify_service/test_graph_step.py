@@ -6,6 +6,7 @@ from pathlib import Path
 import llguidance
 import pytest
 
+from foredraft.runner import decode_step
 from foredraft.types import SamplingParams
 from tests.support.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
 from tests.support.engines import Job, Result, running_engine
@@ -67,6 +68,7 @@ def test_steps_of_fixed_shape_give_what_the_engine_gives(
     from tests.support.eager_graphs import use_eager_graphs  # needs Triton
 
     use_eager_graphs(monkeypatch)
+    monkeypatch.setattr(decode_step, "ROWS_AT_ONCE", 6)  # so that there is more than one part
     overlapped, masks = OVERLAPPED_STEPS._value.get(), LATE_MASKS._value.get()
     got = run(path, algorithm)
     assert LATE_MASKS._value.get() - masks > 5

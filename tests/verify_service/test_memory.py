@@ -20,9 +20,11 @@ def test_what_is_left_is_what_nobody_else_needs():
 
 def test_the_workspace_holds_every_row_of_logits(tmp_path):
     config = ModelConfig.from_dir(make_checkpoint(tmp_path))
-    few, many = (workspace_bytes(config, 2, 512, rows, 3) for rows in (48, 48 * 32))
+    few, many = (workspace_bytes(config, 2, 512, rows, 3, 48) for rows in (48, 48 * 32))
     assert many - few > 48 * 31 * config.vocab_size * 2
-    assert workspace_bytes(config, 2, 512, 48, 3) > workspace_bytes(config, 2, 512, 48, 0)
+    most = workspace_bytes(config, 2, 512, 48, 3, 48)
+    assert most > workspace_bytes(config, 2, 512, 48, 0, 48)
+    assert most > workspace_bytes(config, 2, 512, 48, 3, 1)
 
 
 def test_a_card_that_is_too_small_is_refused_with_the_flags_that_help():
