@@ -9,7 +9,7 @@ import torch
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import VerifyConfig
-from foredraft.config.speculation import each_draft, largest_limits, with_tree_defaults
+from foredraft.config.speculation import MODELS, each_draft, largest_limits, with_tree_defaults
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.speculation import resolve
 from foredraft.rpc.tls import service_identity
@@ -158,3 +158,11 @@ def tree_limits_of(links: Sequence[DraftLink], config: VerifyConfig) -> tuple[in
     if not links:
         return config.tree_limits
     return largest_limits([link.config.tree_limits for link in links])
+
+
+def followed_levels(links: Sequence[DraftLink], config: VerifyConfig) -> int:
+    """Levels of the trees of the draft that can follow on the device: one that has a model, if there is one."""
+    levels = [
+        link.config.tree_limits[0] for link in links if link.config.speculative_algorithm in MODELS
+    ]
+    return max(levels, default=config.tree_limits[0])
