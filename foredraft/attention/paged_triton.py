@@ -1,5 +1,6 @@
 """Attention on NVIDIA GPUs by the Triton kernels of `triton_kernels`, which this module imports only when it is used."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,7 +108,14 @@ class TritonAttention(AttentionBackend):
         num_tokens, num_heads, head_dim = queries.shape
         num_kv_heads = keys.shape[0]
         group = num_heads // num_kv_heads
-        tiles = _tiles(plan.max_rows * group, head_dim, queries.dtype, kv.is_8_bit)
+        tiles = _tiles(
+            plan.max_rows * group,
+            head_dim,
+            queries.dtype,
+            kv.is_8_bit,
+            splits,
+            _has_room(keys.device),
+        )
         row_blocks = -(-plan.max_rows * group // tiles["BLOCK_M"])
         batch = plan.num_rows.shape[0]
         mask = plan.tail_mask
@@ -148,12 +156,28 @@ class TritonAttention(AttentionBackend):
             )  # fmt: skip
 
 
+@functools.cache
+def _has_room(device: torch.device) -> bool:
+    """Whether a program may have 128 KiB of shared memory; sm_86, sm_89 and sm_120 have 99."""
+    if device.type != "cuda":
+        return True
+    capability = torch.cuda.get_device_capability(device)
+    return (9, 0) <= capability < (12, 0) or capability in ((8, 0), (8, 7))
+
+
 def _power_of_two(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
-def _tiles(folded_rows: int, head_dim: int, dtype: torch.dtype, eight_bit: bool) -> dict[str, int]:
-    """Rows and keys of a tile, warps and stages: what fits registers and shared memory of current GPUs."""
+def _tiles(
+    folded_rows: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    eight_bit: bool,
+    splits: int,
+    has_room: bool,
+) -> dict[str, int]:
+    """Rows and keys of a tile, warps and stages: the fastest of a sweep on an H200 with heads of 128, which leave room elsewhere."""
     if dtype == torch.float32:  # no matrix units: small tiles and many threads, or registers spill
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1, "PACKED": False}
     wide = head_dim > 128
@@ -161,12 +185,20 @@ def _tiles(folded_rows: int, head_dim: int, dtype: torch.dtype, eight_bit: bool)
     # Of a tree's rows two tiles side by side are faster than one; of a long chunk, whose keys are read anew for each
     # tile, the larger ones.
     block_m = min(block_m, 64 if wide or folded_rows <= 256 else 128)
+    # All stages but one hold keys and values that are under way; more of them leave room for fewer programs.
+    block_n, stages = 64, 3 if eight_bit or block_m < 128 or has_room else 2
+    if wide:
+        block_n, stages = 32, 2
+    elif block_m <= 32:
+        block_n = 128 if eight_bit else 32
+    elif block_m == 64 and not eight_bit:
+        block_n, stages = (64, 2) if splits > 1 else (32, 3)
     return {
         "BLOCK_M": block_m,
-        "BLOCK_N": 32 if wide else 64,
+        "BLOCK_N": block_n,
         "num_warps": 8 if block_m == 128 or (wide and block_m == 64) else 4,
-        "num_stages": 2 if wide or block_m == 16 else 3,
-        "PACKED": eight_bit and block_m == 16 and head_dim >= 64 and head_dim % 4 == 0,
+        "num_stages": stages,
+        "PACKED": eight_bit and block_m <= 32 and head_dim >= 64 and head_dim % 4 == 0,
     }
 
 

@@ -14,11 +14,9 @@ def _byte(words, index: tl.constexpr, KEPT: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _slots(table, keys, end, PAGE_SIZE: tl.constexpr):
-    """Where keys lie, and which of them are before `end`."""
-    in_range = keys < end
-    pages = tl.load(table + keys // PAGE_SIZE, mask=in_range, other=0)
-    return pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE, in_range
+def _pages(table, keys, end, PAGE_SIZE: tl.constexpr):
+    """Pages of the keys before `end`."""
+    return tl.load(table + keys // PAGE_SIZE, mask=keys < end, other=0)
 
 
 @triton.jit
@@ -126,6 +124,8 @@ def attend(
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
 
+    # Where keys lie is read a tile ahead: the compiler then keeps all its stages for keys and values.
+    pages = _pages(table, begin + tl.arange(0, BLOCK_N), end, PAGE_SIZE)
     for start in tl.range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         seen = is_row[:, None] & (keys < end)[None, :]
@@ -153,7 +153,9 @@ def attend(
                     placed = placed & (not causal)
                 places = tl.where(placed, tl.load(at, mask=placed, other=0), keys)
             seen = seen & (places[None, :] >= oldest[:, None])
-        slots, in_range = _slots(table, keys, end, PAGE_SIZE)
+        slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
+        pages = _pages(table, keys + BLOCK_N, end, PAGE_SIZE)
+        in_range = keys < end
         # Both are under way before either is needed.
         k = _rows(k_ptr, slots, in_range, HEAD_DIM, BLOCK_D)
         if PACKED:
