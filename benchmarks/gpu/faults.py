@@ -1,7 +1,7 @@
 """A draft that is killed, stands still or faults at each point between the two words that order it and its verifier on one GPU.
 
     python -m benchmarks.gpu.faults
-    python -m benchmarks.gpu.faults --mps --points waiting "level 1" --actions SIGKILL FAULT
+    python -m benchmarks.gpu.faults --mps --cases "waiting:SIGSTOP" "level 1:SIGKILL" "level 1:FAULT"
 
 The bundled model and its EAGLE-3 head in float32; 8 requests, greedy and sampled. For each case: whether the draft came to that
 point, whether all texts are those of plain decoding, the longest time without a token (`--draft-step-timeout` is 1 s), seconds
@@ -26,9 +26,14 @@ from foredraft.types import SamplingParams
 from tests.support import engines
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.fault_cases import BlockCount, FaultyDraft, do_fault
-from tests.support.faulty_draft import ATTACHING, BY_VALUE, DEVICE, POINTS, FaultFile
+from tests.support.faulty_draft import ATTACHING, BY_VALUE, DEVICE, POINTS
 
-ACTIONS = ("SIGKILL", "SIGSTOP", "FAULT")
+CASES = [
+    f"{point}:{action}"
+    for action in ("SIGKILL", "SIGSTOP", "FAULT")
+    for point in (DEVICE if action == "FAULT" else POINTS)
+]
+ON_HOST = (*ATTACHING, *BY_VALUE)  # what there is without a GPU too
 FLAGS = {
     "dtype": "float32",
     "max_total_tokens": 16384,
@@ -37,15 +42,13 @@ FLAGS = {
 }
 DRAFT = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 ON_GPU = {"device": "cuda", "require_transport": "cuda_ipc"}
-Case = tuple[str, str]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--points", nargs="+", choices=POINTS)
-    parser.add_argument("--actions", nargs="+", default=list(ACTIONS[:2]), choices=ACTIONS)
+    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="POINT:ACTION")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
     parser.add_argument("--tokens", type=int, default=120, help="of each request")
@@ -54,13 +57,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.child:
         return _run_here(args.child, args)
-    points = args.points or (POINTS if args.device == "cuda" else (*ATTACHING, *BY_VALUE))
-    cases = [
-        (point, action)
-        for action in args.actions
-        for point in points
-        if action != "FAULT" or point in DEVICE
+    chosen = args.cases or [
+        case for case in CASES if args.device == "cuda" or case.split(":")[0] in ON_HOST
     ]
+    cases = [tuple(case.split(":")) for case in chosen]
     rows: list[dict[str, Any]] = []
     with mps.running(args.mps) as variables:
         while len(rows) < len(cases):
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def _run_child(
-    cases: list[Case], args: argparse.Namespace, variables: dict[str, str]
+    cases: list[tuple[str, ...]], args: argparse.Namespace, variables: dict[str, str]
 ) -> list[dict[str, Any]]:
     """What a process of its own found, up to the case that took it along."""
     command = [sys.executable, "-m", "benchmarks.gpu.faults", "--child", json.dumps(cases)]
@@ -93,16 +93,15 @@ def _run_child(
     return rows
 
 
-def _run_here(cases: list[Case], args: argparse.Namespace) -> int:
-    engines.DraftProcess = FaultyDraft  # type: ignore[misc]
+def _run_here(cases: list[tuple[str, ...]], args: argparse.Namespace) -> int:
+    engines.DraftProcess = FaultyDraft  # type: ignore[assignment,misc]
     blocks = BlockCount()
     demo = resolve_model_path("foredraft-demo")
     work = _work(demo, args.tokens)
     flags = {**FLAGS, **(ON_GPU if args.device == "cuda" else {"device": "cpu"})}
     head = str(resolve_model_path("foredraft-demo-eagle3"))
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "fault"
-        os.environ["FAULT_FILE"] = str(path)
+        os.environ["FAULT_FILE"] = str(Path(folder) / "fault")
         with running_engine(demo, "NONE", **flags) as plain:
             expected = [result.tokens for result in plain.run(work)]
         with running_engine(
@@ -111,9 +110,7 @@ def _run_here(cases: list[Case], args: argparse.Namespace) -> int:
             harness.run(work)
             for point, action in cases:
                 try:
-                    found = do_fault(
-                        harness, FaultFile(path), point, action, work, expected, blocks
-                    )
+                    found = do_fault(harness, point, action, work, expected, blocks)
                 except Exception as error:
                     traceback.print_exc()
                     _leave(harness, point, action, error)
@@ -137,13 +134,13 @@ def _leave(harness: Harness, point: str, action: str, error: Exception) -> None:
     reason = repr(harness.engine.failure or error).splitlines()[0][:200]
     print("ROW", json.dumps({"point": point, "action": action, "lost": reason}), flush=True)
     assert harness.draft is not None
-    harness.draft.kill()
+    harness.draft.__exit__(None, None, None)
     os._exit(3)
 
 
 def _is_right(row: dict[str, Any]) -> bool:
     if "lost" in row:
-        return bool(row["mps"])
+        return bool(row["mps"]) and row["action"] == "FAULT"
     num_blocks = int(row["device"] == "cuda")
     return bool(row["happened"] and row["equal"] and row["blocks"] == num_blocks)
 

@@ -42,19 +42,32 @@ from verify_service.outputs import Finish, Load, StepOutput
 FLAGS = {
     "dtype": "float32",
     "max_running_requests": 12,
-    "speculative_num_steps": 3,
-    "speculative_eagle_topk": 2,
-    "speculative_num_draft_tokens": 6,
 }
+TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 POOL = {"cuda": 1280, "cpu": 640}  # tokens of KV, less than what runs at a time wants
 LONGEST = {"cuda": 120, "cpu": 40}  # output
 CONCURRENT = 16
 NUM_JOBS = 60
 PAUSES = 10
 TIE = 1e-4  # of logits: nearer than this, rounding in batches of other sizes may decide
-# What must be the same at the end as in the middle; of the draft, while it is the same process.
-VERIFIER = ("allocated", "blocks", "descriptors", "threads", "segments", "pages_lost", "driver")
-DRAFT = ("allocated", "mappings", "descriptors", "threads", "driver")
+# What may not grow from the middle to the end, and by how much it may differ: the driver loads kernels when they first run. Of
+# the draft, while it is the same process.
+VERIFIER = {
+    "allocated": 1 << 20,
+    "blocks": 0,
+    "pages_lost": 0,
+    "segments": 0,
+    "threads": 0,
+    "descriptors": 4,
+    "driver": 32 << 20,
+}
+DRAFT = {
+    "allocated": 1 << 20,
+    "mappings": 0,
+    "threads": 0,
+    "descriptors": 4,
+    "driver": 32 << 20,
+}
 
 
 def main() -> int:
@@ -94,6 +107,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         demo,
         "EAGLE3",
         **flags,
+        **TREE,
         speculative_draft_model_path=str(resolve_model_path("foredraft-demo-eagle3")),
         require_transport="cuda_ipc" if on_gpu else "shm",
         draft_step_timeout=0.5 if on_gpu else 5.0,
@@ -332,19 +346,15 @@ def _judge(report: dict[str, Any]) -> int:
     problems = [f"a wrong text: {told}" for told in report["wrong"]]
     problems += [what for what in counts if what.startswith("error")]
     middle, last = notes[len(notes) // 2], notes[-1]
-    for name in VERIFIER:
-        before, after = middle["verifier"][name], last["verifier"][name]
-        print(f"verifier {name:12} {before!s:>12} {after!s:>12}")
-        if after != before:
-            problems.append(f"the verifier's {name}: {before}, then {after}")
     same = [note for note in notes if note["pid"] == last["pid"]]
     # Its first attach compiles and loads kernels.
     first = same[min(1, len(same) - 1)]
-    for name in DRAFT:
-        before, after = first["draft"][name], last["draft"][name]
-        print(f"draft    {name:12} {before!s:>12} {after!s:>12}")
-        if after != before:
-            problems.append(f"the draft's {name}: {before}, then {after}")
+    for who, before, allowed in (("verifier", middle, VERIFIER), ("draft", first, DRAFT)):
+        for name, tolerance in allowed.items():
+            one, other = before[who][name], last[who][name]
+            print(f"{who:8} {name:12} {one!s:>12} {other!s:>12}")
+            if one is not None and other is not None and other - one > tolerance:
+                problems.append(f"the {who}'s {name}: {one}, then {other}")
     if last["verifier"]["pages_lost"]:
         problems.append(f"{last['verifier']['pages_lost']} pages are lost")
     if report["ties"]:

@@ -1,6 +1,7 @@
 """One fault of a draft at one point of its work, done to a running engine, and what came of it."""
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -9,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.transport import cuda
-from tests.support.drafts import DraftProcess
 from tests.support.engines import Collector, Harness, Job
 from tests.support.faulty_draft import ATTACHING, FaultFile
+from tests.support.standby_drafts import StandbyDraft
 from verify_service.outputs import Load, StepOutput
 
 QUIET_SECONDS = 0.5
+SMI = "nvidia-smi"
 
 
 class TimedCollector(Collector):
@@ -44,6 +46,7 @@ class Outcome:
         gap: Longest time without a token, in seconds.
         back: Seconds from the draft's return, as a process or by SIGCONT, until it was attached anew.
         blocks: Blocks of GPU memory that the verifier has for drafts, once it was.
+        status: With which the draft ended by itself; None where it did not.
     """
 
     point: str
@@ -53,6 +56,7 @@ class Outcome:
     gap: float
     back: float
     blocks: int
+    status: int | None
 
     def as_row(self) -> dict[str, Any]:
         """For JSON."""
@@ -78,47 +82,50 @@ class BlockCount:
         cuda._free = freed  # type: ignore[assignment]
 
 
-class FaultyDraft(DraftProcess):
-    """A draft service whose faults `faults` arms."""
+class FaultyDraft(StandbyDraft):
+    """Draft services whose faults are armed, and those that take their places."""
 
     module = "tests.support.faulty_draft"
 
 
 def do_fault(
     harness: Harness,
-    faults: FaultFile,
     point: str,
     action: str,
     work: Sequence[Job],
     expected: Sequence[Sequence[int]],
     blocks: BlockCount,
 ) -> Outcome:
-    """Runs work while the draft goes wrong, then waits until it is attached again."""
-    draft = harness.draft
-    assert draft is not None
+    """Runs work while the draft, a FaultyDraft, goes wrong, then waits until one is attached again."""
+    draft: Any = harness.draft
+    prefix = Path(os.environ["FAULT_FILE"])
     harness.wait_for_draft()
     if point in ATTACHING:
-        draft.kill()
+        faults = FaultFile(prefix, draft.next_pid)
         faults.arm(point, action)
-        draft.start(ready=False)
+        draft.kill()
+        draft.start()
     else:
+        faults = FaultFile(prefix, draft.pid)
         faults.arm(point, action)
     runs = [_run(harness, work)]
     # An attach takes longer than some texts.
     deadline = time.monotonic() + 60
-    while not faults.has_happened and time.monotonic() < deadline and point in ATTACHING:
+    while point in ATTACHING and not faults.has_happened and time.monotonic() < deadline:
         runs.append(_run(harness, work))
     happened = faults.has_happened
-    if happened and point in ATTACHING:
+    if point in ATTACHING:
         runs.append(_run(harness, work))
-    faults.disarm()
+    faults.path.unlink(missing_ok=True)
     returned = time.monotonic()
-    if action == "SIGSTOP":
+    status = None
+    if action == "SIGSTOP" and happened:
         draft.resume()
     else:
-        if not happened or action == "SIGKILL":
-            draft.kill()
-        draft.start(ready=False)
+        if action == "FAULT" and happened:
+            status = draft.wait(30)
+        draft.kill()
+        draft.start()
     _wait_until_attached_anew(harness, returned)
     back = time.monotonic() - returned
     runs.append(_run(harness, work))
@@ -131,12 +138,15 @@ def do_fault(
         gap=max(gap for _, gap in runs),
         back=back,
         blocks=blocks.num_alive,
+        status=status,
     )
 
 
 def _run(harness: Harness, work: Sequence[Job]) -> tuple[list[list[int]], float]:
     collector = TimedCollector(harness, len(work))
     results = collector.run(work, timeout=60)
+    if harness.engine.failure is not None:
+        raise harness.engine.failure
     return [result.tokens for result in results], collector.longest_gap
 
 
@@ -148,8 +158,10 @@ def _wait_until_attached_anew(harness: Harness, returned: float) -> None:
 
 def device_bytes(pid: int) -> int | None:
     """Bytes that a process has on its GPU by the driver's account; None where it does not tell."""
+    if shutil.which(SMI) is None:
+        return None
     asked = subprocess.run(
-        ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
+        [SMI, "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
         capture_output=True,
         text=True,
         check=False,

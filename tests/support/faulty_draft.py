@@ -1,7 +1,7 @@
 """`draft_service` that goes wrong once, at a point of its work that a file names: `python -m tests.support.faulty_draft --listen ...`.
 
-The file, which `FAULT_FILE` names, holds a point and what shall happen there: "SIGKILL", "SIGSTOP", or "FAULT", an access to
-memory that nobody has. It is taken away just before that happens. Points on the device are tiny kernels in the draft's stream
+The file `FAULT_FILE.pid` holds a point and what shall happen there: "SIGKILL", "SIGSTOP", or "FAULT", an access to memory that
+nobody has. It is taken away just before that happens. Points on the device are tiny kernels in the draft's stream
 and graphs: the one that is meant stands still for `STALL_SECONDS`, and meanwhile the process gets its signal.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from draft_service import service, session
@@ -23,7 +24,7 @@ from draft_service.drafters.paged import PagedProposer
 from foredraft.runner import draft_graphs
 from foredraft.transport import cuda_ipc
 
-STALL_SECONDS = 3.0  # longer than the step timeout of whoever tests
+STALL_SECONDS = 1.6  # longer than the step timeout of whoever tests
 WAIT_SECONDS = (
     0.03  # between the device's arrival and the signal: the verifier waits for trees by then
 )
@@ -51,17 +52,18 @@ POLL_SECONDS = 0.002
 class FaultFile:
     """The tester's end.
 
-    Attributes:
-        path: What `FAULT_FILE` has to name.
+    Args:
+        prefix: What `FAULT_FILE` is.
+        pid: Of the draft.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, prefix: Path, pid: int) -> None:
+        self.path = prefix.with_name(f"{prefix.name}.{pid}")
 
     def arm(self, point: str, action: str) -> None:
         """Says what shall happen next."""
         assert point in POINTS
-        written = self.path.with_suffix(".new")
+        written = self.path.with_name(f"{self.path.name}.new")
         written.write_text(f"{point}:{action}")
         written.rename(self.path)
 
@@ -70,10 +72,6 @@ class FaultFile:
         """Whether it has, or is about to."""
         return not self.path.exists()
 
-    def disarm(self) -> None:
-        """Nothing shall happen any more."""
-        self.path.unlink(missing_ok=True)
-
 
 class Faults:
     """The draft's end."""
@@ -81,7 +79,10 @@ class Faults:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._point = self._action = ""
-        self._word: torch.Tensor | None = None
+        self._word: torch.Tensor | None = (
+            None  # for the device: the armed point, the one that was reached, how to go wrong
+        )
+        self._words = np.zeros(4, dtype=np.int32)  # the same memory
         self._kernel: Any = None
         self._look()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -98,8 +99,8 @@ class Faults:
     def begin_step(self) -> None:
         """The step that is put into the stream next may be stopped on the device."""
         if self._word is not None and self._point in DEVICE:
-            self._word[2] = self._action == "FAULT"
-            self._word[0] = FIRST + DEVICE.index(self._point)
+            self._words[2] = self._action == "FAULT"
+            self._words[0] = FIRST + DEVICE.index(self._point)
 
     def stall(self, point: str) -> None:
         """Puts a point into the current stream."""
@@ -108,6 +109,7 @@ class Faults:
 
             self._kernel = stall
             self._word = torch.zeros(4, dtype=torch.int32).pin_memory()
+            self._words = self._word.numpy()
         number = FIRST + DEVICE.index(point)
         self._kernel[(1,)](self._word, number, int(STALL_SECONDS * 1e9))
 
@@ -116,9 +118,9 @@ class Faults:
             time.sleep(POLL_SECONDS)
             if not self._point:
                 self._look()
-            elif self._word is not None and int(self._word[1]):
+            elif self._words[1]:
                 time.sleep(WAIT_SECONDS)
-                self._word[:] = 0
+                self._words[:2] = 0
                 self._go_wrong()
 
     def _look(self) -> None:
@@ -223,7 +225,8 @@ def _mark(graphs: Any, faults: Faults) -> None:
 
 
 def main() -> None:
-    install(Faults(Path(os.environ["FAULT_FILE"])))
+    prefix = Path(os.environ["FAULT_FILE"])
+    install(Faults(FaultFile(prefix, os.getpid()).path))
     runpy.run_module("draft_service", run_name="__main__")
 
 

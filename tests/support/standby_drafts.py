@@ -78,6 +78,21 @@ class StandbyDraft:
         assert self._current is not None
         return self._current.pid
 
+    @property
+    def next_pid(self) -> int:
+        """Of the one that takes its place."""
+        return self._spares[0].pid
+
+    def wait(self, timeout: float) -> int:
+        """The exit status, once it has ended by itself.
+
+        Raises:
+            subprocess.TimeoutExpired: It does not.
+        """
+        assert self._current is not None
+        assert self._current.process is not None
+        return self._current.process.wait(timeout)
+
     def _launch(self) -> None:
         draft = DraftProcess(*self._flags)
         draft.module = self.module
