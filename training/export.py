@@ -1,6 +1,5 @@
 """Writes weights as Hugging Face checkpoints: bf16 safetensors shards under 16 MiB, an index, checksums."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,16 +61,6 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON for people: indented, with a final newline."""
     path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def write_checksums(folder: Path) -> None:
-    """Writes `SHA256SUMS` over all other files of a folder, in the form that `sha256sum --check` reads."""
-    lines = []
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != "SHA256SUMS":
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            lines.append(f"{digest}  {path.relative_to(folder)}\n")
-    (folder / "SHA256SUMS").write_text("".join(lines))
 
 
 def to_bf16(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,9 +10,6 @@ from foredraft.runner.decode_step import ROWS_AT_ONCE
 
 CPU_FRACTION = 0.4
 GPU_FRACTION = 0.85
-CONTEXT_BYTES = (
-    600 << 20
-)  # of a process that uses a GPU: its context, its libraries' and its kernels'
 
 
 @dataclass(frozen=True, slots=True)

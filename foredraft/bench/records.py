@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from foredraft.errors import ConfigError
 
-UNFINISHED = "unfinished"
-
 
 @dataclass(frozen=True, slots=True)
 class Speculation:

@@ -310,20 +310,3 @@ class Policy:
     def outcome(self, history: DraftHistory, num_nodes: int, accepted: list[int]) -> None:
         """What a tree brought."""
         self.policy.record(history, num_nodes, accepted)
-
-
-class Fixed(Policy):
-    """Always the same number of nodes."""
-
-    def __init__(self, nodes: int) -> None:
-        self.nodes, self.overlapped = nodes, False
-
-    def __call__(self, wanted: list[Want]) -> tuple[list[int], int]:
-        """See Policy."""
-        return [min(self.nodes, want.limit) for want in wanted], self.nodes + 1
-
-    def took(self, *args: Any) -> None:
-        """See Policy."""
-
-    def outcome(self, *args: Any) -> None:
-        """See Policy."""
