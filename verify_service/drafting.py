@@ -28,6 +28,9 @@ from verify_service.target_step import DeviceOutcome
 logger = logging.getLogger(__name__)
 
 
+NO_NODE = -2  # as parent of what is no node of a tree on the device
+
+
 class Drafting:
     """The engine's side of one draft.
 
@@ -241,11 +244,16 @@ class Drafting:
         return self._step
 
     def fetch(self, step: int, trees: torch.Tensor) -> None:
-        """Lets the current stream wait for the trees of a step that was followed, and copies them, [n, 2, N]."""
+        """Lets the current stream wait for the trees of a step that was followed, and copies them, [n, 2, N].
+
+        Those of other drafts may be larger; what is left over is no node.
+        """
         exchange = self._exchange
         assert exchange is not None
         exchange.wait_trees(step)
-        trees.copy_(exchange.trees[: len(trees)])
+        num_nodes = exchange.trees.shape[2]
+        trees[:, :, :num_nodes].copy_(exchange.trees[: len(trees)])
+        trees[:, 1, num_nodes:].fill_(NO_NODE)
 
     def followed(self, sequence: RequestSequence, start: int) -> None:
         """What the draft took from the device is known now: tokens committed from key `start` on."""

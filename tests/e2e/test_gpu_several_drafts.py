@@ -1,0 +1,94 @@
+"""Two drafts of a target on a GPU: one that follows there, and n-grams from the host; texts are those of plain decoding."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from foredraft.models.registry import resolve_model_path
+from tests.e2e.test_gpu import DRAFTS, assert_same, plain_jobs, texts_of
+from tests.support.engines import Harness, running_engine
+from verify_service.draft_choice import ChoiceHistory
+from verify_service.metrics import OVERLAPPED_STEPS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+NUM_TOKENS = 160
+
+
+@pytest.fixture(scope="module")
+def demo() -> Path:
+    return resolve_model_path("foredraft-demo")
+
+
+@pytest.fixture(scope="module")
+def expected(demo: Path) -> list[list[int]]:
+    return texts_of(demo, "NONE", "cpu", plain_jobs(demo, NUM_TOKENS))
+
+
+def change_often(harness: Harness) -> None:
+    """Gives every sequence to the other draft now and then, all at a time or one by one."""
+    choice, num_steps = harness.engine._sizes._choice, 0
+    stepped = choice.stepped
+
+    def count(seconds: float) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        stepped(seconds)
+
+    def goodput(history: ChoiceHistory, draft: int, batch: int) -> float:
+        shift = id(history) // 64 % 2 if num_steps % 60 > 40 else 0
+        history.stay = 0
+        history.drafts[draft].count = 10.0
+        return 1.0 + ((num_steps // 20 + shift) % 2 == draft)
+
+    choice.stepped, choice.goodput = count, goodput
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("name", ["EAGLE3", "STANDALONE"])
+def test_whichever_drafts_the_texts_are_those_of_plain_decoding(
+    demo: Path, expected: list[list[int]], name: str, adaptive: bool
+) -> None:
+    work = plain_jobs(demo, NUM_TOKENS)
+    flags = {
+        "device": "cuda",
+        "dtype": "float32",
+        "max_total_tokens": 16384,
+        "max_running_requests": 16,
+        "draft_step_timeout": 60.0,
+        "speculative_adaptive": adaptive,
+        **DRAFTS[name],
+    }
+    with running_engine(demo, f"{name},NGRAM", **flags) as harness:
+        before = OVERLAPPED_STEPS._value.get()
+        got = [result.tokens for result in harness.run(work, timeout=300)]
+        assert_same(demo, got, expected, work)
+        assert OVERLAPPED_STEPS._value.get() > before
+        pools = harness.engine._sizes._choice._pools
+        assert min(pool.count for pool in pools) > 1  # both were asked
+        change_often(harness)
+        got = [result.tokens for result in harness.run(work, timeout=300)]
+        assert_same(demo, got, expected, work)
+        harness.check_nothing_left()
+
+
+def test_the_one_that_follows_is_killed(demo: Path, expected: list[list[int]]) -> None:
+    work = plain_jobs(demo, NUM_TOKENS)
+    flags = {
+        "device": "cuda",
+        "dtype": "float32",
+        "max_total_tokens": 16384,
+        "max_running_requests": 16,
+        "speculative_adaptive": False,
+        **DRAFTS["EAGLE3"],
+    }
+    with running_engine(demo, "EAGLE3,NGRAM", **flags) as harness:
+        harness.drafts["EAGLE3"].kill()
+        got = [result.tokens for result in harness.run(work, timeout=300)]
+        assert_same(demo, got, expected, work)
+        assert not harness.engine._drafting.each[0].available
+        assert harness.engine._drafting.each[1].available
+        harness.check_nothing_left()
