@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foredraft.layers import few_rows
+from foredraft.layers import few_rows, some_rows
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 BLOCKS = 16
@@ -62,6 +62,12 @@ class Linear(nn.Module):
         """silu(first half of the outputs) * second half, where one kernel does both; else None."""
         if self.multiply is cuda_linear and few_rows.supports(x, self.weight):
             return few_rows.multiply(x, self.weight, self.bias, gated=True)
+        if (
+            self.multiply is cuda_linear
+            and self.bias is None
+            and some_rows.supports(x, self.weight)
+        ):
+            return some_rows.gated(x, self.weight)
         return None
 
 
