@@ -64,16 +64,18 @@ class DraftHistory:
         seen: When the last outcome came, seconds of the policy's clock.
         worth: Tokens that asking for it brought beyond what verifying cost, on average; None before the first time.
         cost: Of verifying the proposal that is under way, in tokens of plain decoding.
+        group: Of sequences that resemble it; each group has a prior of its own.
     """
 
     tracks: dict[int, Track] = field(default_factory=dict)
     seen: float = -math.inf
     worth: float | None = None
     cost: float = 0.0
+    group: int = 0
 
 
 class _Pool:
-    """What sequences of one confidence showed together.
+    """What sequences of one group showed together, with proposals of one confidence.
 
     Attributes:
         first: Acceptance of a first node before anything was seen.
@@ -96,7 +98,7 @@ class Acceptance:
 
     def __init__(self, ladder: Ladder) -> None:
         self.ladder = ladder
-        self._pools: dict[int, _Pool] = {}
+        self._pools: dict[tuple[int, int], _Pool] = {}  # by group and confidence
         self._nothing = [0.0] * len(ladder)
         # By acceptance in percent: what each rung brings of what the one before it brings, in a chain of such nodes.
         self._chains = [_chain(ladder, max(percent, 1) / 100) for percent in range(101)]
@@ -104,7 +106,7 @@ class Acceptance:
         # Accepted nodes beyond what was expected, and their variance: of the newest step, and of those before it.
         self._surplus = self._variance = 0.0
         self._before = (0.0, 0.0)
-        self._newest: list[tuple[Track, list[int], int]] = []
+        self._newest: list[tuple[DraftHistory, list[int], int]] = []
 
     def track(self, history: DraftHistory, confidence: int) -> Track:
         """The sequence's record for a confidence."""
@@ -116,7 +118,7 @@ class Acceptance:
 
     def gains(self, history: DraftHistory, confidence: int, now: float) -> list[float]:
         """Expected accepted nodes of each rung; per node never more than of the rung before it."""
-        pool, track = self._pool(confidence), history.tracks.get(confidence)
+        pool, track = self._pool(history, confidence), history.tracks.get(confidence)
         seen, outcomes, kept = self._nothing, self._nothing, 0.0
         if track is not None:
             seen, outcomes, kept = track.accepted, track.outcomes, self._kept(track, now)
@@ -164,10 +166,9 @@ class Acceptance:
             track.accepted[i] *= kept
             track.outcomes[i] *= kept
         track.seen = history.seen = now
-        self._add(track, hits, count, confidence)
+        self._add(track, hits, count, self._pool(history, confidence))
 
-    def _add(self, track: Track, hits: Sequence[int], count: int, confidence: int) -> None:
-        pool = self._pool(confidence)
+    def _add(self, track: Track, hits: Sequence[int], count: int, pool: _Pool) -> None:
         before = 1.0
         for i in range(count):
             track.accepted[i] += hits[i]
@@ -184,7 +185,7 @@ class Acceptance:
         square = sum(gains[i] * (2 * sizes[i] - self.ladder.widths[i]) for i in range(count))
         self._surplus += sum(hits) - mean
         self._variance += min(square - mean * mean, mean * (1 + mean))
-        self._newest.append((self.track(history, 0), hits, count))
+        self._newest.append((history, hits, count))
 
     def judge(self, now: float) -> bool:
         """Looks whether the outcomes of the newest step agree with what was expected; if not, acceptance has changed.
@@ -204,11 +205,12 @@ class Acceptance:
                 is_change, is_better = True, off > 0
         if is_change:
             self.doubt(now)
-            for track, hits, count in self._newest:
+            for history, hits, count in self._newest:
+                track = self.track(history, 0)
                 track.accepted = [DOUBT * accepted for accepted in track.accepted]
                 track.outcomes = [DOUBT * outcomes for outcomes in track.outcomes]
                 track.seen = math.nextafter(now, math.inf)
-                self._add(track, hits, count, 0)
+                self._add(track, hits, count, self._pool(history, 0))
         self._newest.clear()
         self._surplus = self._variance = 0.0
         return is_better
@@ -226,11 +228,12 @@ class Acceptance:
         kept = math.exp((track.seen - now) / SECONDS)
         return kept * DOUBT if track.seen <= self._doubted else kept
 
-    def _pool(self, confidence: int) -> _Pool:
-        pool = self._pools.get(confidence)
+    def _pool(self, history: DraftHistory, confidence: int) -> _Pool:
+        key = history.group, confidence
+        pool = self._pools.get(key)
         if pool is None:
             first = PRIORS[min(confidence, len(PRIORS) - 1)]
-            pool = self._pools[confidence] = _Pool(len(self.ladder), first)
+            pool = self._pools[key] = _Pool(len(self.ladder), first)
         return pool
 
 

@@ -77,6 +77,23 @@ class DraftNews:
         """Whether the draft has been told of all tokens."""
         return self.of(sequence).num_tokens == len(sequence.tokens)
 
+    def behind(self, sequence: RequestSequence) -> int:
+        """Tokens that the draft would have to read before it could propose."""
+        told = self.of(sequence)
+        is_known = told.epoch == self._epoch and told.slot == sequence.slot
+        if self._hidden.layers is not None:
+            is_known = is_known and told.run is self._hidden.run(sequence)
+        return len(sequence.tokens) - (told.num_tokens if is_known else 0)
+
+    def stands_alone(self, sequence: RequestSequence) -> bool:
+        """Whether a draft that reads this sequence's news needs nobody else's before.
+
+        A new sequence may stand on pages whose hidden states another one has not passed on yet.
+        """
+        told = self.of(sequence)
+        is_new = told.run is None or told.run is not self._hidden.run(sequence)
+        return self._hidden.layers is None or not is_new or sequence.num_cached == 0
+
     def may_wait(self, sequence: RequestSequence) -> bool:
         """Whether news are few enough to be told later."""
         told, run = self.of(sequence), self._hidden.run(sequence)

@@ -7,11 +7,16 @@ from verify_service.acceptance import DraftHistory
 
 
 class Want(NamedTuple):
-    """A sequence that decodes in the coming step: what it may verify at most, and whether it must."""
+    """A sequence that decodes in the coming step: what it may verify at most, and whether it must.
+
+    Its draft would read `behind` tokens first; it may grow by `left` tokens.
+    """
 
     history: DraftHistory
     limit: int
     forced: bool = False
+    behind: int = 0
+    left: int = 1 << 30
 
 
 class Offer(NamedTuple):

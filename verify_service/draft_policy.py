@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from verify_service.acceptance import Acceptance, DraftHistory, Ladder
 from verify_service.draft_plan import Observed, Offer, Plan, Want
 from verify_service.probing import Probing
+from verify_service.row_choice import CLOSE, RowChoice
 from verify_service.step_time import DraftTimes, GridTimes, RowTimes, StepTimes
 
 START_MARGIN = 1.03  # by which drafting must be faster before it starts
@@ -15,11 +16,6 @@ GROW_STEPS = 24  # drafting steps after which larger trees are tried once
 TRIAL_ACCEPTANCE = 0.8  # of every node, that the size of a trial's trees is best for
 FINE_SIZES = 12  # trees whose sizes are told apart one by one, where each row costs
 LONG_UNSEEN = 1.0  # seconds after which a sequence left out may be tried again
-AT_RISK, MOST_AT_RISK = (
-    0.065,
-    0.15,
-)  # seconds that a single step may lose, for each sequence and in all
-EVALUATIONS = 32  # sums of rows at most that are compared for one depth
 HICCUP = 3.0  # times what a step was expected to take, at most, that it is taken to have taken
 ASK_MEMORY = 12  # proposals on which a sequence's worth of asking rests
 
@@ -43,6 +39,7 @@ class DraftPolicy:
         self._depth = depth
         self._acceptance = Acceptance(Ladder(_sizes(times, max_nodes)))
         self._draft_times = DraftTimes()
+        self._choice = RowChoice(self._acceptance, self._draft_times, max_nodes, depth)
         self._probing = Probing()
         self._is_drafting = False
         self._is_trial = False
@@ -56,6 +53,11 @@ class DraftPolicy:
     def is_padded(self) -> bool:
         """Whether all sequences of a step have the same number of rows."""
         return self._times is not None and self._times.is_padded
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing but a trial will be drafted for some time, so that a draft need not read along."""
+        return self._times is not None and not self._times.is_padded and not self._is_drafting
 
     def plan(self, wanted: Sequence[Want], other_rows: int = 0) -> Plan:
         """What to draft in the coming step.
@@ -126,8 +128,8 @@ class DraftPolicy:
             nodes = min(self._trim_grid(times, [tree] * batch) - 1, offer.num_nodes)
             extra = (times.seconds(batch, 1 + nodes) - plain) / batch
         else:
-            items = self._items([tree])
-            rate, chosen = self._best_rows(times, batch, 0, items, self._depth, is_free=True)
+            items = self._choice.items([tree], self._probing.now)
+            rate, chosen = self._choice.best(times, batch, 0, items, self._depth, is_free=True)
             nodes = chosen[0] if rate > batch / plain else 0
             extra = times.seconds(batch, batch + nodes) - plain
         brought = sum(node < nodes for node in right)
@@ -229,12 +231,20 @@ class DraftPolicy:
     # Where rows add up.
 
     def _plan_rows(self, times: RowTimes, wanted: Sequence[Want], other_rows: int) -> Plan:
-        probing, batch = self._probing, len(wanted)
-        items = self._items([(want.history, want.limit, 0) for want in wanted])
-        plain = batch / times.seconds(batch, batch + other_rows)
+        probing, choice, batch = self._probing, self._choice, len(wanted)
+        plain = batch / times.seconds(batch, batch)
+        trees = [
+            (
+                want.history,
+                want.limit if choice.pays_to_read(times, want, batch, probing.now) else 0,
+                0,
+            )
+            for want in wanted
+        ]
+        items = choice.items(trees, probing.now)
         best_rate, nodes = 0.0, [0] * batch
         for levels in range(1, self._depth + 1):
-            rate, chosen = self._best_rows(times, batch, other_rows, items, levels)
+            rate, chosen = choice.best(times, batch, other_rows, items, levels)
             if rate > best_rate:
                 best_rate, nodes = rate, chosen
         margin = 1.0 if self._is_drafting else START_MARGIN
@@ -242,11 +252,12 @@ class DraftPolicy:
         self._is_trial = False
         if not self._is_drafting:
             nodes = [0] * batch
-            if probing.may_try(self._is_bold):
+            # What steps with prompts lose is not observed.
+            if not other_rows and probing.may_try(self._is_bold):
                 self._is_trial = True
                 self._try_unseen(wanted, nodes, batch if self._is_bold else TRIAL_SEQUENCES)
                 self._is_bold = False
-        elif probing.must_check(best_rate / plain):
+        elif not other_rows and probing.must_check(best_rate / plain):
             nodes = [0] * batch
         else:
             self._steps_to_grow -= 1
@@ -259,74 +270,23 @@ class DraftPolicy:
             self._try_unseen(wanted, nodes, 1 + batch // TRIAL_SEQUENCES, LONG_UNSEEN)
         return Plan(nodes, 1 + max(nodes))
 
-    def _items(
-        self, trees: Sequence[tuple[DraftHistory, int, int]]
-    ) -> list[tuple[float, int, int]]:
-        """(gain per node, sequence, rung) of all rungs that the trees (history, nodes, confidence) have, best first."""
-        ladder, now = self._acceptance.ladder, self._probing.now
-        items = []
-        for i, (history, num_nodes, confidence) in enumerate(trees):
-            if num_nodes == 0:
-                continue
-            gains = self._acceptance.gains(history, confidence, now)
-            rungs = range(ladder.num_within(num_nodes))
-            items += [(gains[rung] / ladder.widths[rung], i, rung) for rung in rungs]
-        # Stable: of one sequence, rungs stay in order.
-        items.sort(key=lambda item: -item[0])
-        return items
-
-    def _best_rows(
-        self,
-        times: RowTimes,
-        batch: int,
-        other_rows: int,
-        items: Sequence[tuple[float, int, int]],
-        levels: int,
-        is_free: bool = False,
-    ) -> tuple[float, list[int]]:
-        """The best tokens per second with trees of at most `levels` levels, and the nodes of each sequence.
-
-        Args:
-            is_free: The trees are there already.
-        """
-        ladder = self._acceptance.ladder
-        largest = levels if levels < self._depth else self._max_nodes
-        if largest < self._max_nodes:
-            items = [item for item in items if ladder.sizes[item[2]] <= largest]
-        stride = 1 + len(items) // EVALUATIONS
-        gain, rows, drafted, wait = float(batch), batch + other_rows, 0, 0.0
-        unit = times.seconds(1, 1)
-        longest = times.seconds(batch, rows) + min(batch * AT_RISK, MOST_AT_RISK)
-        best_rate, best_count = 0.0, 0
-        for count, (density, _, rung) in enumerate(items, 1):
-            width = ladder.widths[rung]
-            gain += density * width
-            rows += width
-            drafted += rung == 0
-            if count % stride == 0 or count == len(items):
-                if not is_free:
-                    wait = self._draft_times.steps(drafted, levels) * unit
-                seconds = times.seconds(batch, rows) + wait
-                rate = gain / seconds
-                if rate > best_rate and seconds < longest:
-                    best_rate, best_count = rate, count
-        nodes = [0] * batch
-        for _, i, rung in items[:best_count]:
-            nodes[i] = ladder.sizes[rung]
-        return best_rate, nodes
-
     def _try_unseen(
         self, wanted: Sequence[Want], nodes: list[int], count: int, unseen: float = 0.0
     ) -> None:
-        """Drafts one token for up to `count` sequences that were left out longest, if for longer than `unseen`."""
+        """Drafts one token for up to `count` sequences that were left out longest, if for longer than `unseen`.
+
+        One whose draft has much to read is tried alone, and only where there is no other.
+        """
         before = self._probing.now - unseen
         left_out = [
             i
             for i, want in enumerate(wanted)
             if nodes[i] == 0 and want.limit and want.history.seen <= before
         ]
-        left_out.sort(key=lambda i: wanted[i].history.seen)
+        left_out.sort(key=lambda i: (max(wanted[i].behind, CLOSE), wanted[i].history.seen))
         for i in left_out[:count]:
+            if i != left_out[0] and wanted[i].behind > CLOSE:
+                break
             nodes[i] = 1
 
     # Drafts that are asked first, since asking costs next to nothing.
@@ -365,9 +325,8 @@ class DraftPolicy:
             extra = times.seconds(batch, rows) - times.seconds(batch, 1)
         else:
             plain = batch / times.seconds(batch, batch)
-            rate, chosen = self._best_rows(
-                times, batch, 0, self._items(trees), self._depth, is_free=True
-            )
+            items = self._choice.items(trees, self._probing.now)
+            rate, chosen = self._choice.best(times, batch, 0, items, self._depth, is_free=True)
             if rate > plain:
                 nodes = chosen
             rows = 1 + max(nodes)
@@ -384,7 +343,7 @@ class DraftPolicy:
 
     def _trim_grid(self, times: GridTimes, trees: Sequence[tuple[DraftHistory, int, int]]) -> int:
         totals = [0.0] * len(self._acceptance.ladder)
-        for density, _, rung in self._items(trees):
+        for density, _, rung in self._choice.items(trees, self._probing.now):
             totals[rung] += density * self._acceptance.ladder.widths[rung]
         batch = len(trees)
         # No smaller step than the longest proposal is of use to it; a partial rung counts as none.

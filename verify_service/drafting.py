@@ -18,7 +18,7 @@ from foredraft.transport.base import ArenaError
 from foredraft.transport.device_exchange import DeviceExchange
 from verify_service.acceptance import DraftHistory
 from verify_service.draft_client import DraftClient
-from verify_service.draft_news import DraftNews, split_news
+from verify_service.draft_news import PATIENCE, DraftNews, split_news
 from verify_service.hidden_states import CommittedRows, HiddenStates
 from verify_service.metrics import DRAFT_SECONDS, SpeculationMetrics
 from verify_service.proposals import Drafted, Member, OwnTime, Proposals, Tried, Wanted
@@ -26,6 +26,9 @@ from verify_service.request import Sequence as RequestSequence
 from verify_service.target_step import DeviceOutcome
 
 logger = logging.getLogger(__name__)
+
+MOST_READ = 512  # tokens that sequences left out until now make a step read, if there are several
+MOST_KEPT = 128 << 20  # bytes of hidden states that a draft is not told of while it is not asked
 
 
 NO_NODE = -2  # as parent of what is no node of a tree on the device
@@ -45,6 +48,7 @@ class Drafting:
         hidden: Hidden states for a draft that reads them.
 
     Attributes:
+        is_resting: Drafting does not pay at present, so that the draft need be told nothing before it is asked.
         own_time: Of the newest answer to something that was asked for.
     """
 
@@ -74,6 +78,7 @@ class Drafting:
         self._request = draft_pb2.StepRequest()
         self._asking: dict[int, Wanted] = {}  # by slot, in the request that is being put together
         self._proposals = Proposals(vocab_size, metrics)
+        self.is_resting = False
         self.own_time: OwnTime | None = None
 
     @property
@@ -93,6 +98,10 @@ class Drafting:
     def history(self, sequence: RequestSequence) -> DraftHistory:
         """What the draft brought to a sequence."""
         return self._news.of(sequence).history
+
+    def behind(self, sequence: RequestSequence) -> int:
+        """Tokens that the draft would have to read before it could propose."""
+        return self._news.behind(sequence)
 
     @property
     def is_cheap(self) -> bool:
@@ -144,6 +153,11 @@ class Drafting:
     ) -> None:
         """Takes the hidden states that a step committed; see `HiddenStates.keep`."""
         self._hidden.keep(output, committed, gathered)
+
+    @property
+    def keeps_much(self) -> bool:
+        """Whether the draft has to be told now, since what it has to be told takes so much memory."""
+        return self._hidden.kept_bytes > MOST_KEPT
 
     def gather(self, output: ForwardOutput, count: int) -> torch.Tensor:
         """The hidden states of the first rows of a step under way."""
@@ -294,12 +308,20 @@ class Drafting:
         nobody_joins = known and not extending
         # Where one follows on the device, all do.
         may_wait = nobody_joins and not (self._exchange and any(w.max_nodes for w in wanted))
-        budget = self._refill_tokens
+        may_rest = self._may_rest(wanted)
+        budget, num_read = self._refill_tokens, 0
         for want in wanted:
+            if may_rest and (want.max_nodes == 0 or num_read):
+                behind = self._news.behind(want.sequence)
+                is_left_out = want.max_nodes == 0 and (self.is_resting or behind > PATIENCE)
+                # Of those that have been left out long, a few at a time: they make everyone wait.
+                if is_left_out or (behind > PATIENCE and num_read + behind > MOST_READ):
+                    continue
             if may_wait and want.max_nodes == 0 and self._news.may_wait(want.sequence):
                 continue
             news, num_tokens = self._news.news(want.sequence, budget)
             budget -= num_tokens
+            num_read += num_tokens
             # A draft that reads hidden states proposes after the last one that it is given.
             may_ask = num_tokens > 0 or not reads_hidden
             if want.max_nodes > 0 and may_ask and self._news.has_caught_up(want.sequence):
@@ -311,11 +333,17 @@ class Drafting:
                 self._add(want.sequence, news)
             if news.HasField("propose"):
                 self._asking[news.slot] = want
-        for sequence in extending:
+        for sequence in extending if not (may_rest and self.is_resting) else ():
             news, num_tokens = self._news.news(sequence, budget)
             budget -= num_tokens
             if num_tokens or news.HasField("begin"):
                 self._add(sequence, news)
+
+    def _may_rest(self, wanted: Sequence[Wanted]) -> bool:
+        """Whether those for whom nothing is asked need not be told of, however much they have read."""
+        if self._exchange is not None or self.is_cheap or self.keeps_much:
+            return False
+        return all(self._news.stands_alone(want.sequence) for want in wanted if want.max_nodes)
 
     def _begin_request(self) -> None:
         """A request that asks for nothing yet, but tells which slots were released."""

@@ -100,6 +100,11 @@ class Drafts:
         for one in self.each:
             one.keep(output, committed, gathered)
 
+    @property
+    def keeps_much(self) -> bool:
+        """Whether a draft has to be told now; see `Drafting.keeps_much`."""
+        return any(one.keeps_much for one in self.each)
+
     def gather(self, output: ForwardOutput, count: int) -> torch.Tensor:
         """The hidden states of the first rows of a step under way."""
         reader = next(one for one in self.each if one.capture is not None)

@@ -84,7 +84,8 @@ class Run:
 class HiddenStates:
     """Captures for the draft that is attached, if it reads hidden states; else does nothing and costs nothing.
 
-    Memory is bounded by what one step computes and a page for each running sequence.
+    Memory is bounded by what one step computes and a page for each running sequence; while drafting rests, by what
+    `Drafting` lets it keep.
 
     Args:
         arena: Where rows go.
@@ -185,6 +186,13 @@ class HiddenStates:
     def run(self, sequence: RequestSequence) -> Run | None:
         """What is kept of a sequence."""
         return self._runs.get(sequence.request_id)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of all rows that are kept."""
+        parts = (run.parts[-1][1] for run in self._runs.values() if run.parts)
+        row_bytes = next((part.shape[1] * part.element_size() for part in parts), 0)
+        return row_bytes * sum(run.end - run.first for run in self._runs.values())
 
     def valid_from(self, sequence: RequestSequence, run: Run) -> int:
         """First slot from which on the draft can attend, given that it is sent all rows of `run`."""

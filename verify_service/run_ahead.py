@@ -87,8 +87,11 @@ class RunAhead:
         if any(nodes):
             if drafting is None or not drafting.can_follow(going):
                 return _drained("draft")
-        elif reads_hidden and flight.started.num_rows > 1:
-            return _drained("draft")  # which rows will be committed, and have to be kept for it?
+        elif drafting is not None and reads_hidden:
+            # Which rows will be committed, and have to be kept for it? Or are too many kept?
+            must_tell = flight.started.num_rows > 1 or drafting.keeps_much
+            if must_tell:
+                return _drained("draft")
         why_not = self._scheduler.schedule_ahead(going, num_rows - 1)
         if why_not is not None:
             return _drained(why_not)

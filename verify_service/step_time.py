@@ -7,7 +7,10 @@ from typing import TypeVar
 
 S = TypeVar("S")
 
-LEVEL_WEIGHT, OWN_WEIGHT = 0.2, 0.25  # of one real step in the time of all shapes, and of its own
+LEVEL_WEIGHT = 0.2  # of one real step in the time of all widths
+# By which a step moves its own width beyond the others, if the width had changed within so many steps: while only one is used
+# there is nothing to compare it with, and a machine that is busy at times would move it this way and that.
+OWN_WEIGHT, COMPARED_STEPS = 0.05, 8
 # On a GPU nothing else runs, so that a shape's own error is what is left to learn.
 GRID_LEVEL_WEIGHT, GRID_OWN_WEIGHT = 0.02, 0.1
 OVERHEAD_LEVELS = 2.0  # that a draft costs beside its levels
@@ -27,6 +30,7 @@ class RowTimes:
     def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
         self._widths = list(widths)
         self._measured = list(seconds)
+        self._nearest, self._steps_alike = -1, 0
         self._seconds = rising(self._measured)
 
     @classmethod
@@ -43,12 +47,15 @@ class RowTimes:
         """Takes the time of a real forward of `rows` decoding rows in all.
 
         All widths move towards it in proportion, since a machine that has become slower or faster has become so for
-        all of them; the nearest width moves a little more, which slowly corrects the table's shape.
+        all of them; the nearest width moves a little more, which corrects the table's shape while it is used.
         """
         surprise = _surprise(seconds, self.seconds(batch, rows), 0.5)
         nearest = min(range(len(self._widths)), key=lambda i: abs(math.log(self._widths[i] / rows)))
+        self._steps_alike = self._steps_alike + 1 if nearest == self._nearest else 0
+        self._nearest = nearest
+        own = OWN_WEIGHT if self._steps_alike < COMPARED_STEPS else 0.0
         for i in range(len(self._measured)):
-            self._measured[i] *= 1 + (OWN_WEIGHT if i == nearest else LEVEL_WEIGHT) * surprise
+            self._measured[i] *= 1 + (LEVEL_WEIGHT + own * (i == nearest)) * surprise
         self._seconds = rising(self._measured)
 
     def seconds(self, batch: int, rows: int) -> float:

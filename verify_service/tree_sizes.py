@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from foredraft.speculation.draft_tree import DraftTree
+from verify_service.acceptance import DraftHistory
 from verify_service.chooser import VerifyRows
 from verify_service.draft_plan import NO_WAIT, Observed, Offer, Plan, Wait, Want
 from verify_service.draft_policy import DraftPolicy
@@ -52,15 +53,19 @@ class TreeSizes:
             return Plan([0] * len(sequences), 1)
         wanted = [
             Want(
-                drafting.history(one),
+                self._history(drafting, one),
                 self.limit(one) if self._serves(one) else 0,
                 self._is_probe(one),
+                drafting.behind(one),
+                one.num_output_left,
             )
             for one in sequences
         ]
         if drafting.is_cheap:
             return self.policy.ask(wanted)
-        return self.policy.plan(wanted, other_rows)
+        plan = self.policy.plan(wanted, other_rows)
+        drafting.is_resting = self.policy.is_resting
+        return plan
 
     def trees(self, slots: Sequence[DecodeSlot], drafted: dict[int, Drafted]) -> list[DraftTree]:
         """What of the proposals is worth verifying; a draft that costs something was asked for no more than that."""
@@ -145,6 +150,12 @@ class TreeSizes:
         """Takes a step that only decoded; `num_rows` of all sequences, see `Observed` for the rest."""
         rows = num_rows // batch if self.policy.is_padded else num_rows
         self.policy.observe(Observed(batch, rows, seconds, tokens, wait))
+
+    def _history(self, drafting: Drafting, sequence: RequestSequence) -> DraftHistory:
+        history = drafting.history(sequence)
+        # Guesses at what is sampled are right less often.
+        history.group = int(sequence.sampling.temperature > 0)
+        return history
 
     def limit(self, sequence: RequestSequence) -> int:
         """Nodes that a tree of a sequence may have."""

@@ -29,8 +29,9 @@ from foredraft.transport.device_exchange import DraftExchange
 
 BRIEF_BYTES = 96  # of a sequence that decodes
 STEP_SECONDS = 10.0  # a step that takes longer waits for a verifier that has died
-# Extensions of a draft that was not asked for a while go in so many turns at most; a shape of its own would be compiled.
-MOST_TURNS = 16
+# Turns that an extension takes at most which is longer than a step of fixed shape: of a prompt, and of a sequence that was not
+# drafted for and has to be now. Other shapes are compiled when they first come, which takes longer than many turns.
+PROMPT_TURNS, MOST_TURNS = 16, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +109,12 @@ class GraphDrafting:
     def fits(self, extensions: Sequence[Extension]) -> bool:
         """Whether the graphs can extend all of these."""
         sizes = [len(extension.tokens) for extension in extensions]
+        prompts = [len(one.tokens) for one in extensions if one.limits is None]
         num_turns = self._num_turns(sizes)
-        if len(extensions) > self.graphs.max_batch or num_turns > MOST_TURNS:
+        if num_turns > MOST_TURNS or self._num_turns(prompts) > PROMPT_TURNS:
             return False
-        return num_turns == 1 or self._source is None or self._source.has_room(sum(sizes))
+        has_room = num_turns == 1 or self._source is None or self._source.has_room(sum(sizes))
+        return len(extensions) <= self.graphs.max_batch and has_room
 
     def step(self, extensions: Sequence[Extension], response: draft_pb2.StepResponse) -> None:
         """Extends by what was committed, and drafts for those that want a tree."""

@@ -59,11 +59,15 @@ class HiddenDrafter(Drafter):
         width: Of a row.
         layers: Layers that it reads.
         skill: Part of the proposed levels that hold the right token.
+        weight_bytes: What it says of itself; a draft without weights is taken to cost nothing.
     """
 
     max_sessions = 1
 
-    def __init__(self, width: int, layers: Sequence[int] = (), skill: float = 0.8) -> None:
+    def __init__(
+        self, width: int, layers: Sequence[int] = (), skill: float = 0.8, weight_bytes: int = 0
+    ) -> None:
+        self.weight_bytes = weight_bytes
         self.texts: list[list[int]] = []
         self.views: list[View] = []
         self.requests: list[draft_pb2.StepRequest] = []
@@ -77,6 +81,7 @@ class HiddenDrafter(Drafter):
     def info(self) -> draft_pb2.GetDraftInfoResponse:
         return draft_pb2.GetDraftInfoResponse(
             algorithm="EAGLE",
+            weight_bytes=self.weight_bytes,
             hidden=draft_pb2.HiddenNeeds(layers=self._layers, width=self._width, dtype=self.dtype),
             uses_pages=True,
         )

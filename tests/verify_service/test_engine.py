@@ -266,8 +266,17 @@ class Pausing(DraftPolicy):
         return Plan([0] * len(wanted), 1) if self.num_plans <= self.PAUSE else plan
 
 
-def test_a_draft_that_is_not_asked_is_told_now_and_then_and_misses_nothing(
-    target: Path, monkeypatch: pytest.MonkeyPatch
+class Resting(Pausing):
+    """As one that measures: what does not pay for now need not be told of."""
+
+    @property
+    def is_resting(self) -> bool:
+        return self.num_plans <= self.PAUSE
+
+
+@pytest.mark.parametrize("rest", [Pausing, Resting])
+def test_a_draft_that_is_not_asked_is_told_seldom_and_misses_nothing(
+    target: Path, monkeypatch: pytest.MonkeyPatch, rest: type[Pausing]
 ) -> None:
     flags = {
         "speculative_draft_model_path": str(target),
@@ -276,7 +285,7 @@ def test_a_draft_that_is_not_asked_is_told_now_and_then_and_misses_nothing(
         "speculative_num_draft_tokens": 4,
     }
     with running_engine(target, "STANDALONE", **flags) as harness:
-        policy = Pausing(3, 3)
+        policy = rest(3, 3)
         harness.engine._sizes.policy = policy
         sent: list[int] = []
         client = harness.engine._drafting._client
@@ -287,8 +296,9 @@ def test_a_draft_that_is_not_asked_is_told_now_and_then_and_misses_nothing(
         sampling = SamplingParams(temperature=0.0, max_new_tokens=90, ignore_eos=True)
         results = harness.run([Job([i + 3, 5, 9], sampling) for i in range(3)])
         harness.check_nothing_left()
-    # In the pause: the prompts, and what had come after 32 tokens.
-    assert len([plan for plan in sent if plan < policy.PAUSE]) <= 4
+    # In the pause: the prompts, of which the first plan comes too late, and what had come after 32 tokens.
+    told = len([plan for plan in sent if plan < policy.PAUSE])
+    assert told <= (4 if rest is Pausing else 2)
     assert len(sent) > 10
     for result in results:
         assert result.finish.accepted_tokens == result.finish.drafted_tokens > 0

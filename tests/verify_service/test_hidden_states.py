@@ -17,7 +17,7 @@ from tests.support.checkpoints import SMALL, VOCAB_SIZE, make_checkpoint
 from tests.support.eager_ahead import EagerAhead
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
-from verify_service import draft_links, startup
+from verify_service import draft_links, drafting, startup
 from verify_service.arena import Arena
 from verify_service.draft_news import split_news
 from verify_service.draft_plan import Plan
@@ -288,6 +288,40 @@ def test_a_draft_that_is_not_asked_is_told_now_and_then(target: Path) -> None:
     assert len(told) < 50  # of more than 80 steps
     assert drafter.check(target) > 1000
     assert {view.start for view in drafter.views} == {0}
+
+
+@pytest.mark.parametrize("kept_bytes", [1 << 30, 40_000])
+def test_a_draft_that_rests_is_told_nothing_until_it_is_asked(
+    target: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int
+) -> None:
+    """Then it is told all, in an order in which no page is read before it was filled, whoever shares it."""
+    monkeypatch.setattr(drafting, "MOST_KEPT", kept_bytes)
+    monkeypatch.setattr(drafting, "MOST_READ", 100)
+    plan, rng, num_resting = TreeSizes.plan, random.Random(4), 0
+
+    def now_and_then(self: TreeSizes, sequences: Any, other_rows: int = 0) -> Plan:
+        nonlocal num_resting
+        whole = plan(self, sequences, other_rows)
+        assert self._drafting is not None
+        num_resting += 1
+        self._drafting.is_resting = num_resting % 30 < 22
+        if not self._drafting.is_resting:
+            return whole
+        tried = rng.randrange(len(sequences)) if sequences and rng.random() < 0.1 else -1
+        return Plan([n * (i == tried) for i, n in enumerate(whole.nodes)], 1)
+
+    work = jobs(24, num_new=100)
+    drafter = HiddenDrafter(WIDTH, weight_bytes=1)
+    drafter.texts = texts(target, work)
+    monkeypatch.setattr(TreeSizes, "plan", now_and_then)
+    with engine_with(drafter, target, **{**FLAGS, "max_total_tokens": 8 * 50}) as harness:
+        assert run(harness, drafter, work) > 1.1
+        harness.check_nothing_left()
+        assert harness.engine._drafting._hidden._runs == {}
+    told = [request for request in drafter.requests if request.sequences]
+    if kept_bytes > 1 << 20:
+        assert len(told) < 0.6 * num_resting
+    assert drafter.check(target) > 1000
 
 
 def test_nothing_is_captured_for_drafts_that_read_nothing(target: Path) -> None:

@@ -34,6 +34,7 @@ class OracleDraft:
 
     capture = None
     is_cheap = False
+    is_resting = False
     depth = NODES
 
     def __init__(self, rng: random.Random, target: ToyTarget) -> None:
@@ -52,6 +53,9 @@ class OracleDraft:
     @property
     def is_stale(self) -> bool:
         return self.epoch != self.known_epoch
+
+    def behind(self, sequence: RequestSequence) -> int:
+        return 1
 
     def refresh(self) -> None:
         if self.is_stale:
