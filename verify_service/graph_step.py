@@ -102,6 +102,9 @@ class GraphStep(TargetStep):
         header[:, TREE] = [-1 if rows.tree is None else rows.tree for rows in batch]
         header[:, NUM_ROWS] = [1 if rows.tree is None else num_rows for rows in batch]
         arrays.parents[:] = PAD
+        if any(map(is_late, sequences)):
+            capture = capture or self._graphs.capture
+            self._graphs.prepare_late(len(batch), num_rows, capture, _has_logprobs(sequences))
         self._graphs.upload(len(batch))
         if fetch is not None:
             fetch(self._graphs.trees)
@@ -154,8 +157,7 @@ class GraphStep(TargetStep):
             running = graphs.start(count, num_rows, capture, is_filtered)
             outcome = DeviceOutcome(count, *where, running.output)
             return GraphRun(running, num_rows, outcome, self._vocab_size)
-        has_logprobs = any(sequence.sampling.logprobs is not None for sequence in sequences)
-        step = graphs.start_late(count, num_rows, capture, has_logprobs)
+        step = graphs.start_late(count, num_rows, capture, _has_logprobs(sequences))
         outcome = DeviceOutcome(count, *where, step.output)
         return LateRun(
             graphs, self._tables, step, sequences, trees, rows, outcome, self._vocab_size
@@ -233,3 +235,7 @@ def _fill_trees(arrays: StepArrays, batch: Sequence[VerifyRows], num_rows: int) 
 def _is_filtered(sampling: SamplingParams) -> bool:
     has_filter = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     return sampling.temperature > 0 and has_filter
+
+
+def _has_logprobs(sequences: Sequence[RequestSequence]) -> bool:
+    return any(sequence.sampling.logprobs is not None for sequence in sequences)

@@ -193,15 +193,26 @@ class DecodeGraphs:
         graph.replay()
         return self._download(kind, num_sequences, output)
 
+    def prepare_late(
+        self, num_sequences: int, num_rows: int, capture: Sequence[int], with_logprobs: bool
+    ) -> StepKind:
+        """Captures what `start_late` needs, unless that was done before.
+
+        To be called before the stream waits for a draft: capturing waits for the stream, so nobody could end that wait.
+        """
+        batch = self.batch_size(num_sequences)
+        kind = StepKind(batch, num_rows, tuple(capture), True, True, with_logprobs)
+        if kind not in self._late:
+            self.upload(num_sequences)
+            self._late[kind] = self._capture_late(kind)
+            self.upload(num_sequences)  # capturing has changed the records
+        return kind
+
     def start_late(
         self, num_sequences: int, num_rows: int, capture: Sequence[int], with_logprobs: bool
     ) -> LateStep:
         """Starts the forward of a step whose records may ask for anything; else as `start`."""
-        batch = self.batch_size(num_sequences)
-        kind = StepKind(batch, num_rows, tuple(capture), True, True, with_logprobs)
-        if kind not in self._late:
-            self._late[kind] = self._capture_late(kind)
-            self.upload(num_sequences)  # again: capturing has changed the records
+        kind = self.prepare_late(num_sequences, num_rows, capture, with_logprobs)
         graphs = self._late[kind]
         graphs.forward.replay()
         forwarded = self._forwarded[self._current]
