@@ -12,7 +12,7 @@ from foredraft.attention.sdpa import SdpaAttention
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused
 from tests.support.attention_spans import SCALE, batch_of, brute_force, random_span, slots_of
-from tests.support.triton_device import DEVICE, INTERPRETED, needs_triton
+from tests.support.triton_device import DEVICE, INTERPRETED, needs_triton, true_casts
 
 TYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
 SCALES = ((0.5, 2.0), (0.037, 0.11))
@@ -21,22 +21,8 @@ PAGE_SIZE, NUM_PAGES, KV_HEADS = 4, 60, 2
 
 
 @pytest.fixture(autouse=True)
-def true_casts(monkeypatch):
-    """Triton 3.6's interpreter loses the carry where rounding reaches the next power of two; a GPU does not."""
-    if not INTERPRETED:
-        return
-    from triton.runtime import interpreter
-
-    own = interpreter._convert_float
-    casts = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
-
-    def convert(numbers, source, target, rounding):
-        if source.name != "fp32" or target.name not in casts:
-            return own(numbers, source, target, rounding)
-        cast = torch.from_numpy(numbers.copy()).to(casts[target.name])
-        return cast.view(torch.uint8).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
+def casts(monkeypatch):
+    true_casts(monkeypatch)
 
 
 def rounded(rows, scales, dtype):

@@ -6,9 +6,11 @@ import pytest
 import safetensors.torch
 import torch
 
+from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.errors import CheckpointError
 from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.layers.attention import SelfAttention
 from foredraft.models.config import ModelConfig
 from foredraft.models.kv_scales import read_scales
 from foredraft.models.loader import load_model
@@ -16,17 +18,18 @@ from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.speculation.draft_tree import DraftTree, paths
 from tests.support.rounding_cache import RoundingCache
+from tests.support.triton_device import INTERPRETED, true_casts
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALES = [(0.02, 0.5), (0.7, 0.03), (1.0, 2.0), (0.25, 0.25)]
 PAGE_SIZE, NUM_PAGES = 4, 96
 
 
-def make_runner(directory, dtype):
+def make_runner(directory, dtype, attention):
     model = load_model(directory, torch.float32)
     scales = SCALES[: model.config.num_layers]
     kv = PagedKV.for_model(model.config, NUM_PAGES, PAGE_SIZE, dtype, "cpu", 0, scales)
-    return ModelRunner(model, kv, SdpaAttention())
+    return ModelRunner(model, kv, attention)
 
 
 def tokens_of(length, seed=0):
@@ -52,7 +55,22 @@ def close(got, want):
 def test_no_row_sees_more_of_its_own_step_than_of_others(checkpoints, name, dtype):
     """Chunks, single rows and trees all read rounded keys, so a token's logits do not depend on how it was computed."""
     directory, model = checkpoints(name)
-    runner, tokens = make_runner(directory, dtype), tokens_of(30)
+    compare(make_runner(directory, dtype, SdpaAttention()), model, dtype)
+
+
+@torch.inference_mode()
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_nor_with_the_kernels(checkpoints, monkeypatch):
+    """The kernels that a GPU runs for writing and reading keys; tests/e2e/test_gpu_eight_bit.py is about the GPU itself."""
+    true_casts(monkeypatch)
+    monkeypatch.setattr(SelfAttention, "_store", SelfAttention._store_fused)
+    directory, model = checkpoints("qwen3-window")
+    compare(make_runner(directory, E4M3, TritonAttention()), model, E4M3)
+
+
+def compare(runner, model, dtype):
+    """Chunks, a tree, its accepted path and what follows, each against transformers' own forward."""
+    tokens = tokens_of(30)
     pages = [9, 2, 3, 40, 41, 42, 43, 7, 8, 20]
     want = reference(model, tokens, dtype)
     exact = model(torch.tensor([tokens])).logits[0]
