@@ -58,9 +58,6 @@ def attend(
     in `scale`. With PACKED four values of 8 bits are read as one word: for the product with the weights a thread needs numbers of
     several keys side by side, which words come nearer to than bytes.
     """
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0) // row_blocks
     block = row_blocks - 1 - tl.program_id(0) % row_blocks  # of causal rows the longest first
     kv_head = tl.program_id(1)
@@ -77,6 +74,9 @@ def attend(
         causal = False
         if MIXED:
             causal = tl.load(is_causal + sequence) != 0
+    if DEPENDENT:  # lengths were there before the kernel before, which has waited for them itself
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if block * BLOCK_M >= num_rows * GROUP:
         return
 
