@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from verify_service.startup import Target, build_engine, connect_draft, load_tar
 SERVICE_NAME = "foredraft.api.verify.v1.VerifyService"
 DESCRIPTION = """The verifier: owns the target model and decides every output token. Takes token ids over gRPC
 from a gateway and asks a draft service for guesses."""
+
+STUCK_SECONDS = 180.0  # far longer than any step, kernels that are compiled in it included
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +83,7 @@ async def _serve(config: VerifyConfig) -> int:
     gc.freeze()
     await server.set_serving()
     stop = lifetime.stop_event()
-    watch = asyncio.create_task(_watch(engine, stop))
+    watch = asyncio.create_task(_watch(engine, stop, target.device))
 
     async def drain() -> None:
         service.drain()
@@ -104,10 +107,20 @@ def _build(config: VerifyConfig, speculation: AnyMetrics) -> tuple[Target, Engin
     return target, build_engine(config, target, speculation, links)
 
 
-async def _watch(engine: Engine, stop: asyncio.Event) -> None:
-    """An engine that failed cannot serve: the process ends, for whoever supervises it to start anew."""
+async def _watch(engine: Engine, stop: asyncio.Event, device: torch.device) -> None:
+    """An engine that failed cannot serve: the process ends, for whoever supervises it to start anew.
+
+    So it does where a GPU stands still, which lets nothing end in order.
+    """
+    last_idle = time.perf_counter()
     while engine.failure is None:
         await asyncio.sleep(0.2)
+        now = time.perf_counter()
+        if engine.is_idle or device.type != "cuda":
+            last_idle = now
+        elif now - max(last_idle, engine.ended_at) > STUCK_SECONDS:
+            logger.error("the GPU has ended no step for %g s: ending this process", STUCK_SECONDS)
+            lifetime.end_at_once(lifetime.DEVICE_LOST)
     stop.set()
 
 

@@ -158,6 +158,11 @@ class Engine:
         return not self._live.by_number and self._inbox.empty()
 
     @property
+    def ended_at(self) -> float:
+        """When the newest step's outcome was known, by `time.perf_counter`."""
+        return self._ended_at
+
+    @property
     def failure(self) -> BaseException | None:
         """The defect that ended the engine's thread, if one did."""
         return self._failure

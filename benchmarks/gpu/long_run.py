@@ -45,7 +45,7 @@ FLAGS = {
 }
 TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 POOL = {"cuda": 1280, "cpu": 640}  # tokens of KV, less than what runs at a time wants
-LONGEST = {"cuda": 120, "cpu": 40}  # output
+LONGEST = {"cuda": 220, "cpu": 100}  # output; admission keeps room for 64 tokens of it
 CONCURRENT = 16
 NUM_JOBS = 60
 PAUSES = 10

@@ -59,9 +59,14 @@ def run(main: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
     exit_with_parent()
     status = uvloop.run(main()) or 0
     if status == DEVICE_LOST:
-        logging.shutdown()
-        os._exit(status)
+        end_at_once(status)
     return status
+
+
+def end_at_once(status: int) -> None:
+    """Ends this process without giving anything back; what was logged is written."""
+    logging.shutdown()
+    os._exit(status)
 
 
 def stop_event() -> asyncio.Event:

@@ -1,0 +1,55 @@
+"""How a verifier's process ends when its engine can serve no more."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from foredraft.rpc.lifetime import DEVICE_LOST
+from verify_service import __main__ as main
+
+
+class Ended(Exception):
+    """The process would have."""
+
+
+def watch(engine: Any, device: str, seconds: float) -> bool:
+    """Whether it was told to stop in that time."""
+
+    async def run() -> bool:
+        stop = asyncio.Event()
+        watching = asyncio.create_task(main._watch(engine, stop, torch.device(device)))
+        done, _ = await asyncio.wait([watching], timeout=seconds)
+        watching.cancel()
+        for task in done:
+            task.result()
+        return stop.is_set()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(autouse=True)
+def ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(status: int) -> None:
+        assert status == DEVICE_LOST
+        raise Ended
+
+    monkeypatch.setattr(main, "STUCK_SECONDS", 0.3)
+    monkeypatch.setattr(main.lifetime, "end_at_once", end)
+
+
+def test_a_gpu_that_ends_no_step_ends_the_process() -> None:
+    with pytest.raises(Ended):
+        watch(SimpleNamespace(failure=None, is_idle=False, ended_at=0.0), "cuda", 20)
+
+
+@pytest.mark.parametrize(("is_idle", "device"), [(True, "cuda"), (False, "cpu")])
+def test_nothing_to_do_and_a_slow_cpu_do_not(is_idle: bool, device: str) -> None:
+    assert not watch(SimpleNamespace(failure=None, is_idle=is_idle, ended_at=0.0), device, 0.8)
+
+
+def test_an_engine_that_failed_stops_the_service() -> None:
+    engine = SimpleNamespace(failure=RuntimeError("a bug"), is_idle=False, ended_at=0.0)
+    assert watch(engine, "cuda", 20)
