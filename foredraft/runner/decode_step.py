@@ -158,7 +158,13 @@ class DecodeStep:
             is_causal=None,
             tail_positions=rows.positions.view(kind.batch, kind.rows).to(torch.int32),
             max_rows=kind.rows,
-            num_splits=splits_for(kind.batch, kind.rows, kv, self._max_tokens),
+            num_splits=splits_for(
+                kind.batch,
+                kind.rows,
+                kv,
+                self._max_tokens,
+                self._model.config.num_heads // kv.num_kv_heads,
+            ),
         )
         batch = Batch(rows.tokens, rows.positions, rows.slots, (), plan=plan)
         return batch, tables
