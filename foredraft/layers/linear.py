@@ -49,13 +49,10 @@ class Linear(nn.Module):
 
     def sum_later(self, x: torch.Tensor) -> torch.Tensor:
         """As `forward`; or, where that is faster, float32 [parts, num_rows, num_outputs] whose sum it is."""
-        if (
-            self.multiply is cuda_linear
-            and self.bias is None
-            and few_rows.supports(x, self.weight)
-            and (parts := few_rows.num_parts(x, self.weight)) > 1
-        ):
-            return few_rows.multiply_in_parts(x, self.weight, parts)
+        if self.multiply is cuda_linear and self.bias is None:
+            module = few_rows if few_rows.supports(x, self.weight) else some_rows
+            if (parts := module.num_parts(x, self.weight)) > 1:
+                return module.multiply_in_parts(x, self.weight, parts)
         return self(x)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor | None:
