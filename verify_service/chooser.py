@@ -1,5 +1,6 @@
 """Applies the sampling rule to the logits of a step and walks the trees."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from foredraft.speculation.draft_tree import DraftTree, depths, paths
 from foredraft.speculation.noise import coins
 from foredraft.speculation.sampling import SamplingRows, choose, log_probs, probabilities
 from foredraft.speculation.verification import Verified, walk, walk_batch, walk_lossy
-from verify_service.grammar.masks import allow_only
+from verify_service.grammar.masks import allow_only, side_by_side
 from verify_service.outputs import TokenLogprob
 from verify_service.request import Sequence as RequestSequence
 from verify_service.simulation import SimulatedAcceptance
@@ -224,10 +225,12 @@ class Chooser:
             return
         num_rows = sum(last - first for _, _, (first, last) in followed)
         masks = np.empty((num_rows, followed[0][0].num_words), np.int32)
-        start = 0
+        work, start = [], 0
         for grammar, tree, (first, last) in followed:
-            grammar.fill(tree, masks[start : start + last - first])
+            block = masks[start : start + last - first]
+            work.append(functools.partial(grammar.fill, tree, block))
             start += last - first
+        side_by_side(work)
         index = [row for _, _, (first, last) in followed for row in range(first, last)]
         allow_only(logits, index, torch.from_numpy(masks))
 

@@ -4,6 +4,7 @@ All but grammars the device does by itself. A grammar's masks depend on the toke
 outcome of the step before is there, while the forward of this one runs; only then the tokens are chosen.
 """
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from foredraft.speculation.triton_steps import ADJUSTMENT, MASK
 from foredraft.types import SamplingParams
 from verify_service import metrics
 from verify_service.chooser import Outcome
-from verify_service.grammar.masks import fill_late
+from verify_service.grammar.masks import fill_late, side_by_side
 from verify_service.graph_run import GraphRun
 from verify_service.outputs import TokenLogprob
 from verify_service.request import Sequence as RequestSequence
@@ -133,11 +134,14 @@ class LateRun(GraphRun):
         late, turn, num_rows = self._graphs.late, self._step.turn, self.num_rows
         masks = late.masks(turn, len(self._followers) * num_rows)
         proposed = late.trees(turn) if self._waits else None
+        work = []
         for i, place in enumerate(self._followers):
             tree, row = self._trees[place], self._rows[place]
             if row is not None and proposed is not None:
                 tree = self._proposed(proposed[row])
-            fill_late(self._sequences[place], tree, masks[i * num_rows : (i + 1) * num_rows])
+            block = masks[i * num_rows : (i + 1) * num_rows]
+            work.append(functools.partial(fill_late, self._sequences[place], tree, block))
+        side_by_side(work)
         metrics.LATE_MASKS.inc(len(self._followers))
         metrics.AWAITED_MASKS.inc(self._step.forwarded.query())
         self._running = self._graphs.choose_late(self._step, len(masks))

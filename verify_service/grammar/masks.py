@@ -1,6 +1,9 @@
-"""Packed masks applied to logits on their device."""
+"""Packed masks: made for many sequences at a time, and applied to logits on their device."""
 
-from collections.abc import Sequence
+import functools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +12,24 @@ import torch
 from foredraft.speculation.draft_tree import DraftTree
 from verify_service.request import Sequence as RequestSequence
 from verify_service.request import Status
+
+MANY = 4  # sequences from which on their masks are made side by side
+NUM_THREADS = min(8, (os.cpu_count() or 1) // 2)
+
+
+def side_by_side(work: Sequence[Callable[[], None]]) -> None:
+    """Fills the masks of several sequences; that leaves the interpreter to others for most of its time."""
+    if len(work) < MANY or NUM_THREADS < 2:
+        for fill in work:
+            fill()
+        return
+    for done in [_threads().submit(fill) for fill in work]:
+        done.result()
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(NUM_THREADS, "masks")
 
 
 def allow_only(logits: torch.Tensor, rows: Sequence[int], masks: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ class CompiledGrammar:
 class GrammarState:
     """Where one sequence is in its grammar. A function of its output alone: it can be dropped and made again.
 
-    Used by one thread. After an error (a bound of a step's work was reached), `failure` says which; the state is then of
+    Used by one thread at a time. After an error (a bound of a step's work was reached), `failure` says which; the state is then of
     no more use.
     """
 
@@ -118,7 +118,7 @@ class GrammarState:
             return
         matcher, below = self._current(), _children(tree)
         size = masks.shape[1] * masks.itemsize
-        started = time.perf_counter()
+        started = time.thread_time()  # others may run meanwhile
 
         def visit(row: int) -> None:
             matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, size)
@@ -130,7 +130,7 @@ class GrammarState:
                 matcher.rollback(1)
 
         visit(0)
-        seconds = (time.perf_counter() - started) / len(masks)
+        seconds = (time.thread_time() - started) / len(masks)
         self._row_seconds = max(seconds, 0.9 * self._row_seconds)
         if self._check(matcher):
             masks.fill(-1)

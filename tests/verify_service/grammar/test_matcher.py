@@ -1,5 +1,6 @@
 """Masks and pruned trees of a grammar, against the language written out string by string."""
 
+import functools
 import itertools
 import random
 
@@ -12,6 +13,7 @@ from foredraft.speculation.draft_tree import DraftTree, paths
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import GrammarKind
 from tests.support import tiny_tokenizers
+from verify_service.grammar import masks as masks_module
 from verify_service.grammar.masks import allow_only
 from verify_service.grammar.matcher import CompiledGrammar, GrammarState
 from verify_service.grammar.source import to_llguidance
@@ -161,3 +163,31 @@ def test_a_grammar_that_takes_too_much_to_follow_says_so(tmp_path) -> None:
     assert "too much" in state.failure
     assert state.prune(DraftTree((a,), (-1,))) == DraftTree()
     assert allowed_tokens(state, DraftTree(), 600) == [set(range(600))]
+
+
+def test_masks_made_side_by_side_are_the_same(vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, tokens, size, _ = vocabulary
+    grammar = compiled(tokens, REGEX)
+    states: list[GrammarState] = []
+    while len(states) < 20:
+        state, has_ended = grammar.follow(), False
+        state.resume([])
+        for _ in range(random.randrange(3)):
+            allowed = sorted(allowed_tokens(state, DraftTree(), size)[0])
+            _, has_ended = state.advance([random.choice(allowed)])
+            if has_ended:
+                break
+        if not has_ended:
+            states.append(state)
+    masks = np.zeros((2, len(states), states[0].num_words), np.int32)
+    for threads, block in zip((1, 3), masks, strict=True):
+        monkeypatch.setattr(masks_module, "NUM_THREADS", threads)
+        masks_module.side_by_side(
+            [
+                functools.partial(state.fill, DraftTree(), block[i : i + 1])
+                for i, state in enumerate(states)
+            ]
+        )
+    assert masks[0].any()
+    assert np.array_equal(*masks)
+    assert not any(state.failure for state in states)
