@@ -73,7 +73,8 @@ def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_si
     folded = max_rows * group_size
     programs = max(1, batch) * kv.num_kv_heads * -(-folded // 64)
     if folded <= FEW_ROWS:  # several programs run on a unit at a time
-        per_unit = 4 if max_rows == 1 else 2  # adding the parts up costs more with more rows
+        # Adding the parts up costs more with more rows; of the larger tiles of 8 bits a unit holds three.
+        per_unit = 2 if max_rows > 1 else 3 if kv.is_8_bit else 4
         wanted = min(per_unit * units // programs, max_tokens // MIN_KEYS_FEW_ROWS)
     else:
         wanted = min(2 * units // programs, max_tokens // MIN_KEYS_MANY_ROWS)

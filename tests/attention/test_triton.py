@@ -141,6 +141,9 @@ def test_splits_fill_the_device_and_no_more(monkeypatch):
     assert splits_for(1, 1, kv, 100_000) == 32
     assert splits_for(1, 1, kv, 300) == 4
     assert splits_for(8, 1, kv, 100_000) == 4
+    eight_bit = PagedKV(1, 1, 4, 8, 16, torch.float8_e4m3fn, "cpu")
+    assert splits_for(24, 1, kv, 100_000) == 2
+    assert splits_for(24, 1, eight_bit, 100_000) == 1
     assert splits_for(8, 4, kv, 100_000) == 2
     assert splits_for(1, 32, kv, 4096) == 4
     assert splits_for(8, 32, kv, 100_000) == 1
