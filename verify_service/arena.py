@@ -14,7 +14,7 @@ import torch
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
-from foredraft.errors import AttachRefused, ForedraftError, InvalidRequest
+from foredraft.errors import AttachRefused, ForedraftError, InvalidRequest, Overloaded
 from foredraft.rpc import address
 from foredraft.transport import choice, cuda, shared_memory, weights
 from foredraft.transport.base import ArenaError, HiddenWriter, Region, RowFormat
@@ -192,11 +192,10 @@ class Arena:
         self._exchange = None
         exchange.region.close()
         self._left.append(exchange)
-        was_refused = isinstance(error, AttachRefused) and not self._was_answered
+        was_refused = isinstance(error, AttachRefused | Overloaded) and not self._was_answered
         if was_refused or transport != tensor_pb2.TRANSPORT_CUDA_IPC:
-            self._free(
-                exchange
-            )  # whoever refuses has unmapped it; a mapping of host memory is the draft's own
+            # Whoever refuses has unmapped it, or never looked; a mapping of host memory is the draft's own.
+            self._free(exchange)
         else:
             self._free_left()
         metrics.TRANSPORT.labels(choice.NAMES[transport]).set(0)

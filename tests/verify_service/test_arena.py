@@ -11,7 +11,7 @@ import torch
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
-from foredraft.errors import AttachRefused, DraftError
+from foredraft.errors import AttachRefused, DraftError, Overloaded
 from foredraft.telemetry.metrics import REGISTRY
 from foredraft.transport import choice, shared_memory
 from foredraft.transport.base import ArenaError, HiddenWriter, Region, RowFormat
@@ -228,6 +228,9 @@ def test_a_region_on_a_gpu_stays_while_its_draft_may_read_it() -> None:
         arena.open(of_process(second.pid), 4)
         arena.ended(4, AttachRefused("limits", "no"))
         assert arena.writers[3].is_freed, "whoever refuses has unmapped it"
+        arena.open(of_process(second.pid), 5)
+        arena.ended(5, Overloaded("attached to 1 verifier"))
+        assert arena.writers[4].is_freed, "it has not looked at it"
     finally:
         for process in (first, second):
             process.kill()
