@@ -17,8 +17,24 @@ _EIGHT_BIT = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _E4M3_CAPABILITY = (8, 9)  # of the first cards that convert it (Ada)
 
 
-def kv_type(config: VerifyConfig, weights: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type that `--kv-cache-dtype` means for weights of a type on a device.
+def check_kv_flags(config: VerifyConfig, device: torch.device) -> None:
+    """Raises ConfigError for what is known to be wrong before a model is loaded."""
+    name = config.kv_cache_dtype
+    if config.quantization_param_path and name not in _EIGHT_BIT:
+        raise ConfigError(
+            f"--quantization-param-path has no use with --kv-cache-dtype {name}: it holds scales for fp8_e4m3 and fp8_e5m2"
+        )
+    if name == "fp8_e4m3" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _E4M3_CAPABILITY:
+            raise ConfigError(
+                f"--kv-cache-dtype fp8_e4m3: {torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}, "
+                "and it needs sm_89 or newer; fp8_e5m2 works there"
+            )
+
+
+def kv_type(config: VerifyConfig, weights: torch.dtype) -> torch.dtype:
+    """The type that `--kv-cache-dtype` means for weights of a type.
 
     Raises:
         ConfigError: It does not go with them.
@@ -32,13 +48,6 @@ def kv_type(config: VerifyConfig, weights: torch.dtype, device: torch.device) ->
                 "--kv-cache-dtype bfloat16 does not go with float16 weights: it would round what fits as it is; leave it at auto"
             )
         return torch.bfloat16
-    if name == "fp8_e4m3" and device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < _E4M3_CAPABILITY:
-            raise ConfigError(
-                f"--kv-cache-dtype fp8_e4m3: {torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}, "
-                "and it needs sm_89 or newer; fp8_e5m2 works there"
-            )
     return _EIGHT_BIT[name]
 
 
@@ -49,15 +58,9 @@ def kv_scales(
 
     Raises:
         CheckpointError: The file of `--quantization-param-path` is not one of this model's scales.
-        ConfigError: There is such a file, and no use for it.
     """
     scales = model.kv_scales
     if dtype.itemsize > 1:
-        if config.quantization_param_path:
-            raise ConfigError(
-                f"--quantization-param-path has no use with --kv-cache-dtype {config.kv_cache_dtype}: it holds scales for "
-                "fp8_e4m3 and fp8_e5m2"
-            )
         if bool((scales != 1).any()):
             logger.info(
                 "the checkpoint has scales for an 8-bit KV cache: --kv-cache-dtype fp8_e4m3 uses them"

@@ -38,7 +38,7 @@ from verify_service.drafting import Drafting
 from verify_service.drafts import Drafts
 from verify_service.engine import Engine, EngineLimits
 from verify_service.hidden_states import HiddenStates
-from verify_service.kv_type import kv_scales, kv_type
+from verify_service.kv_type import check_kv_flags, kv_scales, kv_type
 from verify_service.memory import (
     CPU_FRACTION,
     GPU_FRACTION,
@@ -87,6 +87,7 @@ def load_target(config: VerifyConfig) -> Target:
     if config.device == "cuda" and not has_cuda:
         raise ConfigError("--device cuda: this process sees no CUDA device")
     device = torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    check_kv_flags(config, device)
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
     path = resolve_model_path(config.model_path, config.revision)
@@ -139,7 +140,7 @@ def build_engine(
     page_size = config.page_size or (CPU_PAGE_SIZE if device.type == "cpu" else GPU_PAGE_SIZE)
     infos = infos_of(links)
     draft_bytes = sum(info.kv_bytes_per_token for info in infos) * page_size
-    kv_dtype = kv_type(config, target.dtype, device)
+    kv_dtype = kv_type(config, target.dtype)
     target_bytes = model_config.kv_bytes_per_token(kv_dtype.itemsize) * page_size
     pages = num_pages(
         page_size=page_size,

@@ -8,7 +8,7 @@ import torch
 
 from foredraft.config.services import VerifyConfig
 from foredraft.errors import ConfigError
-from verify_service.kv_type import kv_scales, kv_type
+from verify_service.kv_type import check_kv_flags, kv_scales, kv_type
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -24,18 +24,25 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
     ],
 )
 def test_types(name, weights, want):
-    assert kv_type(VerifyConfig(kv_cache_dtype=name), weights, CPU) == want
+    config = VerifyConfig(kv_cache_dtype=name)
+    check_kv_flags(config, CPU)
+    assert kv_type(config, weights) == want
 
 
 def test_what_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="--kv-cache-dtype bfloat16 does not go with float16"):
-        kv_type(VerifyConfig(kv_cache_dtype="bfloat16"), torch.float16, CPU)
+        kv_type(VerifyConfig(kv_cache_dtype="bfloat16"), torch.float16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(ConfigError, match=r"fp8_e4m3: A100 is sm_80.*fp8_e5m2 works there"):
-        kv_type(VerifyConfig(kv_cache_dtype="fp8_e4m3"), torch.bfloat16, GPU)
-    e5m2 = VerifyConfig(kv_cache_dtype="fp8_e5m2")
-    assert kv_type(e5m2, torch.bfloat16, GPU) == torch.float8_e5m2
+        check_kv_flags(VerifyConfig(kv_cache_dtype="fp8_e4m3"), GPU)
+    check_kv_flags(VerifyConfig(kv_cache_dtype="fp8_e5m2"), GPU)
+    for name in ("auto", "bfloat16"):
+        config = VerifyConfig(kv_cache_dtype=name, quantization_param_path="scales.json")
+        with pytest.raises(
+            ConfigError, match=f"--quantization-param-path has no use with --kv-cache-dtype {name}"
+        ):
+            check_kv_flags(config, CPU)
 
 
 def test_scales_come_from_the_checkpoint_or_a_file(tmp_path):
@@ -49,5 +56,3 @@ def test_scales_come_from_the_checkpoint_or_a_file(tmp_path):
     assert kv_scales(VerifyConfig(), model, eight_bit) == [(0.5, 2.0)]
     config = VerifyConfig(quantization_param_path=str(file))
     assert kv_scales(config, model, eight_bit) == [(0.25, 0.25)]
-    with pytest.raises(ConfigError, match="--quantization-param-path has no use with"):
-        kv_scales(config, model, torch.bfloat16)
