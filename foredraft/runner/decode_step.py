@@ -132,7 +132,7 @@ class DecodeStep:
         """The step as the model sees it, made of the uploaded records."""
         kv, device = self._kv, self._device
         slots, num_rows = inputs[:, SLOT], inputs[:, NUM_ROWS].contiguous()
-        tables = self.tables.index_select(0, slots)
+        tables = self.tables[slots.long()]  # of few rows several times as fast as index_select
         rows = prepare_trees(
             begun.tokens,
             begun.parents,
