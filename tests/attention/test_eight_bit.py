@@ -11,6 +11,7 @@ from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused
+from foredraft.speculation.triton_sampling import commit_paths
 from tests.support.attention_spans import SCALE, batch_of, brute_force, random_span, slots_of
 from tests.support.triton_device import DEVICE, INTERPRETED, needs_triton, true_casts
 
@@ -148,3 +149,26 @@ def test_the_kernel_writes_what_the_cpu_writes(dtype, activations, rows):
     theirs.write(1, slots, heads[:, q_heads:])
     assert torch.equal(ours.data.cpu().view(torch.uint8), theirs.data.view(torch.uint8))
     assert float(ours.values(1)[-1, slots[0], 0]) == torch.finfo(dtype).max
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES)
+def test_accepted_rows_are_moved_bit_by_bit(dtype):
+    kv = PagedKV(3, 8, PAGE_SIZE, KV_HEADS, 80, dtype, DEVICE)
+    bits = kv.data.view(torch.uint8)
+    bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8))
+    want = bits.clone()
+    table, committed, path = [5, 2, 7, 0], 3, [0, 2, 3, 6]
+    for index, row in enumerate(path):
+        source, target = (
+            table[key // PAGE_SIZE] * PAGE_SIZE + key % PAGE_SIZE
+            for key in (committed + row, committed + index)
+        )
+        want[:, :, target] = bits[:, :, source]
+    table, committed, path, length = (
+        torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+        for numbers in ([table], [committed], [path + [-1] * 4], [len(path)])
+    )
+    commit_paths(kv, table, committed, path, length)
+    assert torch.equal(bits, want)
