@@ -82,7 +82,9 @@ class DraftNews:
         told = self.of(sequence)
         is_known = told.epoch == self._epoch and told.slot == sequence.slot
         if self._hidden.layers is not None:
-            is_known = is_known and told.run is self._hidden.run(sequence)
+            run = self._hidden.run(sequence)
+            if run is not None and told.run is not run:
+                return run.end - run.start  # a new one may have a hole before it
         return len(sequence.tokens) - (told.num_tokens if is_known else 0)
 
     def stands_alone(self, sequence: RequestSequence) -> bool:

@@ -12,6 +12,7 @@ from verify_service.step_time import DraftTimes, GridTimes, RowTimes, StepTimes
 START_MARGIN = 1.03  # by which drafting must be faster before it starts
 CHANGE_MARGIN = 1.02  # and another size of trees before it is taken instead
 TRIAL_SEQUENCES = 4  # drafted for at a time to find out, where each costs
+PADDED_TRIAL_SEQUENCES = 8  # likewise, where all rows are computed anyway
 GROW_STEPS = 24  # drafting steps after which larger trees are tried once
 TRIAL_ACCEPTANCE = 0.8  # of every node, that the size of a trial's trees is best for
 FINE_SIZES = 12  # trees whose sizes are told apart one by one, where each row costs
@@ -57,7 +58,9 @@ class DraftPolicy:
     @property
     def is_resting(self) -> bool:
         """Whether nothing but a trial will be drafted for some time, so that a draft need not read along."""
-        return self._times is not None and not self._times.is_padded and not self._is_drafting
+        if self._times is None:
+            return False
+        return self._rows == 1 if self._times.is_padded else not self._is_drafting
 
     def plan(self, wanted: Sequence[Want], other_rows: int = 0) -> Plan:
         """What to draft in the coming step.
@@ -199,9 +202,12 @@ class DraftPolicy:
             current = 1
         self._rows = current
         rows, self._is_trial = current, False
+        tried: Sequence[int] = range(batch)
         if current == 1:
             if probing.may_try():
                 rows, self._is_trial = self._trial_rows(times, batch), True
+                # A draft has less to read for a few.
+                tried = sorted(tried, key=lambda i: wanted[i].behind)[:PADDED_TRIAL_SEQUENCES]
         elif probing.must_check(rates[current] / rates[1]):
             rows = 1
         else:
@@ -209,7 +215,10 @@ class DraftPolicy:
             larger = [rows for rows in shapes if rows > current]
             if self._steps_to_grow <= 0 and larger:
                 rows, self._steps_to_grow = larger[0], GROW_STEPS
-        return Plan([min(want.limit, rows - 1) for want in wanted], rows)
+        nodes = [0] * batch
+        for i in tried:
+            nodes[i] = min(wanted[i].limit, rows - 1)
+        return Plan(nodes, rows)
 
     def _rate(self, times: GridTimes, batch: int, rows: int, totals: Sequence[float]) -> float:
         seconds = times.seconds(batch, rows)

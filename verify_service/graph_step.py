@@ -101,6 +101,7 @@ class GraphStep(TargetStep):
         header[:, COMMITTED] = -1
         header[:, TREE] = [-1 if rows.tree is None else rows.tree for rows in batch]
         header[:, NUM_ROWS] = [1 if rows.tree is None else num_rows for rows in batch]
+        _force_no_more_than_trees(header)
         arrays.parents[:] = PAD
         if any(map(is_late, sequences)):
             capture = capture or self._graphs.capture
@@ -186,6 +187,7 @@ class GraphStep(TargetStep):
         header = arrays.header
         header[:, COMMITTED] = [sequence.num_computed for sequence in sequences]
         header[:, NUM_ROWS] = [1 + len(rows.tree) for rows in batch]
+        _force_no_more_than_trees(header)
         header[:, TREE] = -1
         arrays.tokens[:, 0] = [sequence.tokens[-1] for sequence in sequences]
         arrays.parents[:, 0] = ROOT
@@ -214,6 +216,11 @@ class GraphStep(TargetStep):
         ]
         where = torch.tensor(index).to(output.logits.device)
         return output.logits.index_select(0, where).float()
+
+
+def _force_no_more_than_trees(header: np.ndarray) -> None:
+    """Who verifies nothing gets one token, simulated or not."""
+    header[:, FORCED] = np.minimum(header[:, FORCED], header[:, NUM_ROWS])
 
 
 def _fill_trees(arrays: StepArrays, batch: Sequence[VerifyRows], num_rows: int) -> None:

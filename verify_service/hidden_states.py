@@ -176,6 +176,13 @@ class HiddenStates:
             return
         run.unsent_pages.clear()
 
+    def drop_all(self) -> None:
+        """Rows that the draft was not sent will never be: it will see the sequences from here on."""
+        for run in self._runs.values():
+            for page in run.unsent_pages:
+                self._marks.clear(page)
+        self._runs.clear()
+
     def drop(self, sequence: RequestSequence) -> None:
         """The sequence ended or lost its pages; rows that the draft was not sent will never be."""
         run = self._runs.pop(sequence.request_id, None)

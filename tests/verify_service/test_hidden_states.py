@@ -290,9 +290,9 @@ def test_a_draft_that_is_not_asked_is_told_now_and_then(target: Path) -> None:
     assert {view.start for view in drafter.views} == {0}
 
 
-@pytest.mark.parametrize("kept_bytes", [1 << 30, 40_000])
+@pytest.mark.parametrize(("kept_bytes", "drops"), [(1 << 30, 0.0), (40_000, 0.0), (1 << 30, 0.05)])
 def test_a_draft_that_rests_is_told_nothing_until_it_is_asked(
-    target: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int
+    target: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, drops: float
 ) -> None:
     """Then it is told all, in an order in which no page is read before it was filled, whoever shares it."""
     monkeypatch.setattr(drafting, "MOST_KEPT", kept_bytes)
@@ -307,6 +307,8 @@ def test_a_draft_that_rests_is_told_nothing_until_it_is_asked(
         self._drafting.is_resting = num_resting % 30 < 22
         if not self._drafting.is_resting:
             return whole
+        if rng.random() < drops:
+            self._drafting._hidden.drop_all()
         tried = rng.randrange(len(sequences)) if sequences and rng.random() < 0.1 else -1
         return Plan([n * (i == tried) for i, n in enumerate(whole.nodes)], 1)
 
