@@ -28,7 +28,8 @@ from verify_service.target_step import DeviceOutcome
 logger = logging.getLogger(__name__)
 
 MOST_READ = 512  # tokens that sequences left out until now make a step read, if there are several
-MOST_KEPT = 128 << 20  # bytes of hidden states that a draft is not told of while it is not asked
+# Bytes of hidden states that a draft is not told of while it is not asked; of a GPU's memory, a share.
+MOST_KEPT, KEPT_SHARE = 128 << 20, 0.01
 
 
 NO_NODE = -2  # as parent of what is no node of a tree on the device
@@ -79,6 +80,7 @@ class Drafting:
         self._asking: dict[int, Wanted] = {}  # by slot, in the request that is being put together
         self._proposals = Proposals(vocab_size, metrics)
         self.is_resting = False
+        self._most_kept = MOST_KEPT
         self.own_time: OwnTime | None = None
 
     @property
@@ -122,6 +124,11 @@ class Drafting:
             self._released.clear()
             self._proposals.reset()
             self._exchange = self._hidden.attach(epoch)
+            self._most_kept = MOST_KEPT
+            device = None if self._exchange is None else self._exchange.trees.device
+            if device is not None and device.type == "cuda":
+                memory = torch.cuda.get_device_properties(device).total_memory
+                self._most_kept = max(MOST_KEPT, int(KEPT_SHARE * memory))
             info = self._client.info
             self._news.attach(epoch, info is not None and info.uses_pages)
 
@@ -153,11 +160,14 @@ class Drafting:
     ) -> None:
         """Takes the hidden states that a step committed; see `HiddenStates.keep`."""
         self._hidden.keep(output, committed, gathered)
+        if self._exchange is not None and self._hidden.kept_bytes > self._most_kept:
+            # To read them all would take the GPU as long as a trial may cost; the newest will do.
+            self._hidden.drop_all()
 
     @property
     def keeps_much(self) -> bool:
         """Whether the draft has to be told now, since what it has to be told takes so much memory."""
-        return self._hidden.kept_bytes > MOST_KEPT
+        return self._exchange is None and self._hidden.kept_bytes > self._most_kept
 
     def gather(self, output: ForwardOutput, count: int) -> torch.Tensor:
         """The hidden states of the first rows of a step under way."""
@@ -308,7 +318,7 @@ class Drafting:
         nobody_joins = known and not extending
         # Where one follows on the device, all do.
         may_wait = nobody_joins and not (self._exchange and any(w.max_nodes for w in wanted))
-        may_rest = self._may_rest(wanted)
+        may_rest = self._may_rest(wanted, extending)
         budget, num_read = self._refill_tokens, 0
         for want in wanted:
             if may_rest and (want.max_nodes == 0 or num_read):
@@ -333,17 +343,25 @@ class Drafting:
                 self._add(want.sequence, news)
             if news.HasField("propose"):
                 self._asking[news.slot] = want
-        for sequence in extending if not (may_rest and self.is_resting) else ():
+        if may_rest and self.is_resting and self._exchange is None:
+            return
+        for sequence in extending:
             news, num_tokens = self._news.news(sequence, budget)
             budget -= num_tokens
             if num_tokens or news.HasField("begin"):
                 self._add(sequence, news)
 
-    def _may_rest(self, wanted: Sequence[Wanted]) -> bool:
-        """Whether those for whom nothing is asked need not be told of, however much they have read."""
-        if self._exchange is not None or self.is_cheap or self.keeps_much:
+    def _may_rest(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> bool:
+        """Whether those for whom nothing is asked need not be told of, however much they have read.
+
+        Not where others follow on the device: then all do.
+        """
+        if self.is_cheap or self.keeps_much or (self._exchange is not None and not self.is_resting):
             return False
-        return all(self._news.stands_alone(want.sequence) for want in wanted if want.max_nodes)
+        told = [want.sequence for want in wanted if want.max_nodes]
+        if self._exchange is not None:
+            told += extending  # a prompt is read soonest together with the target
+        return all(map(self._news.stands_alone, told))
 
     def _begin_request(self) -> None:
         """A request that asks for nothing yet, but tells which slots were released."""
