@@ -45,7 +45,8 @@ FLAGS = {
 }
 TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 POOL = {"cuda": 1280, "cpu": 640}  # tokens of KV, less than what runs at a time wants
-LONGEST = {"cuda": 220, "cpu": 100}  # output; admission keeps room for 64 tokens of it
+LONGEST = {"cuda": 120, "cpu": 60}  # output
+HEADROOM = 4  # tokens of output that admission keeps room for: so few that pages often run short
 CONCURRENT = 16
 NUM_JOBS = 60
 PAUSES = 10
@@ -76,6 +77,7 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--kill-every", type=int, default=500, help="steps, about")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="end after so many at most")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
@@ -112,6 +114,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         require_transport="cuda_ipc" if on_gpu else "shm",
         draft_step_timeout=0.5 if on_gpu else 5.0,
     ) as harness:
+        harness.engine._scheduler.admission_headroom = HEADROOM
         run = Run(harness, jobs, expected, args, blocks)
         run.go()
         return run.report(demo)
@@ -181,16 +184,22 @@ class Run:
         """Done so far."""
         return num_steps() - self._first_step
 
+    @property
+    def _part(self) -> float:
+        """Of the run that is over."""
+        seconds = time.monotonic() - self._started
+        return max(self.steps / self._args.steps, seconds / self._args.seconds)
+
     def go(self) -> None:
-        """Until all steps are done."""
+        """Until all steps are done, or the time is over."""
         total, next_pause = self._args.steps, 0
         next_fault = self._args.kill_every
-        while self.steps < total:
+        while self._part < 1:
             if self.steps >= next_pause:
                 self._pause()
                 next_pause += total // PAUSES
             if self.steps >= next_fault:
-                self._fault(may_kill=self.steps < 2 * total // 3)
+                self._fault(may_kill=self._part < 2 / 3)
                 next_fault = self.steps + self._rng.randrange(
                     self._args.kill_every // 2, self._args.kill_every
                 )
