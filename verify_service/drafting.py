@@ -17,11 +17,12 @@ from foredraft.runner.model_runner import ForwardOutput
 from foredraft.transport.base import ArenaError
 from foredraft.transport.device_exchange import DeviceExchange
 from verify_service.acceptance import DraftHistory
+from verify_service.ask_ahead import AskAhead
 from verify_service.draft_client import DraftClient
 from verify_service.draft_news import PATIENCE, DraftNews, split_news
 from verify_service.hidden_states import CommittedRows, HiddenStates
-from verify_service.metrics import DRAFT_SECONDS, SpeculationMetrics
-from verify_service.proposals import Drafted, Member, OwnTime, Proposals, Tried, Wanted
+from verify_service.metrics import DRAFT_SECONDS, DRAFTS_AHEAD, SpeculationMetrics
+from verify_service.proposals import Asked, Drafted, Member, OwnTime, Proposals, Tried, Wanted
 from verify_service.request import Sequence as RequestSequence
 from verify_service.target_step import DeviceOutcome
 
@@ -77,8 +78,10 @@ class Drafting:
         self._step = 0
         self._num_unread = 0
         self._request = draft_pb2.StepRequest()
-        self._asking: dict[int, Wanted] = {}  # by slot, in the request that is being put together
-        self._proposals = Proposals(vocab_size, metrics)
+        self._asking: dict[int, Asked] = {}  # by slot, in the request that is being put together
+        self._ahead = AskAhead()
+        self._is_awaited = True  # whether the newest round waits for what it asks
+        self._proposals = Proposals(vocab_size, metrics, self._keep_tree)
         self.is_resting = False
         self._most_kept = MOST_KEPT
         self.own_time: OwnTime | None = None
@@ -123,6 +126,7 @@ class Drafting:
             self._epoch, self._step, self._num_unread = epoch, 0, 0
             self._released.clear()
             self._proposals.reset()
+            self._ahead.clear()
             self._exchange = self._hidden.attach(epoch)
             self._most_kept = MOST_KEPT
             device = None if self._exchange is None else self._exchange.trees.device
@@ -139,6 +143,7 @@ class Drafting:
     def forget(self, sequence: RequestSequence) -> None:
         """The sequence has ended."""
         self._news.forget(sequence)
+        self._ahead.forget(sequence.request_id)
         self._hidden.drop(sequence)
 
     def preempted(self, sequence: RequestSequence) -> None:
@@ -207,10 +212,15 @@ class Drafting:
             return
         try:
             if self._proposals.are_open and any(want.max_nodes for want in wanted):
-                # Of trials, some steps ago: they have come.
+                # Of steps before this one: they have come.
                 while self._proposals.are_open and self._num_unread:
                     self._receive()
+            trees = self._ahead.take(wanted) if self.is_cheap else None
+            self._is_awaited = trees is None
             self._ask(wanted, extending)
+            if trees is not None:
+                self._proposals.trees = trees
+                DRAFTS_AHEAD.inc()
         except (DraftError, ArenaError) as error:
             self._lost(error)
 
@@ -338,11 +348,12 @@ class Drafting:
                 steps, topk = self._shape(want.sequence)
                 # Deeper than the output may grow would be drafted in vain.
                 steps = min(steps, want.max_nodes, want.sequence.num_output_left - 1)
-                _wish(news, steps, topk, want.max_nodes)
+                num_nodes = self._ahead.num_nodes(want)
+                _wish(news, steps, topk, num_nodes)
             if num_tokens or news.HasField("propose") or news.HasField("begin"):
                 self._add(want.sequence, news)
             if news.HasField("propose"):
-                self._asking[news.slot] = want
+                self._asking[news.slot] = Asked(want, len(want.sequence.tokens), num_nodes)
         if may_rest and self.is_resting and self._exchange is None:
             return
         for sequence in extending:
@@ -400,7 +411,7 @@ class Drafting:
             self._hidden.writer.sent(self._step)
         self._client.send(self._request, self._epoch, has_answer=not is_on_device)
         self._num_unread += not is_on_device
-        self._proposals.expect(self._request, self._asking)
+        self._proposals.expect(self._request, self._asking, self._is_awaited)
         self._request, self._asking = draft_pb2.StepRequest(), {}
 
     def _receive(self) -> None:
@@ -412,6 +423,10 @@ class Drafting:
         if own := self._proposals.read(response):
             DRAFT_SECONDS.observe(own.whole)
             self.own_time = own
+
+    def _keep_tree(self, sequence: RequestSequence, position: int, drafted: Drafted) -> None:
+        if self.is_cheap:
+            self._ahead.keep(sequence, position, drafted)
 
     def _shape(self, sequence: RequestSequence) -> tuple[int, int]:
         steps, topk = self._tree_shape

@@ -83,6 +83,10 @@ SELF_TEST_ACCEPT_LENGTH = gauge(
     BY_ALGORITHM,
 )
 DRAFT_SECONDS = histogram("foredraft_draft_seconds", "A draft's own time in a step.", STEP_BUCKETS)
+DRAFTS_AHEAD = counter(
+    "foredraft_drafts_ahead_total",
+    "Steps that waited for no proposals: what a draft was asked for before, while the target computed, went far enough.",
+)
 DRAFT_WAIT_SECONDS = histogram(
     "foredraft_draft_wait_seconds", "Scheduling and the wait for the draft in a step.", STEP_BUCKETS
 )

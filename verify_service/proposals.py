@@ -1,7 +1,7 @@
 """What a draft was asked for and what it answered: trees are checked, and handed out by request."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from foredraft.api.draft.v1 import draft_pb2
@@ -54,6 +54,20 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """A sequence that a tree was asked for.
+
+    Attributes:
+        position: Tokens that it had.
+        num_nodes: That were asked for, which may be more than a step verifies.
+    """
+
+    want: Wanted
+    position: int
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tried:
     """A proposal that was asked for to find out how good it is.
 
@@ -86,16 +100,24 @@ class Proposals:
 
     Args:
         vocab_size: Of the target.
+        on_tree: Called with every proposal that was not only tried: the sequence, the tokens that it had, and all nodes
+            that were asked for.
 
     Attributes:
         trees: Of the newest round, by request; a sequence without one has no entry.
     """
 
-    def __init__(self, vocab_size: int, metrics: SpeculationMetrics) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        metrics: SpeculationMetrics,
+        on_tree: Callable[[RequestSequence, int, Drafted], None] | None = None,
+    ) -> None:
+        self._on_tree = on_tree
         self.trees: dict[int, Drafted] = {}
         self._vocab_size = vocab_size
         self._metrics = metrics
-        self._asked: dict[int, dict[int, tuple[Wanted, int]]] = {}  # by step and slot
+        self._asked: dict[int, dict[int, Asked]] = {}  # by step and slot
         self._num_tokens: dict[int, int] = {}  # that a step told, likewise by step
         self._due: set[int] = set()  # steps of the newest round whose answers will be verified
         self._tried: list[Tried] = []
@@ -113,16 +135,20 @@ class Proposals:
         self._due.clear()
         self.trees = {}
 
-    def expect(self, request: draft_pb2.StepRequest, asked: Mapping[int, Wanted]) -> None:
-        """Takes what a step that was sent asks for, by slot."""
+    def expect(
+        self, request: draft_pb2.StepRequest, asked: Mapping[int, Asked], is_awaited: bool = True
+    ) -> None:
+        """Takes what a step that was sent asks for, by slot.
+
+        Args:
+            is_awaited: Whether the newest round verifies it.
+        """
         if not asked:
             return
         step = request.step
         self._num_tokens[step] = sum(len(sequence.tokens) for sequence in request.sequences)
-        self._asked[step] = {
-            slot: (want, len(want.sequence.tokens)) for slot, want in asked.items()
-        }
-        if not all(want.is_trial for want in asked.values()):
+        self._asked[step] = dict(asked)
+        if is_awaited and not all(one.want.is_trial for one in asked.values()):
             self._due.add(step)
 
     @property
@@ -148,26 +174,33 @@ class Proposals:
             part = min(1.0, USUAL_TOKENS * len(asked) / max(num_tokens, 1))
             extend, draft = response.extend_microseconds, response.draft_microseconds
             own = OwnTime(len(asked), (part * extend + draft) * 1e-6, (extend + draft) * 1e-6)
+        is_due = response.step in self._due
         self._due.discard(response.step)
         for proposal in response.proposals:
-            want, position = asked.pop(proposal.slot, (None, 0))
-            if want is None:
+            one = asked.pop(proposal.slot, None)
+            if one is None:
                 self._complain(1, f"a proposal for slot {proposal.slot}, which asked for none")
                 continue
             tree, num_bad = sanitize(
-                proposal.tokens, proposal.parents, self._vocab_size, want.max_nodes
+                proposal.tokens, proposal.parents, self._vocab_size, one.num_nodes
             )
             if num_bad:
                 self._complain(num_bad, f"{num_bad} unusable nodes for slot {proposal.slot}")
-            drafted = Drafted(tree, proposal.confidence)
-            if want.is_trial:
-                self._tried.append(Tried(want.sequence, position, drafted))
-            elif tree.tokens:
-                self.trees[want.sequence.request_id] = drafted
-        for want, position in asked.values():
-            if want.is_trial:
-                self._tried.append(Tried(want.sequence, position, NOTHING))
+            self._take(one, Drafted(tree, proposal.confidence), is_due)
+        for one in asked.values():
+            self._take(one, NOTHING, is_due)
         return own
+
+    def _take(self, one: Asked, drafted: Drafted, is_due: bool) -> None:
+        sequence = one.want.sequence
+        if one.want.is_trial:
+            self._tried.append(Tried(sequence, one.position, drafted))
+            return
+        if self._on_tree is not None:
+            self._on_tree(sequence, one.position, drafted)
+        if is_due and drafted.tree.tokens:
+            first = drafted.tree.first(one.want.max_nodes)
+            self.trees[sequence.request_id] = Drafted(first, drafted.confidence)
 
     def take_tried(self) -> list[Tried]:
         """What came of trials since the last call."""

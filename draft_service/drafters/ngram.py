@@ -117,7 +117,8 @@ class NgramProposer(Proposer):
         asked = sequence.propose
         max_nodes = self._max_nodes
         if asked.num_draft_tokens:
-            max_nodes = min(asked.num_draft_tokens - 1, max_nodes)
+            # A verifier may ask for two steps' trees and the token between, to use the rest in the next step.
+            max_nodes = min(asked.num_draft_tokens - 1, 2 * max_nodes + 1)
         steps, topk = asked.num_steps or self._num_steps, asked.topk or self._topk
         is_narrow = steps < min(self._num_steps, max_nodes) or topk < self._topk
         # Of a few more nodes enough are left to choose from.

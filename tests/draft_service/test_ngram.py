@@ -54,7 +54,8 @@ def test_limits_of_a_step_and_of_the_service_hold(draft: DraftProcess) -> None:
     with DraftStream(draft.target, attach_request()) as stream:
         assert stream.step(begin(0, COPY, nodes=2)) == {0: ((8, 9), (-1, 0))}
         assert stream.step(begin(1, COPY, nodes=0)) == {}
-        assert len(stream.step(begin(2, COPY, nodes=100))[2][0]) == 5
+        # At most two steps' trees and the token between them.
+        assert len(stream.step(begin(2, [5] * 60, nodes=100))[2][0]) == 5 + 1 + 5
 
 
 def test_a_request_may_ask_for_less_depth_and_breadth(draft: DraftProcess) -> None:
