@@ -17,6 +17,7 @@ from foredraft.speculation.triton_steps import Begun
 from foredraft.types import MAX_LOGPROBS
 
 MASK_BITS = 32
+MASKS_AT_FIRST = 256
 ROWS_AT_ONCE = 64  # whose log-probabilities are worked out together, in float32
 
 
@@ -46,7 +47,9 @@ class LateChoice:
         self.words = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
         self.biases = torch.zeros(num_slots, vocab_size, device=device)
         self._masks = torch.zeros(max_rows, self.num_words, dtype=torch.int32, device=device)
-        self._host_masks = [pinned(0, self.num_words) for _ in range(UNDER_WAY)]
+        # More are made when they are needed, which may hold a step up.
+        size = min(max_rows, MASKS_AT_FIRST)
+        self._host_masks = [pinned(size, self.num_words) for _ in range(UNDER_WAY)]
         self._host_trees = pinned(UNDER_WAY, max_batch, 2, max_nodes)
         self._trees_there = [torch.cuda.Event() for _ in range(UNDER_WAY)]
         self.num_best = min(MAX_LOGPROBS, vocab_size)
