@@ -1,6 +1,7 @@
 """Builds an engine from a configuration: target model, memory, scheduler, draft."""
 
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -336,13 +337,18 @@ def _measure(target_step: TargetStep, runner: ModelRunner, pool: PagePool) -> St
     widths = [rows for rows in MEASURED_ROWS if rows <= room]
     pages = pool.allocate(pool.pages_for(widths[-1]))
 
+    cpu_seconds = dict.fromkeys(widths, math.inf)
+
     def run(rows: int) -> float:
         chain = SequenceRows.chunk(pages, 0, [0] * rows, "all")
-        started = time.perf_counter()
+        started, started_cpu = time.perf_counter(), time.process_time()
         runner.forward([chain])
+        cpu_seconds[rows] = min(cpu_seconds[rows], time.process_time() - started_cpu)
         return time.perf_counter() - started
 
     by_rows = RowTimes.measure(widths, run)
+    if runner.model.device.type == "cpu":
+        by_rows.bound([cpu_seconds[rows] for rows in widths], torch.get_num_threads())
     pool.release(pages)
     table = ", ".join(f"{rows}: {seconds * 1e3:.1f}" for rows, seconds in by_rows.table().items())
     logger.info("target forward in ms by rows: %s", table)

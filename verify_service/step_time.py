@@ -13,6 +13,7 @@ LEVEL_WEIGHT = 0.2  # of one real step in the time of all widths
 OWN_WEIGHT, COMPARED_STEPS = 0.05, 8
 # On a GPU nothing else runs, so that a shape's own error is what is left to learn.
 GRID_LEVEL_WEIGHT, GRID_OWN_WEIGHT = 0.02, 0.1
+BUSY_TOLERANCE = 1.1  # of times measured at start, against CPU time
 OVERHEAD_LEVELS = 2.0  # that a draft costs beside its levels
 DRAFT_WEIGHT = 0.1  # of one real wait for a draft
 FIRST_DRAFT = 1.0  # most plain steps that a draft's first answer, which may compile, counts as
@@ -42,6 +43,18 @@ class RowTimes:
         After a first round, which warms up, rounds go on for `budget` seconds, five at most.
         """
         return cls(widths, best_of_rounds(widths, run, budget))
+
+    def bound(self, cpu_seconds: Sequence[float], num_threads: int) -> None:
+        """Takes out of the measurements what was spent waiting for other processes.
+
+        Args:
+            cpu_seconds: Of all threads, by width, the least that was seen.
+        """
+        pairs = list(zip(self._measured, cpu_seconds, strict=True))
+        # The width that waited least shows what a second of CPU time takes; with several threads not all work all the time.
+        least = min(wall / cpu for wall, cpu in pairs) * BUSY_TOLERANCE * num_threads
+        self._measured = [min(wall, least * cpu) for wall, cpu in pairs]
+        self._seconds = rising(self._measured)
 
     def observe(self, batch: int, rows: int, seconds: float) -> None:
         """Takes the time of a real forward of `rows` decoding rows in all.

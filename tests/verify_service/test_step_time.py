@@ -27,6 +27,16 @@ def test_a_table_measured_on_a_busy_machine_keeps_its_shape() -> None:
     assert times.seconds(1, 8) / times.seconds(1, 1) < 3
 
 
+def test_what_waited_for_other_processes_at_start_is_taken_out() -> None:
+    times = RowTimes([1, 8, 16, 32], [5.0, 70.0, 70.0, 76.0])
+    times.bound([4.0, 7.0, 10.0, 16.0], num_threads=1)
+    table = [times.seconds(1, rows) for rows in (1, 8, 16, 32)]
+    assert table == pytest.approx([5.0, 9.625, 13.75, 22.0])
+    quiet = RowTimes([1, 32], [5.0, 10.0])
+    quiet.bound([6.0, 20.0], num_threads=2)  # one thread waits for the other with few rows
+    assert [quiet.seconds(1, 1), quiet.seconds(1, 32)] == [5.0, 10.0]
+
+
 def test_rising_is_the_nearest_non_decreasing_sequence() -> None:
     assert rising([1, 3, 2, 4]) == [1, 2.5, 2.5, 4]
     assert rising([3, 2, 1]) == [2, 2, 2]
