@@ -102,7 +102,9 @@ class ChosenSizes:
                 drafts.trials[number] = self._each[number].limit
         nodes, rows = [0] * batch, 1
         for number, count in enumerate(counts):
-            if count:
+            if not count:
+                drafts.each[number].is_resting = True  # it is told of sequences when it is tried
+            else:
                 plan = self._each[number].plan(sequences, other_rows + sum(nodes))
                 nodes = [a + b for a, b in zip(nodes, plan.nodes, strict=True)]
                 rows = max(rows, plan.rows)
@@ -230,9 +232,8 @@ class ChosenSizes:
 
     def _judge(self, number: int, drafting: Drafting, batch: int) -> None:
         """Takes what came of trials, as far as the tokens since then say it."""
-        if (own := drafting.own_time) is not None:
+        if (own := drafting.take_own_time()) is not None:
             self._choice.answered(number, own.sequences, own.usual, own.whole)
-            drafting.own_time = None
         policy, left = self._each[number].policy, []
         for tried in (*self._tried[number], *drafting.take_tried()):
             sequence, drafted = tried.sequence, tried.drafted

@@ -19,10 +19,11 @@ from foredraft.transport.device_exchange import DeviceExchange
 from verify_service.acceptance import DraftHistory
 from verify_service.ask_ahead import AskAhead
 from verify_service.draft_client import DraftClient
-from verify_service.draft_news import PATIENCE, DraftNews, split_news
+from verify_service.draft_news import PATIENCE, DraftNews
+from verify_service.draft_wire import DraftWire
 from verify_service.hidden_states import CommittedRows, HiddenStates
-from verify_service.metrics import DRAFT_SECONDS, DRAFTS_AHEAD, SpeculationMetrics
-from verify_service.proposals import Asked, Drafted, Member, OwnTime, Proposals, Tried, Wanted
+from verify_service.metrics import DRAFTS_AHEAD, SpeculationMetrics
+from verify_service.proposals import Asked, Drafted, Member, OwnTime, Tried, Wanted
 from verify_service.request import Sequence as RequestSequence
 from verify_service.target_step import DeviceOutcome
 
@@ -51,7 +52,6 @@ class Drafting:
 
     Attributes:
         is_resting: Drafting does not pay at present, so that the draft need be told nothing before it is asked.
-        own_time: Of the newest answer to something that was asked for.
     """
 
     def __init__(
@@ -74,17 +74,10 @@ class Drafting:
         self._news = DraftNews(marks, page_size, scope, hidden)
         self._released: list[int] = []
         self._exchange: DeviceExchange | None = None
-        self._epoch = 0
-        self._step = 0
-        self._num_unread = 0
-        self._request = draft_pb2.StepRequest()
-        self._asking: dict[int, Asked] = {}  # by slot, in the request that is being put together
         self._ahead = AskAhead()
-        self._is_awaited = True  # whether the newest round waits for what it asks
-        self._proposals = Proposals(vocab_size, metrics, self._keep_tree)
+        self._wire = DraftWire(client, vocab_size, metrics, hidden, self._keep_tree)
         self.is_resting = False
         self._most_kept = MOST_KEPT
-        self.own_time: OwnTime | None = None
 
     @property
     def epoch(self) -> int:
@@ -122,10 +115,9 @@ class Drafting:
     def refresh(self) -> None:
         """Before each step: looks whether another draft has been attached meanwhile."""
         epoch = self._client.epoch
-        if epoch != self._epoch:
-            self._epoch, self._step, self._num_unread = epoch, 0, 0
+        if epoch != self._wire.epoch:
+            self._wire.attach(epoch)
             self._released.clear()
-            self._proposals.reset()
             self._ahead.clear()
             self._exchange = self._hidden.attach(epoch)
             self._most_kept = MOST_KEPT
@@ -206,20 +198,21 @@ class Drafting:
 
     def ask(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
         """The first half of `propose`: sends, and waits for nothing but room in the arena."""
-        self._proposals.begin()
-        if self._epoch == 0:
+        proposals = self._wire.proposals
+        proposals.begin()
+        if self._wire.epoch == 0:
             self._released.clear()
             return
         try:
-            if self._proposals.are_open and any(want.max_nodes for want in wanted):
-                # Of steps before this one: they have come.
-                while self._proposals.are_open and self._num_unread:
-                    self._receive()
+            if any(want.max_nodes for want in wanted):
+                self._wire.drain()
             trees = self._ahead.take(wanted) if self.is_cheap else None
-            self._is_awaited = trees is None
-            self._ask(wanted, extending)
+            self._begin_request(is_awaited=trees is None)
+            self._tell(wanted, extending)
+            if self._wire.has_news:
+                self._wire.send()
             if trees is not None:
-                self._proposals.trees = trees
+                proposals.trees = trees
                 DRAFTS_AHEAD.inc()
         except (DraftError, ArenaError) as error:
             self._lost(error)
@@ -227,21 +220,24 @@ class Drafting:
     def collect(self) -> dict[int, Drafted]:
         """The second half: waits for proposals that will be verified."""
         try:
-            # Where nothing was asked for, nothing is in the answer; it is read before the next one that matters.
-            while self._proposals.are_due and self._num_unread:
-                self._receive()
+            return self._wire.collect()
         except (DraftError, ArenaError) as error:
             self._lost(error)
-        return self._proposals.trees
+            return {}
 
     def take_tried(self) -> list[Tried]:
         """What came of trials since the last call."""
-        return self._proposals.take_tried()
+        return self._wire.proposals.take_tried()
+
+    def take_own_time(self) -> OwnTime | None:
+        """What the newest answer to something that was asked for took the draft, once."""
+        own, self._wire.own_time = self._wire.own_time, None
+        return own
 
     @property
     def is_stale(self) -> bool:
         """Whether `refresh` has something to find out."""
-        return self._client.epoch != self._epoch
+        return self._client.epoch != self._wire.epoch
 
     def can_follow(self, sequences: Iterable[RequestSequence]) -> bool:
         """Whether the draft can take from the device what the step under way commits to these."""
@@ -265,17 +261,17 @@ class Drafting:
             news = self._news.on_device(member.sequence, member.row)
             if member.num_nodes:
                 _wish(news, *self._tree_shape, num_nodes)
-            self._request.sequences.append(news)
+            self._wire.add(news)
         try:
             # First of all: the message travels while the device is told what to do.
-            self._send(is_on_device=True)
+            self._wire.send(is_on_device=True)
         except (DraftError, ArenaError) as error:
             self._lost(error)
             return None
         hidden = None if exchange.rows is None else self._hidden.source(outcome.output)
         hand_over(outcome.accepted, outcome.index, hidden, exchange.accepted, exchange.rows)
-        exchange.publish(self._step)
-        return self._step
+        exchange.publish(self._wire.step)
+        return self._wire.step
 
     def fetch(self, step: int, trees: torch.Tensor) -> None:
         """Lets the current stream wait for the trees of a step that was followed, and copies them, [n, 2, N].
@@ -311,13 +307,7 @@ class Drafting:
     def _lost(self, error: DraftError | ArenaError) -> None:
         logger.warning("drafting stopped: %s; decoding goes on without this draft", error)
         self._metrics.failures.inc()
-        self._proposals.reset()
-
-    def _ask(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
-        self._begin_request()
-        self._tell(wanted, extending)
-        if self._request.sequences or self._request.released_slots:
-            self._send()
+        self._wire.proposals.reset()
 
     def _tell(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
         """Puts all news into the request; sends it where the hidden states of one step do not fit the arena."""
@@ -351,16 +341,16 @@ class Drafting:
                 num_nodes = self._ahead.num_nodes(want)
                 _wish(news, steps, topk, num_nodes)
             if num_tokens or news.HasField("propose") or news.HasField("begin"):
-                self._add(want.sequence, news)
+                self._wire.add_rows(want.sequence, news)
             if news.HasField("propose"):
-                self._asking[news.slot] = Asked(want, len(want.sequence.tokens), num_nodes)
+                self._wire.ask(news.slot, Asked(want, len(want.sequence.tokens), num_nodes))
         if may_rest and self.is_resting and self._exchange is None:
             return
         for sequence in extending:
             news, num_tokens = self._news.news(sequence, budget)
             budget -= num_tokens
             if num_tokens or news.HasField("begin"):
-                self._add(sequence, news)
+                self._wire.add_rows(sequence, news)
 
     def _may_rest(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> bool:
         """Whether those for whom nothing is asked need not be told of, however much they have read.
@@ -374,55 +364,11 @@ class Drafting:
             told += extending  # a prompt is read soonest together with the target
         return all(map(self._news.stands_alone, told))
 
-    def _begin_request(self) -> None:
-        """A request that asks for nothing yet, but tells which slots were released."""
-        self._request = draft_pb2.StepRequest(released_slots=self._released)
-        self._asking = {}
+    def _begin_request(self, is_awaited: bool = True) -> None:
+        self._wire.begin(self._released, is_awaited)
         if self._released:
             self._news.released(self._released)
             self._released.clear()
-
-    def _add(self, sequence: RequestSequence, news: draft_pb2.SequenceStep) -> None:
-        """Puts the news of one sequence into the request, with its hidden states where the draft reads them."""
-        writer, run = self._hidden.writer, self._hidden.run(sequence)
-        if writer is None or run is None:
-            self._request.sequences.append(news)
-            return
-        first = max(news.position - 1, 0)
-        rows = run.rows(first)
-        while run.end - first > writer.num_free:
-            if self._num_unread:
-                self._receive()
-                continue
-            if num_rows := writer.num_free:
-                part = split_news(news, num_rows)
-                part.hidden.CopyFrom(writer.write(rows[:num_rows]))
-                rows, first = rows[num_rows:], first + num_rows
-                self._request.sequences.append(part)
-            self._send()
-        news.hidden.CopyFrom(writer.write(rows))
-        self._request.sequences.append(news)
-        self._hidden.sent(run)
-
-    def _send(self, is_on_device: bool = False) -> None:
-        self._step += 1
-        self._request.step = self._step
-        if self._hidden.writer is not None and not is_on_device:
-            self._hidden.writer.sent(self._step)
-        self._client.send(self._request, self._epoch, has_answer=not is_on_device)
-        self._num_unread += not is_on_device
-        self._proposals.expect(self._request, self._asking, self._is_awaited)
-        self._request, self._asking = draft_pb2.StepRequest(), {}
-
-    def _receive(self) -> None:
-        """Reads the oldest answer that is due."""
-        response = self._client.receive()
-        self._num_unread -= 1
-        if self._hidden.writer is not None:
-            self._hidden.writer.answered(response.step)
-        if own := self._proposals.read(response):
-            DRAFT_SECONDS.observe(own.whole)
-            self.own_time = own
 
     def _keep_tree(self, sequence: RequestSequence, position: int, drafted: Drafted) -> None:
         if self.is_cheap:
