@@ -192,6 +192,8 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
         found: dict[str, str] = {}
         for text in given:
             name, _, address = text.partition("=")
+            if name.upper() == "EAGLE" and names == ("MTP",):
+                name = "MTP"  # which EAGLE is where its head is MTP layers
             if name.upper() not in names:
                 name, address = names[0], text
                 if len(names) > 1:

@@ -247,6 +247,7 @@ def test_drafts_that_do_not_go_together_are_refused(algorithms: str, message: st
     [
         ({"draft": ("unix:/a=b",)}, {"NGRAM": "unix:/a=b"}),
         ({"draft": ("ngram=host:1",)}, {"NGRAM": "host:1"}),
+        ({"draft": ("EAGLE=host:1",), "speculative_algorithm": "MTP"}, {"MTP": "host:1"}),
         ({"draft": ("",)}, {}),
         ({"draft": ("host:1",), "speculative_algorithm": "NONE"}, {}),
         (SEVERAL | {"draft": ("NGRAM=a:1", "eagle3=b:2")}, {"EAGLE3": "b:2", "NGRAM": "a:1"}),

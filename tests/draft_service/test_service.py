@@ -162,7 +162,8 @@ def test_a_gpu_that_failed_is_found_out_when_a_session_ends(
     monkeypatch.setattr("draft_service.service.device_works", lambda device: False)
     with open_stream(target, attach_request()):
         pass
-    assert [drafter.next_event() for _ in range(3)] == ["attach", "close", "lost"]
+    assert drafter.next_event() == "attach"
+    assert {drafter.next_event() for _ in range(2)} == {"close", "lost"}
 
 
 def test_a_gpu_that_stands_still_is_given_up(

@@ -22,6 +22,7 @@ PRESSURE = {
     "max_total_tokens": 8 * 32,
     "chunked_prefill_size": 20,
     "max_running_requests": 8,
+    "draft_step_timeout": 20.0,  # on a loaded machine too
 }
 TREES = {
     "NONE": {},

@@ -32,6 +32,7 @@ STORY = (
     "edge of a big forest. Every morning she put on her red shoes and went to the garden to feed the birds. "
     "One day a blue bird with a hurt wing sat on the fence and did not eat. "
 )
+NEW = 40
 ENDINGS = (
     "Lily was sad and",
     "The bird looked at Lily and said,",
@@ -42,14 +43,14 @@ ENDINGS = (
 )
 
 
-def jobs(num_new: int) -> list[Job]:
+def jobs() -> list[Job]:
     """A long prefix in common, greedy and seeded in turn."""
     tokenizer = Tokenizer.from_dir(TARGET)
     return [
         Job(
             tokenizer.encode(STORY + ending),
             SamplingParams(
-                temperature=0.8 * (i % 2), max_new_tokens=num_new, ignore_eos=True, seed=i
+                temperature=0.8 * (i % 2), max_new_tokens=NEW, ignore_eos=True, seed=i
             ),
         )
         for i, ending in enumerate(ENDINGS)
@@ -60,14 +61,14 @@ def jobs(num_new: int) -> list[Job]:
 def plain() -> list[list[int]]:
     """What plain decoding gives."""
     with running_engine(TARGET, **FLAGS) as harness:
-        return [result.tokens for result in harness.run(jobs(64))]
+        return [result.tokens for result in harness.run(jobs())]
 
 
 @pytest.mark.parametrize("algorithm", list(HEADS))
 def test_prefix_hits_and_restarts_cost_no_acceptance(
     algorithm: str, plain: list[list[int]]
 ) -> None:
-    work = jobs(64)
+    work = jobs()
     flags = {**FLAGS, **TREE, "speculative_draft_model_path": str(HEADS[algorithm])}
 
     def measure(harness: Harness) -> tuple[float, int]:
@@ -140,7 +141,7 @@ def test_kills_change_nothing_and_leave_nothing(plain: list[list[int]]) -> None:
     rng = random.Random(1)
     descriptors = []
     with running_engine(TARGET, "EAGLE3", **flags) as harness:
-        with Load(harness, jobs(64)) as load:
+        with Load(harness, jobs()) as load:
             for _ in range(NUM_KILLS):
                 time.sleep(rng.random() * 0.5)
                 harness.draft.kill()
