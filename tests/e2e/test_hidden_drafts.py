@@ -49,9 +49,7 @@ def jobs() -> list[Job]:
     return [
         Job(
             tokenizer.encode(STORY + ending),
-            SamplingParams(
-                temperature=0.8 * (i % 2), max_new_tokens=NEW, ignore_eos=True, seed=i
-            ),
+            SamplingParams(temperature=0.8 * (i % 2), max_new_tokens=NEW, ignore_eos=True, seed=i),
         )
         for i, ending in enumerate(ENDINGS)
     ]
