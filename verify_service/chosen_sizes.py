@@ -90,6 +90,8 @@ class ChosenSizes:
         batch, drafts = len(sequences), self._drafts
         self._planned = sequences
         self._shares = [_Share() for _ in self._each]
+        if not sequences:
+            return Plan([], 1)
         for number, one in enumerate(drafts.each):
             self._judge(number, one, batch)
         available = [one.available for one in drafts.each]

@@ -1,0 +1,144 @@
+"""Steps that run ahead with two drafts, one of which follows on the device, while sequences change between them: random joins,
+leaves, cancels, preemptions and deaths of either draft give what plain decoding gives."""
+
+import random
+from collections.abc import Iterable, Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.verify_service.test_run_ahead import NODES, PAGE, VOCAB, OracleDraft, Run
+from verify_service.chosen_sizes import SizeRules
+from verify_service.draft_choice import ChoiceHistory
+from verify_service.drafts import Drafts
+from verify_service.engine import Engine, EngineLimits
+from verify_service.metrics import MIXED_STEPS, OVERLAPPED_STEPS, SeveralMetrics
+from verify_service.proposals import Drafted, Tried, Wanted
+from verify_service.request import Sequence as RequestSequence
+from verify_service.step_time import GridTimes
+
+GRID = GridTimes({(b, r): 0.004 + 1e-5 * b * r for b in (1, 3, 5) for r in (1, 3, NODES + 1)})
+
+
+class PartOracle(OracleDraft):
+    """One of several: asked and answered in two halves, and tried."""
+
+    keeps_much = False
+
+    def __init__(self, rng: random.Random, run: Run, other: OracleDraft | None = None) -> None:
+        super().__init__(rng, run.target)
+        self._is_host = other is not None
+        self.is_cheap = self._is_host
+        if other is not None:
+            self.answers = other.answers
+        self._trees: dict[int, Drafted] = {}
+        self._tried: list[Tried] = []
+        self.num_asked = self.num_tried = 0
+
+    def ask(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
+        self._trees = self.propose([w for w in wanted if not w.is_trial], extending, lambda: None)
+        self.num_asked += len(self._trees)
+        for want in wanted if self.available else ():
+            if want.is_trial and want.max_nodes:
+                sequence, position = want.sequence, len(want.sequence.tokens)
+                tree = self._tree(sequence.request_id, position).first(want.max_nodes)
+                self._tried.append(Tried(sequence, position, Drafted(tree, 0)))
+                self.num_tried += 1
+
+    def collect(self) -> dict[int, Drafted]:
+        return self._trees
+
+    def take_tried(self) -> list[Tried]:
+        tried, self._tried = self._tried, []
+        return tried
+
+    def take_own_time(self) -> None:
+        return None
+
+    def can_follow(self, sequences: Iterable[RequestSequence]) -> bool:
+        return not self._is_host and super().can_follow(sequences)
+
+
+class SeveralRun(Run):
+    """The engine with two drafts and a choice that changes its mind."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, has_draft=True)
+        rng = self.rng
+        self.draft = PartOracle(rng, self)
+        self.other = PartOracle(rng, self, self.draft)
+        self.parts = [self.draft, self.other]
+        drafts = Drafts({"EAGLE3": self.draft, "NGRAM": self.other})  # type: ignore[dict-item]
+        shapes = [(NODES, NODES), (NODES - 2, NODES - 2)]
+        limits = EngineLimits(VOCAB, 40, self.pool.num_pages, PAGE, 5, frozenset({7}), NODES)
+        self.engine = Engine(
+            self.target,
+            self.scheduler,
+            drafts,
+            SizeRules(GRID, shapes, is_adaptive=rng.random() < 0.5),
+            limits,
+            SeveralMetrics(["EAGLE3", "NGRAM"]),
+        )
+        choice = self.engine._sizes._choice
+        self.preferred, self.is_split = 0, False
+
+        def goodput(history: ChoiceHistory, draft: int, batch: int) -> float:
+            history.stay = 0
+            history.drafts[draft].count = 10.0
+            preferred = self.preferred + (self.is_split and id(history) // 64 % 2)
+            return 1.0 + (draft == preferred % 2)
+
+        choice.goodput = goodput  # type: ignore[method-assign]
+
+    def finish(self) -> None:
+        """Steps until all is done."""
+        for _ in range(3000):
+            self.step()
+            if self.engine.is_idle and not self.engine._has_work:
+                return
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_random_schedules_give_what_plain_decoding_gives(seed: int) -> None:
+    run = SeveralRun(seed)
+    rng = run.rng
+    for _ in range(rng.randrange(10, 60)):
+        what = rng.random()
+        if what < 0.25 and len(run.wanted) < 10:
+            run.join()
+        elif what < 0.3 and run.wanted:
+            tag = rng.randrange(len(run.wanted))
+            run.cancelled.add(tag)
+            run.engine.cancel(tag + 1)
+        elif what < 0.35:
+            part = rng.choice(run.parts)  # dies, or is attached anew
+            part.epoch = 0 if part.epoch else part.known_epoch + 1
+        elif what < 0.45:
+            run.preferred, run.is_split = rng.randrange(2), rng.random() < 0.3
+        else:
+            run.step()
+    run.finish()
+    run.check()
+    assert run.engine._drafting.assigned == {}
+    assert run.engine._sizes._histories == {}
+
+
+def test_both_draft_one_runs_ahead_and_the_other_is_tried() -> None:
+    ahead, mixed = OVERLAPPED_STEPS._value.get(), MIXED_STEPS._value.get()
+    counts = [0, 0, 0, 0]
+    for seed in range(30):
+        run = SeveralRun(seed)
+        for turn in range(3):
+            run.join()
+            run.step()
+            run.preferred, run.is_split = turn % 2, turn == 2
+        run.finish()
+        run.check()
+        counts[0] += run.draft.num_followed
+        counts[1] += run.other.num_asked
+        counts[2] += run.draft.num_tried
+        counts[3] += run.other.num_tried
+    assert min(counts) > 0
+    assert OVERLAPPED_STEPS._value.get() > ahead
+    assert MIXED_STEPS._value.get() > mixed
