@@ -16,6 +16,7 @@ import torch
 from foredraft.attention.base import AttentionBackend
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel, ModelOutput
+from foredraft.runner.aside import run_aside
 from foredraft.runner.decode_step import DecodeStep, StepKind
 from foredraft.runner.step_buffers import UNDER_WAY, RunningStep, StepArrays, pinned
 from foredraft.speculation.triton_sampling import PAD
@@ -305,11 +306,7 @@ class DecodeGraphs:
 
     def _run_aside(self, run: Callable[[], object]) -> None:
         state = self._step.state.clone()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream().wait_stream(side)
+        run_aside(run, self._device)
         # A step that goes on from here must not begin where it has ended.
         self._step.state.copy_(state)
 

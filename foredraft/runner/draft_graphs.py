@@ -19,6 +19,7 @@ from foredraft.attention.base import Batch
 from foredraft.attention.launch import overlapped
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner import draft_hand_on, draft_plan, draft_uploads
+from foredraft.runner.aside import run_aside
 from foredraft.runner.draft_batches import DraftBatches
 from foredraft.runner.draft_hand_on import HandedOn
 from foredraft.runner.draft_plan import DraftPlan, Known
@@ -242,11 +243,7 @@ class DraftGraphs:
         graph = self._graphs.get(key)
         if graph is None:
             # Once for real, which compiles what is not compiled yet and is this step's result.
-            side = torch.cuda.Stream(self._device)
-            side.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(side):
-                run()
-            torch.cuda.current_stream(self._device).wait_stream(side)
+            run_aside(run, self._device)
             graph = torch.cuda.CUDAGraph()
             # Other threads of this process may use CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
