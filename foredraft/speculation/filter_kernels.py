@@ -1,8 +1,8 @@
 """The sampling rule under top-k, top-p and min-p in Triton, as `filters` defines them, without sorting the vocabulary.
 
 What the filters keep is a prefix of the tokens ranked by score and id. A bound that is cheap to know (`bound`) leaves a
-list of tokens that holds this prefix, mostly short (`collect`), in which it is found out whether a token is kept
-(`choose_kept`). A token's key is the bits of its score's magnitude: scores are at most 0, so the better token has the smaller key.
+list of tokens that holds this prefix, mostly short (`collect`); where it ends is found by bisection (`choose_kept`). A
+token's key is the bits of its score's magnitude: scores are at most 0, so the better token has the smaller key.
 """
 
 # mypy: ignore-errors
@@ -113,127 +113,101 @@ def collect(
 
 
 @triton.jit
-def _kth_key(keys_ptr, count, k, BLOCK: tl.constexpr):
-    """The k-th smallest key, three bits in each pass from the highest on; the largest number where there are fewer."""
-    digits = tl.arange(0, 8)
-    key = tl.full([], 0, tl.int32)
-    for turn in range(11):
-        shift = tl.maximum(28 - 3 * turn, 0)
-        limits = key + (digits << shift) + ((1 << shift) - 1)
-        numbers = tl.zeros([8], tl.int32)
-        for start in range(0, count, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            keys = tl.load(keys_ptr + at, mask=at < count, other=0x7FFFFFFF)
-            is_in = (keys[None, :] <= limits[:, None]) & (at < count)[None, :]
-            numbers += tl.sum(is_in.to(tl.int32), 1)
-        key += tl.min(tl.where(numbers >= k, digits, 7), 0) << shift
-    return key
-
-
-@triton.jit
-def _before(keys_ptr, tokens_ptr, count, key, token, BLOCK: tl.constexpr):
-    """How many tokens are ranked before one, and their mass."""
+def _up_to(keys_ptr, count, limit, BLOCK: tl.constexpr):
+    """How many keys are at most `limit`, and their mass."""
     number = tl.full([], 0, tl.int32)
     mass = tl.full([], 0.0, tl.float64)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
         keys = tl.load(keys_ptr + at, mask=at < count, other=0x7FFFFFFF)
-        tokens = tl.load(tokens_ptr + at, mask=at < count, other=0x7FFFFFFF)
-        is_before = (keys < key) | ((keys == key) & (tokens < token))
-        number += tl.sum(is_before.to(tl.int32), 0)
-        each = tl.where(is_before, tl.exp(-keys.to(tl.float32, bitcast=True)), 0.0)
+        is_in = keys <= limit
+        number += tl.sum(is_in.to(tl.int32), 0)
+        each = tl.where(is_in, tl.exp(-keys.to(tl.float32, bitcast=True)), 0.0)
         mass += tl.sum(each.to(tl.float64), 0)
     return number, mass
 
 
 @triton.jit
-def _best(keys_ptr, tokens_ptr, count, key, token, log_min_p, k0, k1, BLOCK: tl.constexpr):
-    """The token that the rule prefers among those ranked before one that min-p keeps, and its key; or -1 for none."""
-    best = tl.full([], float("-inf"), tl.float32)
-    best_token = tl.full([], -1, tl.int32)
-    best_key = tl.full([], 0, tl.int32)
-    for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        keys = tl.load(keys_ptr + at, mask=at < count, other=0x7FFFFFFF)
-        tokens = tl.load(tokens_ptr + at, mask=at < count, other=0x7FFFFFFF)
-        scores = -keys.to(tl.float32, bitcast=True)
-        kept = (keys < key) | ((keys == key) & (tokens < token))
-        kept = kept & (scores >= log_min_p)
-        noisy = tl.where(kept, scores + gumbel_of(uniform(k0, k1, tokens)), float("-inf"))
-        top = tl.max(noisy, 0)
-        first = tl.min(tl.where(noisy == top, tokens, 0x7FFFFFFF), 0)
-        if (top > best) | ((top == best) & (top > float("-inf")) & (first < best_token)):
-            best, best_token = top, first
-            best_key = tl.max(tl.where(kept & (tokens == first), keys, 0), 0)
-    return best_token, best_key
-
-
-@triton.jit
-def _tied(keys_ptr, tokens_ptr, count, key, limit, BLOCK: tl.constexpr):
-    """How many tokens with this key have an id below `limit`."""
+def _ties_up_to(keys_ptr, tokens_ptr, count, key, limit, BLOCK: tl.constexpr):
+    """How many tokens with this key have an id of at most `limit`."""
     number = tl.full([], 0, tl.int32)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
         keys = tl.load(keys_ptr + at, mask=at < count, other=0x7FFFFFFF)
         tokens = tl.load(tokens_ptr + at, mask=at < count, other=0x7FFFFFFF)
-        number += tl.sum(((keys == key) & (tokens < limit)).to(tl.int32), 0)
+        number += tl.sum(((keys == key) & (tokens <= limit)).to(tl.int32), 0)
     return number
 
 
 @triton.jit
 def choose_kept(
-    logits_ptr, temperatures, seeds, positions, top_ks, top_ps, log_min_ps, bases, counts, keys_ptr,
-    tokens_ptr, sums, chosen, vocab, row_stride,
+    temperatures, seeds, positions, top_ks, top_ps, log_min_ps, counts, keys_ptr, tokens_ptr, sums,
+    chosen, vocab,
     BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr, PADDED_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Overwrites what was chosen for one row, if it has filters and they do not keep it, by the best of what they keep.
-
-    What is best of all and kept is best of what is kept. A token that top-p does not keep takes all that are ranked after
-    it along, so the next one to look at is the best of those before it: a few turns, mostly none.
-    """
+    """Overwrites what was chosen for one row, if it has filters, by the best of what they keep."""
     row = tl.program_id(0)
     temperature, log_min_p = tl.load(temperatures + row), tl.load(log_min_ps + row)
-    top_k, top_p = tl.load(top_ks + row).to(tl.int32), tl.load(top_ps + row)
+    top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
     if _is_filtered(temperature, top_k, top_p, log_min_p):
         count = tl.load(counts + row)
         keys_ptr += row.to(tl.int64) * vocab
         tokens_ptr += row.to(tl.int64) * vocab
-        # What may be kept is ranked before (last, end).
+        # The prefix ends in the group of tokens with key `last`, of which it has the first `ties`.
         last = tl.full([], _LAST_KEY, tl.int32)
-        end = tl.full([], 0, tl.int32)
-        parts = tl.arange(0, PADDED_PARTS)
-        at = sums + row * NUM_PARTS + parts
-        total = tl.sum(tl.load(at, mask=parts < NUM_PARTS, other=0.0), 0)
-        if (top_k > 0) & (top_k <= count):
-            last = _kth_key(keys_ptr, count, top_k, BLOCK)
-            above, total = _before(keys_ptr, tokens_ptr, count, last, 0, BLOCK)
-            ties = top_k - above
+        ties = tl.full([], 0x7FFFFFFF, tl.int32)
+        if top_k > 0:
+            low = tl.full([], 0, tl.int32)
+            while low < last:
+                middle = low + (last - low) // 2
+                number, _ = _up_to(keys_ptr, count, middle, BLOCK)
+                last = tl.where(number >= top_k, middle, last)
+                low = tl.where(number >= top_k, low, middle + 1)
+            above, total = _up_to(keys_ptr, count, last - 1, BLOCK)
+            number, _ = _up_to(keys_ptr, count, last, BLOCK)
+            ties = (tl.minimum(top_k, number) - above).to(tl.int32)
             total += ties.to(tl.float64) * tl.exp(-last.to(tl.float32, bitcast=True))
-            end += vocab
-            if _tied(keys_ptr, tokens_ptr, count, last, vocab, BLOCK) > ties:
-                low = tl.full([], 0, tl.int32)
-                while low < end:
-                    middle = low + (end - low) // 2
-                    enough = _tied(keys_ptr, tokens_ptr, count, last, middle, BLOCK) >= ties
-                    end = tl.where(enough, middle, end)
-                    low = tl.where(enough, low, middle + 1)
-        wanted = top_p.to(tl.float64) * total
+        else:
+            parts = tl.arange(0, PADDED_PARTS)
+            at = sums + row * NUM_PARTS + parts
+            total = tl.sum(tl.load(at, mask=parts < NUM_PARTS, other=0.0), 0)
+        if top_p < 1:
+            wanted = top_p.to(tl.float64) * total
+            low, high = tl.full([], 0, tl.int32), tl.full([], _LAST_KEY, tl.int32)
+            while low < high:
+                middle = low + (high - low) // 2
+                _, mass = _up_to(keys_ptr, count, middle, BLOCK)
+                high = tl.where(mass >= wanted, middle, high)
+                low = tl.where(mass >= wanted, low, middle + 1)
+            if (high <= last) & (high < _LAST_KEY):
+                _, before = _up_to(keys_ptr, count, high - 1, BLOCK)
+                each = tl.exp(-high.to(tl.float32, bitcast=True)).to(tl.float64)
+                fit = ((wanted - before) / each).to(tl.int32)
+                fit += (before + fit.to(tl.float64) * each < wanted).to(tl.int32)
+                ties = tl.where(high < last, fit, tl.minimum(fit, ties))
+                last = high
+        highest = tl.full([], 0x7FFFFFFF, tl.int32)
+        if _ties_up_to(keys_ptr, tokens_ptr, count, last, highest, BLOCK) > ties:
+            low, highest = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32) + vocab
+            while low < highest:
+                middle = low + (highest - low) // 2
+                enough = _ties_up_to(keys_ptr, tokens_ptr, count, last, middle, BLOCK) >= ties
+                highest = tl.where(enough, middle, highest)
+                low = tl.where(enough, low, middle + 1)
         k0, k1 = row_key(tl.load(seeds + row), tl.load(positions + row))
-        token = tl.load(chosen + row).to(tl.int32)
-        x = _tidy(tl.load(logits_ptr + row.to(tl.int64) * row_stride + token))
-        score = _score(x, tl.load(bases + row), temperature)
-        key = _key(score)
-        is_ahead = (key < last) | ((key == last) & (token < end))
-        if (not is_ahead) | (score < log_min_p):
-            token, key = _best(keys_ptr, tokens_ptr, count, last, end, log_min_p, k0, k1, BLOCK)
-        found = token
-        while found >= 0:
-            token = found
-            found = tl.full([], -1, tl.int32)
-            if top_p < 1:
-                _, mass = _before(keys_ptr, tokens_ptr, count, key, token, BLOCK)
-                if mass >= wanted:
-                    found, key = _best(
-                        keys_ptr, tokens_ptr, count, key, token, log_min_p, k0, k1, BLOCK
-                    )
-        tl.store(chosen + row, tl.maximum(token, 0).to(tl.int64))
+        best = tl.full([], float("-inf"), tl.float32)
+        token = tl.full([], 0, tl.int32)
+        for start in range(0, count, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            keys = tl.load(keys_ptr + at, mask=at < count, other=0x7FFFFFFF)
+            tokens = tl.load(tokens_ptr + at, mask=at < count, other=0)
+            scores = -keys.to(tl.float32, bitcast=True)
+            kept = (keys < last) | ((keys == last) & (tokens <= highest))
+            kept = kept & (scores >= log_min_p)
+            noisy = tl.where(kept, scores + gumbel_of(uniform(k0, k1, tokens)), float("-inf"))
+            top = tl.max(noisy, 0)
+            first = tl.min(tl.where(noisy == top, tokens, 0x7FFFFFFF), 0)
+            is_better = (top > best) | ((top == best) & (first < token))
+            token = tl.where(is_better, first, token)
+            best = tl.maximum(top, best)
+        tl.store(chosen + row, token.to(tl.int64))

@@ -105,8 +105,7 @@ def _choose_filtered(
         vocab, logits.stride(0), BLOCK=_BLOCK, TILES=tiles, NUM_PARTS=parts, num_warps=4,
     )  # fmt: skip
     filter_kernels.choose_kept[(num_rows,)](
-        logits, temperature, seed, position, top_k, top_p, log_min_p, bases, counts, keys, tokens, sums,
-        chosen, vocab, logits.stride(0),
+        temperature, seed, position, top_k, top_p, log_min_p, counts, keys, tokens, sums, chosen, vocab,
         BLOCK=2048, NUM_PARTS=parts, PADDED_PARTS=_padded(parts), num_warps=8,
     )  # fmt: skip
 
