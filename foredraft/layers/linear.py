@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foredraft.layers import few_rows, some_rows
+from foredraft.layers import few_rows
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 BLOCKS = 16
@@ -49,22 +49,19 @@ class Linear(nn.Module):
 
     def sum_later(self, x: torch.Tensor) -> torch.Tensor:
         """As `forward`; or, where that is faster, float32 [parts, num_rows, num_outputs] whose sum it is."""
-        if self.multiply is cuda_linear and self.bias is None:
-            module = few_rows if few_rows.supports(x, self.weight) else some_rows
-            if (parts := module.num_parts(x, self.weight)) > 1:
-                return module.multiply_in_parts(x, self.weight, parts)
+        if (
+            self.multiply is cuda_linear
+            and self.bias is None
+            and few_rows.supports(x, self.weight)
+            and (parts := few_rows.num_parts(x, self.weight)) > 1
+        ):
+            return few_rows.multiply_in_parts(x, self.weight, parts)
         return self(x)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor | None:
         """silu(first half of the outputs) * second half, where one kernel does both; else None."""
         if self.multiply is cuda_linear and few_rows.supports(x, self.weight):
             return few_rows.multiply(x, self.weight, self.bias, gated=True)
-        if (
-            self.multiply is cuda_linear
-            and self.bias is None
-            and some_rows.supports(x, self.weight)
-        ):
-            return some_rows.gated(x, self.weight)
         return None
 
 
