@@ -324,8 +324,9 @@ class Drafting:
             if may_rest and (want.max_nodes == 0 or num_read):
                 behind = self._news.behind(want.sequence)
                 is_left_out = want.max_nodes == 0 and (self.is_resting or behind > PATIENCE)
-                # Of those that have been left out long, a few at a time: they make everyone wait.
-                if is_left_out or (behind > PATIENCE and num_read + behind > MOST_READ):
+                # On a CPU, of those that have been left out long, a few at a time: they make everyone wait.
+                is_much = behind > PATIENCE and num_read + behind > MOST_READ
+                if is_left_out or (is_much and self._exchange is None):
                     continue
             if may_wait and want.max_nodes == 0 and self._news.may_wait(want.sequence):
                 continue

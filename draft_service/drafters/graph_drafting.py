@@ -31,7 +31,7 @@ BRIEF_BYTES = 96  # of a sequence that decodes
 STEP_SECONDS = 10.0  # a step that takes longer waits for a verifier that has died
 # Turns that an extension takes at most which is longer than a step of fixed shape: of a prompt, and of a sequence that was not
 # drafted for and has to be now. Other shapes are compiled when they first come, which takes longer than many turns.
-PROMPT_TURNS, MOST_TURNS = 64, 128
+PROMPT_TURNS, MOST_TURNS = 64, 512
 
 
 @dataclass(frozen=True, slots=True)
