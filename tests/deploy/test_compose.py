@@ -109,7 +109,7 @@ def test_flags_and_variables_are_ones_that_the_code_reads(
         configs[name.removesuffix("-gpu")] = config
     verifier, draft, gateway = (configs[name] for name in ("verifier", "draft", "gateway"))
     assert gateway.verifier == (verifier.listen,)
-    assert verifier.draft == draft.listen
+    assert verifier.draft == (draft.listen,)
     assert verifier.model_path == draft.model_path == "foredraft-demo"
     for name in ("verifier", "draft"):
         service = services[name] if name in services else services[f"{name}-gpu"]

@@ -162,7 +162,7 @@ def test_flags_and_variables_are_ones_that_the_code_reads(
     assert isinstance(verifier, VerifyConfig)
     assert isinstance(draft, DraftConfig)
     assert isinstance(gateway, GatewayConfig)
-    assert verifier.draft == draft.listen
+    assert verifier.draft == (draft.listen,)
     shared = ("model_path", "speculative_algorithm", "speculative_draft_model_path", "device")
     assert [getattr(verifier, name) for name in shared] == [getattr(draft, name) for name in shared]
 

@@ -51,7 +51,7 @@ def _parsed(argv: list[str], environ: Mapping[str, str]) -> object:
         for target in (
             *getattr(config, "verifier", ()),
             getattr(config, "listen", ""),
-            getattr(config, "draft", ""),
+            *getattr(config, "draft", ()),
         ):
             if target:
                 address.parse(target.removeprefix(discovery.PREFIX))
