@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PROTOS := $(shell find protos -name '*.proto')
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
@@ -17,7 +18,7 @@ serve: $(BIN)/.ready
 	$(BIN)/foredraft serve
 
 test: $(BIN)/.ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 check: lint test
 

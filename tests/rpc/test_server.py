@@ -267,12 +267,13 @@ def test_stopping_drains_first_and_then_cancels(listen: str) -> None:
         servicer = Draft()
         server = await start(listen, servicer)
         await server.set_serving()
-        stop = asyncio.Event()
+        stop, answered = asyncio.Event(), asyncio.Event()
         seen: list[str] = []
 
         async def drain() -> None:
             seen.append(await aio_check_health(server.address))
             servicer.release.set()
+            await answered.wait()
 
         serving = asyncio.create_task(serve(server, drain=drain, stop=stop))
         async with aio_channel(server.address) as connection:
@@ -280,6 +281,7 @@ def test_stopping_drains_first_and_then_cancels(listen: str) -> None:
             await call.write(step(99))
             stop.set()
             assert (await call.read()).step.step == 99
+            answered.set()
             await serving
             assert seen == ["NOT_SERVING"]
             await asyncio.wait_for(servicer.ended.wait(), 5)

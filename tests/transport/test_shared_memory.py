@@ -267,7 +267,7 @@ def test_what_dead_processes_left_is_removed_and_nothing_else() -> None:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie is dead too
         other = Path("/dev/shm/foredraft-of-somebody-else")
         other.touch()
-        assert shared_memory.remove_leftovers() >= 1
+        shared_memory.remove_leftovers()
         assert not segments(child.pid)
         assert len(segments()) == 1
         assert other.exists()
@@ -285,7 +285,7 @@ def test_a_later_process_of_the_same_pid_is_another_one() -> None:
     prefix, pid, start, rest = name.split("-", 3)
     stale = Path("/dev/shm") / f"{prefix}-{pid}-{int(start) - 1}-{rest}"
     stale.touch()
-    assert shared_memory.remove_leftovers() >= 1
+    shared_memory.remove_leftovers()  # unless a verifier of another test's did
     assert not stale.exists()
 
 
