@@ -42,16 +42,10 @@ def main() -> int:
 
 
 async def _serve(config: DraftConfig) -> int:
-    stop, lost = lifetime.stop_event(), asyncio.Event()
-
-    def end() -> None:
-        lost.set()
-        stop.set()
-
-    worker = ThreadPoolExecutor(1, thread_name_prefix="drafter")
-    try:
+    stop = lifetime.stop_event()
+    with ThreadPoolExecutor(1, thread_name_prefix="drafter") as worker:
         server = RpcServer(config.listen, identity=service_identity(config))
-        service = DraftService(worker, on_lost=end)
+        service = DraftService(worker, lambda: lifetime.end_at_once(lifetime.DEVICE_LOST))
         server.add(add_DraftServiceServicer_to_server, service, SERVICE_NAME)
         await server.start()
         # Loading takes a while; health answers NOT_SERVING meanwhile.
@@ -74,9 +68,7 @@ async def _serve(config: DraftConfig) -> int:
         await service.wait_closed(CLOSE_SECONDS)
         if metrics is not None:
             metrics.stop()
-    finally:
-        worker.shutdown(wait=not lost.is_set())
-    return lifetime.DEVICE_LOST if lost.is_set() else 0
+    return 0
 
 
 if __name__ == "__main__":

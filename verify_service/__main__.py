@@ -92,13 +92,13 @@ async def _serve(config: VerifyConfig) -> int:
 
     await serve(server, drain_timeout=config.drain_timeout, drain=drain, stop=stop)
     watch.cancel()
+    if engine.failure is not None and not cuda.works(target.device):
+        lifetime.end_at_once(lifetime.DEVICE_LOST)
     await grammars.close()
     await asyncio.to_thread(engine.stop)
     if metrics is not None:
         metrics.stop()
-    if engine.failure is None:
-        return 0
-    return 1 if cuda.works(target.device) else lifetime.DEVICE_LOST
+    return 1 if engine.failure is not None else 0
 
 
 def _build(config: VerifyConfig, speculation: AnyMetrics) -> tuple[Target, Engine]:

@@ -35,7 +35,7 @@ from tests.support import counted_draft, engines
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.fault_cases import BlockCount, device_bytes, num_descriptors
 from tests.support.standby_drafts import StandbyDraft
-from tests.support.ties import first_difference, gap_between
+from tests.support.ties import Reference, first_difference
 from verify_service.live_requests import EngineRequest
 from verify_service.outputs import Finish, Load, StepOutput
 
@@ -316,15 +316,17 @@ class Run:
     def report(self, demo: Path) -> dict[str, Any]:
         """What came of it."""
         wrong, ties = [], []
+        reference = Reference(demo) if self._wrong else None
         for job, tokens in self._wrong:
-            at = first_difference(tokens, self._expected[job])
-            told = {"job": job, "at": at, "length": len(tokens)}
-            if at is not None:
-                given = self._jobs[job]
+            at, given = first_difference(tokens, self._expected[job]), self._jobs[job]
+            told: dict[str, Any] = {"job": job, "kind": given.sampling, "at": at}
+            if at is not None and reference is not None:
                 before = [*given.prompt, *self._expected[job][:at]]
-                theirs = self._expected[job][at]
-                gap = gap_between(demo, before, given.sampling, tokens[at], theirs)
-                told["gap"] = gap
+                both = [tokens[at], self._expected[job][at]]
+                one, other = reference.preferences(before, given.sampling, both)
+                told["gap"] = abs(one - other)
+            print("parts:", told, flush=True)
+            told["kind"] = str(given.sampling)
             (ties if told.get("gap", 1.0) < TIE else wrong).append(told)
         overlapped = REGISTRY.get_sample_value("foredraft_overlapped_steps_total") or 0.0
         return {

@@ -54,17 +54,14 @@ def exit_with_parent() -> None:
 def run(main: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
     """Runs a service's coroutine on uvloop until it returns and gives its exit status.
 
-    Calls `exit_with_parent` first. With DEVICE_LOST the process ends at once: giving memory of such a GPU back may hang.
+    Calls `exit_with_parent` first.
     """
     exit_with_parent()
-    status = uvloop.run(main()) or 0
-    if status == DEVICE_LOST:
-        end_at_once(status)
-    return status
+    return uvloop.run(main()) or 0
 
 
 def end_at_once(status: int) -> None:
-    """Ends this process without giving anything back; what was logged is written."""
+    """Ends this process without giving anything back, which on a GPU that failed may hang or abort; logs are written."""
     logging.shutdown()
     os._exit(status)
 

@@ -71,7 +71,7 @@ import atexit, sys, time
 from foredraft.rpc import lifetime
 atexit.register(time.sleep, 3600)  # as memory on such a GPU may be given back
 async def main():
-    return lifetime.DEVICE_LOST
+    lifetime.end_at_once(lifetime.DEVICE_LOST)
 sys.exit(lifetime.run(main))
 """
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60)

@@ -221,7 +221,14 @@ def _mark(graphs: Any, faults: Faults) -> None:
 
     after(graphs, "_fill", planned)
     after(graphs, "_forward", forwarded)
-    before(graphs, "_hand_on_trees", lambda *_: faults.stall("drafted"))
+
+    def drafted(*_: Any) -> None:
+        nonlocal forwards
+        # A graph of the levels alone is captured after it has run once.
+        forwards = itertools.count(1)
+        faults.stall("drafted")
+
+    before(graphs, "_hand_on_trees", drafted)
 
 
 def main() -> None:
