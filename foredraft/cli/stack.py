@@ -56,7 +56,8 @@ class ServeConfig(GatewayConfig, VerifyConfig, DraftConfig):
     mps: bool = option(
         False,
         "Run verifier and draft under a private daemon of NVIDIA's Multi-Process Service, which saves about 0.16 ms per "
-        "hand-over where both use one GPU. A fault of the draft on the GPU then takes the verifier along; both start anew.",
+        "hand-over where both use one GPU. A draft that faults there, or gets SIGKILL at work, then takes the verifier along; both "
+        "start anew.",
     )
 
 
