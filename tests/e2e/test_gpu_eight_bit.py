@@ -5,6 +5,8 @@ import torch
 
 from foredraft.models.registry import resolve_model_path
 from tests.e2e.test_gpu import DRAFTS, plain_jobs, texts_of
+from tests.support.reference import Reference
+from tests.support.rounding_cache import RoundingCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,24 +19,43 @@ def demo():
     return resolve_model_path("foredraft-demo")
 
 
-def test_speculation_changes_no_token(demo):
-    work = plain_jobs(demo)
-    head = resolve_model_path(DRAFTS["EAGLE3"]["speculative_draft_model_path"])
-    tree = {
-        "speculative_draft_model_path": str(head),
-        "speculative_num_steps": 4,
-        "speculative_eagle_topk": 4,
-        "speculative_num_draft_tokens": 12,
-    }
-    plain = texts_of(demo, "NONE", "cuda", work, kv_cache_dtype="fp8_e4m3")
-    others = [
-        texts_of(demo, "EAGLE3", "cuda", work, kv_cache_dtype="fp8_e4m3", **tree),
-        texts_of(demo, "NONE", "cuda", work, kv_cache_dtype="fp8_e4m3", disable_cuda_graph=True),
-        texts_of(demo, "NONE", "cpu", work, kv_cache_dtype="fp8_e4m3"),
-    ]
-    # Where a number lies between two of 8 bits, its last bits of float32 decide; what that moves may decide a close race.
-    same = [sum(a == b for a, b in zip(texts, plain, strict=True)) for texts in others]
-    assert min(same) >= len(work) - 1, same
+class RoundedReference(Reference):
+    """The rule in float64 over keys and values of 8 bits.
+
+    A number between two of 8 bits falls to one of them by its last bits of float32, which differ between kernels; noise of 3e-6 of a
+    row before it is written changes 3 of 10 texts of the bundled model on a CPU, at races as close as 0.13.
+    """
+
+    tie_gap = 0.5
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        model = self._float64
+        scales = [(1.0, 1.0)] * model.config.num_hidden_layers
+        cache = RoundingCache(model.config, torch.float8_e4m3fn, scales)
+        return model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0]
+
+
+@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE3"])
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_every_token_is_the_rules_over_rounded_keys(demo, algorithm, graphs):
+    work = [job for job in plain_jobs(demo) if job.sampling.temperature == 0]
+    flags = {"kv_cache_dtype": "fp8_e4m3", "disable_cuda_graph": not graphs}
+    if algorithm != "NONE":
+        head = resolve_model_path(DRAFTS[algorithm]["speculative_draft_model_path"])
+        flags |= {
+            "speculative_draft_model_path": str(head),
+            "speculative_num_steps": 4,
+            "speculative_eagle_topk": 4,
+            "speculative_num_draft_tokens": 12,
+        }
+    found = texts_of(demo, algorithm, "cuda", work, **flags)
+    reference = RoundedReference(demo)
+    ties = sum(
+        reference.check(job.prompt, tokens, job.sampling, frozenset())
+        for job, tokens in zip(work, found, strict=True)
+    )
+    assert ties <= sum(map(len, found)) // 20
 
 
 def test_8_bit_keys_and_values_of_bfloat16_weights(demo):
