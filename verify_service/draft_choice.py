@@ -14,7 +14,8 @@ POOL_MEMORY = 64  # and that of all sequences
 PRIOR_OUTCOMES = 2.0  # that all sequences' weigh in one's own
 FIRST_ACCEPTED, FIRST_NODES = 1.0, 3.0  # of a draft before anything was seen
 MARGIN = 1.05  # by which another draft must be better before a sequence is given to it
-LEAST_OUTCOMES = 3.0  # of the other draft for this sequence
+# Two of the other draft for this sequence, the first of which counts a little less.
+LEAST_OUTCOMES = 1.9
 STAY = 6  # outcomes of a sequence between two changes
 TIME_WEIGHT, SOONER_WEIGHT = (
     0.2,
@@ -26,7 +27,7 @@ MOST_SLOWER, HICCUP = (
 )  # factor and seconds by which one answer may lie above what is known
 FORGIVEN = 0.95  # kept, at each trial, of what waiting took beyond the draft's own time
 SHARE = 0.01  # of all time that trials may take
-TRIAL_STEPS = 4  # between two of them at least
+TRIAL_STEPS = 2  # between two of them at least
 
 
 @dataclass(slots=True)
