@@ -104,7 +104,9 @@ class Tokenizer:
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
 def test_steps_tell_what_was_drafted_only_when_asked(kind: str) -> None:
-    tree = verify_pb2.VerifiedTree(tokens=[97, 98, 99], parents=[-1, 0, -1], accepted=[0, 1])
+    tree = verify_pb2.VerifiedTree(
+        tokens=[97, 98, 99], parents=[-1, 0, -1], accepted=[0, 1], draft="NGRAM"
+    )
     chunk = Chunk(0, steps=[Step(3, tree), Step(1, None)])
     for asked in (True, False):
         if kind == "chat":
@@ -120,8 +122,8 @@ def test_steps_tell_what_was_drafted_only_when_asked(kind: str) -> None:
             nodes = [("a", -1), ("b", 0), ("c", -1)]
             drafted = [{"id": ord(text), "text": text, "parent": p} for text, p in nodes]
             assert delta["steps"] == [
-                {"tokens": 3, "drafted": drafted, "accepted": [0, 1]},
-                {"tokens": 1, "drafted": [], "accepted": []},
+                {"tokens": 3, "draft": "NGRAM", "drafted": drafted, "accepted": [0, 1]},
+                {"tokens": 1, "draft": None, "drafted": [], "accepted": []},
             ]
 
 
