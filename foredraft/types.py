@@ -45,7 +45,7 @@ MAX_GRAMMAR_CHARACTERS = 2**18
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one sequence are chosen (design section 2) and when it ends.
+    """How the tokens of one sequence are chosen and when it ends.
 
     Attributes:
         temperature: 0 chooses greedily.

@@ -81,7 +81,6 @@ class ModelConfig:
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    pad_token_id: int | None = None
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike[str]) -> "ModelConfig":
@@ -117,7 +116,7 @@ class ModelConfig:
     def fingerprint(self) -> str:
         """sha256 in hexadecimal."""
         fields = dataclasses.asdict(self)
-        for name in ("dtype", "eos_token_ids", "bos_token_id", "pad_token_id"):
+        for name in ("dtype", "eos_token_ids", "bos_token_id"):
             del fields[name]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
@@ -197,7 +196,6 @@ def _parse(reader: Reader, generation: Mapping[str, Any]) -> ModelConfig:
         eos_token_ids=_token_ids(generation.get("eos_token_id"))
         or _token_ids(raw.get("eos_token_id")),
         bos_token_id=next(iter(_token_ids(raw.get("bos_token_id"))), None),
-        pad_token_id=next(iter(_token_ids(raw.get("pad_token_id"))), None),
     )
 
 

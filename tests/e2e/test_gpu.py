@@ -91,7 +91,7 @@ def texts_of(
 def assert_same(
     path: Path, got: list[list[int]], expected: list[list[int]], work: list[Job] | None = None
 ) -> None:
-    """Equal, but where two tokens are within rounding of each other (design section 2), at most once."""
+    """Equal, but where two tokens are within rounding of each other, at most once."""
     ties = 0
     for job, ours, theirs in zip(work or jobs(path), got, expected, strict=True):
         if ours != theirs:

@@ -1,4 +1,4 @@
-"""What transformers computes, and when a difference from it is rounding (design section 2)."""
+"""What transformers computes, and when a difference from it is rounding."""
 
 from pathlib import Path
 
