@@ -170,6 +170,8 @@ def test_ctrl_c_leaves_nothing_behind(model: Path, when: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        # Where the tests run in the background, a shell has had the signal ignored for all of them.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout
     eventually(lambda: process.poll() is not None or len(children_of(process.pid)) == 3)
