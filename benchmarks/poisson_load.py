@@ -272,9 +272,10 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
             title += " p50, dotted p99" if "p50" not in title else ""
         axis.set_title(title, fontsize=9)
         axis.set_xlabel("load, of what plain decoding can serve")
-        axis.set_ylim(bottom=0)
-    axes[0].set_ylim(bottom=None)
-    axes[0].set_yscale("log")
+        if key == "ttft":
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(bottom=0)
     axes[2].legend(fontsize=8)
     figure.savefig(path, dpi=100)
 
