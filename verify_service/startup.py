@@ -266,12 +266,13 @@ def _target_step(
     if device.type == "cpu" or config.disable_cuda_graph:
         return TargetStep(runner, chooser)
     from foredraft.runner.decode_graphs import DecodeGraphs  # needs triton
+    from foredraft.runner.decode_step import DecodeStep
     from verify_service.graph_step import GraphStep
 
     started = time.monotonic()
     infos = infos_of(links)
     max_rows = limits.max_nodes + 1 if infos else 1
-    graphs = DecodeGraphs(
+    step = DecodeStep(
         runner.model,
         runner.kv,
         runner.attention,
@@ -284,6 +285,7 @@ def _target_step(
         num_slots=limits.max_running_requests,
         simulate=simulated is not None,
     )
+    graphs = DecodeGraphs(step)
     layers = next((tuple(info.hidden.layers) for info in infos if info.HasField("hidden")), ())
     graphs.warm_up(layers)
     logger.info("captured %d CUDA graphs in %.1f s", len(graphs.shapes), time.monotonic() - started)

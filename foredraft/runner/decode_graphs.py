@@ -13,9 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from foredraft.attention.base import AttentionBackend
-from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.models.decoder import DecoderModel, ModelOutput
+from foredraft.models.decoder import ModelOutput
 from foredraft.runner.aside import run_aside
 from foredraft.runner.decode_step import DecodeStep, StepKind
 from foredraft.runner.step_buffers import UNDER_WAY, RunningStep, StepArrays, pinned
@@ -59,54 +57,25 @@ class DecodeGraphs:
     """Captured decode steps of one model over one cache.
 
     Args:
-        max_batch: Sequences at most.
-        max_rows: Rows of a sequence at most, the root included.
-        max_path: Tokens of one step that a draft is told of at most.
-        max_tokens: Of a sequence.
-        num_slots: Sequences that may be known at a time; each has a page table of its own on the device.
-        simulate: Whether the column `FORCED` is obeyed.
+        step: What is captured.
 
     Attributes:
+        max_batch, max_rows: Sequences, and rows of each with the root, at most.
         capture: Layers that were captured when the graphs were made ready.
         trees: int32 [max_batch, 2, max_rows - 1]: what a draft on the device proposed, for records that say so.
         accepted, accepted_index: Of the newest step, for a draft; see `triton_steps.Ended`.
         late: Tables of steps that adjust logits.
     """
 
-    def __init__(
-        self,
-        model: DecoderModel,
-        kv: PagedKV,
-        attention: AttentionBackend,
-        *,
-        max_batch: int,
-        max_rows: int,
-        max_path: int,
-        max_tokens: int,
-        num_slots: int,
-        simulate: bool = False,
-    ) -> None:
-        if not kv.num_scratch_pages:
-            raise ValueError("padding rows need a scratch page")
-        self.max_batch, self.max_rows, self.max_path = max_batch, max_rows, max_path
-        self.batch_sizes = batch_sizes(max_batch)
-        self._row_sizes = {batch: row_sizes(batch, max_rows) for batch in self.batch_sizes}
+    def __init__(self, step: DecodeStep) -> None:
+        self._step = step
+        self.max_batch, self.max_rows = step.max_batch, step.max_rows
+        self.batch_sizes = batch_sizes(step.max_batch)
+        self._row_sizes = {batch: row_sizes(batch, step.max_rows) for batch in self.batch_sizes}
         self.capture: tuple[int, ...] = ()
-        self._device = kv.data.device
-        self._step = step = DecodeStep(
-            model,
-            kv,
-            attention,
-            max_batch=max_batch,
-            max_rows=max_rows,
-            max_path=max_path,
-            max_tokens=max_tokens,
-            num_slots=num_slots,
-            simulate=simulate,
-        )
+        self._device = step.inputs.device
         self.trees, self.late = step.trees, step.late
         self.accepted, self.accepted_index = step.accepted, step.accepted_index
-        self._no_slot = num_slots
         self._hosts = pinned(UNDER_WAY, *step.inputs.shape)
         self._updates = pinned(UNDER_WAY, 3, PAGE_UPDATES, dtype=torch.int64)
         self._host_results = pinned(UNDER_WAY, *step.results.shape)
@@ -275,7 +244,7 @@ class DecodeGraphs:
 
     def _pad(self, records: npt.NDArray[np.int32]) -> None:
         records[:, :HEADER] = 0
-        records[:, SLOT] = self._no_slot
+        records[:, SLOT] = self._step.num_slots
         records[:, TREE] = -1
         records[:, HEADER + self.max_rows :] = PAD
 

@@ -68,9 +68,18 @@ class Forward:
 
 
 class DecodeStep:
-    """One model over one cache, and the memory that its steps read and write. See `DecodeGraphs` for the arguments.
+    """One model over one cache, and the memory that its steps read and write.
+
+    Args:
+        max_batch: Sequences at most.
+        max_rows: Rows of a sequence at most, the root included.
+        max_path: Tokens of one step that a draft is told of at most.
+        max_tokens: Of a sequence.
+        num_slots: Sequences that may be known at a time; each has a page table of its own on the device.
+        simulate: Whether the column `FORCED` is obeyed.
 
     Attributes:
+        max_batch, max_rows, num_slots: See above; slot `num_slots` belongs to no sequence.
         inputs: int32 [max_batch, HEADER + 2 * max_rows]: records.
         tables: int32 [num_slots + 1, pages]: page tables; the last row belongs to no sequence.
         state: int32 [num_slots + 1, 2]: committed keys and newest token of each slot.
@@ -91,7 +100,10 @@ class DecodeStep:
         num_slots: int,
         simulate: bool = False,
     ) -> None:
-        self._max_rows, self._max_path = max_rows, max_path
+        if not kv.num_scratch_pages:
+            raise ValueError("padding rows need a scratch page")
+        self.max_batch, self.max_rows, self.num_slots = max_batch, max_rows, num_slots
+        self._max_path = max_path
         self._model, self._kv, self._attention = model, kv, attention
         self._max_tokens = max_tokens
         self._simulate = simulate
@@ -121,7 +133,7 @@ class DecodeStep:
     def forward(self, kind: StepKind) -> Forward:
         """The first half: up to the logits."""
         inputs = self.inputs[: kind.batch]
-        begun = begin_step(inputs, self._max_rows, kind.rows, self.state, self.trees)
+        begun = begin_step(inputs, self.max_rows, kind.rows, self.state, self.trees)
         batch, tables = self._batch(kind, inputs, begun)
         output = self._model.forward(batch, self._kv, self._attention, kind.capture)
         return Forward(output, begun, batch.positions, tables)

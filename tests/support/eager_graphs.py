@@ -11,6 +11,7 @@ from foredraft.attention.paged_triton import TritonAttention
 from foredraft.config.services import VerifyConfig
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.decode_graphs import DecodeGraphs
+from foredraft.runner.decode_step import DecodeStep
 from foredraft.runner.model_runner import ModelRunner
 from verify_service import startup
 from verify_service.chooser import Chooser, Thresholds
@@ -92,7 +93,7 @@ def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> GraphStep:
         chooser = Chooser(limits.vocab_size, runner.model.device, limits.eos_token_ids, thresholds)
         EagerGraphs._kv = runner.kv
-        graphs = EagerGraphs(
+        step = DecodeStep(
             runner.model,
             runner.kv,
             TritonAttention(),
@@ -102,6 +103,7 @@ def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
             max_tokens=limits.context_length,
             num_slots=limits.max_running_requests,
         )
+        graphs = EagerGraphs(step)
         return GraphStep(runner, chooser, graphs)
 
     monkeypatch.setattr(startup.PagedKV, "for_model", with_scratch)
