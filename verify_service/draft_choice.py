@@ -17,14 +17,10 @@ MARGIN = 1.05  # by which another draft must be better before a sequence is give
 # Two of the other draft for this sequence, the first of which counts a little less.
 LEAST_OUTCOMES = 1.9
 STAY = 6  # outcomes of a sequence between two changes
-TIME_WEIGHT, SOONER_WEIGHT = (
-    0.2,
-    0.4,
-)  # of one answer in what asking costs, and of one that came sooner
-MOST_SLOWER, HICCUP = (
-    3.0,
-    2e-3,
-)  # factor and seconds by which one answer may lie above what is known
+# Of one answer in what asking costs, and of one that came sooner.
+TIME_WEIGHT, SOONER_WEIGHT = 0.2, 0.4
+# Factor and seconds by which one answer may lie above what is known.
+MOST_SLOWER, HICCUP = 3.0, 2e-3
 FORGIVEN = 0.95  # kept, at each trial, of what waiting took beyond the draft's own time
 SHARE = 0.01  # of all time that trials may take
 TRIAL_STEPS = 2  # between two of them at least

@@ -219,6 +219,13 @@ class Run:
                 assert output.tag not in self.ends
                 self.ends[output.tag] = output.finish.reason
 
+    def finish(self) -> None:
+        """Steps until all is done."""
+        for _ in range(3000):
+            self.step()
+            if self.engine.is_idle and not self.engine._has_work:
+                return
+
     def check(self) -> None:
         assert set(self.ends) == set(self.wanted)
         for tag, want in self.wanted.items():
@@ -250,10 +257,7 @@ def test_random_schedules_give_what_plain_decoding_gives(has_draft: bool, seed: 
             run.draft.epoch = 0 if run.draft.epoch else run.draft.known_epoch + 1
         else:
             run.step()
-    for _ in range(3000):
-        run.step()
-        if run.engine.is_idle and not run.engine._has_work:
-            break
+    run.finish()
     run.check()
 
 

@@ -90,13 +90,6 @@ class SeveralRun(Run):
 
         choice.goodput = goodput  # type: ignore[method-assign]
 
-    def finish(self) -> None:
-        """Steps until all is done."""
-        for _ in range(3000):
-            self.step()
-            if self.engine.is_idle and not self.engine._has_work:
-                return
-
 
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
