@@ -105,9 +105,18 @@ class DraftChoice:
         self._next_trial = [(0, 0.0)] * num_drafts  # not before this step and time
 
     def begin(self, available: Sequence[bool], batch: int) -> ChoiceHistory:
-        """The history of a new sequence, which begins with the draft that is best for others."""
+        """The history of a new sequence, which begins with the draft that is best for others.
+
+        One that nobody has tried yet would seem to cost nothing; it is begun with only where no other is known.
+        """
         history = ChoiceHistory(0, [Outcomes() for _ in self._pools])
-        history.chosen = self._best(history, available, batch)
+        first = next((draft for draft, is_there in enumerate(available) if is_there), 0)
+        known = [
+            is_there and (draft == first or pool.count >= LEAST_OUTCOMES)
+            for draft, (is_there, pool) in enumerate(zip(available, self._pools, strict=True))
+        ]
+        history.chosen = first
+        history.chosen = self._best(history, known, batch)
         return history
 
     def choose(self, history: ChoiceHistory, available: Sequence[bool], batch: int) -> int:

@@ -63,15 +63,16 @@ def test_whichever_drafts_the_texts_are_those_of_plain_decoding(
         **DRAFTS[name],
     }
     with running_engine(demo, f"{name},NGRAM", **flags) as harness:
+        got = [result.tokens for result in harness.run(work, timeout=300)]
+        assert_same(demo, got, expected, work)
+        pools = harness.engine._sizes._choice._pools
+        assert min(pool.count for pool in pools) > 1  # both were asked
+        # Beside so small a target n-grams may be the better draft all along, behind which no step is started.
+        change_often(harness)
         before = OVERLAPPED_STEPS._value.get()
         got = [result.tokens for result in harness.run(work, timeout=300)]
         assert_same(demo, got, expected, work)
-        assert OVERLAPPED_STEPS._value.get() > before
-        pools = harness.engine._sizes._choice._pools
-        assert min(pool.count for pool in pools) > 1  # both were asked
-        change_often(harness)
-        got = [result.tokens for result in harness.run(work, timeout=300)]
-        assert_same(demo, got, expected, work)
+        assert OVERLAPPED_STEPS._value.get() - before > 5
         harness.check_nothing_left()
 
 

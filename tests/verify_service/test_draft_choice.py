@@ -200,3 +200,25 @@ def test_a_new_sequence_begins_with_what_is_best_for_others() -> None:
     model = Model([copy(POOR), copy(GOOD)], ROWS, batch=4)
     model.run(100)
     assert model.begin().chosen == 1
+
+
+def test_a_new_sequence_does_not_begin_with_what_nobody_has_tried() -> None:
+    choice = DraftChoice(2, ROWS)
+    choice.answered(0, 4, 0.002, 0.002)  # the other one seems to take no time
+    assert choice.begin([True, True], 4).chosen == 0
+    assert choice.begin([False, True], 4).chosen == 1
+    others = choice.begin([True, True], 4)
+    for _ in range(3):
+        choice.record(others, 1, 5, 4)
+    assert choice.begin([True, True], 4).chosen == 1
+
+
+@pytest.mark.parametrize("times", [ROWS, GRID], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("best", [0, 1, 2])
+def test_the_best_of_three_is_chosen(times: StepTimes, best: int) -> None:
+    drafts = [Draft(5, 0.8 if number == best else 0.3, 0.002) for number in range(3)]
+    model = Model(drafts, times, batch=4)
+    model.run(100)
+    assert share(model.run(300), best) > 0.9
+    model.drafts[best].is_up = False
+    assert best not in model.run(100)
