@@ -134,7 +134,9 @@ def rotate_and_store(
         first, second = _bounded(first, v_inverse, LIMIT), _bounded(second, v_inverse, LIMIT)
     tl.store(key_at, low.to(kept), mask=is_key)
     tl.store(key_at + half, high.to(kept), mask=is_key)
-    value_at = values_ptr + plane - KV_HEADS * plane_stride + slot + columns[None, :]
+    # All of a large cache's planes together take more than 32 bits.
+    plane = (heads - Q_HEADS - KV_HEADS).to(tl.int64)[:, None] * plane_stride
+    value_at = values_ptr + plane + slot + columns[None, :]
     tl.store(value_at, first.to(kept), mask=wanted & is_value[:, None])
     tl.store(value_at + half, second.to(kept), mask=wanted & is_value[:, None])
 

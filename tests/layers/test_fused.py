@@ -183,6 +183,23 @@ def test_rotates_and_stores(dtype, norms, rows, head_dim):
     assert not bool(kv.data[1][:, free].any()), "no other slot is touched"
 
 
+def test_a_cache_of_more_elements_than_32_bits_count():
+    q_heads, kv_heads, head_dim, num_slots = 2, 8, 64, (1 << 22) + 4
+    heads = random(2, q_heads + 2 * kv_heads, head_dim, dtype=torch.bfloat16).to(DEVICE)
+    angles = Rotary(rope("default"), head_dim, CPU).angles(torch.tensor([3, 70]), torch.float32)
+    angles = tuple(x.to(DEVICE) for x in angles)
+    kept = []
+    for size in (4, num_slots):
+        # On a CPU only pages that are written take memory.
+        data = torch.empty(2 * kv_heads, size, head_dim, dtype=torch.float8_e4m3fn, device=DEVICE)
+        slots = torch.tensor([1, size - 1], device=DEVICE)
+        keys, values = data[:kv_heads], data[kv_heads:]
+        fused.rotate_and_store(heads.clone(), q_heads, angles, None, keys, values, slots)
+        kept.append(torch.stack([data[:, 1], data[:, size - 1]]).float())
+    assert kv_heads * num_slots * head_dim > 1 << 31
+    assert torch.equal(*kept)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
 def test_gated_product(dtype, kind):
