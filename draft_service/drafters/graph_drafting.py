@@ -29,9 +29,8 @@ from foredraft.transport.device_exchange import DraftExchange
 
 BRIEF_BYTES = 96  # of a sequence that decodes
 STEP_SECONDS = 10.0  # a step that takes longer waits for a verifier that has died
-# Turns that an extension takes at most which is longer than a step of fixed shape: of a prompt, and of a sequence that was not
-# drafted for and has to be now. Other shapes are compiled when they first come, which takes longer than many turns.
-PROMPT_TURNS, MOST_TURNS = 64, 512
+# Turns that an extension takes at most which is longer than a step of fixed shape; one forward of all its rows takes as long.
+MOST_TURNS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +108,8 @@ class GraphDrafting:
     def fits(self, extensions: Sequence[Extension]) -> bool:
         """Whether the graphs can extend all of these."""
         sizes = [len(extension.tokens) for extension in extensions]
-        prompts = [len(one.tokens) for one in extensions if one.limits is None]
         num_turns = self._num_turns(sizes)
-        if num_turns > MOST_TURNS or self._num_turns(prompts) > PROMPT_TURNS:
+        if num_turns > MOST_TURNS:
             return False
         has_room = num_turns == 1 or self._source is None or self._source.has_room(sum(sizes))
         return len(extensions) <= self.graphs.max_batch and has_room

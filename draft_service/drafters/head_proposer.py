@@ -105,8 +105,8 @@ class HeadProposer(PagedProposer):
             graphs.capture(sampled=True)
         return GraphDrafting(graphs, source, reader, self.exchange)
 
-    def _features(self, extension: Extension) -> torch.Tensor:
-        """The target's hidden states of the positions before the tokens', fused."""
+    def _states(self, extension: Extension) -> torch.Tensor:
+        """The target's hidden states of the positions before the tokens'."""
         slot, wanted = extension.sequence.slot, len(extension.tokens)
         hidden = extension.hidden
         if hidden is None or self.hidden is None:
@@ -115,5 +115,14 @@ class HeadProposer(PagedProposer):
             raise InvalidRequest(
                 "hidden", f"slot {slot}: {hidden.num_rows} rows for {wanted} tokens"
             )
-        rows = self.hidden.read(hidden)
-        return self._head_runner.fuse(rows.to(self._head_runner.head.device))
+        return self.hidden.read(hidden).to(self._head_runner.head.device)
+
+    def _fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """See PagedProposer."""
+        return self._head_runner.fuse(states)
+
+    def _blank_features(self, num_rows: int) -> torch.Tensor:
+        """See PagedProposer."""
+        head = self._head_runner.head
+        states = torch.zeros(num_rows, head.hidden_width, dtype=head.dtype, device=head.device)
+        return self._fuse(states)

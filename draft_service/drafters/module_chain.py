@@ -106,7 +106,7 @@ class ModuleChainProposer(HeadProposer):
     def _window(self, extension: Extension) -> _Window:
         """The extension, and before it the keys that deeper modules have not seen with their real tokens."""
         sequence, start = extension.sequence, extension.start
-        tokens, features = extension.tokens, self._features(extension)
+        tokens, features = extension.tokens, self._fuse(self._states(extension))
         kept = self._kept.get(sequence.slot)
         if kept is not None and kept.sequence is sequence and kept.start < start:
             count = start - kept.start
@@ -151,7 +151,7 @@ class ModuleChainProposer(HeadProposer):
         runs = [window.run(depth) for window in self._windows]
         following: list[list[torch.Tensor]] = [[] for _ in runs]
         logits: list[torch.Tensor | None] = [None] * len(runs)
-        for parts in forwards(runs):
+        for parts in forwards(runs, self._most_rows):
             output = self._head_runner.forward(
                 [runs[index].rows(first, end) for index, first, end in parts],
                 torch.cat(

@@ -17,14 +17,17 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.choice import attention_for
 from foredraft.config.services import DraftConfig
 from foredraft.errors import AttachRefused, ConfigError, InvalidRequest
-from foredraft.kvcache.paged_kv import KVShape, PagedKV
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.models.config import ModelConfig
 from foredraft.runner.batch import SequenceRows
 from foredraft.speculation.draft_tree import DraftTree
 from foredraft.speculation.tree_building import Ordering
 from foredraft.transport import cuda
 
-# Rows of one forward while catching up, over all sequences.
-CHUNK_ROWS = 512
+# Rows of one forward while catching up, over all sequences: enough to be worth launching, few enough to have memory for.
+CHUNK_ROWS, GPU_CHUNK_ROWS = 512, 1024
+# Of one sequence, in such a forward on a GPU: each compiles other kernels. The last stands behind a long prefix too.
+WARM_UP_ROWS, WARM_UP_PREFIX = (2, 8, 16, 64, 256), 4096
 
 # Of estimates of an attach's memory.
 PAGE_SLACK = 16
@@ -69,7 +72,7 @@ class PagedDrafter(Drafter):
     """Base of the drafters of one model with KV of its own, for one verifier at a time.
 
     Args:
-        kv_shape: Of the model.
+        config: Of the model, or of a head's layers.
         dtype: Of its KV.
         device: Where it lies.
         fingerprint: Of the tokenizer; empty when there is none.
@@ -86,13 +89,13 @@ class PagedDrafter(Drafter):
 
     def __init__(
         self,
-        kv_shape: KVShape,
+        config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device,
         fingerprint: str,
         limits: Limits,
     ) -> None:
-        self._kv_shape = kv_shape
+        self._config = config
         self._dtype = dtype
         self.device = self._kv_device = device
         self.attention = attention_for(device)
@@ -126,7 +129,7 @@ class PagedDrafter(Drafter):
         )
         try:
             kv = PagedKV.for_model(
-                self._kv_shape,
+                self._config,
                 request.num_pages,
                 request.page_size,
                 self._dtype,
@@ -159,6 +162,9 @@ class PagedDrafter(Drafter):
         batch = settings.limit or TYPICAL_BATCH
         # Logits of a level, their top, their noise; of the roots once more.
         info.workspace_bytes = 4 * vocab * batch * (1 + LOGITS_COPIES * topk) + GRAPH_BYTES
+        # What a row of a long extension takes: the stream, the target's states and their copies, and the MLP's inner ones.
+        numbers = 16 * self._config.hidden_size + 4 * self._config.intermediate_size
+        info.workspace_bytes += GPU_CHUNK_ROWS * numbers * self._dtype.itemsize
 
     @abstractmethod
     def _proposer(
@@ -222,10 +228,10 @@ class Run:
         )
 
 
-def forwards(runs: Sequence[Run]) -> Iterator[list[tuple[int, int, int]]]:
-    """Cuts runs into forwards of at most CHUNK_ROWS rows, in order: (index of the run, first row, end row)."""
+def forwards(runs: Sequence[Run], most_rows: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Cuts runs into forwards of at most so many rows, in order: (index of the run, first row, end row)."""
     parts: list[tuple[int, int, int]] = []
-    room = CHUNK_ROWS
+    room = most_rows
     for index, run in enumerate(runs):
         done = 0
         while done < len(run.tokens):
@@ -235,7 +241,7 @@ def forwards(runs: Sequence[Run]) -> Iterator[list[tuple[int, int, int]]]:
             done = end
             if room == 0:
                 yield parts
-                parts, room = [], CHUNK_ROWS
+                parts, room = [], most_rows
     if parts:
         yield parts
 
@@ -262,6 +268,7 @@ class PagedProposer(Proposer):
     ) -> None:
         self._runner = runner
         self._attach, self._limits, self._device = attach, limits, device
+        self._most_rows = CHUNK_ROWS if device.type == "cpu" else GPU_CHUNK_ROWS
         self._fast: GraphDrafting | None = None
         self._sequences = PagedSequences(attach, limits, shift)
         self._ordering: Ordering = "coupled" if attach.draft_sampling == "coupled" else "topk"
@@ -279,6 +286,8 @@ class PagedProposer(Proposer):
             ) from error
         if self._fast is not None:
             self._sequences.on_pages = self._fast.graphs.set_pages
+        if self._device.type == "cuda":
+            self._warm_up()
 
     def is_brief(self, request: draft_pb2.StepRequest) -> bool:
         """See Proposer: the graphs of a step take less time than two changes of thread."""
@@ -330,6 +339,17 @@ class PagedProposer(Proposer):
         """Steps of fixed shape; None where there are none such."""
         return None
 
+    def _warm_up(self) -> None:
+        """Compiles the kernels of long extensions, which would hold up a step for seconds, and writes to the first page."""
+        for num_rows, prefix in (
+            *((n, 0) for n in WARM_UP_ROWS),
+            (WARM_UP_ROWS[-1], WARM_UP_PREFIX),
+        ):
+            prefix = max(0, min(prefix, self._attach.max_context - num_rows))
+            pages = [0] * -(-(prefix + num_rows) // self._attach.page_size)
+            rows = SequenceRows.chunk(pages, prefix, [0] * num_rows)
+            self._runner.run([rows], self._blank_features(num_rows))
+
     def _wait_for_rows(self) -> None:
         """Until hidden states have come to a GPU, or have been read there: the answer gives their places back."""
         if self._device.type == "cuda":
@@ -343,17 +363,17 @@ class PagedProposer(Proposer):
             Run(extension.sequence, extension.start, extension.tokens, extension.limits is not None)
             for extension in extensions
         ]
-        features = [self._features(extension) for extension in extensions]
+        states = [self._states(extension) for extension in extensions]
         wishes: list[Wish] = []
-        for parts in forwards(runs):
+        for parts in forwards(runs, self._most_rows):
             read = [
                 part[first:end]
                 for index, first, end in parts
-                if (part := features[index]) is not None
+                if (part := states[index]) is not None
             ]
             logits, following = self._runner.run(
                 [runs[index].rows(first, end) for index, first, end in parts],
-                torch.cat(read) if read else None,
+                self._fuse(torch.cat(read)) if read else None,
             )
             ending = [i for i, _, end in parts if runs[i].is_wanted and end == len(runs[i].tokens)]
             for row, index in enumerate(ending):
@@ -363,8 +383,16 @@ class PagedProposer(Proposer):
                 wishes.append(Wish(extension.sequence, extension.limits, logits[row], feature))
         return wishes
 
-    def _features(self, extension: Extension) -> torch.Tensor | None:
-        """[n, H] that the rows of an extension read beside their tokens; None for a model that reads tokens alone."""
+    def _states(self, extension: Extension) -> torch.Tensor | None:
+        """[n, width]: the target's hidden states that the rows of an extension read beside their tokens; None for none."""
+        return None
+
+    def _fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """[n, H]: what the model makes of them."""
+        raise NotImplementedError
+
+    def _blank_features(self, num_rows: int) -> torch.Tensor | None:
+        """[n, H] without meaning, as rows read them; None for a model that reads tokens alone."""
         return None
 
     def _draft(self, wishes: Sequence[Wish]) -> list[DraftTree]:
