@@ -241,7 +241,9 @@ def _architecture(reader: Reader) -> str:
     quantization = raw.get("quantization_config") or raw.get("compression_config")
     if quantization and not _is_for_kv_alone(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise reader.fail(f"quantized checkpoints ({method or 'unknown method'}) are not supported")
+        raise reader.fail(
+            f"quantization_config: quantized checkpoints ({method or 'unknown method'}) are not supported"
+        )
     for key, kind in REFUSED_KEYS.items():
         if raw.get(key):
             raise reader.fail(f"{kind} models are not supported ({name}, {key})")

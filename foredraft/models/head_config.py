@@ -23,6 +23,7 @@ _ARCHITECTURES: dict[str, tuple[HeadAlgorithm, str]] = {
     "Qwen2ForCausalLMEagle": ("EAGLE", "Qwen2ForCausalLM"),
     "LlamaForCausalLMEagle3": ("EAGLE3", "LlamaForCausalLM"),
     "Eagle3LlamaForCausalLM": ("EAGLE3", "LlamaForCausalLM"),
+    "Eagle3LLamaforCausalLM": ("EAGLE3", "LlamaForCausalLM"),  # AngelSlim's first heads
     "Qwen3ForCausalLMEagle3": ("EAGLE3", "Qwen3ForCausalLM"),
     "MiMoMTP": ("MTP", "MiMoForCausalLM"),
     "MiMoForCausalLM": ("MTP", "MiMoForCausalLM"),
@@ -218,7 +219,7 @@ def _kind(
         # Only EAGLE-3 has a vocabulary of its own.
         return ("EAGLE3" if raw.get("draft_vocab_size") is not None else algorithm), name
     raise CheckpointError(
-        f"{where}: {name!r} is not a draft head; known: {', '.join(_ARCHITECTURES)}"
+        f"{where}: architectures: {name!r} is not a draft head; known: {', '.join(_ARCHITECTURES)}"
     )
 
 

@@ -4,7 +4,8 @@ import dataclasses
 import logging
 import os
 import pickle
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -87,6 +88,8 @@ def load_head(
     with CheckpointTensors(directory) as tensors:
         names = _own_names(tensors, algorithm, directory)
         layout = {name: tensors.entries[stored].shape for name, stored in names.items()}
+        if _has_targets_depth(config, target, names):
+            config = dataclasses.replace(config, layer=_first_layer(config.layer))
         head = _make(config, shared, target.num_layers, dtype, device, layout)
         _fill(head, tensors, names, num_modules, directory)
         if _EMBEDDING in names:
@@ -343,6 +346,18 @@ def _set_token_map(head: DraftHead, token_map: torch.Tensor | None, directory: P
             f"{directory}: hidden_size: the head's is {rows}, the target's {hidden}; a head of another width has to "
             "bring embed_tokens and lm_head"
         )
+
+
+def _has_targets_depth(config: HeadConfig, target: ModelConfig, names: Iterable[str]) -> bool:
+    """Whether num_hidden_layers is the target's, as in heads whose config.json began as a copy of its, and there is one layer.
+
+    EAGLE-3's own code makes one layer whatever the key says.
+    """
+    return (
+        config.algorithm == "EAGLE3"
+        and config.layer.num_layers == target.num_layers
+        and not any(re.match(r"layers\.[1-9]", name) for name in names)
+    )
 
 
 def _first_layer(layer: ModelConfig) -> ModelConfig:

@@ -215,6 +215,11 @@ LAYOUTS: dict[str, tuple[TinyHead, TinyHead, str]] = {
         ),
         "model.safetensors",
     ),
+    "eagle3-depth-of-the-target": (
+        EAGLE3,
+        TinyHead("EAGLE3", {**EAGLE3.config, "num_hidden_layers": 3}, EAGLE3.tensors, 3),
+        "pytorch_model.bin",
+    ),
     "eagle3-legacy-norms": (
         KINDS["eagle3.1"],
         renamed(KINDS["eagle3.1"], *LEGACY),
@@ -351,6 +356,7 @@ WRONG: dict[str, tuple[TinyHead, str]] = {
     "short-d2t": (with_(EAGLE3, d2t=OFFSETS[:-1]), r"d2t has shape \[79\]"),
     "d2t-outside": (with_(EAGLE3, d2t=OFFSETS + VOCAB), "d2t does not map 80 rows"),
     "d2t-twice": (with_(EAGLE3, d2t=-torch.arange(80)), "d2t does not map 80 rows"),
+    "depth": (with_(EAGLE3, {"num_hidden_layers": 2}), r"missing tensor layers\.1"),
     "t2d": (with_(EAGLE3, t2d=torch.ones(VOCAB, dtype=torch.bool)), "d2t and t2d contradict"),
     "hidden-size": (with_(EAGLE, {"hidden_size": 96}), "hidden_size: the head's is 96, the target's 48"),
     "target-hidden-size": (with_(EAGLE3, {"target_hidden_size": 64}), "target_hidden_size: the head's is 64"),

@@ -105,6 +105,20 @@ def test_eagle3_of_sglang() -> None:
     assert HeadConfig.from_dict(config).captured_layers(32) == (2, 16, 29)
 
 
+@pytest.mark.parametrize("name", ["Eagle3LlamaForCausalLM", "Eagle3LLamaforCausalLM"])
+def test_eagle3_of_angelslim(name: str) -> None:
+    """Heads for small Qwen3 targets say that the LM head is tied, as their targets do, and bring one."""
+    config = {
+        "architectures": [name],
+        "draft_vocab_size": 32000,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        **LLAMA,
+    }
+    head = HeadConfig.from_dict(config)
+    assert (head.algorithm, head.draft_vocab_size) == ("EAGLE3", 32000)
+
+
 def test_eagle3_on_the_last_state_alone() -> None:
     """NVIDIA's second head for gpt-oss-120b: no streams are fused."""
     config = {
