@@ -131,6 +131,8 @@ def build_engine(
     """
     config = with_tree_defaults(config, target.model.config.architecture)
     tree_limits = tree_limits_of(links, config)
+    # A draft that has not answered yet will be verified all the same.
+    max_rows = tree_limits[2] if links else 1
     model_config, device = target.model.config, target.device
     context_length = config.context_length or model_config.max_position_embeddings
     if context_length > model_config.max_position_embeddings:
@@ -146,7 +148,7 @@ def build_engine(
     pages = num_pages(
         page_size=page_size,
         bytes_per_page=target_bytes + draft_bytes,
-        budget_bytes=_kv_budget(config, target, tree_limits, infos),
+        budget_bytes=_kv_budget(config, target, max_rows, infos),
         max_total_tokens=config.max_total_tokens,
         max_useful_tokens=config.max_running_requests * (context_length + page_size),
     )
@@ -157,7 +159,7 @@ def build_engine(
         page_size=page_size,
         max_running_requests=config.max_running_requests,
         eos_token_ids=frozenset(model_config.eos_token_ids),
-        max_nodes=tree_limits[2] - 1,
+        max_nodes=max_rows - 1,
     )
     # The scratch page takes what padding rows of captured steps write.
     scratch = 0 if device.type == "cpu" else 1
@@ -271,7 +273,6 @@ def _target_step(
 
     started = time.monotonic()
     infos = infos_of(links)
-    max_rows = limits.max_nodes + 1 if infos else 1
     step = DecodeStep(
         runner.model,
         runner.kv,
@@ -279,7 +280,7 @@ def _target_step(
         max_batch=min(
             config.cuda_graph_max_bs or limits.max_running_requests, limits.max_running_requests
         ),
-        max_rows=max_rows,
+        max_rows=limits.max_nodes + 1,
         max_path=followed_levels(links, config) + 1,
         max_tokens=limits.context_length,
         num_slots=limits.max_running_requests,
@@ -295,15 +296,18 @@ def _target_step(
 def _kv_budget(
     config: VerifyConfig,
     target: Target,
-    tree_limits: tuple[int, int, int],
+    max_rows: int,
     infos: Sequence[draft_pb2.GetDraftInfoResponse],
 ) -> int:
-    """Bytes for KV pages, of target and draft together."""
+    """Bytes for KV pages, of target and draft together.
+
+    Args:
+        max_rows: Of a sequence in a step, the root included.
+    """
     if target.device.type == "cpu":
         return int(available_host_bytes() * (config.mem_fraction_static or CPU_FRACTION))
     free, total = torch.cuda.mem_get_info(target.device)
     fraction = config.mem_fraction_static or GPU_FRACTION
-    max_rows = tree_limits[2] if infos else 1
     # A draft that has answered has loaded its weights; the rest it allocates when it is attached.
     draft = sum(
         info.workspace_bytes + info.bytes_per_sequence * config.max_running_requests

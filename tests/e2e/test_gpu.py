@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from foredraft.config.options import to_flags
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
+from tests.support.drafts import DraftProcess
 from tests.support.engines import Job, running_engine
 from tests.support.ties import first_difference, gap_between
 from verify_service.metrics import OVERLAPPED_STEPS
@@ -181,6 +183,34 @@ def test_adaptive_speculation_changes_no_token(demo, expected_of_long, algorithm
         speculative_adaptive=True,
     )
     assert_same(demo, got, expected_of_long, work)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE3"])
+def test_a_draft_that_comes_after_the_start_is_verified(demo, expected, algorithm, adaptive):
+    flags = {"speculative_algorithm": algorithm, "device": "cuda", "dtype": "float32"}
+    flags |= {"model_path": str(demo), **DRAFTS[algorithm]}
+    draft = DraftProcess(*to_flags(flags))
+    settings = {
+        **flags,
+        "draft": (draft.target,),
+        "draft_wait": 0.1,
+        "draft_step_timeout": 60.0,
+        "max_total_tokens": 16384,
+        "max_running_requests": 16,
+        "speculative_adaptive": adaptive,
+        "skip_draft_self_test": False,  # which always drafts
+    }
+    with running_engine(demo, wait=False, **settings) as harness:
+        assert_same(demo, [result.tokens for result in harness.run(jobs(demo))], expected)
+        with draft:
+            harness.wait_for_draft()
+            for _ in range(3):
+                results = harness.run(jobs(demo), timeout=300)
+                assert_same(demo, [result.tokens for result in results], expected)
+            accepted = sum(result.finish.accepted_tokens for result in results)
+            assert accepted > 0 or adaptive
+        harness.check_nothing_left()
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
