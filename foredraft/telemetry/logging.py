@@ -23,6 +23,7 @@ _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {
     "service",
     "request_id",
     "taskName",
+    "color_message",  # uvicorn's second copy of a message
 }
 
 

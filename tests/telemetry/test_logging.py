@@ -27,7 +27,9 @@ def test_a_text_line_has_service_level_message_and_request() -> None:
     stream = io.StringIO()
     setup("verify", stream=stream)
     with bind_request_id("r7"):
-        logging.getLogger("engine").warning("draft is %s", "gone", extra={"slot": 3})
+        logging.getLogger("engine").warning(
+            "draft is %s", "gone", extra={"slot": 3, "color_message": "\x1b[36m"}
+        )
     logging.getLogger("engine").debug("not shown")
     [line] = stream.getvalue().splitlines()
     assert line.endswith("WARNING verify: draft is gone [request=r7 slot=3]")
