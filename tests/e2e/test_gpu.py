@@ -188,9 +188,9 @@ def test_adaptive_speculation_changes_no_token(demo, expected_of_long, algorithm
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE3"])
 def test_a_draft_that_comes_after_the_start_is_verified(demo, expected, algorithm, adaptive):
-    flags = {"speculative_algorithm": algorithm, "device": "cuda", "dtype": "float32"}
-    flags |= {"model_path": str(demo), **DRAFTS[algorithm]}
-    draft = DraftProcess(*to_flags(flags))
+    flags = {"device": "cuda", "dtype": "float32", **DRAFTS[algorithm]}
+    target = {"model_path": str(demo), "speculative_algorithm": algorithm}
+    draft = DraftProcess(*to_flags(flags | target))
     settings = {
         **flags,
         "draft": (draft.target,),
@@ -199,9 +199,8 @@ def test_a_draft_that_comes_after_the_start_is_verified(demo, expected, algorith
         "max_total_tokens": 16384,
         "max_running_requests": 16,
         "speculative_adaptive": adaptive,
-        "skip_draft_self_test": False,  # which always drafts
     }
-    with running_engine(demo, wait=False, **settings) as harness:
+    with running_engine(demo, algorithm, wait=False, **settings) as harness:
         assert_same(demo, [result.tokens for result in harness.run(jobs(demo))], expected)
         with draft:
             harness.wait_for_draft()
@@ -210,7 +209,7 @@ def test_a_draft_that_comes_after_the_start_is_verified(demo, expected, algorith
                 assert_same(demo, [result.tokens for result in results], expected)
             accepted = sum(result.finish.accepted_tokens for result in results)
             assert accepted > 0 or adaptive
-        harness.check_nothing_left()
+            harness.check_nothing_left()
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
