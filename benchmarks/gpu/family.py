@@ -1,113 +1,160 @@
-"""The bundled family on one GPU with real acceptance: every algorithm's speed over plain decoding, beside what its accept length
+"""A model and its drafts on one GPU with real acceptance: every algorithm's speed over plain decoding, beside what its accept length
 and the times of its stages predict.
 
     python -m benchmarks.gpu.family --mps
+    python -m benchmarks.gpu.family --mps --model-path demo-gemma --heads EAGLE3=path/to/head --algorithms NGRAM EAGLE3 --temperatures 0
 
-bfloat16, one request at a time, 32 prompts (`benchmarks/accept_length_prompts.json`). The prediction is accept length x a plain step /
-the step that its stages give: with a draft on the device the longer one of the GPU's part (the target's graph and the draft's
-graphs, by the GPU's clock) and the host's, which runs beside it; with n-grams the host's part and the target's graph, one after the
-other. Plain decoding is shown beside the bare replay of its graph, so that no ratio is bought with a slow plain path.
+bfloat16, one request at a time, real prompts (`benchmarks/accept_length_prompts.json`). A row's speed is that of its requests from
+the end of the step after their prompt on, in which a draft reads the prompt; nothing else is measured meanwhile. Its stages are
+measured in runs of their own (`benchmarks.gpu.stages`). The prediction is accept length x a plain step / the step that the stages
+give, which is the longest of
+
+- the GPU's part: the target's graph, the draft's graphs and the hand-overs between them,
+- the verifier's host, which works beside the GPU, one step ahead of it,
+- half of a message's way: the draft is asked for a step when the step but one before it is known, so that two steps take at least
+  asking, the draft's host, its graphs and the target's graph.
+
+N-grams are asked for while the GPU waits: there a step is the host's part and the target's graph, one after the other.
 """
 
 import argparse
-import itertools
+import contextlib
 import json
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.runs import watched_waits
 from foredraft.cli import mps
+from foredraft.config.options import to_flags
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support.drafts import DraftProcess
-from tests.support.engines import Harness, Job, running_engine
+from tests.support.engines import Collector, Harness, Job, running_engine
+from verify_service.outputs import Load, StepOutput
 
 HEADS = {"STANDALONE": "draft", "EAGLE": "eagle", "EAGLE3": "eagle3", "MTP": "mtp"}
 TREES = {"chain": (3, 1, 4), "tree": (5, 4, 8)}
-TOKENS = 96
+TOKENS, STAGE_TOKENS, STAGE_PROMPTS = 192, 64, 4
+MOST_OF_REPLAY, TOLERANCE = 1.3, 0.1
+COLUMNS = ("target", "draft", "idle", "host", "ask", "answer")
+Row = dict[str, Any]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--model-path", default="foredraft-demo")
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        default=[f"{name}=foredraft-demo-{head}" for name, head in HEADS.items()],
+        help="ALGORITHM=path of each draft",
+    )
     parser.add_argument("--algorithms", nargs="+", default=["NGRAM", *HEADS])
-    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    # Before anything opens the card: who has opened it does not become the daemon's client.
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
         os.environ.update(variables)
-        rows = _measure_all(args, Path(folder) / "draft.json")
+        rows = _measure_all(args, Path(folder))
         for name in variables:
             del os.environ[name]
+    predict(rows)
     (args.out / "gpu_family.json").write_text(json.dumps(rows, indent=1))
-    _report(rows)
-    return 0
+    return report(rows)
 
 
-def _measure_all(args: argparse.Namespace, draft_file: Path) -> list[dict[str, Any]]:
-    from benchmarks.gpu.stamps import Stamps
+def _measure_all(args: argparse.Namespace, folder: Path) -> list[Row]:
+    from benchmarks.gpu.stages import Stages
 
-    stamps = Stamps()
-    stamps.start()
-    os.environ["STAMPS_FILE"] = str(draft_file)
-    DraftProcess.module = "benchmarks.gpu.stamps"
-    path = resolve_model_path("foredraft-demo")
+    stages = Stages()
+    path = resolve_model_path(args.model_path)
+    heads = {
+        name: resolve_model_path(head) for name, head in (one.split("=", 1) for one in args.heads)
+    }
     tokenizer = Tokenizer.from_dir(path)
     texts = json.loads((Path(__file__).parents[1] / "accept_length_prompts.json").read_text())
     prompts = [tokenizer.encode(text)[:200] for text in texts[: args.prompts]]
     rows = []
-    for algorithm in ("NONE", *args.algorithms):
-        trees = {"12 rows": (1, 1, 12)} if algorithm == "NGRAM" else TREES
-        for tree, shape in ({"": (0, 0, 0)} if algorithm == "NONE" else trees).items():
-            for order in ("coupled", "topk") if algorithm in HEADS else ("",):
-                flags = _flags(algorithm, shape, order)
-                with running_engine(path, algorithm, **flags) as harness:
-                    harness.engine.draft_everything()
-                    for temperature in (0.0, 1.0):
-                        if order == "topk" and temperature == 0.0:
-                            continue  # the same as coupled
-                        row = _measure(harness, prompts, temperature, stamps, draft_file)
-                        row |= {"algorithm": algorithm, "tree": tree, "order": order}
-                        print(json.dumps(row), flush=True)
-                        rows.append(row)
-    plain = {row["temperature"]: row for row in rows if row["algorithm"] == "NONE"}
-    for row in rows:
-        one = plain[row["temperature"]]
-        row["ratio"] = row["tokens_per_second"] / one["tokens_per_second"]
-        if row["algorithm"] == "NGRAM":
-            step = row["target_ms"] + row["host_ms"]
-        else:
-            step = max(row["target_ms"] + row["draft_ms"], row["host_ms"])
-        row["predicted"] = row["accept_length"] * one["step_ms"] / step
+    with _drafts(args.algorithms, path, heads, folder) as drafts:
+        for algorithm in ("NONE", *args.algorithms):
+            trees = {"12 rows": (1, 1, 12)} if algorithm == "NGRAM" else TREES
+            is_sampled = any(args.temperatures)
+            orders = ("coupled", "topk") if algorithm in drafts and is_sampled else ("coupled",)
+            for tree, shape in ({"": (0, 0, 0)} if algorithm == "NONE" else trees).items():
+                for order in orders:
+                    flags = _flags(algorithm, shape, order, heads)
+                    if draft := drafts.get(algorithm):
+                        flags["draft"] = (f"{algorithm}={draft.process.target}",)
+                    with running_engine(path, algorithm, **flags) as harness:
+                        harness.engine.draft_everything()
+                        for temperature in args.temperatures:
+                            if order == "topk" and temperature == 0.0:
+                                continue  # the same as coupled
+                            row = {"algorithm": algorithm, "tree": tree, "T": temperature}
+                            row["order"] = order if algorithm in drafts else ""
+                            row |= _measure(harness, prompts, temperature, stages, draft)
+                            print(json.dumps(row), flush=True)
+                            rows.append(row)
     return rows
 
 
-def _flags(algorithm: str, shape: tuple[int, int, int], order: str) -> dict[str, Any]:
-    flags: dict[str, Any] = {
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "max_total_tokens": 8192,
-        "max_running_requests": 1,
-        "disable_radix_cache": True,
-        "draft_step_timeout": 30.0,
-    }
+@contextlib.contextmanager
+def _drafts(
+    algorithms: list[str], path: Path, heads: dict[str, Path], folder: Path
+) -> Iterator[dict[str, Any]]:
+    """The draft services that use the GPU, started together; they serve one engine after the other."""
+    from benchmarks.gpu.stages import StagedDraft
+
+    drafts: dict[str, Any] = {}
+    try:
+        for name in algorithms:
+            if name != "NGRAM":
+                flags = {
+                    "model_path": str(path),
+                    "speculative_algorithm": name,
+                    **_flags(name, TREES["tree"], "coupled", heads),
+                }
+                for of_verifier in VERIFIER_FLAGS:
+                    del flags[of_verifier]
+                drafts[name] = StagedDraft(folder / name, *to_flags(flags))
+        for draft in drafts.values():
+            draft.process.wait_ready()
+        yield drafts
+    finally:
+        for draft in drafts.values():
+            draft.process.__exit__(None, None, None)
+
+
+VERIFIER_FLAGS = {
+    "max_total_tokens": 8192,
+    "max_running_requests": 1,
+    "disable_radix_cache": True,
+    "draft_step_timeout": 30.0,
+}
+
+
+def _flags(
+    algorithm: str, shape: tuple[int, int, int], order: str, heads: dict[str, Path]
+) -> dict[str, Any]:
+    flags: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", **VERIFIER_FLAGS}
     if algorithm == "NGRAM":
         flags |= {"speculative_ngram_scope": "request"}
     elif algorithm != "NONE":
         steps, topk, tokens = shape
-        head = resolve_model_path(f"foredraft-demo-{HEADS[algorithm]}")
         flags |= {
-            "speculative_draft_model_path": str(head),
+            "speculative_draft_model_path": str(heads[algorithm]),
             "speculative_num_steps": steps,
             "speculative_eagle_topk": topk,
             "speculative_num_draft_tokens": tokens,
@@ -116,57 +163,107 @@ def _flags(algorithm: str, shape: tuple[int, int, int], order: str) -> dict[str,
     return flags
 
 
-def _measure(
-    harness: Harness, prompts: list[list[int]], temperature: float, stamps: Any, draft_file: Path
-) -> dict[str, Any]:
-    from benchmarks.gpu.stamps import draft_spans
+class _Timed(Collector):
+    """Notes when each request's tokens came, and how many."""
 
+    def __init__(self, engine: Any, num_requests: int) -> None:
+        super().__init__(engine, num_requests)
+        self.blocks: list[list[tuple[float, int]]] = [[] for _ in range(num_requests)]
+
+    def _take(self, outputs: list[StepOutput], load: Load) -> None:
+        now = time.perf_counter()
+        for output in outputs:
+            if output.tokens:
+                self.blocks[output.tag].append((now, len(output.tokens)))
+        super()._take(outputs, load)
+
+
+def _measure(
+    harness: Harness, prompts: list[list[int]], temperature: float, stages: Any, draft: Any
+) -> Row:
     def jobs(num_tokens: int) -> list[Job]:
         sampling = SamplingParams(
             temperature=temperature, seed=1, max_new_tokens=num_tokens, ignore_eos=True
         )
         return [Job(prompt, sampling) for prompt in prompts]
 
-    harness.run(jobs(8), timeout=300)
-    started = time.perf_counter()
-    harness.run(jobs(1), timeout=300)
-    prefill = time.perf_counter() - started
-    stamps.spans()
-    stamps.clear()
-    if harness.draft is not None:
-        draft_spans(harness, draft_file)
-    with watched_waits() as waits:
-        started = time.perf_counter()
-        results = harness.run(jobs(TOKENS), timeout=300)
-        seconds = time.perf_counter() - started - prefill
-    host = [begin - end for (_, end), (begin, _) in itertools.pairwise(waits)]
-    verifies = sum(result.finish.verify_steps for result in results if result.finish)
-    num_tokens = sum(len(result.tokens) for result in results) - len(results)
-    target = [end - begin for begin, end in stamps.spans()]
-    draft = [end - begin for begin, end in draft_spans(harness, draft_file)]
+    harness.run(jobs(8), timeout=300)  # compiles what is not compiled yet
+    timed = _Timed(harness.engine, len(prompts))
+    timed.run(jobs(TOKENS), timeout=300)
+    row = speed(timed.blocks)
+    row |= stages.of(lambda: harness.run(jobs(STAGE_TOKENS)[:STAGE_PROMPTS]), draft)
+    return row
+
+
+def speed(blocks: list[list[tuple[float, int]]]) -> Row:
+    """Speed and accept length of requests, from when and in how many steps their tokens came.
+
+    The first block is the prompt's token; the second step, in which a draft reads the prompt, is told apart.
+    """
+    seconds = sum(own[-1][0] - own[1][0] for own in blocks)
+    num_tokens = sum(count for own in blocks for _, count in own[2:])
+    num_steps = sum(len(own) - 2 for own in blocks)
     return {
-        "temperature": temperature,
         "tokens_per_second": num_tokens / seconds,
-        "accept_length": num_tokens / verifies,
-        "step_ms": seconds / verifies * 1e3,
-        "target_ms": float(np.median(target)) / 1e3,
-        "draft_ms": sum(draft) / verifies / 1e3,
-        "host_ms": float(np.median(host)) * 1e3,
+        "accept_length": num_tokens / num_steps,
+        "step": seconds / num_steps * 1e3,
+        "first": float(np.median([own[1][0] - own[0][0] for own in blocks])) * 1e3,
     }
 
 
-def _report(rows: list[dict[str, Any]]) -> None:
-    print(
-        f"{'':10} {'tree':8} {'order':8} {'T':>3} {'tokens/s':>9} {'accept':>6} {'step ms':>8} "
-        f"{'target':>7} {'draft':>6} {'host':>6} {'ratio':>6} {'predicted':>9}"
-    )
+def predict(rows: list[Row]) -> None:
+    """Adds to each row its ratio to plain decoding, and the ratio that its stages and its accept length predict."""
+    plain = {row["T"]: row for row in rows if row["algorithm"] == "NONE"}
     for row in rows:
+        one = plain[row["T"]]
+        parts = {
+            "GPU": row["target"] + row["draft"] + row["idle"],
+            "host": row["host"],
+            "message": (row["ask"] + row["answer"] + row["draft"] + row["target"]) / 2,
+        }
+        if row["algorithm"] == "NGRAM":
+            parts = {"in turn": row["host"] + row["target"]}
+        row["bound"] = max(parts, key=lambda name: parts[name])
+        row["ratio"] = row["tokens_per_second"] / one["tokens_per_second"]
+        row["predicted"] = row["accept_length"] * one["step"] / parts[row["bound"]]
+
+
+def report(rows: list[Row]) -> int:
+    """Prints the table, and whether what has to hold does; 1 where it does not."""
+    print(
+        f"{'milliseconds':10} {'tree':8} {'order':8} {'T':>3} {'tokens/s':>8} {'accept':>6} {'first':>6} {'step':>6}"
+        + "".join(f" {name:>6}" for name in COLUMNS)
+        + f" {'bound':8} {'ratio':>6} {'predicted':>9} {'within 10 %':>11}"
+    )
+    misses, worst = [], 0.0
+    for row in rows:
+        off = row["ratio"] / row["predicted"] - 1
+        held = abs(off) <= TOLERANCE
+        worst = max(worst, abs(off))
+        name = " ".join(filter(None, (row["algorithm"], row["tree"], row["order"])))
+        if not held:
+            misses.append(f"{name} at temperature {row['T']:g} ({off:+.0%})")
         print(
-            f"{row['algorithm']:10} {row['tree']:8} {row['order']:8} {row['temperature']:3.0f} "
-            f"{row['tokens_per_second']:9.0f} {row['accept_length']:6.2f} {row['step_ms']:8.3f} "
-            f"{row['target_ms']:7.3f} {row['draft_ms']:6.3f} {row['host_ms']:6.3f} {row['ratio']:6.2f} "
-            f"{row['predicted']:9.2f}"
+            f"{row['algorithm']:12} {row['tree']:8} {row['order']:8} {row['T']:3.0f} {row['tokens_per_second']:8.0f} "
+            f"{row['accept_length']:6.2f} {row['first']:6.2f} {row['step']:6.3f}"
+            + "".join(f" {row[name]:6.3f}" for name in COLUMNS)
+            + f" {row['bound']:8} {row['ratio']:6.2f} {row['predicted']:9.2f} {'yes' if held else 'NO':>6} {off:+.0%}"
         )
+    is_quick = True
+    for row in rows:
+        if row["algorithm"] == "NONE":
+            times = row["step"] / row["target"]
+            is_quick &= times <= MOST_OF_REPLAY
+            print(
+                f"plain step at temperature {row['T']:g}: {row['step']:.3f} ms, bare replay of its graph "
+                f"{row['target']:.3f} ms, {times:.2f} times (at most {MOST_OF_REPLAY}): "
+                + ("yes" if times <= MOST_OF_REPLAY else "NO")
+            )
+    print(
+        f"ratios within {TOLERANCE:.0%} of their predictions: "
+        + (f"yes, at most {worst:.0%} off" if not misses else f"NO, {', '.join(misses)}")
+    )
+    return 0 if is_quick and not misses else 1
 
 
 if __name__ == "__main__":
