@@ -134,7 +134,12 @@ class Engine:
     def flush_cache(self) -> "Future[int]":
         """Drops cached prefixes that nothing uses; the future gives the number of pages."""
         future: Future[int] = Future()
-        self._inbox.put(lambda: future.set_result(self._scheduler.prefix_tree.clear()))
+
+        def flush() -> None:
+            if future.set_running_or_notify_cancel():  # whoever asked may have gone
+                future.set_result(self._scheduler.prefix_tree.clear())
+
+        self._inbox.put(flush)
         return future
 
     def load(self) -> Load:
@@ -196,7 +201,8 @@ class Engine:
                 self._ahead.finish(self._flight)
         except BaseException as error:
             logger.exception("the engine failed; the verifier has to be restarted")
-            self._failure = error
+            with self._submit_lock:  # what is submitted from now on is refused, what was before is answered below
+                self._failure = error
         self._take_inbox()
         self._live.end_all(Unavailable("the verifier stopped; retry"))
         self._emit()

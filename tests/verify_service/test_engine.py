@@ -1,5 +1,6 @@
 """The engine with a real model and a real draft process: what requests ask for, how they end, what is left behind."""
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -172,6 +173,16 @@ def test_prefixes_are_shared(plain: Harness) -> None:
     third = plain.run([Job(prompt, GREEDY)])[0]
     assert third.finish.cached_tokens == 0
     assert third.tokens == first.tokens
+
+
+def test_a_flush_that_was_given_up_does_not_end_the_engine(plain: Harness) -> None:
+    gate = threading.Event()
+    plain.engine._inbox.put(lambda: gate.wait(20))
+    flushed = plain.engine.flush_cache()
+    assert flushed.cancel()
+    gate.set()
+    assert len(plain.run([Job([5, 6], GREEDY)])[0].tokens) == 16
+    assert plain.engine.failure is None
 
 
 def test_a_long_prompt_delays_a_stream_by_one_chunk_a_step(target: Path) -> None:
