@@ -201,7 +201,7 @@ class Engine:
                 self._ahead.finish(self._flight)
         except BaseException as error:
             logger.exception("the engine failed; the verifier has to be restarted")
-            with self._submit_lock:  # what is submitted from now on is refused, what was before is answered below
+            with self._submit_lock:  # what was submitted before is answered below
                 self._failure = error
         self._take_inbox()
         self._live.end_all(Unavailable("the verifier stopped; retry"))
