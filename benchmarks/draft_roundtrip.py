@@ -96,7 +96,11 @@ def main() -> None:
                 client = DraftClient(
                     target,
                     lambda info, epoch: draft_pb2.AttachRequest(
-                        epoch=epoch, vocab_size=10_000, max_batch=64, max_context=100_000
+                        protocol=info.protocol,
+                        epoch=epoch,
+                        vocab_size=10_000,
+                        max_batch=64,
+                        max_context=100_000,
                     ),
                     step_timeout=1.0,
                 )

@@ -14,6 +14,7 @@ from draft_service.metrics import DrafterMetrics
 from draft_service.session import Session
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.errors import AttachRefused, InvalidRequest, Overloaded, Unavailable
+from foredraft.rpc.protocol import DRAFT_PROTOCOL
 from foredraft.transport.process import own_identity
 
 SERVICE_NAME = "foredraft.api.draft.v1.DraftService"
@@ -51,6 +52,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         del self._info.transports[:]
         self._info.transports.extend(supported_transports(self._info, drafter.device))
         self._info.process.CopyFrom(own_identity())
+        self._info.protocol = DRAFT_PROTOCOL
         self._metrics = DrafterMetrics(self._info.algorithm)
 
     async def wait_closed(self, timeout: float) -> None:
@@ -157,6 +159,10 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self, drafter: Drafter, attach: draft_pb2.AttachRequest
     ) -> tuple[Session, draft_pb2.AttachResponse]:
         """In the drafter's thread: maps the arena, then makes the proposer."""
+        if attach.protocol != DRAFT_PROTOCOL:
+            raise AttachRefused(
+                "protocol", f"this draft speaks {DRAFT_PROTOCOL}, the verifier {attach.protocol}"
+            )
         reader, exchange = open_arena(self._info, attach, drafter.device)
         with contextlib.ExitStack() as undo:
             for end in (reader, exchange):

@@ -6,6 +6,7 @@ Made and freed in the draft client's thread, written by the engine's. Which rows
 
 import ipaddress
 import logging
+import mmap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -245,7 +246,9 @@ class Arena:
         epoch: int,
         steps: StepSizes | None,
     ) -> HiddenWriter:
-        capacity = min(self._max_bytes // row.num_bytes, self._useful_rows)
+        # A page of the region is the header.
+        room = self._max_bytes - mmap.PAGESIZE
+        capacity = min(room // row.num_bytes, self._useful_rows)
         if capacity < 1:
             raise AttachRefused(
                 "hidden.width", f"a row of {row.num_bytes} bytes does not fit --arena-mb"

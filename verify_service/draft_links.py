@@ -10,8 +10,10 @@ import torch
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import VerifyConfig
 from foredraft.config.speculation import MODELS, each_draft, largest_limits, with_tree_defaults
+from foredraft.errors import AttachRefused
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.speculation import resolve
+from foredraft.rpc.protocol import DRAFT_PROTOCOL
 from foredraft.rpc.tls import service_identity
 from foredraft.text.tokenizer import tokenizer_fingerprint
 from foredraft.transport.device_exchange import StepSizes
@@ -88,11 +90,18 @@ class DraftLink:
             self._metrics.attaches.inc()
 
     def _attach(self, info: draft_pb2.GetDraftInfoResponse, epoch: int) -> draft_pb2.AttachRequest:
+        if info.protocol != DRAFT_PROTOCOL:
+            raise AttachRefused(
+                "protocol",
+                f"the draft, version {info.version or 'unknown'}, speaks {info.protocol}, this verifier "
+                f"{DRAFT_PROTOCOL}; both must be of one release",
+            )
         model = self._model.config
         num_pages, page_size, context_length = self._pool
         steps, topk, tokens = self.config.tree_limits
         return draft_pb2.AttachRequest(
             epoch=epoch,
+            protocol=DRAFT_PROTOCOL,
             target_fingerprint=model.fingerprint,
             architecture=model.architecture,
             hidden_size=model.hidden_size,

@@ -4,6 +4,7 @@ A segment is a file in /dev/shm, made and mapped here rather than by multiproces
 would unlink in one process what another one owns. The verifier writes; the draft maps it read-only. Linux only.
 """
 
+import errno
 import logging
 import mmap
 import os
@@ -69,7 +70,7 @@ class SharedMemoryWriter(RingWriter):
         try:
             self._map: mmap.mmap | None = _create(self._path, size)
         except OSError as error:
-            raise ArenaError("size", f"no segment of {size} bytes: {error}") from error
+            raise ArenaError("size", f"no segment of {size} bytes: {_why(error)}") from error
         _HEADER.pack_into(self._map, 0, _MAGIC, epoch, size)
         self._rows: np.ndarray | None = np.frombuffer(
             self._map, dtype=np.uint8, offset=_FIRST_ROW
@@ -162,6 +163,18 @@ def remove_leftovers() -> int:
 def _new_name() -> str:
     pid = os.getpid()
     return f"foredraft-{pid}-{start_time(pid)}-{pid_namespace()}-{secrets.token_hex(8)}"
+
+
+def _why(error: OSError) -> str:
+    """Why there is no segment, and what to do about it: a container has 64 MiB of /dev/shm unless it is given more."""
+    if error.errno != errno.ENOSPC:
+        return str(error)
+    room = os.statvfs(FOLDER)
+    free, total = (blocks * room.f_frsize >> 20 for blocks in (room.f_bavail, room.f_blocks))
+    return (
+        f"{FOLDER} has {free} of {total} MiB left; give its container more (docker run --shm-size, Kubernetes: an "
+        "emptyDir of medium Memory there), or lower --arena-mb"
+    )
 
 
 def _create(path: Path, size: int) -> mmap.mmap:

@@ -15,6 +15,7 @@ from draft_service.service import SERVICE_NAME, DraftService
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.errors import AttachRefused
 from foredraft.rpc.channel import channel, check_health
+from foredraft.rpc.protocol import DRAFT_PROTOCOL
 from foredraft.rpc.server import RpcServer
 from foredraft.telemetry import metrics
 from tests.support.drafts import DraftStream, attach_request, open_stream
@@ -204,6 +205,17 @@ def test_what_happens_is_counted(
         assert [a - b for a, b in zip(figures(), before, strict=True)] == [2, 6, 4, 1]
     assert attaches("accepted") == accepted + 1
     assert attaches("refused") == refused + 2
+
+
+def test_a_verifier_of_another_protocol_is_refused(slow: tuple[SlowDrafter, str]) -> None:
+    drafter, target = slow
+    for protocol in (0, DRAFT_PROTOCOL + 1):
+        with pytest.raises(grpc.RpcError, match="protocol") as caught:
+            DraftStream(target, attach_request(protocol=protocol))
+        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert drafter.events.empty()
+    with open_stream(target, attach_request()):
+        assert drafter.next_event() == "attach"
 
 
 def test_a_stop_during_a_step_frees_the_session() -> None:

@@ -16,6 +16,7 @@ import grpc
 
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.rpc.channel import channel, wait_ready
+from foredraft.rpc.protocol import DRAFT_PROTOCOL
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,6 +163,7 @@ def attach_request(**changes: Any) -> draft_pb2.AttachRequest:
     limits = draft_pb2.TreeLimits(num_steps=3, topk=2, num_draft_tokens=8)
     values = {
         "epoch": 1,
+        "protocol": DRAFT_PROTOCOL,
         "vocab_size": 128,
         "page_size": 4,
         "num_pages": 64,

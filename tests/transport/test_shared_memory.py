@@ -235,7 +235,7 @@ def test_rows_outside_the_ring_are_refused(
 def test_no_room_means_another_transport() -> None:
     row = RowFormat(1 << 20, torch.float32)
     capacity = 1 << 26  # 256 TiB
-    with pytest.raises(ArenaError, match="segment"):
+    with pytest.raises(ArenaError, match="--shm-size"):
         choice.open_writer([tensor_pb2.TRANSPORT_SHM], row, capacity, EPOCH)
     writer = choice.open_writer(choice.supported(), row, capacity, EPOCH)
     assert writer.arena.transport == tensor_pb2.TRANSPORT_INLINE

@@ -1,5 +1,6 @@
 """Exchange regions by attach: which transport, how large, and when they end."""
 
+import mmap
 import os
 import signal
 import subprocess
@@ -95,11 +96,11 @@ def test_each_attach_gets_a_region_of_its_own() -> None:
 
 
 def test_a_region_is_no_larger_than_allowed() -> None:
-    arena = make(max_bytes=2560)
+    arena = make(max_bytes=2560 + mmap.PAGESIZE)
     assert arena.open(info(), 1).tensors[0].shape == [10, 64]
     arena.ended(1, None)
     with pytest.raises(AttachRefused, match="--arena-mb"):
-        make(max_bytes=100).open(info(), 1)
+        make(max_bytes=100 + mmap.PAGESIZE).open(info(), 1)
 
 
 def test_a_required_transport_is_the_only_one() -> None:

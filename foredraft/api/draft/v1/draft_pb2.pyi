@@ -12,7 +12,7 @@ class GetDraftInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetDraftInfoResponse(_message.Message):
-    __slots__ = ("algorithm", "model", "kv_bytes_per_token", "weight_bytes", "hidden", "transports", "limits", "vocab_size", "tokenizer_fingerprint", "uses_pages", "version", "device_uuid", "process", "shared_weights", "shared_weight_bytes", "bytes_per_sequence", "workspace_bytes", "device_steps")
+    __slots__ = ("algorithm", "model", "kv_bytes_per_token", "weight_bytes", "hidden", "transports", "limits", "vocab_size", "tokenizer_fingerprint", "uses_pages", "version", "device_uuid", "process", "shared_weights", "shared_weight_bytes", "bytes_per_sequence", "workspace_bytes", "device_steps", "protocol")
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class GetDraftInfoResponse(_message.Message):
     BYTES_PER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     WORKSPACE_BYTES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     algorithm: str
     model: str
     kv_bytes_per_token: int
@@ -49,7 +50,8 @@ class GetDraftInfoResponse(_message.Message):
     bytes_per_sequence: int
     workspace_bytes: int
     device_steps: bool
-    def __init__(self, algorithm: _Optional[str] = ..., model: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., hidden: _Optional[_Union[HiddenNeeds, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[_tensor_pb2.Transport, str]]] = ..., limits: _Optional[_Union[TreeLimits, _Mapping]] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., uses_pages: bool = ..., version: _Optional[str] = ..., device_uuid: _Optional[str] = ..., process: _Optional[_Union[_tensor_pb2.Process, _Mapping]] = ..., shared_weights: _Optional[_Iterable[str]] = ..., shared_weight_bytes: _Optional[int] = ..., bytes_per_sequence: _Optional[int] = ..., workspace_bytes: _Optional[int] = ..., device_steps: bool = ...) -> None: ...
+    protocol: int
+    def __init__(self, algorithm: _Optional[str] = ..., model: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., hidden: _Optional[_Union[HiddenNeeds, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[_tensor_pb2.Transport, str]]] = ..., limits: _Optional[_Union[TreeLimits, _Mapping]] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., uses_pages: bool = ..., version: _Optional[str] = ..., device_uuid: _Optional[str] = ..., process: _Optional[_Union[_tensor_pb2.Process, _Mapping]] = ..., shared_weights: _Optional[_Iterable[str]] = ..., shared_weight_bytes: _Optional[int] = ..., bytes_per_sequence: _Optional[int] = ..., workspace_bytes: _Optional[int] = ..., device_steps: bool = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class HiddenNeeds(_message.Message):
     __slots__ = ("layers", "width", "dtype")
@@ -88,7 +90,7 @@ class SpeculateResponse(_message.Message):
     def __init__(self, attach: _Optional[_Union[AttachResponse, _Mapping]] = ..., step: _Optional[_Union[StepResponse, _Mapping]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("epoch", "target_fingerprint", "architecture", "hidden_size", "num_layers", "vocab_size", "tokenizer_fingerprint", "page_size", "num_pages", "max_batch", "max_context", "limits", "draft_sampling", "arena", "weights")
+    __slots__ = ("epoch", "target_fingerprint", "architecture", "hidden_size", "num_layers", "vocab_size", "tokenizer_fingerprint", "page_size", "num_pages", "max_batch", "max_context", "limits", "draft_sampling", "arena", "weights", "protocol")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +106,7 @@ class AttachRequest(_message.Message):
     DRAFT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     target_fingerprint: str
     architecture: str
@@ -119,7 +122,8 @@ class AttachRequest(_message.Message):
     draft_sampling: str
     arena: _tensor_pb2.Arena
     weights: _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Arena]
-    def __init__(self, epoch: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., architecture: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_batch: _Optional[int] = ..., max_context: _Optional[int] = ..., limits: _Optional[_Union[TreeLimits, _Mapping]] = ..., draft_sampling: _Optional[str] = ..., arena: _Optional[_Union[_tensor_pb2.Arena, _Mapping]] = ..., weights: _Optional[_Iterable[_Union[_tensor_pb2.Arena, _Mapping]]] = ...) -> None: ...
+    protocol: int
+    def __init__(self, epoch: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., architecture: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_batch: _Optional[int] = ..., max_context: _Optional[int] = ..., limits: _Optional[_Union[TreeLimits, _Mapping]] = ..., draft_sampling: _Optional[str] = ..., arena: _Optional[_Union[_tensor_pb2.Arena, _Mapping]] = ..., weights: _Optional[_Iterable[_Union[_tensor_pb2.Arena, _Mapping]]] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("epoch", "kv_bytes")
