@@ -1,8 +1,12 @@
 """How many KV pages fit: counts weights, the target's KV and the draft's."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from foredraft.errors import ConfigError
 from foredraft.models.config import ModelConfig
@@ -10,6 +14,8 @@ from foredraft.runner.decode_step import ROWS_AT_ONCE
 
 CPU_FRACTION = 0.4
 GPU_FRACTION = 0.85
+# Of messages by which others than torch's allocator say that a GPU's memory is used up.
+RAN_OUT = ("out of memory", "ALLOC_FAILED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +120,34 @@ def num_pages(
             f"--cuda-graph-max-bs, --speculative-num-draft-tokens or --chunked-prefill-size"
         )
     return pages
+
+
+@contextlib.contextmanager
+def explained(what: str, flags: str) -> Iterator[None]:
+    """While it lasts, a GPU that runs out of memory is an error that says what helps.
+
+    Args:
+        what: Needs the memory.
+        flags: To lower.
+
+    Raises:
+        ConfigError: There is too little.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _ran_out(error):
+            raise
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"no memory is left on the GPU for {what}: lower {flags} ({reason})"
+        ) from error
+
+
+def _ran_out(error: BaseException | None) -> bool:
+    """Whether memory was the cause, which a capture that it broke off hides behind an error of its own."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in RAN_OUT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

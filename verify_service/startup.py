@@ -45,6 +45,7 @@ from verify_service.memory import (
     GPU_FRACTION,
     GpuBudget,
     available_host_bytes,
+    explained,
     num_pages,
     workspace_bytes,
 )
@@ -164,7 +165,9 @@ def build_engine(
     # The scratch page takes what padding rows of captured steps write.
     scratch = 0 if device.type == "cpu" else 1
     scales = kv_scales(config, target.model, kv_dtype)
-    kv = PagedKV.for_model(model_config, pages, page_size, kv_dtype, device, scratch, scales)
+    pool_flag = "--mem-fraction-static" if config.max_total_tokens is None else "--max-total-tokens"
+    with explained("the KV cache", pool_flag):
+        kv = PagedKV.for_model(model_config, pages, page_size, kv_dtype, device, scratch, scales)
     runner = ModelRunner(target.model, kv, attention_for(device))
     pool = PagePool(pages, page_size)
     drafts = {link.name: _drafting(link, pool, limits, metrics) for link in links}
@@ -207,7 +210,11 @@ def build_engine(
         str(kv_dtype).removeprefix("torch."),
         pages * target_bytes / 2**20,
     )
-    target_step = _target_step(config, runner, limits, thresholds, tree_limits, links)
+    with explained(
+        "the steps' CUDA graphs",
+        f"{pool_flag}, --cuda-graph-max-bs, --speculative-num-draft-tokens or --max-running-requests",
+    ):
+        target_step = _target_step(config, runner, limits, thresholds, tree_limits, links)
     times = None
     if len(links) > 1 or (links and config.speculative_adaptive):
         times = _measure(target_step, runner, pool)

@@ -1,8 +1,9 @@
-"""What fills the card: weights, KV, graphs and the rest, with an engine and its draft at a given share of the memory.
+"""What fills the card, and how many tokens of KV that leaves: an engine and its draft at a given share of the memory.
 
-    python -m benchmarks.gpu.capacity --modes none chain tree --mem-fraction-static 0.85
+    python -m benchmarks.gpu.capacity --modes none chain tree --batch 512
 
-8B shape with random weights in bfloat16 and an EAGLE-3 head, as in `benchmarks.gpu.decode`.
+8B shape with random weights in bfloat16 and an EAGLE-3 head, as in `benchmarks.gpu.decode`. Needs the card alone: what others hold
+is counted as the verifier's context.
 """
 
 import argparse
@@ -10,15 +11,20 @@ import json
 import multiprocessing
 import sys
 import tempfile
+import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
+from foredraft.config.options import to_flags
 from foredraft.config.services import KV_CACHE_DTYPES
-from tests.support.engines import running_engine
+from foredraft.telemetry import logging as telemetry_logging
+from tests.support.drafts import DraftProcess
+from tests.support.engines import CHANGED, DRAFT_FLAGS, Harness, running_engine
 
 
 def main() -> int:
@@ -28,63 +34,110 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", default=["none", "chain"], choices=list(MODES))
     parser.add_argument("--mem-fraction-static", type=float, default=0.85)
     parser.add_argument("--batch", type=int, default=32, help="--max-running-requests")
+    parser.add_argument(
+        "--cuda-graph-max-bs", type=int, help="capturing each of 170 shapes takes a while"
+    )
     parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES)
     parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         target, head = write_checkpoints(Path(folder), args.layers)
         # A process keeps what it has once taken of the card, so each mode has one of its own.
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
-            jobs = [pool.submit(_measure, mode, target, head, args) for mode in args.modes]
-            rows = [job.result() for job in jobs]
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "gpu_capacity.json").write_text(json.dumps(rows, indent=1))
-    names = list(rows[0])
-    print("MiB, but for tokens")
-    for name in names:
-        print(f"{name:26}" + "".join(f"{row[name]:>12}" for row in rows))
+            for mode in args.modes:
+                started = time.monotonic()
+                rows.append(pool.submit(_measure, mode, target, head, args).result())
+                print(f"{mode}: {time.monotonic() - started:.0f} s", flush=True)
+                (args.out / "gpu_capacity.json").write_text(json.dumps(rows, indent=1))
+    _report(rows)
     return 0
 
 
 def _measure(mode: str, target: Path, head: Path, args: argparse.Namespace) -> dict[str, Any]:
+    telemetry_logging.setup("verify", "info", "text")
     algorithm, flags = flags_of(mode, head, args.batch, 1024)
-    del flags["max_total_tokens"]
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    before = total - free
-    flags["mem_fraction_static"] = args.mem_fraction_static
-    flags["kv_cache_dtype"] = args.kv_cache_dtype
-    with running_engine(target, algorithm, **flags, max_total_tokens=None) as harness:
-        engine = harness.engine
-        runner = engine._target._runner
-        free, total = torch.cuda.mem_get_info()
-        used = total - free
-        weights = sum(w.numel() * w.element_size() for w in set(runner.model.parameters()))
-        kv = runner.kv.data.numel() * runner.kv.data.element_size()
-        tokens = engine.limits.num_pages * engine.limits.page_size
-        draft_weights = draft_kv = 0
-        drafting = engine._drafting
-        if drafting is not None:
-            info = drafting._client.info
-            assert info is not None
-            draft_weights = info.weight_bytes
-            draft_kv = info.kv_bytes_per_token * tokens
-        rest = used - weights - kv - draft_weights - draft_kv
+    flags |= {
+        "mem_fraction_static": args.mem_fraction_static,
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "cuda_graph_max_bs": args.cuda_graph_max_bs,
+        "max_total_tokens": None,
+    }
+    context, total = _in_use()
+    with ExitStack() as stack:
+        draft_loaded = 0
+        if algorithm != "NONE":
+            own = {"model_path": str(target), "speculative_algorithm": algorithm, **flags}
+            known = {name: own[name] for name in own if name in {*DRAFT_FLAGS, *CHANGED}}
+            draft = stack.enter_context(DraftProcess(*to_flags(known)))
+            draft_loaded = _in_use()[0] - context
+            flags["draft"] = (f"{algorithm}={draft.target}",)
+        harness = stack.enter_context(running_engine(target, algorithm, **flags))
+        parts = _parts(harness, context, draft_loaded)
+        in_use = _in_use()[0]
+        tokens = harness.engine.limits.num_pages * harness.engine.limits.page_size
+    rest = in_use - sum(parts.values())
     return {
         "mode": mode,
-        "card": total >> 20,
-        "in use before": before >> 20,
-        "in use": used >> 20,
-        "share in use": f"{used / total:.3f}",
         "tokens of KV": tokens,
-        "target: weights": weights >> 20,
-        "target: KV": kv >> 20,
-        "draft: weights": draft_weights >> 20,
-        "draft: KV": draft_kv >> 20,
-        "graphs, buffers, contexts": rest >> 20,
+        "share of the card in use": round(in_use / total, 4),
+        "bytes": {
+            "card": total,
+            "in use": in_use,
+            **parts,
+            "verifier: kernels and graphs outside torch; draft: graphs, buffers": rest,
+        },
     }
+
+
+def _in_use() -> tuple[int, int]:
+    """Bytes of the card that are taken, and all of its bytes."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free, total
+
+
+def _parts(harness: Harness, context: int, draft_loaded: int) -> dict[str, int]:
+    """Bytes that can be told apart; `draft_loaded` are a draft's before it was attached."""
+    engine = harness.engine
+    runner = engine._target._runner
+    weights = sum(w.numel() * w.element_size() for w in set(runner.model.parameters()))
+    kv = runner.kv.data.numel() * runner.kv.data.element_size()
+    graphs = sum(
+        segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+    draft_weights = draft_kv = 0
+    drafting = engine._drafting
+    if drafting is not None:
+        info = drafting._client.info
+        assert info is not None
+        draft_weights = info.weight_bytes
+        draft_kv = info.kv_bytes_per_token * engine.limits.num_pages * engine.limits.page_size
+    return {
+        "target: weights": weights,
+        "target: KV": kv,
+        "draft: weights": draft_weights,
+        "draft: KV": draft_kv,
+        "verifier: memory of its graphs": graphs,
+        "verifier: buffers, and room for steps with prompts": torch.cuda.memory_reserved()
+        - weights
+        - kv
+        - graphs,
+        "verifier: CUDA context": context,
+        "draft: CUDA context and kernels": draft_loaded - draft_weights,
+    }
+
+
+def _report(rows: list[dict[str, Any]]) -> None:
+    print(f"{'MiB':70}" + "".join(f"{row['mode']:>10}" for row in rows))
+    for name in rows[0]["bytes"]:
+        print(f"{name:70}" + "".join(f"{row['bytes'][name] >> 20:>10}" for row in rows))
+    for name in ("share of the card in use", "tokens of KV"):
+        print(f"{name:70}" + "".join(f"{row[name]:>10}" for row in rows))
 
 
 if __name__ == "__main__":

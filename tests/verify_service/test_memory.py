@@ -1,11 +1,12 @@
 """How much of a GPU is left for KV, and what is said when nothing is."""
 
 import pytest
+import torch
 
 from foredraft.errors import ConfigError
 from foredraft.models.config import ModelConfig
 from tests.support.checkpoints import make_checkpoint
-from verify_service.memory import GpuBudget, num_pages, workspace_bytes
+from verify_service.memory import GpuBudget, explained, num_pages, workspace_bytes
 
 GIB = 1 << 30
 
@@ -36,3 +37,30 @@ def test_a_card_that_is_too_small_is_refused_with_the_flags_that_help():
             max_total_tokens=None,
             max_useful_tokens=1000,
         )
+
+
+def broken_off_capture() -> RuntimeError:
+    """As torch reports it: the end of the capture fails because of what happened in it."""
+    error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    error.__context__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee the manual"),
+        broken_off_capture(),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+    ],
+)
+def test_running_out_of_memory_names_the_flags_that_help(error):
+    message = r"for the graphs: lower --this or --that \([^\n]*\)$"
+    with pytest.raises(ConfigError, match=message), explained("the graphs", "--this or --that"):
+        raise error
+
+
+def test_other_errors_stay_as_they_are():
+    with pytest.raises(RuntimeError, match="illegal"), explained("the graphs", "--this"):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
