@@ -13,30 +13,17 @@ from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
 from foredraft.errors import ForedraftError, InvalidRequest, Overloaded, Unavailable
 from foredraft.telemetry import tracing
 from foredraft.telemetry.tracing import Span
-from foredraft.types import (
-    FinishReason,
-    Grammar,
-    GrammarKind,
-    SamplingParams,
-    SpeculationParams,
-)
+from foredraft.types import FinishReason, Grammar
 from verify_service.engine import Engine
 from verify_service.grammar.compiler import GrammarCompiler
 from verify_service.live_requests import EngineRequest
+from verify_service.messages import engine_request, response
 from verify_service.outputs import Finish, Load, StepOutput
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.5
 MAX_PENDING_MESSAGES = 4096  # steps that a gateway may lag behind before its stream is ended
-
-FINISH_REASONS = {
-    FinishReason.STOP: verify_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: verify_pb2.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: verify_pb2.FINISH_REASON_CANCELLED,
-    FinishReason.DEADLINE: verify_pb2.FINISH_REASON_DEADLINE,
-    FinishReason.ERROR: verify_pb2.FINISH_REASON_ERROR,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +168,19 @@ class _Stream:
 
     def heartbeat(self) -> verify_pb2.RunResponse:
         """The engine's load alone."""
-        return _response([], self._engine.load())
+        return response([], self._engine.load())
 
     def submit(self, submit: verify_pb2.SubmitRequest) -> None:
-        """Hands a request to the engine, or answers why not; first its grammar is compiled, if it has a new one."""
+        """Hands a request to the engine, or answers why not; first its grammar is compiled, if it has a new one.
+
+        Raises:
+            InvalidRequest: Its id is in use, so that no answer could be told from the other request's.
+        """
+        if submit.id in self._live or submit.id in self._compiling:
+            raise InvalidRequest("id", f"{submit.id} is in use on this stream")
         span = tracing.begin("verify", "server", submit.traceparent)
         try:
-            if submit.id in self._live or submit.id in self._compiling:
-                raise InvalidRequest("id", f"{submit.id} is in use on this stream")
-            request = self._engine_request(submit, span.traceparent)
+            request = engine_request(submit, span.traceparent, self._sink)
             grammar = request.sampling.grammar
             if grammar is not None:
                 request.sampling.validate(self._engine.limits.vocab_size)
@@ -224,6 +215,10 @@ class _Stream:
             self._end_unsubmitted(request.tag, span, Finish(FinishReason.DEADLINE))
         except ForedraftError as error:
             self._end_unsubmitted(request.tag, span, Finish(FinishReason.ERROR, error=error))
+        except Exception:  # whatever it is, the request's sender waits for an answer
+            logger.exception("a grammar could not be compiled")
+            defect = ForedraftError("the grammar could not be compiled: an error of the verifier")
+            self._end_unsubmitted(request.tag, span, Finish(FinishReason.ERROR, error=defect))
         finally:
             self._compiling.pop(request.tag, None)
             self._finish_if_idle()
@@ -265,44 +260,6 @@ class _Stream:
             span.end({}, error="the gateway was lost")
         self._spans.clear()
 
-    def _engine_request(self, submit: verify_pb2.SubmitRequest, traceparent: str) -> EngineRequest:
-        given, asked = submit.sampling, submit.speculation
-        return EngineRequest(
-            tag=submit.id,
-            prompt=list(submit.prompt),
-            sampling=SamplingParams(
-                temperature=given.temperature,
-                top_k=given.top_k or -1,
-                top_p=given.top_p or 1.0,
-                min_p=given.min_p,
-                repetition_penalty=given.repetition_penalty or 1.0,
-                frequency_penalty=given.frequency_penalty,
-                presence_penalty=given.presence_penalty,
-                logit_bias=dict(given.logit_bias),
-                seed=given.seed,
-                max_new_tokens=given.max_new_tokens,
-                min_new_tokens=given.min_new_tokens,
-                stop_token_ids=tuple(given.stop_token_ids),
-                ignore_eos=given.ignore_eos,
-                logprobs=given.logprobs if given.HasField("logprobs") else None,
-                grammar=_grammar(given.grammar),
-            ),
-            speculation=SpeculationParams(
-                enabled=asked.enabled if asked.HasField("enabled") else None,
-                num_steps=asked.num_steps if asked.HasField("num_steps") else None,
-                topk=asked.topk if asked.HasField("topk") else None,
-                num_draft_tokens=asked.num_draft_tokens
-                if asked.HasField("num_draft_tokens")
-                else None,
-            ),
-            priority=submit.priority,
-            timeout_seconds=submit.timeout_seconds or None,
-            key_label=submit.key_label,
-            return_provenance=submit.return_provenance,
-            sink=self._sink,
-            traceparent=traceparent,
-        )
-
     def _sink(self, outputs: list[StepOutput], load: Load) -> None:
         try:
             self._loop.call_soon_threadsafe(self._deliver, outputs, load)
@@ -319,17 +276,12 @@ class _Stream:
                 self.overflowed = True
                 self._messages.put_nowait(None)
             return
-        self._messages.put_nowait(_response(outputs, load))
+        self._messages.put_nowait(response(outputs, load))
         self._finish_if_idle()
 
     def _finish_if_idle(self) -> None:
         if self._ended and not self._live and not self._compiling:
             self._messages.put_nowait(None)
-
-
-def _grammar(given: verify_pb2.Grammar) -> Grammar | None:
-    kind = given.WhichOneof("kind")
-    return None if kind is None else Grammar(GrammarKind(kind), getattr(given, kind))
 
 
 def _end_span(span: Span, finish: Finish) -> None:
@@ -345,69 +297,3 @@ def _end_span(span: Span, finish: Finish) -> None:
         "foredraft.queue_seconds": finish.queue_seconds,
     }
     span.end(attributes, error=str(finish.error or ""))
-
-
-def _response(outputs: list[StepOutput], load: Load) -> verify_pb2.RunResponse:
-    return verify_pb2.RunResponse(
-        outputs=[_output(output) for output in outputs],
-        load=verify_pb2.Load(
-            waiting=load.waiting,
-            running=load.running,
-            free_pages=load.free_pages,
-            total_pages=load.total_pages,
-            draft_available=load.draft_available,
-        ),
-    )
-
-
-def _output(output: StepOutput) -> verify_pb2.SequenceOutput:
-    message = verify_pb2.SequenceOutput(id=output.tag, tokens=output.tokens, drafted=output.drafted)
-    for logprob in output.logprobs:
-        message.logprobs.add(
-            logprob=logprob.logprob,
-            top_tokens=logprob.top_tokens,
-            top_logprobs=logprob.top_logprobs,
-        )
-    if output.tree is not None:
-        tree = output.tree
-        message.tree.CopyFrom(
-            verify_pb2.VerifiedTree(
-                tokens=tree.tokens,
-                parents=tree.parents,
-                accepted=tree.accepted,
-                draft=tree.draft,
-            )
-        )
-    if output.finish is not None:
-        _fill_finish(message.finish, output.finish)
-    return message
-
-
-def _fill_finish(message: verify_pb2.Finish, finish: Finish) -> None:
-    message.reason = FINISH_REASONS[finish.reason]
-    if finish.stop_token is not None:
-        message.stop_token = finish.stop_token
-    message.prompt_tokens = finish.prompt_tokens
-    message.completion_tokens = finish.completion_tokens
-    message.cached_tokens = finish.cached_tokens
-    message.verify_steps = finish.verify_steps
-    message.drafted_tokens = finish.drafted_tokens
-    message.accepted_tokens = finish.accepted_tokens
-    message.preemptions = finish.preemptions
-    message.queue_seconds = finish.queue_seconds
-    message.lossy = finish.lossy
-    message.accepted_histogram.extend(finish.accepted_histogram)
-    error = finish.error
-    if error is None:
-        return
-    message.error.message = str(error)
-    if isinstance(error, InvalidRequest):
-        message.error.code = verify_pb2.ERROR_CODE_INVALID_ARGUMENT
-        message.error.field, message.error.message = error.field, error.message
-    elif isinstance(error, Overloaded):
-        message.error.code = verify_pb2.ERROR_CODE_OVERLOADED
-        message.error.retry_after_seconds = error.retry_after_seconds
-    elif isinstance(error, Unavailable):
-        message.error.code = verify_pb2.ERROR_CODE_UNAVAILABLE
-    else:
-        message.error.code = verify_pb2.ERROR_CODE_INTERNAL

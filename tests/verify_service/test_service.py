@@ -2,38 +2,102 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from foredraft.api.verify.v1 import verify_pb2
+from foredraft.errors import InvalidRequest
+from foredraft.types import Grammar
 from verify_service.outputs import Load
 from verify_service.service import VerifyService
 
 
-class BrokenEngine:
-    """Fails in a way that nobody foresaw."""
+class Engine:
+    """Takes requests and never ends one."""
+
+    def __init__(self) -> None:
+        self.limits = SimpleNamespace(vocab_size=10)
+        self.submitted: list[Any] = []
+        self.cancelled: list[int] = []
 
     def load(self) -> Load:
         return Load(waiting=0, running=0, free_pages=1, total_pages=1, draft_available=False)
+
+    def submit(self, request: Any) -> int:
+        self.submitted.append(request)
+        return len(self.submitted)
+
+    def cancel(self, number: int) -> None:
+        self.cancelled.append(number)
+
+
+class BrokenEngine(Engine):
+    """Fails in a way that nobody foresaw."""
 
     def submit(self, request: object) -> int:
         raise ZeroDivisionError("a defect")
 
 
-def test_a_stream_whose_requests_are_not_read_any_more_ends() -> None:
+class BrokenCompiler:
+    """Likewise, as where no process can be started any more."""
+
+    def cached(self, grammar: Grammar) -> None:
+        return None
+
+    async def compile(self, grammar: Grammar) -> None:
+        raise OSError("too many open files")
+
+
+def submit(number: int, **sampling: Any) -> verify_pb2.RunRequest:
+    params = verify_pb2.Sampling(max_new_tokens=4, **sampling)
+    return verify_pb2.RunRequest(
+        submit=verify_pb2.SubmitRequest(id=number, prompt=[1], sampling=params)
+    )
+
+
+def messages(
+    engine: Engine,
+    requests: list[verify_pb2.RunRequest],
+    *,
+    ends: bool = False,
+    compiler: Any = None,
+) -> list[verify_pb2.RunResponse]:
+    """All that a stream says until it ends; the gateway says no more after `requests`, or nothing at all."""
     service = VerifyService()
-    service.open(BrokenEngine(), None, None)  # type: ignore[arg-type]
+    service.open(engine, None, compiler)  # type: ignore[arg-type]
 
-    async def requests() -> AsyncIterator[verify_pb2.RunRequest]:
-        yield verify_pb2.RunRequest(submit=verify_pb2.SubmitRequest(id=1, prompt=[1]))
-        await asyncio.Event().wait()
+    async def said() -> AsyncIterator[verify_pb2.RunRequest]:
+        for request in requests:
+            yield request
+        if not ends:
+            await asyncio.Event().wait()
 
-    async def main() -> None:
+    async def main() -> list[verify_pb2.RunResponse]:
         context: Any = None
         async with asyncio.timeout(20):
-            async for message in service.Run(requests(), context):
-                assert message.load.total_pages == 1
+            return [message async for message in service.Run(said(), context)]
 
+    return asyncio.run(main())
+
+
+def test_a_stream_whose_requests_are_not_read_any_more_ends() -> None:
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(main())
+        messages(BrokenEngine(), [submit(1)])
+
+
+def test_a_number_that_is_in_use_ends_the_stream_and_what_runs_for_it() -> None:
+    engine = Engine()
+    with pytest.raises(InvalidRequest, match="7 is in use"):
+        messages(engine, [submit(6), submit(7), submit(7)])
+    assert len(engine.submitted) == 2
+    assert sorted(engine.cancelled) == [1, 2]
+
+
+def test_a_grammar_that_cannot_be_compiled_for_whatever_reason_is_answered() -> None:
+    grammar = verify_pb2.Grammar(regex="a+")
+    said = messages(Engine(), [submit(3, grammar=grammar)], ends=True, compiler=BrokenCompiler())
+    [output] = [output for message in said for output in message.outputs]
+    assert output.id == 3
+    assert output.finish.error.code == verify_pb2.ERROR_CODE_INTERNAL

@@ -1,0 +1,129 @@
+"""A gateway's requests as the engine takes them, and what the engine says of them as messages."""
+
+from foredraft.api.verify.v1 import verify_pb2
+from foredraft.errors import InvalidRequest, Overloaded, Unavailable
+from foredraft.types import FinishReason, Grammar, GrammarKind, SamplingParams, SpeculationParams
+from verify_service.live_requests import EngineRequest
+from verify_service.outputs import Finish, Load, Sink, StepOutput
+
+FINISH_REASONS = {
+    FinishReason.STOP: verify_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: verify_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: verify_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.DEADLINE: verify_pb2.FINISH_REASON_DEADLINE,
+    FinishReason.ERROR: verify_pb2.FINISH_REASON_ERROR,
+}
+
+
+def engine_request(submit: verify_pb2.SubmitRequest, traceparent: str, sink: Sink) -> EngineRequest:
+    """What a gateway asks for, its grammar not compiled; 0 stands for what is not given.
+
+    Raises:
+        InvalidRequest: A wish for speculation is out of range.
+    """
+    given, asked = submit.sampling, submit.speculation
+    return EngineRequest(
+        tag=submit.id,
+        prompt=list(submit.prompt),
+        sampling=SamplingParams(
+            temperature=given.temperature,
+            top_k=given.top_k or -1,
+            top_p=given.top_p or 1.0,
+            min_p=given.min_p,
+            repetition_penalty=given.repetition_penalty or 1.0,
+            frequency_penalty=given.frequency_penalty,
+            presence_penalty=given.presence_penalty,
+            logit_bias=dict(given.logit_bias),
+            seed=given.seed,
+            max_new_tokens=given.max_new_tokens,
+            min_new_tokens=given.min_new_tokens,
+            stop_token_ids=tuple(given.stop_token_ids),
+            ignore_eos=given.ignore_eos,
+            logprobs=given.logprobs if given.HasField("logprobs") else None,
+            grammar=_grammar(given.grammar),
+        ),
+        speculation=SpeculationParams(
+            enabled=asked.enabled if asked.HasField("enabled") else None,
+            num_steps=asked.num_steps if asked.HasField("num_steps") else None,
+            topk=asked.topk if asked.HasField("topk") else None,
+            num_draft_tokens=asked.num_draft_tokens if asked.HasField("num_draft_tokens") else None,
+        ),
+        priority=submit.priority,
+        timeout_seconds=submit.timeout_seconds or None,
+        key_label=submit.key_label,
+        return_provenance=submit.return_provenance,
+        sink=sink,
+        traceparent=traceparent,
+    )
+
+
+def response(outputs: list[StepOutput], load: Load) -> verify_pb2.RunResponse:
+    """What a step brought to one gateway, and how busy the engine is."""
+    return verify_pb2.RunResponse(
+        outputs=[_output(output) for output in outputs],
+        load=verify_pb2.Load(
+            waiting=load.waiting,
+            running=load.running,
+            free_pages=load.free_pages,
+            total_pages=load.total_pages,
+            draft_available=load.draft_available,
+        ),
+    )
+
+
+def _output(output: StepOutput) -> verify_pb2.SequenceOutput:
+    message = verify_pb2.SequenceOutput(id=output.tag, tokens=output.tokens, drafted=output.drafted)
+    for logprob in output.logprobs:
+        message.logprobs.add(
+            logprob=logprob.logprob,
+            top_tokens=logprob.top_tokens,
+            top_logprobs=logprob.top_logprobs,
+        )
+    if output.tree is not None:
+        tree = output.tree
+        message.tree.CopyFrom(
+            verify_pb2.VerifiedTree(
+                tokens=tree.tokens,
+                parents=tree.parents,
+                accepted=tree.accepted,
+                draft=tree.draft,
+            )
+        )
+    if output.finish is not None:
+        _fill_finish(message.finish, output.finish)
+    return message
+
+
+def _fill_finish(message: verify_pb2.Finish, finish: Finish) -> None:
+    message.reason = FINISH_REASONS[finish.reason]
+    if finish.stop_token is not None:
+        message.stop_token = finish.stop_token
+    message.prompt_tokens = finish.prompt_tokens
+    message.completion_tokens = finish.completion_tokens
+    message.cached_tokens = finish.cached_tokens
+    message.verify_steps = finish.verify_steps
+    message.drafted_tokens = finish.drafted_tokens
+    message.accepted_tokens = finish.accepted_tokens
+    message.preemptions = finish.preemptions
+    message.queue_seconds = finish.queue_seconds
+    message.lossy = finish.lossy
+    message.accepted_histogram.extend(finish.accepted_histogram)
+    error = finish.error
+    if error is None:
+        return
+    message.error.message = str(error)
+    if isinstance(error, InvalidRequest):
+        message.error.code = verify_pb2.ERROR_CODE_INVALID_ARGUMENT
+        message.error.field, message.error.message = error.field, error.message
+    elif isinstance(error, Overloaded):
+        message.error.code = verify_pb2.ERROR_CODE_OVERLOADED
+        message.error.retry_after_seconds = error.retry_after_seconds
+    elif isinstance(error, Unavailable):
+        message.error.code = verify_pb2.ERROR_CODE_UNAVAILABLE
+    else:
+        message.error.code = verify_pb2.ERROR_CODE_INTERNAL
+
+
+def _grammar(given: verify_pb2.Grammar) -> Grammar | None:
+    kind = given.WhichOneof("kind")
+    return None if kind is None else Grammar(GrammarKind(kind), getattr(given, kind))
