@@ -11,7 +11,13 @@ import typing
 from pathlib import Path
 
 from foredraft.cli.stack import ServeConfig
-from foredraft.config.options import describe_default, flag_of, value_type, variable_of
+from foredraft.config.options import (
+    describe_bounds,
+    describe_default,
+    flag_of,
+    value_type,
+    variable_of,
+)
 from foredraft.config.services import (
     DraftConfig,
     GatewayConfig,
@@ -123,6 +129,8 @@ def _table(config: type, names: list[str]) -> list[str]:
         value = {bool: "switch", str: "text", int: "integer", float: "number"}[kind]
         if field.metadata["choices"]:
             value = ", ".join(f"`{choice}`" for choice in field.metadata["choices"])
+        if bounds := describe_bounds(field.metadata["least"], field.metadata["most"]):
+            value += f" {bounds}"
         flags = ", ".join(f"`{flag}`" for flag in (flag_of(name), *field.metadata["aliases"]))
         cells = (
             flags,

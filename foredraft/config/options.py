@@ -25,6 +25,8 @@ def option(
     aliases: Sequence[str] = (),
     secret: bool = False,
     joined: bool = False,
+    least: float | None = None,
+    most: float | None = None,
 ) -> Any:
     """Declares a configuration field.
 
@@ -36,6 +38,7 @@ def option(
         aliases: Other flags with the same meaning, such as SGLang's newer names.
         secret: The value is handed to services by its variable alone: others can read a command line.
         joined: Several of the choices may be given, with commas between them.
+        least, most: Bounds of a number.
     """
     metadata = {
         "help": help,
@@ -44,6 +47,8 @@ def option(
         "aliases": tuple(aliases),
         "secret": secret,
         "joined": joined,
+        "least": least,
+        "most": most,
     }
     if isinstance(default, list | dict):
         raise TypeError("use an immutable default")
@@ -139,7 +144,7 @@ def given_values(
     """The fields that flags or variables set, converted and checked; a flag wins over its variable.
 
     Raises:
-        ConfigError: A value cannot be read or is not one of the choices.
+        ConfigError: A value cannot be read, is not one of the choices or out of bounds.
     """
     hints = typing.get_type_hints(config)
     values: dict[str, Any] = {}
@@ -172,8 +177,24 @@ def given_values(
                 if part.strip().lower() not in folded:
                     raise ConfigError(f"{source}: {part!r} is not one of {', '.join(choices)}")
             value = ",".join(folded[part.strip().lower()] for part in parts)
+        _check_bounds(value, field.metadata["least"], field.metadata["most"], source)
         values[field.name] = value
     return values
+
+
+def describe_bounds(least: float | None, most: float | None) -> str:
+    """How bounds read in messages and docs; empty where there are none."""
+    if least is not None and most is not None:
+        return f"in [{least:g}, {most:g}]"
+    if least is not None:
+        return f"at least {least:g}"
+    return "" if most is None else f"at most {most:g}"
+
+
+def _check_bounds(value: Any, least: float | None, most: float | None, source: str) -> None:
+    above = least is None or value >= least
+    if not (above and (most is None or value <= most)):  # a NaN is out of all bounds
+        raise ConfigError(f"{source} must be {describe_bounds(least, most)}, not {value}")
 
 
 def parse(config: type[T], argv: Sequence[str] | None, prog: str, description: str) -> T:

@@ -30,7 +30,11 @@ class MetricsConfig:
     """What a service with a metrics page of its own has."""
 
     metrics_port: int | None = option(
-        None, "Port of the service's own /metrics; none when absent.", internal=True
+        None,
+        "Port of the service's own /metrics; none when absent.",
+        internal=True,
+        least=0,
+        most=65535,
     )
     metrics_host: str = option(
         "127.0.0.1", "Address that the verifier's and the draft's /metrics listen on."
@@ -86,12 +90,13 @@ class TargetConfig:
     )
     device: str = option("auto", "Where models run.", choices=("auto", "cpu", "cuda"))
     num_threads: int | None = option(
-        None, "CPU threads of a model's forward; all cores when absent."
+        None, "CPU threads of a model's forward; all cores when absent.", least=1
     )
     cuda_graph_max_bs: int | None = option(
         None,
         "Largest batch for which a decode step is captured as CUDA graphs; --max-running-requests when absent. Larger "
         "batches run operation by operation.",
+        least=1,
     )
     disable_cuda_graph: bool = option(
         False, "Run every step operation by operation, for debugging on a GPU."
@@ -111,17 +116,19 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
         internal=True,
     )
     context_length: int | None = option(
-        None, "Longest sequence in tokens; the model's when absent."
+        None, "Longest sequence in tokens; the model's when absent.", least=1
     )
     page_size: int | None = option(
-        None, "Tokens per KV page; 16 on a GPU, 32 on the CPU when absent."
+        None, "Tokens per KV page; 16 on a GPU, 32 on the CPU when absent.", least=1
     )
     mem_fraction_static: float | None = option(
         None,
         "Part of the memory for weights and KV (GPU: 0.85; CPU: 0.4 of what is free after loading).",
+        least=0.01,
+        most=1,
     )
     max_total_tokens: int | None = option(
-        None, "Tokens in the KV pool, instead of a memory fraction."
+        None, "Tokens in the KV pool, instead of a memory fraction.", least=1
     )
     kv_cache_dtype: str = option(
         "auto",
@@ -134,12 +141,12 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
         "JSON file with a scale for each layer's keys and values, for --kv-cache-dtype fp8_e4m3 or fp8_e5m2, instead of the "
         "checkpoint's.",
     )
-    max_running_requests: int = option(48, "Sequences in a batch at most.")
+    max_running_requests: int = option(48, "Sequences in a batch at most.", least=1)
     max_queued_requests: int = option(
-        512, "Requests that may wait; more are refused with RESOURCE_EXHAUSTED."
+        512, "Requests that may wait; more are refused with RESOURCE_EXHAUSTED.", least=1
     )
     chunked_prefill_size: int = option(
-        512, "Prompt tokens computed per step at most, over all requests."
+        512, "Prompt tokens computed per step at most, over all requests.", least=1
     )
     disable_radix_cache: bool = option(False, "Do not share prefixes between requests.")
     disable_overlap_schedule: bool = option(
@@ -155,29 +162,38 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
         "on average. The text is meaningless.",
     )
     draft_wait: float = option(
-        60.0, "Seconds to wait at start for the draft before serving without it."
+        60.0, "Seconds to wait at start for the draft before serving without it.", least=0
     )
-    draft_step_timeout: float = option(1.0, "Seconds after which a draft counts as dead in a step.")
+    draft_step_timeout: float = option(
+        1.0, "Seconds after which a draft counts as dead in a step.", least=0.001
+    )
     draft_refill_tokens: int = option(
         2048,
         "Tokens per step that a draft may catch up on; cached tokens computed again to give a draft their hidden "
         "states.",
+        least=0,
     )
     skip_draft_self_test: bool = option(
         False,
         "Do not measure a draft's accept length on a few built-in prompts when it is attached.",
     )
-    arena_mb: int = option(64, "Most MiB of memory for hidden states on their way to the draft.")
+    arena_mb: int = option(
+        64, "Most MiB of memory for hidden states on their way to the draft.", least=1
+    )
     require_transport: str = option(
         "any",
         "Attach a draft only if its hidden states can go this way: memory of the GPU, shared memory, inside messages.",
         choices=("any", "cuda_ipc", "shm", "inline"),
     )
     grammar_timeout: float = option(
-        5.0, "Seconds that compiling a JSON schema, a regex or another grammar may take."
+        5.0,
+        "Seconds that compiling a JSON schema, a regex or another grammar may take.",
+        least=0.001,
     )
-    grammar_memory_mb: int = option(512, "MiB that compiling a grammar may take.")
-    drain_timeout: float = option(30.0, "Seconds that running requests get to finish on SIGTERM.")
+    grammar_memory_mb: int = option(512, "MiB that compiling a grammar may take.", least=1)
+    drain_timeout: float = option(
+        30.0, "Seconds that running requests get to finish on SIGTERM.", least=0
+    )
 
     def draft_addresses(self) -> dict[str, str]:
         """By algorithm, in its order; empty where nothing is drafted.
@@ -222,8 +238,8 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
     """The gateway."""
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
-    port: int = option(30000, "HTTP port.")
-    grpc_port: int = option(50051, "Port of the public gRPC.")
+    port: int = option(30000, "HTTP port.", least=0, most=65535)
+    grpc_port: int = option(50051, "Port of the public gRPC.", least=0, most=65535)
     verifier: tuple[str, ...] = option(
         ("127.0.0.1:50052",),
         "Address of a verifier, or dns:name:port for every address of a name; may be given several times.",
@@ -270,38 +286,50 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
         "", "PEM file of authorities; clients must show a certificate of theirs then (mutual TLS)."
     )
     key_concurrent_requests: int = option(
-        0, "Requests that a key may have running; 0 is no limit. Without keys it holds for all."
+        0,
+        "Requests that a key may have running; 0 is no limit. Without keys it holds for all.",
+        least=0,
     )
-    key_requests_per_minute: int = option(0, "Requests a minute of a key; 0 is no limit.")
+    key_requests_per_minute: int = option(0, "Requests a minute of a key; 0 is no limit.", least=0)
     key_tokens_per_minute: int = option(
-        0, "Tokens a minute of a key, prompts and outputs; 0 is no limit."
+        0, "Tokens a minute of a key, prompts and outputs; 0 is no limit.", least=0
     )
     max_concurrent_requests: int = option(
-        2048, "Requests that run or wait here at most; more are refused with 503."
+        2048, "Requests that run or wait here at most; more are refused with 503.", least=1
     )
     max_queue_seconds: float = option(
         0.0,
         "Seconds that a request may wait for its first token; over it 503. 0 leaves it to its deadline.",
+        least=0,
     )
-    max_prompt_tokens: int = option(0, "Longest prompt; 0 leaves it to the context length.")
+    max_prompt_tokens: int = option(
+        0, "Longest prompt; 0 leaves it to the context length.", least=0
+    )
     max_output_tokens: int = option(
-        0, "Most tokens of one continuation; 0 leaves it to the context length."
+        0, "Most tokens of one continuation; 0 leaves it to the context length.", least=0
     )
     tokenizer_processes: int = option(
         2,
         "Processes that tokenize and render chat templates; up to four more while prompts take long.",
+        least=1,
     )
     tokenizer_timeout: float = option(
-        10.0, "Seconds that tokenizing a prompt or rendering its template may take."
+        10.0, "Seconds that tokenizing a prompt or rendering its template may take.", least=0.001
     )
     tokenizer_memory_mb: int = option(
         1024,
         "MiB that tokenizing a prompt or rendering its template may take, on top of the tokenizer.",
+        least=1,
     )
     client_timeout: float = option(
         30.0,
         "Seconds that a client may take to send a request's head, to send its body, and to take something of an answer.",
+        least=0.001,
     )
-    max_body_bytes: int = option(8 * 2**20, "Largest HTTP body or gRPC message.")
-    request_timeout: float = option(600.0, "Seconds after which a request ends with DEADLINE.")
-    drain_timeout: float = option(30.0, "Seconds that running requests get to finish on SIGTERM.")
+    max_body_bytes: int = option(8 * 2**20, "Largest HTTP body or gRPC message.", least=1)
+    request_timeout: float = option(
+        600.0, "Seconds after which a request ends with DEADLINE.", least=0.001
+    )
+    drain_timeout: float = option(
+        30.0, "Seconds that running requests get to finish on SIGTERM.", least=0
+    )

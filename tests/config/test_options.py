@@ -27,6 +27,8 @@ class Sample:
     size: int = option(8, "A size.")
     limit: int | None = option(None, "A limit.")
     share: float = option(0.5, "A share, 100 % at most.")
+    count: int = option(3, "A count.", least=1, most=9)
+    wait: float | None = option(None, "Seconds.", least=0)
     shy: bool = option(False, "Hide.")
     colour: str = option("Red", "A colour.", choices=("Red", "Blue"))
     head_path: str = option("", "A place.")
@@ -89,6 +91,10 @@ def test_repeated_flags_and_listed_variables_give_tuples() -> None:
         ([], {"size": "1.5"}, "FOREDRAFT_SIZE: '1.5' is not an int"),
         ([], {"shy": "maybe"}, "FOREDRAFT_SHY: 'maybe' is neither true nor false"),
         ([], {"colour": ""}, "FOREDRAFT_COLOUR: '' is not one of"),
+        (["--count", "10"], {}, "--count must be in [1, 9], not 10"),
+        ([], {"count": "0"}, "FOREDRAFT_COUNT must be in [1, 9], not 0"),
+        (["--wait", "-0.5"], {}, "--wait must be at least 0, not -0.5"),
+        (["--wait", "nan"], {}, "--wait must be at least 0, not nan"),
     ],
 )
 def test_a_wrong_value_names_where_it_came_from(
