@@ -126,6 +126,11 @@ async def _watch(engine: Engine, stop: asyncio.Event, device: torch.device) -> N
 
 def _served(config: VerifyConfig, target: Target) -> ServedModel:
     config = with_tree_defaults(config, target.model.config.architecture)
+    drafts = [
+        (one.speculative_algorithm, Path(one.speculative_draft_model_path).name)
+        for one in each_draft(config)
+        if one.speculative_algorithm != "NONE"
+    ]
     return ServedModel(
         name=target.name,
         path=str(target.path),
@@ -134,13 +139,9 @@ def _served(config: VerifyConfig, target: Target) -> ServedModel:
         device=target.device.type,
         weight_bytes=target.weight_bytes,
         algorithm=config.speculative_algorithm,
-        draft_model=Path(config.speculative_draft_model_path).name,
+        draft_model=",".join(model for _, model in drafts if model),
         tree_limits=config.tree_limits,
-        drafts=[
-            (one.speculative_algorithm, Path(one.speculative_draft_model_path).name)
-            for one in each_draft(config)
-            if one.speculative_algorithm != "NONE"
-        ],
+        drafts=drafts,
     )
 
 

@@ -93,7 +93,7 @@ class Arena:
             self._uuid = cuda.uuid_of(device)
         self._shared = dict(shared or {})
         self._left: list[Exchange] = []  # over, but their drafts may still read them
-        self._was_answered = False
+        self._was_answered = self._is_counted = False
         self._hidden_size = hidden_size
         self._num_layers = num_layers
         self._max_bytes = max_bytes
@@ -164,8 +164,9 @@ class Arena:
         name = choice.NAMES[arena.transport]
         if self._device.type == "cuda" and arena.transport != tensor_pb2.TRANSPORT_CUDA_IPC:
             logger.warning("hidden states leave the GPU: the draft cannot map its memory")
-        metrics.TRANSPORT.labels(name).set(1)
-        metrics.ARENA_BYTES.set(arena.size)
+        metrics.TRANSPORT.labels(name).inc()
+        metrics.ARENA_BYTES.inc(arena.size)
+        self._is_counted = True
         if writer is not None:
             logger.info(
                 "hidden states of %d x %s through %s, %d rows",
@@ -199,8 +200,10 @@ class Arena:
             self._free(exchange)
         else:
             self._free_left()
-        metrics.TRANSPORT.labels(choice.NAMES[transport]).set(0)
-        metrics.ARENA_BYTES.set(0)
+        if self._is_counted:
+            metrics.TRANSPORT.labels(choice.NAMES[transport]).dec()
+            metrics.ARENA_BYTES.dec(exchange.region.arena.size)
+        self._is_counted = False
 
     def exchange(self, epoch: int) -> Exchange | None:
         """The region of an attach, while it lives."""

@@ -32,6 +32,7 @@ class DraftLink:
         config: As if it were the only one, its tree settled.
         address: Of the draft.
         path: Of the target.
+        on_device: Whether its steps may stay on the GPU.
 
     Attributes:
         name, config: As given.
@@ -47,14 +48,17 @@ class DraftLink:
         path: Path,
         device: torch.device,
         metrics: SpeculationMetrics,
+        on_device: bool,
     ) -> None:
         self.name = name
         self.config = config
+        self._address = address
         self._model = model
         self._metrics = metrics
         self._pool = (0, 0, 0)
         self._fingerprint = tokenizer_fingerprint(path)
         nodes = config.tree_limits[2]
+        steps = StepSizes(config.max_running_requests, config.tree_limits[0] + 1, nodes - 1)
         self.arena = Arena(
             address,
             model.config.hidden_size,
@@ -65,7 +69,7 @@ class DraftLink:
             required=config.require_transport,
             device=device,
             shared={"embedding": model.embedding.weight, "lm_head": model.lm_head.weight},
-            steps=StepSizes(config.max_running_requests, config.tree_limits[0] + 1, nodes - 1),
+            steps=steps if on_device else None,
         )
         self.client = DraftClient(
             address,
@@ -90,6 +94,11 @@ class DraftLink:
             self._metrics.attaches.inc()
 
     def _attach(self, info: draft_pb2.GetDraftInfoResponse, epoch: int) -> draft_pb2.AttachRequest:
+        expected = self.config.speculative_algorithm
+        if self.name and info.algorithm != expected:
+            raise AttachRefused(
+                "algorithm", f"{self._address} is a draft for {info.algorithm}, not {expected}"
+            )
         if info.protocol != DRAFT_PROTOCOL:
             raise AttachRefused(
                 "protocol",
@@ -135,14 +144,29 @@ def connect_drafts(
     """
     addresses = config.draft_addresses()
     are_several = len(addresses) > 1
+    configs = [
+        with_tree_defaults(
+            resolve(one, on_cpu=device.type == "cpu") if are_several else one,
+            model.config.architecture,
+        )
+        for one in each_draft(config)
+    ]
+    levels = followed_levels(configs)
     links = []
-    for (name, address), one in zip(addresses.items(), each_draft(config), strict=False):
-        if are_several:
-            one = resolve(one, on_cpu=device.type == "cpu")
-        one = with_tree_defaults(one, model.config.architecture)
-        figures = metrics.of(name)
+    for (name, address), one in zip(addresses.items(), configs, strict=False):
+        # What a step hands to a draft on the device has one size.
+        on_device = one.tree_limits[0] == levels or not are_several
         links.append(
-            DraftLink(name if are_several else "", one, address, model, path, device, figures)
+            DraftLink(
+                name if are_several else "",
+                one,
+                address,
+                model,
+                path,
+                device,
+                metrics.of(name),
+                on_device,
+            )
         )
     for link in links:
         link.client.start()
@@ -169,9 +193,10 @@ def tree_limits_of(links: Sequence[DraftLink], config: VerifyConfig) -> tuple[in
     return largest_limits([link.config.tree_limits for link in links])
 
 
-def followed_levels(links: Sequence[DraftLink], config: VerifyConfig) -> int:
-    """Levels of the trees of the draft that can follow on the device: one that has a model, if there is one."""
-    levels = [
-        link.config.tree_limits[0] for link in links if link.config.speculative_algorithm in MODELS
+def followed_levels(configs: Sequence[VerifyConfig]) -> int:
+    """Levels of the trees of drafts that can follow on the device: the deepest of those that have a model, if there is one."""
+    levels = [one.tree_limits[0] for one in configs]
+    models = [
+        num for one, num in zip(configs, levels, strict=True) if one.speculative_algorithm in MODELS
     ]
-    return max(levels, default=config.tree_limits[0])
+    return max(models or levels)

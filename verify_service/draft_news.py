@@ -116,14 +116,13 @@ class DraftNews:
             return False
         if self._hidden.layers is not None:
             return told.run is not None and told.run is self._hidden.run(sequence)
-        return sequence.pages_changed_from >= told.num_pages
+        return sequence.pages_changed_for(self._hidden.reader) >= told.num_pages
 
     def on_device(self, sequence: RequestSequence, row: int) -> draft_pb2.SequenceStep:
         """News whose tokens the draft finds on the device."""
         news = draft_pb2.SequenceStep(slot=sequence.slot or 0, device_row=row)
         told = self.of(sequence)
-        told.num_pages = min(told.num_pages, sequence.pages_changed_from)
-        sequence.pages_changed_from = len(sequence.pages)
+        told.num_pages = min(told.num_pages, self._changed_from(sequence))
         if told.num_pages < len(sequence.pages):
             _tell_pages(sequence, told, news)
         return news
@@ -179,8 +178,7 @@ class DraftNews:
             news.begin.valid_from = self._hidden.valid_from(sequence, run)
         elif run.resend_from is not None:
             told.num_tokens = min(told.num_tokens, run.resend_from + 1)
-        told.num_pages = min(told.num_pages, sequence.pages_changed_from)
-        sequence.pages_changed_from = len(sequence.pages)
+        told.num_pages = min(told.num_pages, self._changed_from(sequence))
         start, end = told.num_tokens, run.end + 1
         if end == start:
             return news, 0
@@ -210,10 +208,15 @@ class DraftNews:
             return ""
         return "server" if self._scope == "server" else f"key:{sequence.key_label}"
 
+    def _changed_from(self, sequence: RequestSequence) -> int:
+        """First entry of the page table that changed since the last call."""
+        changed = sequence.pages_changed_for(self._hidden.reader)
+        sequence.pages_seen_by(self._hidden.reader)
+        return changed
+
     def _replace_pages(self, sequence: RequestSequence, told: Told) -> None:
         """Notices entries of the page table that changed since the draft was told."""
-        changed = sequence.pages_changed_from
-        sequence.pages_changed_from = len(sequence.pages)
+        changed = self._changed_from(sequence)
         if changed >= told.num_pages:
             return
         told.num_pages = changed

@@ -24,6 +24,7 @@ class DraftWire:
         step: Number of the newest message.
         proposals: What was asked for and what came.
         own_time: Of the newest answer to something that was asked for.
+        usual_seconds: What such an answer usually takes the draft, as far as is known.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class DraftWire:
         self.step = 0
         self.proposals = Proposals(vocab_size, metrics, on_tree)
         self.own_time: OwnTime | None = None
+        self.usual_seconds = 0.0
 
     def attach(self, epoch: int) -> None:
         """Another draft is attached, or with epoch 0 none."""
@@ -136,4 +138,4 @@ class DraftWire:
             self._hidden.writer.answered(response.step)
         if own := self.proposals.read(response):
             DRAFT_SECONDS.observe(own.whole)
-            self.own_time = own
+            self.own_time, self.usual_seconds = own, own.usual

@@ -108,6 +108,11 @@ class Drafting:
         return info is not None and info.weight_bytes == 0
 
     @property
+    def usual_seconds(self) -> float:
+        """What an answer takes the draft, as far as is known."""
+        return self._wire.usual_seconds
+
+    @property
     def depth(self) -> int:
         """Levels of the deepest tree."""
         return self._tree_shape[0]
@@ -169,6 +174,9 @@ class Drafting:
     def gather(self, output: ForwardOutput, count: int) -> torch.Tensor:
         """The hidden states of the first rows of a step under way."""
         return self._hidden.gather(output, count)
+
+    def gather_beside(self, output: ForwardOutput, count: int) -> None:
+        """Nothing: no other draft has use for what this one follows; see `Drafts`."""
 
     def close(self) -> None:
         """Ends the connection."""

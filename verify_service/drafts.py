@@ -87,28 +87,37 @@ class Drafts:
 
     @property
     def capture(self) -> tuple[int, ...] | None:
-        """What the only draft reads that reads hidden states; see `Drafting.capture`."""
-        return next((one.capture for one in self.each if one.capture is not None), None)
+        """What the drafts read that read hidden states; see `Drafting.capture`. One of them at most reads layers (EAGLE3)."""
+        return max((one.capture for one in self.each if one.capture is not None), default=None)
 
     def keep(
         self,
         output: ForwardOutput,
         committed: Sequence[CommittedRows],
-        gathered: torch.Tensor | None = None,
+        gathered: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        """Takes the hidden states that a step committed."""
-        for one in self.each:
-            one.keep(output, committed, gathered)
+        """Takes the hidden states that a step committed; with `gathered` only for the drafts that it is there for."""
+        for number, one in enumerate(self.each):
+            if gathered is None:
+                one.keep(output, committed)
+            elif number in gathered:
+                one.keep(output, committed, gathered[number])
 
     @property
     def keeps_much(self) -> bool:
         """Whether a draft has to be told now; see `Drafting.keeps_much`."""
         return any(one.keeps_much for one in self.each)
 
-    def gather(self, output: ForwardOutput, count: int) -> torch.Tensor:
-        """The hidden states of the first rows of a step under way."""
-        reader = next(one for one in self.each if one.capture is not None)
-        return reader.gather(output, count)
+    def gather(self, output: ForwardOutput, count: int) -> dict[int, torch.Tensor]:
+        """The hidden states of the first rows of a step under way, by draft."""
+        readers = [(number, one) for number, one in enumerate(self.each) if one.capture is not None]
+        return {number: one.gather(output, count) for number, one in readers}
+
+    def gather_beside(self, output: ForwardOutput, count: int) -> dict[int, torch.Tensor] | None:
+        """The same of a step that a draft follows on the device, for the others."""
+        gathered = self.gather(output, count)
+        gathered.pop(self._followed, None)
+        return gathered or None
 
     def close(self) -> None:
         """Ends the connections."""
@@ -137,7 +146,7 @@ class Drafts:
         meanwhile()
         trees: dict[int, Drafted] = {}
         # One whose answers take long is waited for last, so that it does not count as the others' time.
-        for number in sorted(started, key=lambda number: not self.each[number].is_cheap):
+        for number in sorted(started, key=lambda number: self.each[number].usual_seconds):
             trees |= self.each[number].collect()
             self.waits[number] = time.perf_counter() - started[number]
         return trees

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -60,7 +60,7 @@ class Engine:
         target: Runs the target's part of each step.
         drafting: The draft's side, or that of several, or None for plain decoding.
         policy: How much to draft; with several drafts the rules of their policies.
-        self_test: Of each draft that is attached, while the engine idles.
+        self_tests: Of each draft that is attached, while the engine idles.
         overlap: Whether steps may be started before the outcome of the one before them is known.
     """
 
@@ -72,7 +72,7 @@ class Engine:
         policy: DraftPolicy | SizeRules,
         limits: EngineLimits,
         speculation: metrics.AnyMetrics,
-        self_test: SelfTest | None = None,
+        self_tests: Iterable[SelfTest] = (),
         overlap: bool = True,
     ) -> None:
         self.limits = limits
@@ -89,7 +89,7 @@ class Engine:
         )
         self._outcomes = Outcomes(target, scheduler, drafting, self._sizes, speculation, self._live)
         self._speculation = speculation
-        self._self_test = self_test
+        self._self_tests = tuple(self_tests)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ahead = RunAhead(target, scheduler, drafting)
         self._overlap = overlap
@@ -221,26 +221,28 @@ class Engine:
             self._scheduler.check_integrity()
 
     def _start_self_test(self) -> bool:
-        """Lets the engine's own requests in if a test is due."""
-        test = self._self_test
-        if test is None or self._drafting is None:
+        """Lets the engine's own requests in if a test is due; one test at a time."""
+        if self._drafting is None:
             return False
-        prompts = test.due(self._drafting.epoch_of(test.draft))
-        for i, prompt in enumerate(prompts):
-            with self._submit_lock:
-                self._num_submitted += 1
-                number = self._num_submitted
-            probe = EngineRequest(
-                i,
-                prompt,
-                test.sampling,
-                test.take,
-                return_provenance=True,
-                is_probe=True,
-                draft=test.draft,
-            )
-            self._add(number, probe)
-        return bool(prompts)
+        for test in self._self_tests:
+            prompts = test.due(self._drafting.epoch_of(test.draft))
+            for i, prompt in enumerate(prompts):
+                with self._submit_lock:
+                    self._num_submitted += 1
+                    number = self._num_submitted
+                probe = EngineRequest(
+                    i,
+                    prompt,
+                    test.sampling,
+                    test.take,
+                    return_provenance=True,
+                    is_probe=True,
+                    draft=test.draft,
+                )
+                self._add(number, probe)
+            if prompts:
+                return True
+        return False
 
     def _take_inbox(self) -> None:
         while not self._inbox.empty():
@@ -248,7 +250,7 @@ class Engine:
 
     def _add(self, number: int, request: EngineRequest) -> None:
         now = time.monotonic()
-        if not request.is_probe and self._self_test is not None and self._self_test.interrupt():
+        if not request.is_probe and any(test.interrupt() for test in self._self_tests):
             for other, live in self._live.by_number.items():
                 if live.request.is_probe:
                     self._scheduler.cancel(other)

@@ -92,9 +92,21 @@ class HiddenStates:
         marks: Which pages hold complete draft KV.
         page_size: Tokens per page.
         refill_tokens: Cached tokens that are computed again at most, to fill pages that the draft has lost.
+        reader: Number of the draft, where there are several.
+
+    Attributes:
+        reader: As given.
     """
 
-    def __init__(self, arena: Arena, marks: DraftMarks, page_size: int, refill_tokens: int) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        marks: DraftMarks,
+        page_size: int,
+        refill_tokens: int,
+        reader: int = 0,
+    ) -> None:
+        self.reader = reader
         self._arena = arena
         self._marks = marks
         self._page_size = page_size
@@ -253,7 +265,7 @@ class HiddenStates:
             page = sequence.pages[i]
             if self._marks.is_valid(page, self._epoch):
                 continue
-            if i >= sequence.pages_changed_from:
+            if i >= sequence.pages_changed_for(self.reader):
                 resend = max(i * size, run.start)
                 if resend < run.first:
                     return False
@@ -263,6 +275,13 @@ class HiddenStates:
                 self._marks.mark(page, self._epoch)
                 run.unsent_pages.append(page)
         return True
+
+
+def usable_prefix(
+    readers: Sequence[HiddenStates], sequence: RequestSequence, pages: list[int]
+) -> int:
+    """`HiddenStates.usable_prefix` for the sake of all drafts that read hidden states."""
+    return min(hidden.usable_prefix(sequence, pages) for hidden in readers)
 
 
 def committed_rows(

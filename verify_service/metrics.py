@@ -74,9 +74,13 @@ MIXED_STEPS = counter(
 )
 DRAFT_AVAILABLE = gauge("foredraft_draft_available", "1 while a draft is attached.", BY_ALGORITHM)
 TRANSPORT = gauge(
-    "foredraft_draft_transport_info", "1 for the transport of hidden states in use.", ("transport",)
+    "foredraft_draft_transport_info",
+    "Drafts that are attached through a transport.",
+    ("transport",),
 )
-ARENA_BYTES = gauge("foredraft_arena_bytes", "Memory shared with the draft for hidden states.")
+ARENA_BYTES = gauge(
+    "foredraft_arena_bytes", "Memory shared with drafts for hidden states and steps."
+)
 SELF_TEST_ACCEPT_LENGTH = gauge(
     "foredraft_draft_self_test_accept_length_tokens",
     "Mean tokens per verification over the built-in prompts when the draft was attached.",

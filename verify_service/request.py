@@ -47,9 +47,8 @@ class Sequence:
         num_in_flight: Tokens that steps which were started, and whose outcome is not known yet, may add at most.
         num_cached: Prompt tokens that the prefix tree had when it was first admitted.
         pages: Page table; may cover more than `num_computed` (draft trees, pages matched ahead).
-        pages_changed_from: Index of the first entry of `pages` that changed since whoever keeps
-            a copy (a draft) set this to len(pages).
-        device_pages_from: The same for the page tables on a GPU.
+        device_pages_from: Index of the first entry of `pages` that changed since they were copied to a GPU, which then
+            sets this to len(pages).
         slot: Small number while it runs, else None.
         finish_reason: Set when it has ended.
         stop_token: The end or stop token that ended it; the last of `tokens`.
@@ -78,7 +77,6 @@ class Sequence:
     num_in_flight: int = 0
     num_cached: int = 0
     pages: list[int] = field(default_factory=list)
-    pages_changed_from: int = 0
     device_pages_from: int = 0
     slot: int | None = None
     status: Status = Status.WAITING
@@ -92,6 +90,7 @@ class Sequence:
     page_keys: list[bytes] = field(default_factory=list, repr=False)
     node: PrefixNode | None = field(default=None, repr=False)
     _stops: frozenset[int] = field(init=False, repr=False)
+    _pages_seen: dict[int, int] = field(default_factory=dict, repr=False)  # by reader
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -100,8 +99,17 @@ class Sequence:
 
     def pages_changed(self, first: int) -> None:
         """Says that entries of `pages` from `first` on are not what they were."""
-        self.pages_changed_from = min(self.pages_changed_from, first)
+        for reader, known in self._pages_seen.items():
+            self._pages_seen[reader] = min(known, first)
         self.device_pages_from = min(self.device_pages_from, first)
+
+    def pages_changed_for(self, reader: int) -> int:
+        """Index of the first entry of `pages` that changed since a reader, a draft by number, saw them; 0 if it never did."""
+        return self._pages_seen.get(reader, 0)
+
+    def pages_seen_by(self, reader: int) -> None:
+        """A reader has taken `pages` as they are."""
+        self._pages_seen[reader] = len(self.pages)
 
     @property
     def num_prompt(self) -> int:

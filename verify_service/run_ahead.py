@@ -9,8 +9,7 @@ way, which are dropped; their KV lies behind everything that was committed, and 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import torch
+from typing import Any
 
 from foredraft.speculation.draft_tree import DraftTree
 from verify_service import metrics
@@ -36,7 +35,7 @@ class Flight:
         confidences: Of the proposals that it verifies.
         draft_step: The draft's step for whose trees it waits on the device; 0 for none.
         is_followed: Whether the draft takes its outcome from the device.
-        gathered: Its hidden states, where the step behind it would overwrite them.
+        gathered: Its hidden states, where the step behind it would overwrite them, as `Drafting.gather` gave them.
         wait: For the trees that it verifies.
     """
 
@@ -45,7 +44,7 @@ class Flight:
     confidences: list[int]
     draft_step: int = 0
     is_followed: bool = False
-    gathered: torch.Tensor | None = None
+    gathered: Any = None
     wait: Wait = NO_WAIT
     started_at: float = field(default_factory=time.perf_counter)
 
@@ -87,6 +86,8 @@ class RunAhead:
         if any(nodes):
             if drafting is None or not drafting.can_follow(going):
                 return _drained("draft")
+            if reads_hidden and drafting.keeps_much:  # for others than the one that follows
+                return _drained("draft")
         elif drafting is not None and reads_hidden:
             # Which rows will be committed, and have to be kept for it? Or are too many kept?
             must_tell = flight.started.num_rows > 1 or drafting.keeps_much
@@ -111,6 +112,9 @@ class RunAhead:
         if step is None:
             return _drained("draft")
         flight.is_followed = True
+        if reads_hidden:
+            count = len(flight.sequences) * flight.started.num_rows
+            flight.gathered = drafting.gather_beside(flight.started.outcome.output, count)
         rows = [
             AheadRows(member.sequence, member.row if member.num_nodes else None)
             for member in members
@@ -146,7 +150,9 @@ class RunAhead:
             for sequence, start in zip(flight.sequences, starts, strict=True):
                 if sequence.status is Status.RUNNING:
                     drafting.followed(sequence, start)
-        elif drafting.capture is not None:
+            if flight.gathered is None:
+                return
+        if drafting.capture is not None:
             committed = committed_rows(flight.sequences, (), result.first_rows, starts, paths)
             drafting.keep(result.output, committed, flight.gathered)
 

@@ -54,6 +54,7 @@ class SelfTest:
         draft: str = "",
     ) -> None:
         self.draft = draft
+        self._name = f"draft {draft} self-test" if draft else "draft self-test"
         self._prompts = prompts
         self._on_result = on_result
         self._tested_epoch = 0
@@ -99,14 +100,15 @@ class SelfTest:
 
     def _conclude(self) -> None:
         if self._num_trees == 0:
-            logger.warning("draft self-test: the draft proposed nothing")
+            logger.warning("%s: the draft proposed nothing", self._name)
             return
         length = self._num_tokens / self._num_trees
         self._on_result(length)
-        logger.info("draft self-test: accept length %.2f over %d trees", length, self._num_trees)
+        logger.info("%s: accept length %.2f over %d trees", self._name, length, self._num_trees)
         if length < SUSPICIOUS and self._num_trees >= MANY:
             logger.warning(
-                "the draft is almost never right. Check that its checkpoint was made for this very target (model, "
+                "%s: the draft is almost never right. Check that its checkpoint was made for this very target (model, "
                 "revision, instruct or base), that it reads the layers it was trained on, and that target and draft "
-                "have the same tokenizer and --dtype"
+                "have the same tokenizer and --dtype",
+                self._name,
             )

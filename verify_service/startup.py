@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ from verify_service.draft_policy import DraftPolicy
 from verify_service.drafting import Drafting
 from verify_service.drafts import Drafts
 from verify_service.engine import Engine, EngineLimits
-from verify_service.hidden_states import HiddenStates
+from verify_service.hidden_states import HiddenStates, usable_prefix
 from verify_service.kv_type import check_kv_flags, kv_scales, kv_type
 from verify_service.memory import (
     CPU_FRACTION,
@@ -170,8 +171,11 @@ def build_engine(
         kv = PagedKV.for_model(model_config, pages, page_size, kv_dtype, device, scratch, scales)
     runner = ModelRunner(target.model, kv, attention_for(device))
     pool = PagePool(pages, page_size)
-    drafts = {link.name: _drafting(link, pool, limits, metrics) for link in links}
-    reader = next((hidden for hidden, _ in drafts.values() if hidden is not None), None)
+    drafts = {
+        link.name: _drafting(link, number, pool, limits, metrics)
+        for number, link in enumerate(links)
+    }
+    readers = [hidden for hidden, _ in drafts.values() if hidden is not None]
     scheduler = Scheduler(
         pool,
         None if config.disable_radix_cache else PrefixTree(pool),
@@ -179,7 +183,7 @@ def build_engine(
         chunked_prefill_size=config.chunked_prefill_size,
         max_queue=config.max_queued_requests,
         context_length=context_length,
-        usable_prefix=reader.usable_prefix if reader is not None else None,
+        usable_prefix=partial(usable_prefix, readers) if readers else None,
         look_ahead=int(any(name in HEADS for name in config.algorithms)),
     )
     thresholds = Thresholds(
@@ -196,12 +200,13 @@ def build_engine(
         drafting = Drafts({name: one for name, (_, one) in drafts.items()})
     elif drafts:
         [(_, drafting)] = drafts.values()
-    self_test = None
+    self_tests = []
     models = [name for name in config.algorithms if name in MODELS]
     if models and not config.skip_draft_self_test:
         prompts = built_in_prompts(target.path, limits.vocab_size)
-        on_result = metrics.of(models[0]).self_test_accept_length.set
-        self_test = SelfTest(prompts, on_result, models[0] if len(drafts) > 1 else "")
+        for name in models:
+            on_result = metrics.of(name).self_test_accept_length.set
+            self_tests.append(SelfTest(prompts, on_result, name if len(drafts) > 1 else ""))
     logger.info(
         "KV cache: %d tokens in %d pages of %d, %s, %.0f MiB",
         pages * page_size,
@@ -231,18 +236,18 @@ def build_engine(
         rules,
         limits,
         metrics,
-        self_test,
+        self_tests,
         overlap=not config.disable_overlap_schedule,
     )
 
 
 def _drafting(
-    link: DraftLink, pool: PagePool, limits: EngineLimits, metrics: AnyMetrics
+    link: DraftLink, number: int, pool: PagePool, limits: EngineLimits, metrics: AnyMetrics
 ) -> tuple[HiddenStates | None, Drafting]:
     """The engine's side of a draft, and what keeps hidden states if it is one that may read them."""
     config, page_size = link.config, limits.page_size
     marks = DraftMarks(pool)
-    hidden = HiddenStates(link.arena, marks, page_size, config.draft_refill_tokens)
+    hidden = HiddenStates(link.arena, marks, page_size, config.draft_refill_tokens, number)
     drafting = Drafting(
         link.client,
         marks,
@@ -288,13 +293,13 @@ def _target_step(
             config.cuda_graph_max_bs or limits.max_running_requests, limits.max_running_requests
         ),
         max_rows=limits.max_nodes + 1,
-        max_path=followed_levels(links, config) + 1,
+        max_path=followed_levels([link.config for link in links] or [config]) + 1,
         max_tokens=limits.context_length,
         num_slots=limits.max_running_requests,
         simulate=simulated is not None,
     )
     graphs = DecodeGraphs(step)
-    layers = next((tuple(info.hidden.layers) for info in infos if info.HasField("hidden")), ())
+    layers = max((tuple(info.hidden.layers) for info in infos), default=())
     graphs.warm_up(layers)
     logger.info("captured %d CUDA graphs in %.1f s", len(graphs.shapes), time.monotonic() - started)
     return GraphStep(runner, chooser, graphs, simulated)

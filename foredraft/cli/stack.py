@@ -15,7 +15,7 @@ from foredraft.cli.mps import Mps
 from foredraft.cli.supervisor import Service, Supervisor
 from foredraft.config.options import flag_of, option, to_flags, variable_of
 from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
-from foredraft.config.speculation import HEADS, each_draft
+from foredraft.config.speculation import HEADS, MODELS, each_draft
 from foredraft.errors import ConfigError
 from foredraft.models.hub import is_repository
 from foredraft.models.registry import resolve_model_path
@@ -38,11 +38,7 @@ _DRAFT_FIELDS = (
     "speculative_draft_model_quantization",
     "enable_multi_layer_eagle",
 )
-# Fields that name a model, and those that name its revision on a hub.
-_MODEL_FIELDS = {
-    "model_path": "revision",
-    "speculative_draft_model_path": "speculative_draft_model_revision",
-}
+_DRAFT_MODEL, _DRAFT_REVISION = "speculative_draft_model_path", "speculative_draft_model_revision"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,8 +71,9 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
         if not 0 <= getattr(config, name) <= 65535:
             raise ConfigError(f"{flag_of(name)} must be in [0, 65535], not {getattr(config, name)}")
     _choose_ports(config)
-    for name in _MODEL_FIELDS:
-        path = getattr(config, name)
+    paths = [("model_path", config.model_path)]
+    paths += [(_DRAFT_MODEL, one.speculative_draft_model_path) for one in each_draft(config)]
+    for name, path in paths:
         is_missing = _looks_like_path(path) and not Path(path).expanduser().exists()
         if is_missing and not is_repository(path):
             raise ConfigError(f"{flag_of(name)} {path}: no such directory or file")
@@ -93,19 +90,25 @@ def resolve_models(values: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: A model cannot be had.
     """
     config = ServeConfig(**values)
-    resolved = dict(values)
-    for name, revision in _MODEL_FIELDS.items():
-        path = getattr(config, name)
-        if not path:
-            continue
-        is_head = name != "model_path" and any(one in HEADS for one in config.algorithms)
-        resolved[name] = str(resolve_model_path(path, getattr(config, revision), bins=is_head))
-        # What the services get is a directory.
-        resolved.pop(revision, None)
-        if name == "model_path" and not config.served_model_name:
-            resolved["served_model_name"] = (
-                Path(path).stem if path.endswith(".gguf") else Path(path).name
-            )
+    # What the services get is directories, which have no revisions.
+    resolved = {
+        name: value for name, value in values.items() if name not in ("revision", _DRAFT_REVISION)
+    }
+    path = config.model_path
+    resolved["model_path"] = str(resolve_model_path(path, config.revision))
+    if not config.served_model_name:
+        resolved["served_model_name"] = (
+            Path(path).stem if path.endswith(".gguf") else Path(path).name
+        )
+    drafts = {}
+    for one in each_draft(config):
+        if path := one.speculative_draft_model_path:
+            name, revision = one.speculative_algorithm, one.speculative_draft_model_revision
+            drafts[name] = str(resolve_model_path(path, revision, bins=name in HEADS))
+    if sum(name in MODELS for name in config.algorithms) > 1:
+        resolved[_DRAFT_MODEL] = ",".join(f"{name}={path}" for name, path in drafts.items())
+    elif drafts:
+        [resolved[_DRAFT_MODEL]] = drafts.values()
     return resolved
 
 

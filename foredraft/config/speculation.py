@@ -1,16 +1,26 @@
 """What is drafted: the flags of speculation, and which combinations of them can be served."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from foredraft.config.options import option
+from foredraft.config.options import flag_of, option
 from foredraft.errors import ConfigError
 
 ALGORITHMS = ("NONE", "NGRAM", "STANDALONE", "EAGLE", "NEXTN", "EAGLE3", "MTP")
 HEADS = ("EAGLE", "EAGLE3", "MTP")
 MODELS = ("STANDALONE", *HEADS)
+TOKEN_MAPS = ("STANDALONE", "EAGLE", "MTP")  # which can draft some of the tokens only
+MODULES = ("EAGLE", "MTP")  # which may have one for each depth
+# Fields that may hold NAME=VALUE for each of several algorithms.
+BY_NAME = (
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+    "speculative_token_map",
+)
+_NEXT_NAME = re.compile(rf"(?:^|,)({'|'.join(ALGORITHMS)})=", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,15 +30,14 @@ class SpeculationConfig:
     speculative_algorithm: str = option(
         "NGRAM",
         "How tokens are drafted: NONE, NGRAM, STANDALONE, EAGLE (EAGLE-2; NEXTN is another name of it), EAGLE3 or MTP. "
-        "NGRAM and one that has a model may be given together, as in EAGLE3,NGRAM: each sequence is drafted for by the "
-        "better one.",
+        "Several may be given with commas between them, as in EAGLE3,NGRAM: each sequence is drafted for by the best one.",
         choices=ALGORITHMS,
         joined=True,
     )
     speculative_draft_model_path: str = option(
         "",
         "Draft model of STANDALONE, or head of EAGLE, EAGLE3 and MTP. Without one MTP takes the target's own layers, and so "
-        "does EAGLE.",
+        "does EAGLE. Where several algorithms have a model, NAME=PATH for each, with commas between them.",
         aliases=("--speculative-draft-model",),
     )
     speculative_draft_model_revision: str = option("", "Like --revision, for the draft model.")
@@ -112,10 +121,14 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         names = ["EAGLE" if name == "NEXTN" else name for name in self.algorithms]
         object.__setattr__(self, "speculative_algorithm", ",".join(names))
+        for field in BY_NAME:
+            check_names(flag_of(field), getattr(self, field), names)
         if len(names) == 1:
+            for field in BY_NAME:
+                object.__setattr__(self, field, value_of(getattr(self, field), names[0]))
             check_speculation(self)
         else:
-            check_together(names)
+            check_together(names, self.speculative_draft_model_path)
             each_draft(self)  # checks them one by one
 
     @property
@@ -167,23 +180,55 @@ def each_draft(config: C) -> list[C]:
     """
     if len(config.algorithms) == 1:
         return [config]
-    without_model: dict[str, Any] = {
-        "speculative_draft_model_path": "",
-        "speculative_draft_model_revision": "",
-        "speculative_num_steps": None,
-        "speculative_eagle_topk": None,
-        "speculative_token_map": "",
-        "speculative_draft_model_quantization": "unquant",
-        "enable_multi_layer_eagle": False,
-    }
     return [
-        dataclasses.replace(
-            config,
-            speculative_algorithm=name,
-            **({} if name in MODELS else without_model),
-        )
+        dataclasses.replace(config, speculative_algorithm=name, **_own_fields(config, name))
         for name in config.algorithms
     ]
+
+
+def _own_fields(config: SpeculationConfig, name: str) -> dict[str, Any]:
+    """What a draft beside others has of its own."""
+    if name not in MODELS:
+        return {
+            **dict.fromkeys(BY_NAME, ""),
+            "speculative_num_steps": None,
+            "speculative_eagle_topk": None,
+            "speculative_draft_model_quantization": "unquant",
+            "enable_multi_layer_eagle": False,
+        }
+    fields: dict[str, Any] = {field: value_of(getattr(config, field), name) for field in BY_NAME}
+    # What is for some algorithms goes to them; if there are none, another says that it has no use.
+    token_map, others = config.speculative_token_map, set(config.algorithms)
+    if name not in TOKEN_MAPS and others & set(TOKEN_MAPS) and not _NEXT_NAME.match(token_map):
+        fields["speculative_token_map"] = ""
+    if name not in MODULES and others & set(MODULES):
+        fields["enable_multi_layer_eagle"] = False
+    return fields
+
+
+def value_of(text: str, algorithm: str) -> str:
+    """The value that NAME=VALUE,NAME=VALUE has for an algorithm, "" for none; any other text is the value for all."""
+    if not _NEXT_NAME.match(text):
+        return text
+    _, *parts = _NEXT_NAME.split(text)
+    values = {_known_as(name): value for name, value in zip(parts[::2], parts[1::2], strict=True)}
+    return values.get(algorithm, "")
+
+
+def check_names(flag: str, text: str, algorithms: Sequence[str]) -> None:
+    """Raises ConfigError where a value NAME=VALUE,NAME=VALUE has a name twice, or one of no algorithm that drafts."""
+    names = [_known_as(name) for name in _NEXT_NAME.findall(text)] if _NEXT_NAME.match(text) else []
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{flag} {text}: each name may be given once")
+    for name in names:
+        if name not in algorithms:
+            raise ConfigError(
+                f"{flag} {text}: {name} is not among --speculative-algorithm {','.join(algorithms)}"
+            )
+
+
+def _known_as(name: str) -> str:
+    return "EAGLE" if name.upper() == "NEXTN" else name.upper()
 
 
 def with_tree_defaults(config: C, architecture: str, on_cpu: bool = False) -> C:
@@ -209,17 +254,18 @@ def with_tree_defaults(config: C, architecture: str, on_cpu: bool = False) -> C:
     )
 
 
-def check_together(algorithms: Sequence[str]) -> None:
-    """Raises ConfigError for algorithms that cannot draft beside each other."""
+def check_together(algorithms: Sequence[str], model_path: str) -> None:
+    """Raises ConfigError for algorithms that cannot draft beside each other, or models that are not told apart."""
     given = "--speculative-algorithm " + ",".join(algorithms)
     if "NONE" in algorithms:
         raise ConfigError(f"{given}: NONE goes with no other")
     if len(set(algorithms)) < len(algorithms):
         raise ConfigError(f"{given}: each may be given once")
     models = [name for name in algorithms if name in MODELS]
-    if len(models) > 1:
+    if len(models) > 1 and model_path and not _NEXT_NAME.match(model_path):
         raise ConfigError(
-            f"{given}: {' and '.join(models)} have a model each; one of them may stand beside NGRAM"
+            f"--speculative-draft-model-path {model_path}: {' and '.join(models)} have a model each; give NAME=PATH for each, "
+            "with commas between them"
         )
 
 
@@ -235,12 +281,12 @@ def check_speculation(config: SpeculationConfig) -> None:
             "--enable-torch-compile and --torch-compile-max-bs are not supported: decode steps of target and draft run as "
             "captured CUDA graphs with fused kernels instead (--cuda-graph-max-bs bounds them)"
         )
-    if config.speculative_token_map and algorithm not in ("EAGLE", "MTP", "STANDALONE"):
+    if config.speculative_token_map and algorithm not in TOKEN_MAPS:
         reason = "its head brings its own map (d2t)" if algorithm == "EAGLE3" else "no model drafts"
         raise ConfigError(
             f"--speculative-token-map cannot go with --speculative-algorithm {algorithm}: {reason}"
         )
-    if config.enable_multi_layer_eagle and algorithm not in ("EAGLE", "MTP"):
+    if config.enable_multi_layer_eagle and algorithm not in MODULES:
         raise ConfigError(
             f"--enable-multi-layer-eagle is for MTP layers, not --speculative-algorithm {algorithm}"
         )

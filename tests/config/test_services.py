@@ -232,7 +232,6 @@ def test_several_drafts_have_a_configuration_each() -> None:
     [
         ("NONE,NGRAM", "NONE goes with no other"),
         ("NGRAM,NGRAM", "each may be given once"),
-        ("EAGLE3,STANDALONE", "EAGLE3 and STANDALONE have a model each"),
         ("NEXTN,EAGLE", "each may be given once"),
         ("NGRAM,EAGLE3", "EAGLE3 needs --speculative-draft-model-path"),
     ],
@@ -240,6 +239,52 @@ def test_several_drafts_have_a_configuration_each() -> None:
 def test_drafts_that_do_not_go_together_are_refused(algorithms: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         VerifyConfig(speculative_algorithm=algorithms)
+
+
+def test_each_of_several_models_has_a_name() -> None:
+    config = VerifyConfig(
+        speculative_algorithm="EAGLE3,NGRAM,STANDALONE,MTP",
+        speculative_draft_model_path="eagle3=a=1,b,standalone=org/c",
+        speculative_draft_model_revision="STANDALONE=main",
+        speculative_token_map="map",
+        enable_multi_layer_eagle=True,
+    )
+    found = {
+        one.speculative_algorithm: (
+            one.speculative_draft_model_path,
+            one.speculative_draft_model_revision,
+            one.speculative_token_map,
+            one.enable_multi_layer_eagle,
+        )
+        for one in each_draft(config)
+    }
+    assert found == {
+        "EAGLE3": ("a=1,b", "", "", False),
+        "NGRAM": ("", "", "", False),
+        "STANDALONE": ("org/c", "main", "map", False),
+        "MTP": ("", "", "map", True),
+    }
+    alone = VerifyConfig(
+        speculative_algorithm="EAGLE3", speculative_draft_model_path="EAGLE3=unix=a,b"
+    )
+    assert alone.speculative_draft_model_path == "unix=a,b"
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "path", "message"),
+    [
+        ("EAGLE3,STANDALONE", "m", "EAGLE3 and STANDALONE have a model each; give NAME=PATH"),
+        ("EAGLE3,STANDALONE", "EAGLE3=m", "STANDALONE needs --speculative-draft-model-path"),
+        ("EAGLE3,MTP", "EAGLE3=m,EAGLE=n", "EAGLE is not among --speculative-algorithm EAGLE3,MTP"),
+        ("EAGLE3,MTP", "EAGLE3=m,EAGLE3=n", "each name may be given once"),
+        ("EAGLE3", "STANDALONE=m", "STANDALONE is not among --speculative-algorithm EAGLE3"),
+    ],
+)
+def test_models_that_are_not_told_apart_are_refused(
+    algorithms: str, path: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VerifyConfig(speculative_algorithm=algorithms, speculative_draft_model_path=path)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Two drafts of a target on a GPU: one that follows there, and n-grams from the host; texts are those of plain decoding."""
+"""Several drafts of a target on a GPU: one or two that follow there, and n-grams from the host; texts are those of plain
+decoding."""
 
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from foredraft.models.registry import resolve_model_path
 from tests.e2e.test_gpu import DRAFTS, assert_same, plain_jobs, texts_of
 from tests.support.engines import Harness, running_engine
 from verify_service.draft_choice import ChoiceHistory
+from verify_service.hidden_states import HiddenStates, Run
 from verify_service.metrics import OVERLAPPED_STEPS
+from verify_service.request import Sequence
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,8 +32,9 @@ def expected(demo: Path) -> list[list[int]]:
 
 
 def change_often(harness: Harness) -> None:
-    """Gives every sequence to the other draft now and then, all at a time or one by one."""
+    """Gives every sequence to another draft now and then, all at a time or one by one."""
     choice, num_steps = harness.engine._sizes._choice, 0
+    num_drafts = len(harness.drafts)
     stepped = choice.stepped
 
     def count(seconds: float) -> None:
@@ -42,17 +46,37 @@ def change_often(harness: Harness) -> None:
         shift = id(history) // 64 % 2 if num_steps % 60 > 40 else 0
         history.stay = 0
         history.drafts[draft].count = 10.0
-        return 1.0 + ((num_steps // 20 + shift) % 2 == draft)
+        return 1.0 + ((num_steps // 12 + shift) % num_drafts == draft)
 
     choice.stepped, choice.goodput = count, goodput
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("name", ["EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize(
+    ("names", "adaptive"),
+    [
+        ("EAGLE3,NGRAM", False),
+        ("STANDALONE,NGRAM", True),
+        ("EAGLE3,MTP", False),
+        ("EAGLE3,STANDALONE,NGRAM", True),
+    ],
+)
 def test_whichever_drafts_the_texts_are_those_of_plain_decoding(
-    demo: Path, expected: list[list[int]], name: str, adaptive: bool
+    demo: Path,
+    expected: list[list[int]],
+    names: str,
+    adaptive: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    num_cut, begin = 0, HiddenStates._begin
+
+    def count_cut(self: HiddenStates, sequence: Sequence, start: int) -> Run:
+        nonlocal num_cut
+        num_cut += self.run(sequence) is not None
+        return begin(self, sequence, start)
+
+    monkeypatch.setattr(HiddenStates, "_begin", count_cut)
     work = plain_jobs(demo, NUM_TOKENS)
+    paths = {name: DRAFTS[name].get("speculative_draft_model_path") for name in names.split(",")}
     flags = {
         "device": "cuda",
         "dtype": "float32",
@@ -60,19 +84,24 @@ def test_whichever_drafts_the_texts_are_those_of_plain_decoding(
         "max_running_requests": 16,
         "draft_step_timeout": 60.0,
         "speculative_adaptive": adaptive,
-        **DRAFTS[name],
+        "speculative_draft_model_path": ",".join(
+            f"{name}={path}" for name, path in paths.items() if path
+        ),
     }
-    with running_engine(demo, f"{name},NGRAM", **flags) as harness:
+    with running_engine(demo, names, **flags) as harness:
         got = [result.tokens for result in harness.run(work, timeout=300)]
         assert_same(demo, got, expected, work)
         pools = harness.engine._sizes._choice._pools
-        assert min(pool.count for pool in pools) > 1  # both were asked
+        assert min(pool.count for pool in pools) > 1  # all were asked
         # Beside so small a target n-grams may be the better draft all along, behind which no step is started.
         change_often(harness)
         before = OVERLAPPED_STEPS._value.get()
+        num_cut = 0
         got = [result.tokens for result in harness.run(work, timeout=300)]
         assert_same(demo, got, expected, work)
         assert OVERLAPPED_STEPS._value.get() - before > 5
+        # A head whose turn it is not is given what it misses, also of steps that another one follows.
+        assert num_cut <= len(work)
         harness.check_nothing_left()
 
 

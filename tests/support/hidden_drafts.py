@@ -24,7 +24,7 @@ from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.config.services import VerifyConfig
 from foredraft.rpc.server import RpcServer
 from tests.support.engines import Harness
-from verify_service.metrics import SpeculationMetrics
+from verify_service.metrics import speculation_metrics
 from verify_service.startup import build_engine, connect_draft, load_target
 
 TOLERANCE = 3e-4  # of the largest element of a state
@@ -42,10 +42,10 @@ class Slot:
 @dataclass(slots=True)
 class View:
     """What a draft's attention would read for one proposal: slots from `start` on, of which each is a hidden state and the
-    token after it; None where nothing was ever written."""
+    token after it, or the token of its own place alone; None where nothing was ever written."""
 
     start: int
-    entries: list[tuple[torch.Tensor, int] | None]
+    entries: list[tuple[torch.Tensor | None, int] | None]
 
     @property
     def tokens(self) -> list[int]:
@@ -56,17 +56,25 @@ class HiddenDrafter(Drafter):
     """Proposes from texts that it was given, right tokens behind wrong ones, and remembers what it read.
 
     Args:
-        width: Of a row.
+        width: Of a row; 0 for a draft that reads tokens alone.
         layers: Layers that it reads.
         skill: Part of the proposed levels that hold the right token.
         weight_bytes: What it says of itself; a draft without weights is taken to cost nothing.
+        algorithm: Likewise.
     """
 
     max_sessions = 1
 
     def __init__(
-        self, width: int, layers: Sequence[int] = (), skill: float = 0.8, weight_bytes: int = 0
+        self,
+        width: int,
+        layers: Sequence[int] = (),
+        skill: float = 0.8,
+        weight_bytes: int = 0,
+        algorithm: str = "EAGLE",
     ) -> None:
+        self.algorithm = algorithm
+        self.shift = int(width > 0)  # of a token against its slot
         self.weight_bytes = weight_bytes
         self.texts: list[list[int]] = []
         self.views: list[View] = []
@@ -79,10 +87,11 @@ class HiddenDrafter(Drafter):
         self._layers = tuple(layers)
 
     def info(self) -> draft_pb2.GetDraftInfoResponse:
+        needs = draft_pb2.HiddenNeeds(layers=self._layers, width=self._width, dtype=self.dtype)
         return draft_pb2.GetDraftInfoResponse(
-            algorithm="EAGLE",
+            algorithm=self.algorithm,
             weight_bytes=self.weight_bytes,
-            hidden=draft_pb2.HiddenNeeds(layers=self._layers, width=self._width, dtype=self.dtype),
+            hidden=needs if self._width else None,
             uses_pages=True,
         )
 
@@ -97,6 +106,12 @@ class HiddenDrafter(Drafter):
         Args:
             path: The target's checkpoint.
         """
+        for view in self.views:
+            assert None not in view.entries, f"a slot was never filled: {view.start}"
+        if not self._width:
+            for view in self.views:
+                assert any(text[: len(view.tokens)] == view.tokens for text in self.texts)
+            return sum(len(view.entries) for view in self.views)
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager"
         )
@@ -107,7 +122,6 @@ class HiddenDrafter(Drafter):
             states.append(torch.cat([hidden[layer][0] for layer in layers], dim=-1))
         compared = 0
         for view in self.views:
-            assert None not in view.entries, f"a slot was never filled: {view.start}"
             rows = torch.stack([entry[0] for entry in view.entries if entry is not None])
             end = view.start + len(rows)
             gaps = [
@@ -127,7 +141,7 @@ class _HiddenProposer(Proposer):
         self._page_size = attach.page_size
         self._num_pages = attach.num_pages
         self._slots: dict[int, Slot] = {}
-        self._memory: dict[int, tuple[torch.Tensor, int]] = {}
+        self._memory: dict[int, tuple[torch.Tensor | None, int]] = {}
         self._random = random.Random(attach.epoch)
 
     def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
@@ -155,15 +169,16 @@ class _HiddenProposer(Proposer):
             self._slots[news.slot] = Slot(news.begin.valid_from, news.position)
         slot = self._slots[news.slot]
         assert news.position <= slot.num_tokens
-        assert news.tokens, "news without tokens"
+        assert news.tokens or not self._drafter.shift, "news without tokens"
         assert news.first_page <= len(slot.pages) or not news.new_pages
         if news.new_pages:
             slot.pages[news.first_page :] = news.new_pages
-        assert max(slot.pages) < self._num_pages
-        rows = self.hidden.read(news.hidden)
-        first = max(news.position - 1, 0)
+        assert max(slot.pages, default=0) < self._num_pages
+        shift = self._drafter.shift
+        first = max(news.position - shift, 0)
         assert slot.valid_from <= first
-        tokens = news.tokens if news.position else news.tokens[1:]
+        tokens = news.tokens if news.position else news.tokens[shift:]
+        rows = self.hidden.read(news.hidden) if shift else [None] * len(tokens)
         assert len(rows) == len(tokens)
         for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             self._memory[self._place(slot, first + i)] = (row, token)
@@ -173,14 +188,15 @@ class _HiddenProposer(Proposer):
         return slot.pages[index // self._page_size] * self._page_size + index % self._page_size
 
     def _propose(self, slot: Slot, limits: draft_pb2.TreeLimits) -> tuple[list[int], list[int]]:
-        places = range(slot.valid_from, slot.num_tokens - 1)
+        shift = self._drafter.shift
+        places = range(slot.valid_from, slot.num_tokens - shift)
         view = View(slot.valid_from, [self._memory.get(self._place(slot, i)) for i in places])
         self._drafter.views.append(view)
         known = view.tokens
         tokens: list[int] = []
         parents: list[int] = []
         for text in self._drafter.texts:
-            if text[slot.valid_from + 1 : slot.num_tokens] != known:
+            if text[slot.valid_from + shift : slot.num_tokens] != known:
                 continue
             parent = -1
             for right in text[slot.num_tokens :][: limits.num_steps]:
@@ -233,14 +249,21 @@ class HiddenDraft:
 
 
 @contextlib.contextmanager
-def engine_with(drafter: Drafter, model_path: Path, **flags: Any) -> Iterator[Harness]:
-    """An engine on `model_path` whose draft is `drafter`."""
-    with HiddenDraft(drafter) as draft:
+def engine_with(
+    drafter: Drafter | Sequence[Drafter], model_path: Path, **flags: Any
+) -> Iterator[Harness]:
+    """An engine on `model_path` whose draft is `drafter`, or whose drafts are these."""
+    drafters = [drafter] if isinstance(drafter, Drafter) else drafter
+    names = [one.info().algorithm for one in drafters]
+    with contextlib.ExitStack() as stack:
+        drafts = [stack.enter_context(HiddenDraft(drafter)) for drafter in drafters]
+        addresses = tuple(f"{name}={one.target}" for name, one in zip(names, drafts, strict=True))
+        models = ",".join(f"{name}=in-this-process" for name in names)
         config = VerifyConfig(
             **{
                 "model_path": str(model_path),
-                "speculative_algorithm": "EAGLE",
-                "speculative_draft_model_path": "in-this-process",
+                "speculative_algorithm": ",".join(names),
+                "speculative_draft_model_path": models,
                 "speculative_num_steps": 3,
                 "speculative_eagle_topk": 2,
                 "speculative_num_draft_tokens": 7,
@@ -249,11 +272,11 @@ def engine_with(drafter: Drafter, model_path: Path, **flags: Any) -> Iterator[Ha
                 "max_total_tokens": 4096,
                 "draft_step_timeout": 20.0,
                 "skip_draft_self_test": True,
-                "draft": (draft.target,),
+                "draft": addresses,
                 **flags,
             }
         )
-        metrics = SpeculationMetrics("EAGLE")
+        metrics = speculation_metrics(names)
         target = load_target(config)
         engine = build_engine(config, target, metrics, connect_draft(config, target, metrics))
         engine.draft_everything()  # what pays on this machine is no matter here

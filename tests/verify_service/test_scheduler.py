@@ -189,17 +189,15 @@ def test_a_page_filled_twice_ends_as_one():
     a, b = make_sequence("a", [1], 20), make_sequence("b", [1], 20)
     scheduler.add(a)
     scheduler.add(b)
-    for seq in (a, b):
-        seq.pages_changed_from = 0
     step(scheduler)
     for seq in (a, b):
-        seq.pages_changed_from = len(seq.pages)
+        seq.pages_seen_by(1)
     own = b.pages[0]
     for _ in range(4):
         step(scheduler)
     assert a.pages[0] == b.pages[0] != own
-    assert b.pages_changed_from == 0
-    assert a.pages_changed_from == 1
+    assert b.pages_changed_for(1) == 0
+    assert a.pages_changed_for(1) == 1
 
 
 def test_usable_prefix_has_pages_recomputed_in_place():

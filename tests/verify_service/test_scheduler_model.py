@@ -70,21 +70,22 @@ class Request:
 
 @dataclass
 class DraftCopy:
-    """The page tables as a draft knows them, told only what changed."""
+    """The page tables as a draft knows them, told only what changed; `now` or later."""
 
+    number: int
     slots: dict[int, list[int]] = field(default_factory=dict)
 
-    def read(self, plan: StepPlan, running: tuple[Sequence, ...]) -> None:
+    def read(self, plan: StepPlan, running: tuple[Sequence, ...], now: bool) -> None:
         for slot in plan.released_slots:
             self.slots.pop(slot, None)
         for seq in plan.admitted:
             assert seq.slot not in self.slots
             self.slots[seq.slot] = []
-        for seq in running:
+        for seq in running if now else ():
             table = self.slots[seq.slot]
-            first = min(seq.pages_changed_from, len(table))
+            first = min(seq.pages_changed_for(self.number), len(table))
             table[first:] = seq.pages[first:]
-            seq.pages_changed_from = len(seq.pages)
+            seq.pages_seen_by(self.number)
             assert table == seq.pages
         assert len(self.slots) == len(running)
 
@@ -102,7 +103,7 @@ class Engine:
         self.epoch = 0
         self.noted: dict[int, tuple[int, int, list[int]]] = {}  # what `marks` should know
         self.contents: dict[int, int] = {}  # KV slot -> history
-        self.draft = DraftCopy()
+        self.drafts = [DraftCopy(number) for number in range(2)]
         self.sequences: list[Sequence] = []
         self.now = 0.0
         self.max_nodes = max_nodes
@@ -148,7 +149,7 @@ class Engine:
             assert seq.status is Status.FINISHED
             assert seq.output == expected_output(seq)[: seq.num_output]
         self.step()
-        assert self.draft.slots == {}
+        assert [draft.slots for draft in self.drafts] == [{}, {}]
         self.tree.clear()
         self.scheduler.check_integrity()
         assert self.pool.num_free == self.pool.num_pages
@@ -177,7 +178,9 @@ class Engine:
             lambda seqs, _: [self.random.randint(0, self.max_nodes) for _ in seqs], self.now
         )
         self.check_plan(plan, was_running)
-        self.draft.read(plan, self.scheduler.running)
+        for draft in self.drafts:
+            now = draft.number == 0 or self.random.random() < 0.3
+            draft.read(plan, self.scheduler.running, now)
         trees = {slot.seq.request_id: self.draw_tree(slot) for slot in plan.decode}
         self.write(plan, trees)
         self.check_reads(plan)

@@ -1,5 +1,5 @@
-"""Steps that run ahead with two drafts, one of which follows on the device, while sequences change between them: random joins,
-leaves, cancels, preemptions and deaths of either draft give what plain decoding gives."""
+"""Steps that run ahead with several drafts, some of which follow on the device, while sequences change between them: random
+joins, leaves, cancels, preemptions and deaths of any draft give what plain decoding gives."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -24,19 +24,21 @@ class PartOracle(OracleDraft):
     """One of several: asked and answered in two halves, and tried."""
 
     keeps_much = False
+    usual_seconds = 0.0
 
-    def __init__(self, rng: random.Random, run: Run, other: OracleDraft | None = None) -> None:
+    def __init__(self, rng: random.Random, run: Run, is_host: bool = False) -> None:
         super().__init__(rng, run.target)
-        self._is_host = other is not None
-        self.is_cheap = self._is_host
-        if other is not None:
-            self.answers = other.answers
+        self._is_host = self.is_cheap = is_host
+        if run.draft is not None:
+            self.answers = run.draft.answers
         self._trees: dict[int, Drafted] = {}
         self._tried: list[Tried] = []
         self.num_asked = self.num_tried = 0
 
     def ask(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
-        self._trees = self.propose([w for w in wanted if not w.is_trial], extending, lambda: None)
+        # One that rests is told of nobody.
+        told = [w for w in wanted if not w.is_trial and (w.max_nodes or self._rng.random() < 0.5)]
+        self._trees = self.propose(told, extending, lambda: None)
         self.num_asked += len(self._trees)
         for want in wanted if self.available else ():
             if want.is_trial and want.max_nodes:
@@ -60,16 +62,16 @@ class PartOracle(OracleDraft):
 
 
 class SeveralRun(Run):
-    """The engine with two drafts and a choice that changes its mind."""
+    """The engine with two or three drafts, the last of them beside the device, and a choice that changes its mind."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, has_draft=True)
         rng = self.rng
-        self.draft = PartOracle(rng, self)
-        self.other = PartOracle(rng, self, self.draft)
-        self.parts = [self.draft, self.other]
-        drafts = Drafts({"EAGLE3": self.draft, "NGRAM": self.other})  # type: ignore[dict-item]
-        shapes = [(NODES, NODES), (NODES - 2, NODES - 2)]
+        names = ["EAGLE3", "STANDALONE", "NGRAM"] if seed % 2 else ["EAGLE3", "NGRAM"]
+        self.parts = [PartOracle(rng, self, name == "NGRAM") for name in names]
+        self.draft = self.parts[0]
+        drafts = Drafts(dict(zip(names, self.parts, strict=True)))  # type: ignore[arg-type]
+        shapes = [(NODES - 2 * part.is_cheap, NODES - 2 * part.is_cheap) for part in self.parts]
         limits = EngineLimits(VOCAB, 40, self.pool.num_pages, PAGE, 5, frozenset({7}), NODES)
         self.engine = Engine(
             self.target,
@@ -77,7 +79,7 @@ class SeveralRun(Run):
             drafts,
             SizeRules(GRID, shapes, is_adaptive=rng.random() < 0.5),
             limits,
-            SeveralMetrics(["EAGLE3", "NGRAM"]),
+            SeveralMetrics(names),
         )
         choice = self.engine._sizes._choice
         self.preferred, self.is_split = 0, False
@@ -85,8 +87,8 @@ class SeveralRun(Run):
         def goodput(history: ChoiceHistory, draft: int, batch: int) -> float:
             history.stay = 0
             history.drafts[draft].count = 10.0
-            preferred = self.preferred + (self.is_split and id(history) // 64 % 2)
-            return 1.0 + (draft == preferred % 2)
+            preferred = self.preferred + (self.is_split and id(history) // 64 % 3)
+            return 1.0 + (draft == preferred % len(self.parts))
 
         choice.goodput = goodput  # type: ignore[method-assign]
 
@@ -108,7 +110,7 @@ def test_random_schedules_give_what_plain_decoding_gives(seed: int) -> None:
             part = rng.choice(run.parts)  # dies, or is attached anew
             part.epoch = 0 if part.epoch else part.known_epoch + 1
         elif what < 0.45:
-            run.preferred, run.is_split = rng.randrange(2), rng.random() < 0.3
+            run.preferred, run.is_split = rng.randrange(3), rng.random() < 0.3
         else:
             run.step()
     run.finish()
@@ -117,21 +119,22 @@ def test_random_schedules_give_what_plain_decoding_gives(seed: int) -> None:
     assert run.engine._sizes._histories == {}
 
 
-def test_both_draft_one_runs_ahead_and_the_other_is_tried() -> None:
+def test_all_draft_and_are_tried_and_those_on_the_device_run_ahead() -> None:
     ahead, mixed = OVERLAPPED_STEPS._value.get(), MIXED_STEPS._value.get()
-    counts = [0, 0, 0, 0]
-    for seed in range(30):
+    counts: dict[str, int] = {}
+    for seed in range(40):
         run = SeveralRun(seed)
-        for turn in range(3):
+        for turn in range(4):
             run.join()
             run.step()
-            run.preferred, run.is_split = turn % 2, turn == 2
+            run.preferred, run.is_split = turn % 3, turn == 3
         run.finish()
         run.check()
-        counts[0] += run.draft.num_followed
-        counts[1] += run.other.num_asked
-        counts[2] += run.draft.num_tried
-        counts[3] += run.other.num_tried
-    assert min(counts) > 0
+        names = run.engine._drafting.names
+        for name, part in zip(names, run.parts, strict=True):
+            for what in ("num_followed", "num_asked", "num_tried"):
+                key = f"{name} {what}"
+                counts[key] = counts.get(key, 0) + getattr(part, what)
+    assert [key for key, count in counts.items() if not count] == ["NGRAM num_followed"]
     assert OVERLAPPED_STEPS._value.get() > ahead
     assert MIXED_STEPS._value.get() > mixed

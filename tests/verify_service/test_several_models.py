@@ -1,0 +1,114 @@
+"""Drafts that read hidden states, of other layers each, and one that reads tokens, beside each other: each gets exactly what
+is its own, while sequences change between them, lose their pages and share those of others, and drafts die."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.eager_ahead import EagerAhead
+from tests.support.engines import Harness
+from tests.support.hidden_drafts import HiddenDrafter, engine_with
+from tests.verify_service.test_hidden_states import FLAGS, WIDTH, jobs, texts, until, wait_for_draft
+from verify_service import draft_links, startup
+from verify_service.draft_choice import ChoiceHistory
+
+SCARCE = {**FLAGS, "max_total_tokens": 8 * 34}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("several") / "target")
+
+
+@pytest.fixture(autouse=True)
+def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafts are in this process: there is no model whose files would say more."""
+    monkeypatch.setattr(draft_links, "resolve", lambda config, on_cpu: config)
+
+
+@pytest.fixture
+def drafters() -> list[HiddenDrafter]:
+    return [
+        HiddenDrafter(WIDTH, weight_bytes=1),
+        HiddenDrafter(2 * WIDTH, (0, 2), weight_bytes=1, algorithm="EAGLE3"),
+        HiddenDrafter(0, weight_bytes=1, algorithm="STANDALONE"),
+    ]
+
+
+def change_often(harness: Harness, seed: int) -> None:
+    """Gives sequences to other drafts at random, a few steps each."""
+    choice, rng = harness.engine._sizes._choice, random.Random(seed)
+    wishes: dict[int, tuple[int, int]] = {}
+    num_steps = 0
+    stepped = choice.stepped
+
+    def count(seconds: float) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        stepped(seconds)
+
+    def goodput(history: ChoiceHistory, draft: int, batch: int) -> float:
+        history.stay = 0
+        history.drafts[draft].count = 10.0
+        wish, until_step = wishes.get(id(history), (0, -1))
+        if num_steps > until_step:
+            wish, until_step = rng.randrange(3), num_steps + rng.choice([1, 2, 5, 20])
+            wishes[id(history)] = wish, until_step
+        return 1.0 + (draft == wish)
+
+    choice.stepped, choice.goodput = count, goodput
+
+
+@pytest.mark.parametrize(("runs_ahead", "temperature"), [(False, 0.8), (True, 0.0)])
+def test_each_gets_what_is_its_own_under_pressure(
+    target: Path,
+    drafters: list[HiddenDrafter],
+    runs_ahead: bool,
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if runs_ahead:
+        monkeypatch.setattr(startup, "TargetStep", EagerAhead)
+    work = jobs(16, num_new=100, temperature=temperature)
+    known = texts(target, work)
+    for drafter in drafters:
+        drafter.texts = known
+    with engine_with(drafters, target, **SCARCE) as harness:
+        wait_for_draft(harness)
+        change_often(harness, 1)
+        for _ in range(2):
+            results = harness.run(work)
+            assert [j.prompt + r.tokens for j, r in zip(work, results, strict=True)] == known
+            assert sum(result.finish.cached_tokens for result in results) > 0
+            assert sum(result.finish.preemptions for result in results) > 0
+            harness.check_nothing_left()
+        drafts = harness.engine._drafting
+        assert all(one._hidden._runs == {} for one in drafts.each)
+    for drafter in drafters:
+        assert drafter.check(target) > 2000
+        assert drafter.num_attaches == 1
+
+
+def test_one_that_dies_leaves_the_others_what_is_theirs(
+    target: Path, drafters: list[HiddenDrafter]
+) -> None:
+    work = jobs(12, num_new=60)
+    known = texts(target, work)
+    for drafter in drafters:
+        drafter.texts = known
+    with engine_with(drafters, target, **FLAGS) as harness:
+        wait_for_draft(harness)
+        change_often(harness, 2)
+        for i in range(6):
+            one = drafters[i % 3]
+            one.fail_in, attaches = 6, one.num_attaches
+            results = harness.run(work)
+            assert [j.prompt + r.tokens for j, r in zip(work, results, strict=True)] == known
+            until(lambda one=one, before=attaches: one.num_attaches > before)
+            wait_for_draft(harness)
+        harness.check_nothing_left()
+    for drafter in drafters:
+        assert drafter.check(target) > 1000
+        assert drafter.num_attaches == 3
