@@ -218,6 +218,9 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
                     )
             if name.upper() in found:
                 raise ConfigError(f"--draft {text}: {name.upper()} has an address already")
+            if not address or address in found.values():
+                why = "another draft is there" if address else "no address"
+                raise ConfigError(f"--draft {text}: {why}")
             found[name.upper()] = address
         if missing := [name for name in names if name not in found]:
             raise ConfigError(f"--draft: no address for {', '.join(missing)}")

@@ -310,6 +310,8 @@ def test_each_draft_has_an_address(values: dict[str, Any], addresses: dict[str, 
         (("EAGLE3=a:1", "b:2"), "must be NAME=ADDRESS"),
         (("EAGLE3=a:1",), "no address for NGRAM"),
         (("NGRAM=a:1", "NGRAM=b:2"), "NGRAM has an address already"),
+        (("NGRAM=a:1", "EAGLE3=a:1"), "EAGLE3=a:1: another draft is there"),
+        (("NGRAM=", "EAGLE3=a:1"), "NGRAM=: no address"),
     ],
 )
 def test_drafts_without_names_are_refused(drafts: tuple[str, ...], message: str) -> None:
