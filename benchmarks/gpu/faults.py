@@ -1,26 +1,32 @@
 """A draft that is killed, stands still or faults at each point between the two words that order it and its verifier on one GPU.
 
     python -m benchmarks.gpu.faults
-    python -m benchmarks.gpu.faults --mps --cases "waiting:SIGSTOP" "level 1:SIGKILL" "level 1:FAULT"
+    python -m benchmarks.gpu.faults --modes alone mps mps --seconds 90 --resume --cases "level 1:SIGKILL" "waiting:SIGSTOP"
 
-The bundled model and its EAGLE-3 head in float32; 8 requests, greedy and sampled. For each case: whether the draft came to that
-point, whether all texts are those of plain decoding, the longest time without a token (`--draft-step-timeout` is 1 s), seconds
-from the draft's return until it was attached again, and blocks of GPU memory that the verifier keeps for drafts (1: the one in
-use). A case that takes the verifier along, as faults under MPS do, is shown as such; the next one starts with another.
+The bundled model and its EAGLE-3 head in float32; 8 requests, greedy and sampled. For each case, a line as soon as it is over: whether
+the draft came to that point, whether all texts are those of plain decoding, the longest time without a token
+(`--draft-step-timeout` is 1 s), seconds from the draft's return until it was attached again, and blocks of GPU memory that the
+verifier keeps for drafts (1: the one in use). A case that takes the verifier along, as faults under MPS do, is shown as such; the next
+one has another. A mode that is named several times has as many processes, each with an MPS daemon of its own.
 """
 
 import argparse
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from foredraft.cli import mps
 from foredraft.models.registry import resolve_model_path
+from foredraft.rpc.lifetime import DEVICE_LOST
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support import engines
@@ -34,6 +40,7 @@ CASES = [
     for point in (DEVICE if action == "FAULT" else POINTS)
 ]
 ON_HOST = (*ATTACHING, *BY_VALUE)  # what there is without a GPU too
+MODES = ("alone", "mps")
 FLAGS = {
     "dtype": "float32",
     "max_total_tokens": 16384,
@@ -42,6 +49,7 @@ FLAGS = {
 }
 DRAFT = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 ON_GPU = {"device": "cuda", "require_transport": "cuda_ipc"}
+Row = dict[str, Any]
 
 
 def main() -> int:
@@ -50,71 +58,173 @@ def main() -> int:
     )
     parser.add_argument("--cases", nargs="+", choices=CASES, metavar="POINT:ACTION")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
+    parser.add_argument("--modes", nargs="+", default=["alone"], choices=MODES)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no case after so many")
+    parser.add_argument("--resume", action="store_true", help="leave out what --out has already")
     parser.add_argument("--tokens", type=int, default=120, help="of each request")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--spares", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        return _run_here(args.child, args)
+        return _run_here(Path(args.child), args)
     chosen = args.cases or [
         case for case in CASES if args.device == "cuda" or case.split(":")[0] in ON_HOST
     ]
-    cases = [tuple(case.split(":")) for case in chosen]
-    rows: list[dict[str, Any]] = []
-    with mps.running(args.mps) as variables:
-        while len(rows) < len(cases):
-            rows += _run_child(cases[len(rows) :], args, variables)
-    for row in rows:
-        row |= {"mps": args.mps, "device": args.device}
     args.out.mkdir(parents=True, exist_ok=True)
-    name = "gpu_faults_mps.json" if args.mps else "gpu_faults.json"
-    (args.out / name).write_text(json.dumps(rows, indent=1))
-    _report(rows)
-    return 0 if all(map(_is_right, rows)) else 1
+    results = Results(args.out / "gpu_faults.json", args)
+    with ThreadPoolExecutor(len(args.modes)) as pool:
+        runs = [
+            pool.submit(_work_off, mode, todo, results, args)
+            for mode, todo in _share_out(chosen, results, args.modes)
+        ]
+    for run in runs:
+        run.result()
+    return results.report([(mode, case) for mode in set(args.modes) for case in chosen])
 
 
-def _run_child(
-    cases: list[tuple[str, ...]], args: argparse.Namespace, variables: dict[str, str]
-) -> list[dict[str, Any]]:
-    """What a process of its own found, up to the case that took it along."""
-    command = [sys.executable, "-m", "benchmarks.gpu.faults", "--child", json.dumps(cases)]
+class Results:
+    """What was found, in a file.
+
+    Args:
+        path: Its; what is in it stays, if the run is resumed.
+    """
+
+    def __init__(self, path: Path, args: argparse.Namespace) -> None:
+        self._path, self._device = path, args.device
+        self.until = time.monotonic() + args.seconds
+        self._lock = threading.Lock()
+        self._rows: list[Row] = []
+        if args.resume and path.exists():
+            self._rows = json.loads(path.read_text())
+
+    @property
+    def known(self) -> set[tuple[str, str]]:
+        """Modes and cases that were right."""
+        return {(row["mode"], _case(row)) for row in self._rows if _is_right(row)}
+
+    def add(self, mode: str, row: Row) -> None:
+        """Prints a row and keeps it."""
+        with self._lock:
+            row |= {"mode": mode, "device": self._device}
+            self._rows = [
+                one for one in self._rows if (one["mode"], _case(one)) != (mode, _case(row))
+            ]
+            self._rows.append(row)
+            self._path.write_text(json.dumps(self._rows, indent=1))
+            print(_line(row), flush=True)
+
+    def report(self, asked: list[tuple[str, str]]) -> int:
+        """Prints one line; 0 if every case that was asked for was right."""
+        wrong = [row for row in self._rows if not _is_right(row)]
+        missing = sorted(set(asked) - self.known - {(row["mode"], _case(row)) for row in wrong})
+        lost = sum("lost" in row for row in self._rows)
+        gaps = [row.get("gap", 0.0) for row in self._rows if row["point"] not in ATTACHING]
+        print(
+            f"{'PASS' if not wrong and not missing else 'FAIL'}: {len(self.known)} right, {lost} of them took the "
+            f"verifier along; longest time without a token {max(gaps, default=0.0):.2f} s; {len(wrong)} wrong; "
+            f"{len(missing)} not run{': ' if missing else ''}"
+            + ", ".join(f"{case} ({mode})" for mode, case in missing)
+        )
+        return 1 if wrong or missing else 0
+
+
+def _share_out(
+    chosen: list[str], results: Results, modes: list[str]
+) -> list[tuple[str, "queue.SimpleQueue[str]"]]:
+    """Each process's mode, and the cases that all of that mode take from."""
+    todo: dict[str, queue.SimpleQueue[str]] = {mode: queue.SimpleQueue() for mode in modes}
+    known = results.known
+    for mode, cases in todo.items():
+        for case in chosen:
+            if (mode, case) not in known:
+                cases.put(case)
+    return [(mode, todo[mode]) for mode in modes]
+
+
+def _work_off(
+    mode: str, todo: "queue.SimpleQueue[str]", results: Results, args: argparse.Namespace
+) -> None:
+    """Runs cases in processes of their own: what a broken context has left cannot be used."""
+    with tempfile.TemporaryDirectory() as folder, mps.running(mode == "mps") as variables:
+        if mode == "mps" and not variables:
+            raise SystemExit("there is no MPS here")
+        environment = {**os.environ, **variables}
+        following = _start(folder, mode, args, environment)
+        while not todo.empty() and time.monotonic() < results.until:
+            child, following = following, _start(folder, mode, args, environment)
+            _use(child, mode, todo, results)
+        following.kill()
+        following.wait()
+
+
+def _start(
+    folder: str, mode: str, args: argparse.Namespace, environment: dict[str, str]
+) -> "subprocess.Popen[str]":
+    """A process that has imported everything by the time that it gets its first case, and not touched the GPU."""
+    command = [sys.executable, "-m", "benchmarks.gpu.faults", "--child", folder]
     command += ["--tokens", str(args.tokens), "--device", args.device]
-    rows = []
-    environment = {**os.environ, **variables}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
-            if line[:4] == "ROW ":
-                print(line[4:], end="", flush=True)
-                rows.append(json.loads(line[4:]))
-    if not rows:
-        raise SystemExit(f"the verifier did not come up: exit status {child.returncode}")
-    return rows
+    command += ["--spares", "3" if mode == "alone" else "1"]  # most of MPS's would die with a case
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
 
-def _run_here(cases: list[tuple[str, ...]], args: argparse.Namespace) -> int:
+def _use(
+    child: "subprocess.Popen[str]", mode: str, todo: "queue.SimpleQueue[str]", results: Results
+) -> None:
+    """Gives cases to a process, until one has taken it along or the time is over."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child:
+        while time.monotonic() < results.until:
+            try:
+                case = todo.get_nowait()
+            except queue.Empty:
+                break
+            child.stdin.write(case + "\n")
+            child.stdin.flush()
+            row = next((line for line in child.stdout if line.startswith("ROW ")), None)
+            if row is None:
+                print(f"{mode}: no verifier came up for {case}", flush=True)
+                break
+            found = json.loads(row[4:])
+            results.add(mode, found)
+            if "lost" in found:
+                break
+
+
+def _run_here(folder: Path, args: argparse.Namespace) -> int:
+    """Does the cases that come by stdin; the texts of plain decoding are made by the first process that has any."""
+    first = sys.stdin.readline()
+    if not first:
+        return 0
+    FaultyDraft.num_spares = args.spares
     engines.DraftProcess = FaultyDraft  # type: ignore[assignment,misc]
     blocks = BlockCount()
     demo = resolve_model_path("foredraft-demo")
     work = _work(demo, args.tokens)
     flags = {**FLAGS, **(ON_GPU if args.device == "cuda" else {"device": "cpu"})}
     head = str(resolve_model_path("foredraft-demo-eagle3"))
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["FAULT_FILE"] = str(Path(folder) / "fault")
+    os.environ["FAULT_FILE"] = str(folder / "fault")
+    texts = folder / "texts.json"
+    if not texts.exists():
         with running_engine(demo, "NONE", **flags) as plain:
-            expected = [result.tokens for result in plain.run(work)]
-        with running_engine(
-            demo, "EAGLE3", **flags, **DRAFT, speculative_draft_model_path=head
-        ) as harness:
-            harness.run(work)
-            for point, action in cases:
-                try:
-                    found = do_fault(harness, point, action, work, expected, blocks)
-                except Exception as error:
-                    traceback.print_exc()
-                    _leave(harness, point, action, error)
-                print("ROW", json.dumps(found.as_row()), flush=True)
+            texts.write_text(json.dumps([result.tokens for result in plain.run(work)]))
+    expected = json.loads(texts.read_text())
+    with running_engine(
+        demo, "EAGLE3", **flags, **DRAFT, speculative_draft_model_path=head
+    ) as harness:
+        harness.run(work)
+        case = first
+        while case:
+            point, action = case.strip().split(":")
+            try:
+                found = do_fault(harness, point, action, work, expected, blocks)
+            except Exception as error:
+                traceback.print_exc()
+                _leave(harness, point, action, error)
+            print("ROW", json.dumps(found.as_row()), flush=True)
+            case = sys.stdin.readline()
     return 0
 
 
@@ -130,7 +240,7 @@ def _work(demo: Path, num_tokens: int) -> list[Job]:
 
 
 def _leave(harness: Harness, point: str, action: str, error: Exception) -> None:
-    """Ends this process: what a broken context has left cannot be used."""
+    """Ends this process."""
     reason = repr(harness.engine.failure or error).splitlines()[0][:200]
     print("ROW", json.dumps({"point": point, "action": action, "lost": reason}), flush=True)
     assert harness.draft is not None
@@ -138,24 +248,31 @@ def _leave(harness: Harness, point: str, action: str, error: Exception) -> None:
     os._exit(3)
 
 
-def _is_right(row: dict[str, Any]) -> bool:
+def _case(row: Row) -> str:
+    return f"{row['point']}:{row['action']}"
+
+
+def _is_right(row: Row) -> bool:
+    """Under MPS, only what was under way on the GPU may take the verifier along."""
     if "lost" in row:
-        return bool(row["mps"]) and row["action"] == "FAULT"
+        return row["mode"] == "mps" and row["action"] != "SIGSTOP" and row["point"] in DEVICE
     num_blocks = int(row["device"] == "cuda")
-    return bool(row["happened"] and row["equal"] and row["blocks"] == num_blocks)
+    ended = DEVICE_LOST if row["action"] == "FAULT" else None
+    is_clean = row["blocks"] == num_blocks and row["status"] == ended
+    return bool(row["happened"] and row["equal"] and is_clean)
 
 
-def _report(rows: list[dict[str, Any]]) -> None:
-    print(f"{'point':16} {'action':8} {'equal':>6} {'gap s':>6} {'back s':>7} {'blocks':>6}")
-    for row in rows:
-        print(f"{row['point']:16} {row['action']:8} ", end="")
-        if "lost" in row:
-            print(f"the verifier went along: {row['lost']}")
-        elif not row["happened"]:
-            print("did not come to that point")
-        else:
-            gap = f"{row['gap']:6.2f}" if row["point"] not in ATTACHING else f"{'-':>6}"
-            print(f"{row['equal']!s:>6} {gap} {row['back']:7.2f} {row['blocks']:6}")
+def _line(row: Row) -> str:
+    line = f"{row['mode']:5} {row['point']:14} {row['action']:7} "
+    line += f"{'right' if _is_right(row) else 'WRONG'}: "
+    if "lost" in row:
+        return f"{line}the verifier went along: {row['lost'][:90]}"
+    if not row["happened"]:
+        return f"{line}the draft did not come to that point"
+    texts = "texts equal" if row["equal"] else "texts differ"
+    gap = "" if row["point"] in ATTACHING else f", {row['gap']:.2f} s without a token"
+    status = "" if row["status"] is None else f", the draft ended with {row['status']}"
+    return f"{line}{texts}{gap}, attached again after {row['back']:.2f} s, {row['blocks']} blocks{status}"
 
 
 if __name__ == "__main__":

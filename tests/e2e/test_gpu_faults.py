@@ -214,9 +214,13 @@ def served(
 
 @pytest.mark.parametrize(("point", "action"), [("planned", "FAULT"), ("level 1", "SIGKILL")])
 def test_a_stack_under_mps_serves_again_by_itself(
-    point: str, action: str, served: Served, tmp_path: Path
+    point: str,
+    action: str,
+    served: Served,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A fault on the GPU takes all clients of MPS along."""
+    """A fault on the GPU takes all clients of MPS along, and whoever finds his GPU dead says so by his exit status."""
     eventually(served.has_draft, 60)
     expected = served.ask()
     faults = FaultFile(tmp_path / "fault", served.pid_of("draft"))
@@ -230,7 +234,10 @@ def test_a_stack_under_mps_serves_again_by_itself(
     eventually(lambda: served.restarts["draft"] > 0, 60)
     eventually(lambda: served.serves(expected), 120)
     print(f"{action}: serves after {time.monotonic() - happened:.1f} s, {served.restarts}")
+    ends = [message for message in caplog.messages if "restarting it" in message]
+    print("exit statuses:", "; ".join(ends))
     assert served.restarts["gateway"] == 0
+    assert any(f"verify exited with status {DEVICE_LOST}" in message for message in ends)
 
 
 @pytest.mark.parametrize("served", [False, True], ids=["alone", "mps"], indirect=True)

@@ -156,21 +156,18 @@ def _wait_until_attached_anew(harness: Harness, returned: float) -> None:
     harness.wait_for_draft()
 
 
-def device_bytes(pid: int) -> int | None:
-    """Bytes that a process has on its GPU by the driver's account; None where it does not tell."""
+def device_bytes() -> dict[int, int]:
+    """Bytes that processes have on GPUs by the driver's account, by pid; empty where it does not tell."""
     if shutil.which(SMI) is None:
-        return None
+        return {}
     asked = subprocess.run(
         [SMI, "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
         capture_output=True,
         text=True,
         check=False,
     )
-    for line in asked.stdout.splitlines():
-        number, _, used = line.partition(",")
-        if number.strip() == str(pid) and used.strip().isdigit():
-            return int(used) << 20
-    return None
+    pairs = [line.partition(",")[::2] for line in asked.stdout.splitlines()]
+    return {int(pid): int(used) << 20 for pid, used in pairs if used.strip().isdigit()}
 
 
 def num_descriptors(pid: int | str = "self") -> int:

@@ -8,6 +8,7 @@ from collections import deque
 from pathlib import Path
 from types import TracebackType
 
+from foredraft.rpc.channel import check_health
 from tests.support.drafts import DraftProcess
 
 
@@ -32,7 +33,8 @@ class StandbyDraft:
     def __enter__(self) -> "StandbyDraft":
         for _ in range(self.num_spares):
             self._launch()
-        self.start()
+        # A verifier waits for its draft once it has loaded itself.
+        self.start(ready=False)
         return self
 
     def __exit__(
@@ -47,11 +49,12 @@ class StandbyDraft:
                 if draft is not None:
                     stack.callback(draft.__exit__, None, None, None)
 
-    def start(self) -> None:
-        """Lets the spare that has waited longest serve, and launches another."""
+    def start(self, ready: bool = True) -> None:
+        """Lets the spare that has waited longest serve, once it has loaded if asked so, and launches another."""
         self._launch()
         draft = self._current = self._spares.popleft()
-        draft.wait_ready(120)
+        if ready:
+            draft.wait_ready(120)
         link = self._folder / "next"
         os.symlink(draft.target.removeprefix("unix:"), link)
         os.replace(link, self._folder / "draft.sock")
@@ -77,6 +80,11 @@ class StandbyDraft:
         """Of the one that serves."""
         assert self._current is not None
         return self._current.pid
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether the one that takes its place has loaded."""
+        return check_health(self._spares[0].target) == "SERVING"
 
     @property
     def next_pid(self) -> int:
