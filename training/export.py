@@ -13,15 +13,15 @@ SHARD_BYTES = 15 * 2**20
 
 
 def save_sharded(
-    tensors: Mapping[str, Tensor], out: Path, shard_bytes: int = SHARD_BYTES, stem: str = "model"
+    tensors: Mapping[str, Tensor], out: Path, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Writes tensors, in their order, to `<stem>-0000i-of-0000n.safetensors` and an index; one plain file when they fit.
+    """Writes tensors, in their order, to `model-0000i-of-0000n.safetensors` and an index; one plain file when they fit.
 
     Returns:
         The files written, without the index.
     """
     out.mkdir(parents=True, exist_ok=True)
-    for old in (*out.glob(f"{stem}*.safetensors"), *out.glob(f"{stem}.safetensors.index.json")):
+    for old in (*out.glob("model*.safetensors"), *out.glob("model.safetensors.index.json")):
         old.unlink()
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
@@ -33,16 +33,16 @@ def save_sharded(
         shards[-1][name] = tensor.detach().cpu().contiguous().clone()
         size += nbytes
     if len(shards) == 1:
-        names = [f"{stem}.safetensors"]
+        names = ["model.safetensors"]
     else:
-        names = [f"{stem}-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
         index: dict[str, Any] = {
             "metadata": {"total_size": sum(t.numel() * t.element_size() for t in tensors.values())},
             "weight_map": {
                 key: name for name, shard in zip(names, shards, strict=True) for key in shard
             },
         }
-        (out / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     for name, shard in zip(names, shards, strict=True):
         save_file(shard, str(out / name), metadata={"format": "pt"})
     return [out / name for name in names]

@@ -17,8 +17,6 @@ from foredraft.models.head_loader import load_head as load_served_head
 from training.draft.acceptance import (
     head_chain,
     head_tree,
-    model_chain,
-    model_tree,
     summarize,
     walk,
 )
@@ -35,7 +33,7 @@ from training.draft.heads import (
 from training.draft.target import Target
 from training.draft.trainer import DraftTrainer, DraftTrainingConfig
 from training.draft.unroll import DraftInputs, unroll
-from training.lm.model import Llama, LlamaShape
+from training.lm.model import LlamaShape
 from training.lm.trainer import LMTrainer, LMTrainingConfig
 
 LAYER = LlamaShape(
@@ -132,19 +130,6 @@ def test_a_tree_of_one_branch_accepts_what_the_chain_accepts(algorithm: str) -> 
     assert sum(chain) > 0
     wide = head_tree(head, inputs, tokens, embed, output, 10, STEPS, 4, 20)
     assert summarize(wide, STEPS).length >= summarize(chain, STEPS).length
-
-
-def test_a_standalone_draft_with_the_targets_weights_accepts_everything() -> None:
-    model = Llama(dataclasses.replace(LAYER, num_layers=2))
-    model.initialize(3)
-    model.double()
-    model.compute_dtype = torch.float64
-    tokens = torch.randint(0, 50, (3, 8), generator=torch.Generator().manual_seed(2))
-    for _ in range(24):
-        hidden, _ = model(tokens)
-        tokens = torch.cat((tokens, model.logits(hidden[:, -1:]).argmax(-1)), dim=1)
-    assert set(model_chain(model, tokens, 8, STEPS)) == {STEPS}
-    assert set(model_tree(model, tokens, 8, STEPS, 1, STEPS + 1)) == {STEPS}
 
 
 def test_walking_counts_each_verify_once() -> None:

@@ -1,6 +1,6 @@
 """Accept lengths of drafts on text that the target wrote greedily: chains and trees, exactly as a server would take them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch import Tensor
 from foredraft.speculation.draft_tree import DraftTree
 from foredraft.speculation.tree_building import BeamTree
 from training.draft.heads import DraftHead, Eagle3Head
+from training.draft.target import Target
 from training.draft.unroll import DraftInputs, unroll
-from training.lm.model import Llama
+
+ROWS_AT_ONCE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,43 @@ def walk(accepted_at: list[int], root: int) -> list[int]:
         taken.append(accepted_at[root - 1])
         root += taken[-1] + 1
     return taken
+
+
+@torch.no_grad()
+def measure(
+    head: DraftHead,
+    target: Target,
+    heldout: Mapping[str, Tensor],
+    prompt: int,
+    depth: int,
+    tree: tuple[int, int] | None,
+) -> tuple[dict[str, Acceptance], dict[str, Acceptance]]:
+    """Accept lengths by domain, of chains and of trees.
+
+    Args:
+        heldout: By domain what the target wrote, int64 [n, T].
+        prompt: Tokens of each prompt.
+        depth: Drafted tokens of a chain, and levels of a tree.
+        tree: Beams of a level, and rows with the root; None measures chains alone.
+    """
+    chains: dict[str, Acceptance] = {}
+    trees: dict[str, Acceptance] = {}
+    embed_weight, weight = target.embed_weight, target.output_weight
+    for domain, texts in heldout.items():
+        chain_counts: list[int] = []
+        tree_counts: list[int] = []
+        for tokens in texts.split(ROWS_AT_ONCE):
+            hidden, captured = target.features(tokens, head.shape.aux_layers)
+            inputs = DraftInputs(F.embedding(tokens, embed_weight), hidden, captured)
+            chain_counts += head_chain(head, inputs, tokens, weight, prompt, depth)
+            if tree:
+                tree_counts += head_tree(
+                    head, inputs, tokens, embed_weight, weight, prompt, depth, *tree
+                )
+        chains[domain] = summarize(chain_counts, depth)
+        if tree:
+            trees[domain] = summarize(tree_counts, depth)
+    return chains, trees
 
 
 @torch.no_grad()
@@ -145,46 +184,6 @@ def head_tree(
             mask = torch.cat((visible, tree.ancestor_rows()), dim=2)[:, None]
             mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
             beam_features = head.complete(mixed, residual)
-        return tree.finish()
-
-    return _walk_trees(draft, tokens, prompt, steps)
-
-
-@torch.no_grad()
-def model_chain(model: Llama, tokens: Tensor, prompt: int, steps: int) -> list[int]:
-    """Like `head_chain` for a standalone draft model, which sees all tokens up to the newest one."""
-    hidden, _ = model(tokens)
-    best = model.logits(hidden).argmax(-1)
-    right = best[:, :-1] == tokens[:, 1:]  # right[i]: token i + 1 is foretold
-    rows = tokens.shape[1] - steps - 1
-    # Slot i here drafts tokens i + 2 ..., as for the heads: the newest token is number i + 1.
-    matched = torch.stack([right[:, 1 + k : 1 + k + rows] for k in range(steps)]).cumprod(0).sum(0)
-    return [value for row in matched.tolist() for value in walk(row, prompt)]
-
-
-@torch.no_grad()
-def model_tree(
-    model: Llama, tokens: Tensor, prompt: int, steps: int, topk: int, num_draft_tokens: int
-) -> list[int]:
-    """Like `head_tree` for a standalone draft model; every level runs the whole sequences again."""
-    batch, length = tokens.shape
-    rows = torch.arange(batch, device=tokens.device)
-
-    def draft(roots: Tensor) -> list[DraftTree]:
-        tree = BeamTree(batch, steps, topk, num_draft_tokens)
-        hidden, _ = model(tokens)
-        logits = model.logits(hidden[rows, roots][:, None]).float()
-        paths = tokens[:, None].expand(batch, topk, length).clone()
-        for level in range(steps):
-            beam_tokens, beams = tree.expand(logits)
-            if level == steps - 1:
-                break
-            paths = paths.gather(1, beams[..., None].expand(-1, -1, length))
-            place = (roots + level + 1)[:, None, None].expand(batch, topk, 1)
-            paths = paths.scatter(2, place, beam_tokens[..., None])
-            hidden, _ = model(paths.flatten(0, 1))
-            at = place.flatten(0, 1)[..., None].expand(-1, -1, hidden.shape[-1])
-            logits = model.logits(hidden.gather(1, at)).float().view(batch, topk, -1)
         return tree.finish()
 
     return _walk_trees(draft, tokens, prompt, steps)

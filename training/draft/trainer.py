@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, ConfigError
-from training.draft.acceptance import Acceptance, head_chain, head_tree, summarize
+from training.draft.acceptance import Acceptance, measure
 from training.draft.heads import (
     Eagle3Head,
     HeadShape,
@@ -32,6 +32,7 @@ from training.lm.optimizer import MuonAdamW, cosine_schedule
 from training.plots import plot_curves
 from training.progress import Progress, say
 from training.resume import load_state, save_state
+from training.run_log import RunLog
 from training.text_data import read_documents
 from training.token_map import select_tokens
 
@@ -119,7 +120,7 @@ class DraftTrainer:
         self.target = Target(config.target, self.device, self.dtype)
         self.shape = self._head_shape()
         self.step = 0
-        self.history: list[dict[str, Any]] = []
+        self.log = RunLog(config.out / "log.jsonl")
         self._prepare_text()
         self.head = make_head(self.shape)
         self.head.initialize(config.seed)
@@ -259,7 +260,7 @@ class DraftTrainer:
                     seconds = time.monotonic() - mark
                     rate = (self.step - mark_step) * config.batch * config.window / seconds
                     depths = [round(number, 4) for number in agreement.tolist()]
-                    self._log(
+                    self.log.add(
                         {
                             "step": self.step,
                             "loss": value,
@@ -313,38 +314,13 @@ class DraftTrainer:
         self._plot()
         return DraftTrainingResult(self.step >= config.steps, self.step, chain, tree)
 
-    @torch.no_grad()
     def measure(self, tree: bool) -> tuple[dict[str, Acceptance], dict[str, Acceptance]]:
         """Accept lengths on the held-out continuations: chains, and trees if asked for."""
         config = self.config
-        chains: dict[str, Acceptance] = {}
-        trees: dict[str, Acceptance] = {}
-        weight = self.target.output_weight
-        for domain, texts in self.heldout.items():
-            chain_counts: list[int] = []
-            tree_counts: list[int] = []
-            for tokens in texts.split(128):
-                hidden, captured = self.target.features(tokens, self.shape.aux_layers)
-                embeds = F.embedding(tokens, self.target.embed_weight)
-                inputs = DraftInputs(embeds, hidden, captured)
-                chain_counts += head_chain(
-                    self.head, inputs, tokens, weight, config.eval_prompt, config.depth
-                )
-                if tree:
-                    tree_counts += head_tree(
-                        self.head,
-                        inputs,
-                        tokens,
-                        self.target.embed_weight,
-                        weight,
-                        config.eval_prompt,
-                        config.depth,
-                        config.topk,
-                        config.tree_tokens,
-                    )
-            chains[domain] = summarize(chain_counts, config.depth)
-            if tree:
-                trees[domain] = summarize(tree_counts, config.depth)
+        shape = (config.topk, config.tree_tokens) if tree else None
+        chains, trees = measure(
+            self.head, self.target, self.heldout, config.eval_prompt, config.depth, shape
+        )
         for label, results in (("chain", chains), ("tree", trees)):
             for domain, result in results.items():
                 depths = " ".join(f"{value:.3f}" for value in result.depths)
@@ -353,17 +329,17 @@ class DraftTrainer:
                 )
         if chains:
             measured = {domain: result.as_dict() for domain, result in chains.items()}
-            self._log({"step": self.step, "chain": measured})
+            self.log.add({"step": self.step, "chain": measured})
         return chains, trees
 
     def _plot(self) -> None:
-        trained = [entry for entry in self.history if "loss" in entry]
+        trained = self.log.having("loss")
         steps = [entry["step"] for entry in trained]
         agreement = {
             f"step {k + 1}": (steps, [entry["agreement"][k] for entry in trained])
             for k in range(self.config.unroll_steps)
         }
-        measured = [entry for entry in self.history if "chain" in entry]
+        measured = self.log.having("chain")
         lengths = {
             domain: (
                 [entry["step"] for entry in measured],
@@ -376,17 +352,12 @@ class DraftTrainer:
             panels[f"held-out accept length, chain of {self.config.depth}"] = lengths
         plot_curves(self.config.out / "curves.png", f"{self.config.algorithm} head", "step", panels)
 
-    def _log(self, entry: dict[str, Any]) -> None:
-        self.history.append(entry)
-        with (self.config.out / "log.jsonl").open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-
     def _save_checkpoint(self) -> None:
         state = {
             "step": self.step,
             "head": self.head.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "history": self.history,
+            "history": self.log.entries,
         }
         save_state(state, self.config.out / "checkpoint.pt")
 
@@ -401,9 +372,8 @@ class DraftTrainer:
         except RuntimeError as error:
             raise CheckpointError(f"{path} holds another head: {error}") from None
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.history = state["step"], state["history"]
+        self.step = state["step"]
+        self.log.restore(state["history"])
         if isinstance(self.head, Eagle3Head):
             self.draft_ids = self.head.t2d.nonzero().flatten().cpu()
-        lines = "".join(json.dumps(entry) + "\n" for entry in self.history)
-        (self.config.out / "log.jsonl").write_text(lines)
         say(f"resumed at step {self.step}")

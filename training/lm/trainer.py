@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from training.lm.speed import matmul_tflops, shape_tflops
 from training.plots import plot_curves
 from training.progress import Progress, say
 from training.resume import load_state, save_state
+from training.run_log import RunLog
 from training.text_data import (
     Document,
     WindowSampler,
@@ -74,7 +74,6 @@ class LMTrainingConfig:
     checkpoint_every: int = 0
     max_minutes: float = math.inf
     resume: bool = False
-    keep_checkpoint: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class LMTrainer:
         self.on_cuda = self.device.type == "cuda"
         config.out.mkdir(parents=True, exist_ok=True)
         self.step = 0
-        self.history: list[dict[str, Any]] = []
+        self.log = RunLog(config.out / "log.jsonl")
         self.tokenizer, stream = self._prepare_text()
         self.shape = replace(config.shape, vocab_size=self.tokenizer.get_vocab_size())
         dtype = torch.bfloat16 if self.on_cuda else torch.float32
@@ -178,7 +177,9 @@ class LMTrainer:
                     recent.clear()
                     seconds = time.monotonic() - mark
                     rate = (self.step - mark_step) * tokens_per_step / seconds
-                    self._log({"step": self.step, "loss": loss, "tokens_per_second": round(rate)})
+                    self.log.add(
+                        {"step": self.step, "loss": loss, "tokens_per_second": round(rate)}
+                    )
                     text = f"loss {loss:.4f}, {rate / 1e6:.3f} M tokens/s"
                     if ceiling:
                         text += f", {rate * flops / 1e12:.0f} TFLOP/s = {rate * flops / 1e12 / ceiling:.1%}"
@@ -211,9 +212,9 @@ class LMTrainer:
         config = self.config
         finished = self.step >= config.steps
         seconds = time.monotonic() - began
-        rates = [entry["tokens_per_second"] for entry in self.history if "loss" in entry][1:]
+        rates = [entry["tokens_per_second"] for entry in self.log.having("loss")][1:]
         rate = float(np.median(rates)) if rates else 0.0
-        if not finished or config.keep_checkpoint:
+        if not finished:
             self._save_checkpoint()
         # The weights that are scored are those that are shipped: rounded to bf16.
         with torch.no_grad():
@@ -243,9 +244,9 @@ class LMTrainer:
             "config": json.loads(json.dumps(asdict(config), default=str)),
         }
         write_json(out / "training.json", report)
-        losses = [entry for entry in self.history if "loss" in entry]
+        losses = self.log.having("loss")
         curves = {"": ([e["step"] for e in losses], [e["loss"] for e in losses])}
-        evaluated = [entry for entry in self.history if "heldout" in entry]
+        evaluated = self.log.having("heldout")
         heldout = {
             domain: (
                 [entry["step"] for entry in evaluated],
@@ -267,7 +268,7 @@ class LMTrainer:
         rows = max(1, min(self.config.micro_batch, 64))
         scores = score_domains(self.model, self.tokenizer, self.heldout, rows)
         if scores:
-            self._log(
+            self.log.add(
                 {
                     "step": self.step,
                     "heldout": {domain: score.as_dict() for domain, score in scores.items()},
@@ -286,7 +287,7 @@ class LMTrainer:
         own = shape_tflops(
             self.shape, self.config.micro_batch * self.shape.context_length, self.device
         )
-        self._log({"step": self.step, "matmul_tflops": whole, "shape_tflops": own})
+        self.log.add({"step": self.step, "matmul_tflops": whole, "shape_tflops": own})
         say(
             f"bf16 rate: {whole:.0f} TFLOP/s in a large product, {own:.0f} in this model's own products;"
             " percentages below are of the first"
@@ -301,17 +302,12 @@ class LMTrainer:
             f" {self.num_tokens / 1e6:.1f} M tokens in the corpus, {tokens / 1e6:.0f} M to see"
         )
 
-    def _log(self, entry: dict[str, Any]) -> None:
-        self.history.append(entry)
-        with (self.config.out / "log.jsonl").open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-
     def _save_checkpoint(self) -> None:
         state = {
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "history": self.history,
+            "history": self.log.entries,
             "shape": self.shape.as_dict(),
         }
         save_state(state, self.config.out / "checkpoint.pt")
@@ -326,9 +322,8 @@ class LMTrainer:
             raise CheckpointError(f"{path} holds a model of other sizes: {state['shape']}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.history = state["step"], state["history"]
-        lines = "".join(json.dumps(entry) + "\n" for entry in self.history)
-        (self.config.out / "log.jsonl").write_text(lines)
+        self.step = state["step"]
+        self.log.restore(state["history"])
         say(f"resumed at step {self.step}")
 
 
