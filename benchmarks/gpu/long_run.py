@@ -175,7 +175,8 @@ class Run:
         self._notes: list[dict[str, Any]] = []
         self._started = time.monotonic()
         self._faults = ThreadPoolExecutor(1, thread_name_prefix="faults")
-        self._fault: Future[None] | None = None  # under way, or over
+        # Its thread begins with the first one, which here does nothing: threads are counted.
+        self._fault: Future[None] | None = self._faults.submit(lambda: None)
 
     def __enter__(self) -> "Run":
         return self
