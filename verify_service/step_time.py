@@ -1,16 +1,15 @@
 """What a step costs: the target's forward by its rows, and the wait for a draft. Measured at start, corrected by real steps."""
 
 import bisect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 S = TypeVar("S")
 
-LEVEL_WEIGHT = 0.2  # of one real step in the time of all widths
-# By which a step moves its own width beyond the others, if the width had changed within so many steps: while only one is used
-# there is nothing to compare it with, and a machine that is busy at times would move it this way and that.
-OWN_WEIGHT, COMPARED_STEPS = 0.05, 8
+# Of one real plain step in the time of all widths; of the first after steps with drafts, which shows what these are worth.
+LEVEL_WEIGHT, FIRST_WEIGHT = 0.2, 0.4
+# Of one real step with drafts in what such steps take beyond the table, and in all times.
+MORE_WEIGHT, COMMON_WEIGHT = 0.15, 0.05
 # On a GPU nothing else runs, so that a shape's own error is what is left to learn.
 GRID_LEVEL_WEIGHT, GRID_OWN_WEIGHT = 0.02, 0.1
 BUSY_TOLERANCE = 1.1  # of times measured at start, against CPU time
@@ -23,7 +22,9 @@ class RowTimes:
     """Seconds of one target forward where rows add up, as on a CPU.
 
     Between measured widths the time is interpolated; beyond the last it grows linearly. A wider forward never
-    counts as faster than a narrower one: where the measurements say so, both take their mean.
+    counts as faster than a narrower one: where the measurements say so, both take their mean. The measurements are of an
+    empty cache and an idle machine: what real steps take beyond them is learnt, for plain steps and for those with drafts
+    apart.
     """
 
     is_padded = False
@@ -31,8 +32,9 @@ class RowTimes:
     def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
         self._widths = list(widths)
         self._measured = list(seconds)
-        self._nearest, self._steps_alike = -1, 0
         self._seconds = rising(self._measured)
+        self._level, self._steps_alike = 1.0, 0
+        self._more = 0.0  # that steps with drafts take beyond the table, in its seconds
 
     @classmethod
     def measure(
@@ -59,20 +61,28 @@ class RowTimes:
     def observe(self, batch: int, rows: int, seconds: float) -> None:
         """Takes the time of a real forward of `rows` decoding rows in all.
 
-        All widths move towards it in proportion, since a machine that has become slower or faster has become so for
-        all of them; the nearest width moves a little more, which corrects the table's shape while it is used.
+        A plain step moves all widths in proportion, since a machine that has become slower or faster has become so for
+        all of them. A step with drafts teaches what such steps take beyond the table, and little of plain ones: else these
+        would seem to take longer the longer something is drafted, and whatever is drafted would seem to pay.
         """
-        surprise = _surprise(seconds, self.seconds(batch, rows), 0.5)
-        nearest = min(range(len(self._widths)), key=lambda i: abs(math.log(self._widths[i] / rows)))
-        self._steps_alike = self._steps_alike + 1 if nearest == self._nearest else 0
-        self._nearest = nearest
-        own = OWN_WEIGHT if self._steps_alike < COMPARED_STEPS else 0.0
-        for i in range(len(self._measured)):
-            self._measured[i] *= 1 + (LEVEL_WEIGHT + own * (i == nearest)) * surprise
-        self._seconds = rising(self._measured)
+        expected = self._level * self._with_drafts(batch, rows)
+        surprise = _surprise(seconds, expected, 0.5)
+        if rows <= batch:
+            self._steps_alike += 1
+            self._level *= 1 + max(LEVEL_WEIGHT, FIRST_WEIGHT / self._steps_alike) * surprise
+            return
+        self._steps_alike = 0
+        self._more += MORE_WEIGHT * surprise * expected / self._level
+        self._level *= 1 + COMMON_WEIGHT * surprise
 
     def seconds(self, batch: int, rows: int) -> float:
         """Expected seconds of a forward with `rows` rows in all, of however many sequences."""
+        return self._level * max(self._with_drafts(batch, rows), self._in_table(min(batch, rows)))
+
+    def _with_drafts(self, batch: int, rows: int) -> float:
+        return self._in_table(rows) + (self._more if rows > batch else 0.0)
+
+    def _in_table(self, rows: int) -> float:
         widths, seconds = self._widths, self._seconds
         if rows <= widths[0] or len(widths) == 1:
             return seconds[0]
@@ -82,7 +92,7 @@ class RowTimes:
 
     def table(self) -> dict[int, float]:
         """Widths and seconds, for logs and benchmarks."""
-        return dict(zip(self._widths, self._seconds, strict=True))
+        return {rows: self._level * self._in_table(rows) for rows in self._widths}
 
 
 class GridTimes:

@@ -1,0 +1,171 @@
+"""A model of two small cores under requests that come and go, for policies: no clock, no model, all drawn from a seed.
+
+Times are those of the bundled family and its EAGLE-3 head, as a log of steps showed them; `Cpu` says by how much the table that
+was measured at start is wrong.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from verify_service.acceptance import DraftHistory
+from verify_service.draft_plan import NO_WAIT, Observed, Wait, Want
+from verify_service.draft_policy import DraftPolicy
+from verify_service.step_time import RowTimes
+
+WIDTHS = [1, 2, 3, 4, 6, 8, 16, 32]
+REAL = RowTimes(WIDTHS, [8.6e-3, 9.8e-3, 13.2e-3, 13.6e-3, 15.3e-3, 17e-3, 22e-3, 34e-3])
+CONTEXT = 3.3e-6  # seconds that each token of the sequences' contexts takes of a step
+GREEDY_ROW, SAMPLED_ROW = 0.3e-3, 1.1e-3  # of choosing at an accepted row
+DRAFT_STEP, DRAFT_LEVEL = 1.5e-3, 1.4e-3  # of an answer, and of each level
+GREEDY_LEVEL, SAMPLED_LEVEL = 0.7e-3, 2.6e-3  # of a level of each sequence
+DRAFT_READ, PROMPT_READ = 0.06e-3, 0.45e-3  # of a token of text, by the draft and by the target
+PROMPT, SHORTEST, LONGEST = 200, 32, 256  # tokens
+NOISE, STALLED, STALL = 0.08, 0.01, 0.012  # of steps; how many stall, and for how long
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """A machine.
+
+    Attributes:
+        slope: Of the table at start: how much of what more rows take it shows.
+        aside: Seconds that a step of the target takes more because a draft runs beside it.
+        slow: By what factor everything takes longer for three seconds of every eight.
+    """
+
+    slope: float = 1.0
+    aside: float = 0.0
+    slow: float = 1.0
+
+    def times(self) -> RowTimes:
+        """The table."""
+        first = 0.85 * REAL.seconds(1, 1)  # of an empty cache
+        more = [0.65 * self.slope * (REAL.seconds(1, n) - REAL.seconds(1, 1)) for n in WIDTHS]
+        return RowTimes(WIDTHS, [first + seconds for seconds in more])
+
+
+@dataclass(slots=True)
+class Request:
+    """One request: when it is due, how much it wants, how often guesses at it are right."""
+
+    due: float
+    is_sampled: bool
+    acceptance: float
+    length: int
+    left: int
+    context: int = PROMPT
+    behind: int = PROMPT
+    began: float = 0.0
+    ended: float = 0.0
+    history: DraftHistory = field(default_factory=DraftHistory)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Tokens per second while something ran, and a request's seconds between tokens, the median of all."""
+
+    rate: float
+    between: float
+
+
+def arrivals(
+    rate: float, seconds: float, greedy: float, sampled: float, share: float = 0.5, seed: int = 0
+) -> list[Request]:
+    """Requests of a Poisson process.
+
+    Args:
+        rate: Of them per second.
+        greedy: Chance of a guess at a greedy text, and
+        sampled: at a sampled one; of each request 0.1 more or less.
+        share: Of requests that are sampled.
+    """
+    rng = random.Random(seed)
+    due, requests = 0.0, []
+    while (due := due + rng.expovariate(rate)) < seconds:
+        is_sampled, length = rng.random() < share, rng.randint(SHORTEST, LONGEST)
+        acceptance = (sampled if is_sampled else greedy) + rng.uniform(-0.1, 0.1)
+        requests.append(Request(due, is_sampled, acceptance, length, length))
+    return requests
+
+
+def serve(
+    cpu: Cpu, policy: DraftPolicy | None, requests: list[Request], depth: int = 5, running: int = 4
+) -> Served:
+    """Serves all requests in order.
+
+    Args:
+        policy: None for plain decoding.
+        depth: Of the longest chain.
+        running: At a time; the others wait.
+    """
+    rng = random.Random(0)
+    active: list[Request] = []
+    pending, now, busy = list(requests), 0.0, 0.0
+    while pending or active:
+        if not active:
+            now = max(now, pending[0].due)
+        if pending and pending[0].due <= now and len(active) < running:
+            # A step with a prompt, in which the others decode plainly: policies do not observe those.
+            taken = PROMPT_READ * PROMPT + sum(_commit(one, 0, 0) for one in active)
+            now, busy = now + taken, busy + taken
+            active.append(pending.pop(0))
+            active[-1].began = now
+        nodes = [0] * len(active)
+        if policy is not None:
+            wanted = [
+                Want(one.history, min(depth, one.left - 1), behind=one.behind, left=one.left)
+                for one in active
+            ]
+            nodes = policy.plan(wanted).nodes
+        target, draft, tokens = _step(cpu, policy, active, nodes, rng)
+        factor = cpu.slow if now % 8 < 3 else 1.0
+        target, draft = factor * target, factor * draft
+        now, busy = now + target + draft, busy + target + draft
+        if policy is not None:
+            asked = sum(map(bool, nodes))
+            wait = Wait(max(nodes), asked, draft) if asked else NO_WAIT
+            rows = len(active) + sum(nodes)
+            policy.observe(Observed(len(active), rows, target, tokens, wait))
+        for one in active:
+            one.ended = now
+        active = [one for one in active if one.left > 0]
+    between = sorted((one.ended - one.began) / one.length for one in requests)
+    total = sum(one.length for one in requests)
+    return Served(total / busy, between[len(between) // 2])
+
+
+def _step(
+    cpu: Cpu,
+    policy: DraftPolicy | None,
+    active: list[Request],
+    nodes: list[int],
+    rng: random.Random,
+) -> tuple[float, float, int]:
+    """Seconds of the target and of the draft, and tokens."""
+    noise = max(0.8, rng.gauss(1, NOISE))
+    target = REAL.seconds(1, len(active) + sum(nodes)) + STALL * (rng.random() < STALLED)
+    target += CONTEXT * sum(one.context for one in active)
+    draft, tokens = 0.0, 0
+    if any(nodes):
+        target += cpu.aside
+        draft += DRAFT_STEP + DRAFT_LEVEL * max(nodes)
+    for one, num in zip(active, nodes, strict=True):
+        right = 0
+        if num:
+            draft += num * (SAMPLED_LEVEL if one.is_sampled else GREEDY_LEVEL)
+            draft += DRAFT_READ * one.behind
+            while right < num and rng.random() < one.acceptance:
+                right += 1
+            assert policy is not None
+            policy.record(one.history, num, range(right))
+        target += _commit(one, num, right)
+        tokens += 1 + right
+    return noise * target, noise * draft, tokens
+
+
+def _commit(one: Request, num: int, right: int) -> float:
+    """Seconds of choosing."""
+    one.left -= 1 + right
+    one.context += 1 + right
+    one.behind = 1 + right if num else one.behind + 1
+    return (1 + right) * (SAMPLED_ROW if one.is_sampled else GREEDY_ROW)
