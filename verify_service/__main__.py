@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from foredraft.api.verify.v1.verify_pb2_grpc import add_VerifyServiceServicer_to_server
+from foredraft.attention.choice import device_for
 from foredraft.config.options import parse
 from foredraft.config.services import VerifyConfig
 from foredraft.config.speculation import each_draft, with_tree_defaults
@@ -46,7 +47,7 @@ def main() -> int:
     try:
         config.draft_addresses()  # says what is wrong before anything is loaded
         tracing.setup("verify", config.otlp_traces_endpoint)
-        resolved = resolve(config, on_cpu=not torch.cuda.is_available())
+        resolved = resolve(config, on_cpu=device_for(config.device).type == "cpu")
         return lifetime.run(lambda: _serve(resolved))
     except ForedraftError as error:
         logger.error("cannot start: %s", error)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.attention.choice import attention_for
+from foredraft.attention.choice import attention_for, device_for
 from foredraft.config.services import VerifyConfig
 from foredraft.config.speculation import HEADS, MODELS, with_tree_defaults
 from foredraft.errors import ConfigError
@@ -86,10 +86,7 @@ def load_target(config: VerifyConfig) -> Target:
         CheckpointError: What is wrong with the path or the files.
         ConfigError: A flag asks for what this machine does not have.
     """
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ConfigError("--device cuda: this process sees no CUDA device")
-    device = torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    device = device_for(config.device)
     check_kv_flags(config, device)
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or os.cpu_count() or 1)

@@ -14,9 +14,9 @@ from draft_service.drafters.beam_drafting import BeamDrafter, LevelRunner, Scrat
 from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings, wait
 from draft_service.drafters.paged_sequences import Extension, PagedSequence, PagedSequences
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.attention.choice import attention_for
+from foredraft.attention.choice import attention_for, device_for
 from foredraft.config.services import DraftConfig
-from foredraft.errors import AttachRefused, ConfigError, InvalidRequest
+from foredraft.errors import AttachRefused, InvalidRequest
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
 from foredraft.runner.batch import SequenceRows
@@ -46,13 +46,11 @@ def device_of(config: DraftConfig) -> torch.device:
     Raises:
         ConfigError: A flag asks for what this machine does not have.
     """
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ConfigError("--device cuda: this process sees no CUDA device")
-    if has_cuda and config.device != "cpu":
+    device = device_for(config.device)
+    if device.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
-    return torch.device("cpu")
+    return device
 
 
 def graph_settings(config: DraftConfig, device: torch.device) -> GraphSettings | None:

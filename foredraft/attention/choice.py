@@ -1,12 +1,46 @@
-"""Which attention backend a device gets."""
+"""Which device models run on, and which attention backend it gets."""
+
+import logging
 
 import torch
 
 from foredraft.attention.base import AttentionBackend
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.sdpa import SdpaAttention
+from foredraft.errors import ConfigError
+
+OLDEST_GPU = (8, 0)  # that Triton compiles for
+
+logger = logging.getLogger(__name__)
 
 
 def attention_for(device: torch.device) -> AttentionBackend:
     """The fastest backend on a device."""
     return TritonAttention() if device.type == "cuda" else SdpaAttention()
+
+
+def device_for(asked: str) -> torch.device:
+    """Where models run.
+
+    Args:
+        asked: `cuda`, `cpu`, or `auto` for a GPU if this process sees one that will do.
+
+    Raises:
+        ConfigError: A GPU was asked for and there is none that will do.
+    """
+    why_not = "" if asked == "cpu" else _why_no_gpu()
+    if why_not and asked == "cuda":
+        raise ConfigError(f"--device cuda: {why_not}")
+    if why_not and torch.cuda.is_available():
+        logger.warning("%s: running on the CPU", why_not)
+    return torch.device("cpu" if asked == "cpu" or why_not else "cuda")
+
+
+def _why_no_gpu() -> str:
+    if not torch.cuda.is_available():
+        return "this process sees no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability >= OLDEST_GPU:
+        return ""
+    name = torch.cuda.get_device_name()
+    return f"{name} is sm_{capability[0]}{capability[1]}, and the kernels need sm_80 or newer"

@@ -1,0 +1,49 @@
+"""Which device models run on."""
+
+import logging
+
+import pytest
+import torch
+
+from foredraft.attention.choice import attention_for, device_for
+from foredraft.attention.paged_triton import TritonAttention
+from foredraft.attention.sdpa import SdpaAttention
+from foredraft.errors import ConfigError
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
+    """A GPU of that compute capability, or none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+def test_a_gpu_is_taken(monkeypatch, asked, capability):
+    pretend(monkeypatch, capability)
+    device = device_for(asked)
+    assert device.type == "cuda"
+    assert isinstance(attention_for(device), TritonAttention)
+    assert device_for("cpu").type == "cpu"
+
+
+def test_without_one_the_cpu_is_taken_silently(monkeypatch, caplog):
+    pretend(monkeypatch, None)
+    device = device_for("auto")
+    assert device.type == "cpu"
+    assert isinstance(attention_for(device), SdpaAttention)
+    assert not caplog.records
+    with pytest.raises(ConfigError, match="--device cuda: this process sees no CUDA device"):
+        device_for("cuda")
+
+
+def test_one_that_is_too_old_is_not(monkeypatch, caplog):
+    pretend(monkeypatch, (7, 5))
+    with caplog.at_level(logging.WARNING):
+        assert device_for("auto").type == "cpu"
+    assert (
+        "Tesla T4 is sm_75, and the kernels need sm_80 or newer: running on the CPU" in caplog.text
+    )
+    with pytest.raises(ConfigError, match="--device cuda: Tesla T4 is sm_75"):
+        device_for("cuda")
