@@ -1,10 +1,10 @@
 """The bundled family under an open-loop load from half to twice the capacity: plain decoding against speculation.
 
     python -m benchmarks.poisson_load --device cuda --mps
-    python -m benchmarks.poisson_load --device cpu --running 8 --seconds 20 --ttft 1
+    python -m benchmarks.poisson_load --device cpu --running 4 --seconds 20 --ttft 1 --loads 0.5 1 2 --draft MTP
 
 Requests arrive as a Poisson process, the same for all settings: prompts of `benchmarks/accept_length_prompts.json`, outputs of 32 to
-256 tokens, half of them greedy and half at temperature 1, real acceptance by the family's EAGLE-3 head. The load is in units
+256 tokens, half of them greedy and half at temperature 1, real acceptance by a draft of the family's. The load is in units
 of what plain decoding serves with a full batch, which is measured first. As many requests as run may wait; more are refused.
 Time to first token from when a request was due, time between tokens as the mean of a request's, gaps between one message and the
 next; goodput is the tokens per second of the requests that met both limits.
@@ -34,10 +34,13 @@ from verify_service.outputs import Load, StepOutput
 
 LOADS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 SHORTEST, LONGEST = 32, 256  # tokens of an answer
-SETTINGS: dict[str, tuple[str, bool]] = {  # algorithm, and whether everything is drafted
-    "plain": ("NONE", False),
-    "EAGLE-3, adaptive": ("EAGLE3", False),
-    "EAGLE-3, always": ("EAGLE3", True),
+SETTINGS = ("plain", "adaptive", "always")
+DRAFTS = {
+    "EAGLE3": "foredraft-demo-eagle3",
+    "EAGLE": "foredraft-demo-eagle",
+    "MTP": "foredraft-demo-mtp",
+    "STANDALONE": "foredraft-demo-draft",
+    "NGRAM": "",
 }
 
 
@@ -68,7 +71,8 @@ def main() -> int:
     add = parser.add_argument
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--loads", type=float, nargs="+", default=list(LOADS))
-    add("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    add("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
+    add("--draft", default="EAGLE3", choices=list(DRAFTS))
     add("--seconds", type=float, default=6.0, help="of each load")
     add("--running", type=int, default=32, help="--max-running-requests; as many may wait")
     add("--threads", type=int, default=1, help="of verifier and draft each, on a CPU")
@@ -91,20 +95,26 @@ def main() -> int:
     with mps.running(args.mps) as variables:
         os.environ.update(variables)
         try:
-            with running_engine(path, "NONE", **_flags("NONE", False, args)) as harness:
-                _offer(harness, prompts, [0.0] * 2 * args.running)  # warms up
-                full = _offer(harness, prompts, [0.0] * 4 * args.running, 4)
-            rate = _capacity(full)
-            args.between = args.between or 2 * float(np.median([one.between for one in full]))
-            print(f"capacity of plain decoding: {rate:.2f} requests/s", flush=True)
-            print(f"limits: {args.ttft:g} s, then {args.between * 1e3:.2f} ms a token", flush=True)
-            for name in args.settings:
-                algorithm, always = SETTINGS[name]
-                with running_engine(path, algorithm, **_flags(algorithm, always, args)) as harness:
-                    _offer(harness, prompts, [0.0] * 2 * args.running)
-                    for load in args.loads:
+            for name in ("plain", *(name for name in args.settings if name != "plain")):
+                algorithm = "NONE" if name == "plain" else args.draft
+                flags = _flags(algorithm, name == "always", args)
+                with running_engine(path, algorithm, **flags) as harness:
+                    _offer(harness, prompts, [0.0] * 2 * args.running)  # warms up
+                    if name == "plain":
+                        full = _offer(harness, prompts, [0.0] * 4 * args.running, 4)
+                        rate = _capacity(full)
+                        args.between = args.between or 2 * float(
+                            np.median([one.between for one in full])
+                        )
+                        print(f"capacity of plain decoding: {rate:.2f} requests/s", flush=True)
+                        print(
+                            f"limits: {args.ttft:g} s, then {args.between * 1e3:.2f} ms a token",
+                            flush=True,
+                        )
+                    for load in args.loads if name in args.settings else ():
                         seen = _offer(harness, prompts, _arrivals(rate * load, args.seconds))
-                        rows.append({"setting": name, "load": load, **_summary(seen, args)})
+                        label = name if name == "plain" else f"{args.draft}, {name}"
+                        rows.append({"setting": label, "load": load, **_summary(seen, args)})
                         print(json.dumps(rows[-1]), flush=True)
                         rows[-1]["each"] = [
                             [one.due, one.times[0], one.between, one.num_tokens]
@@ -130,14 +140,15 @@ def _flags(algorithm: str, always: bool, args: argparse.Namespace) -> dict[str, 
         "draft_step_timeout": 30.0,
         "speculative_adaptive": not always,
     }
-    if algorithm != "NONE":
-        flags["speculative_draft_model_path"] = str(resolve_model_path("foredraft-demo-eagle3"))
+    if model := DRAFTS.get(algorithm):
+        flags["speculative_draft_model_path"] = str(resolve_model_path(model))
     return flags
 
 
 def _arrivals(rate: float, seconds: float) -> list[float]:
     rng = random.Random(1)
-    due, arrivals = 0.0, []
+    due = 0.0
+    arrivals: list[float] = []
     while (due := due + rng.expovariate(rate)) < seconds or not arrivals:
         arrivals.append(due)
     return arrivals
