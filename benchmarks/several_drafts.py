@@ -1,9 +1,10 @@
-"""Tokens per second with each draft and with two together, on kinds of text that suit one or the other.
+"""Tokens per second with each draft and with several together, on kinds of text that suit one or the other.
 
     python -m benchmarks.several_drafts --rounds 3
 
-The bundled model and its EAGLE-3 head on the CPU, engines in this process, draft services beside it, n-grams of the request alone.
-All engines take turns on the same requests, so that a busy machine slows all alike. Prints medians as factors of plain decoding.
+The bundled model and its drafts on the CPU, engines in this process, draft services beside it, n-grams of the request alone.
+All engines take turns on the same requests, so that a busy machine slows all alike. Prints medians as factors of plain decoding,
+or of whatever --kinds names first.
 """
 
 import argparse
@@ -19,6 +20,11 @@ from foredraft.types import SamplingParams
 from tests.support.engines import Job, running_engine
 
 KINDS = ("NONE", "NGRAM", "EAGLE3", "EAGLE3,NGRAM")
+MODELS = {
+    "EAGLE3": "foredraft-demo-eagle3",
+    "MTP": "foredraft-demo-mtp",
+    "STANDALONE": "foredraft-demo-draft",
+}
 LIST = " ".join(f"item {i}: value {random.Random(i).randrange(1000)};" for i in range(20))
 TEXTS = {
     "prose": "Once upon a time there was a little girl named Lily. She lived with her mother and",
@@ -30,25 +36,28 @@ TEXTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
+    parser.add_argument(
+        "--kinds", nargs="+", default=list(KINDS), help="the first is what others are compared with"
+    )
     parser.add_argument("--tokens", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     logging.disable(logging.INFO)
-    target, head = map(resolve_model_path, ("foredraft-demo", "foredraft-demo-eagle3"))
+    target = resolve_model_path("foredraft-demo")
     tokenizer = Tokenizer.from_dir(target)
-    print(f"| batch | text | temperature | {' | '.join(KINDS)} |")
-    print("| --- " * (3 + len(KINDS)) + "|")
+    print(f"| batch | text | temperature | {' | '.join(args.kinds)} |")
+    print("| --- " * (3 + len(args.kinds)) + "|")
     with contextlib.ExitStack() as stack:
         engines = {}
-        for kind in KINDS:
-            flags = {"speculative_draft_model_path": str(head)} if "EAGLE3" in kind else {}
+        for kind in args.kinds:
+            models = [f"{name}={MODELS[name]}" for name in kind.split(",") if name in MODELS]
             engines[kind] = stack.enter_context(
                 running_engine(
                     target,
                     kind,
                     speculative_adaptive=True,
                     speculative_ngram_scope="request",
-                    **flags,
+                    speculative_draft_model_path=",".join(models),
                 )
             )
         for batch in args.batch:
@@ -66,14 +75,16 @@ def main() -> None:
                         )
                         for i in range(batch)
                     ]
-                    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+                    seconds: dict[str, list[float]] = {kind: [] for kind in args.kinds}
                     for _ in range(args.rounds):
                         for kind, harness in engines.items():
                             started = time.perf_counter()
                             harness.run(jobs)
                             seconds[kind].append(time.perf_counter() - started)
-                    plain = statistics.median(seconds["NONE"])
-                    rates = (f"{plain / statistics.median(seconds[kind]):.2f}" for kind in KINDS)
+                    plain = statistics.median(seconds[args.kinds[0]])
+                    rates = (
+                        f"{plain / statistics.median(seconds[kind]):.2f}" for kind in args.kinds
+                    )
                     print(f"| {batch} | {name} | {temperature} | {' | '.join(rates)} |", flush=True)
 
 

@@ -69,7 +69,7 @@ class OwnDraft(DraftProcess):
         self._thread.join(20)
 
     async def _serve(self) -> None:
-        flags = ["--listen", self.target, *self._flags]
+        flags = ["--listen", self.target, *self.flags]
         config = parse(DraftConfig, flags, "draft", "")
         stream = torch.cuda.Stream()
         torch.cuda.set_stream(stream)

@@ -26,13 +26,14 @@ class DraftProcess:
 
     Attributes:
         module: What is run; benchmarks put something around the service.
+        flags: Of the next start.
     """
 
     module = "draft_service"
 
     def __init__(self, *flags: str) -> None:
         self._folder = tempfile.mkdtemp(prefix="draft-")
-        self._flags = flags
+        self.flags = flags
         self.target = f"unix:{self._folder}/draft.sock"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -50,7 +51,7 @@ class DraftProcess:
         shutil.rmtree(self._folder)
 
     def start(self, ready: bool = True) -> None:
-        command = [sys.executable, "-m", self.module, "--listen", self.target, *self._flags]
+        command = [sys.executable, "-m", self.module, "--listen", self.target, *self.flags]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,

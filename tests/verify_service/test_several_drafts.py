@@ -138,14 +138,17 @@ def test_a_draft_that_hangs_while_it_is_tried_costs_one_timeout(
     harness.wait_for_draft()
 
 
-def test_one_that_cannot_be_reached_is_done_without(models: Path, texts: list[list[int]]) -> None:
+def test_one_that_is_not_there_or_another_is_done_without(
+    models: Path, texts: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
     flags = {
         **CHAIN,
         "speculative_draft_model_path": str(models / "draft"),
         "draft_wait": 0.2,
     }
+    later = DraftProcess("--device=cpu", "--speculative-algorithm=NGRAM")
     with DraftProcess("--device=cpu") as ngram:
-        flags["draft"] = ("standalone=unix:/nowhere/at/all", f"NGRAM={ngram.target}")
+        flags["draft"] = (f"standalone={later.target}", f"NGRAM={ngram.target}")
         with running_engine(models / "target", "STANDALONE,NGRAM", wait=False, **flags) as harness:
             standalone, other = harness.engine._drafting.each
             eventually(lambda: other.available)
@@ -154,3 +157,21 @@ def test_one_that_cannot_be_reached_is_done_without(models: Path, texts: list[li
             assert sum(result.finish.accepted_tokens for result in results) > 0
             assert not standalone.available
             assert not harness.engine.load().draft_available
+            with later:
+                refusal = f"{later.target} is a draft for NGRAM, not STANDALONE"
+                eventually(lambda: refusal in caplog.text)
+                assert [result.tokens for result in harness.run(jobs())] == texts
+                assert not standalone.available
+                later.kill()
+                later.flags = (
+                    "--device=cpu",
+                    "--speculative-algorithm=STANDALONE",
+                    f"--speculative-draft-model-path={models / 'draft'}",
+                    f"--model-path={models / 'target'}",
+                    "--num-threads=1",
+                    "--speculative-num-steps=3",
+                )
+                later.start()
+                harness.wait_for_draft()
+                assert [result.tokens for result in harness.run(jobs())] == texts
+            harness.check_nothing_left()
