@@ -10,6 +10,7 @@ included, both computed. Prints tables, writes JSON and a plot.
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,7 @@ from tests.support.step_model import (
     Policy,
     StepModel,
     Trace,
-    expected_rate,
     simulate,
-    sizes,
 )
 from verify_service.draft_policy import DraftPolicy
 
@@ -41,6 +40,7 @@ def main() -> int:
     add("--seconds", type=float, default=12.0, help="of each steady state")
     add("--settle", type=float, default=2.0, help="of these that are not counted")
     add("--phase", type=float, default=6.0, help="seconds of each phase of a transient")
+    add("--answer", type=int, default=0, help="tokens of an answer; 7000 on a GPU, 512 on a CPU")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
@@ -63,30 +63,27 @@ def main() -> int:
     return 0
 
 
-def _run(model: StepModel, loads: list[Load], seconds: float, seed: int) -> Trace:
+def _run(model: StepModel, loads: list[Load], seconds: float, args: argparse.Namespace) -> Trace:
     policy = DraftPolicy(model.times(), model.tree[2], model.tree[0])
-    return simulate(model, Policy(policy, overlapped=model.is_padded), loads, seconds, seed=seed)
-
-
-def _best(model: StepModel, batch: int, acceptance: float) -> tuple[float, int]:
-    return max((expected_rate(model, batch, n, acceptance), n) for n in sizes(model, batch))
+    answer = args.answer or (7000 if model.is_padded else 512)
+    return simulate(model, Policy(policy, model), loads, seconds, seed=args.seed, answer=answer)
 
 
 def _steady(
     model: StepModel, batch: int, acceptance: float, args: argparse.Namespace
 ) -> dict[str, Any]:
     load = Load(0.0, batch, (acceptance, acceptance))
-    rate = _run(model, [load], args.seconds, args.seed).rate(args.settle, args.seconds)
-    plain = expected_rate(model, batch, 0, acceptance)
-    best, nodes = _best(model, batch, acceptance)
+    trace = _run(model, [load], args.seconds, args)
+    span = (args.settle, args.seconds)
+    plain = trace.fixed_rate(*span, 0, acceptance)
     return {
         "batch": batch,
         "acceptance": acceptance,
-        "rate": rate,
-        "of_plain": rate / plain,
-        "of_best": rate / best,
-        "best_nodes": nodes,
-        "whole_tree_of_plain": expected_rate(model, batch, model.tree[2], acceptance) / plain,
+        "rate": trace.rate(*span),
+        "of_plain": trace.of_plain(*span),
+        "of_best": trace.of_best(*span, acceptance),
+        "whole_tree_of_plain": trace.fixed_rate(*span, model.tree[2], acceptance) / plain,
+        "steps_by_rows": dict(Counter(step.rows for step in trace.steps if step.end > args.settle)),
     }
 
 
@@ -95,12 +92,11 @@ def _transient(
 ) -> dict[str, Any]:
     loads = [Load(i * args.phase, batch, (p, p)) for i, (batch, p) in enumerate(phases)]
     seconds = args.phase * len(loads)
-    trace = _run(model, loads, seconds, args.seed)
-    windows = trace.windows(model)
-    settled = []
-    for load in loads:
-        rate = trace.rate(load.start + 2, load.start + args.phase)
-        settled.append(rate / _best(model, load.batch, load.acceptance[0])[0])
+    trace = _run(model, loads, seconds, args)
+    windows = trace.windows()
+    settled = [
+        trace.of_best(load.start + 2, load.start + args.phase, load.acceptance[0]) for load in loads
+    ]
     return {
         "name": name,
         "phases": [(load.start, load.batch, load.acceptance[0]) for load in loads],

@@ -81,12 +81,19 @@ class _Pool:
         first: Acceptance of a first node before anything was seen.
         accepted: Accepted nodes of each rung, forgotten with time.
         before: Those of the rung before it in the same verifications; verifications for the first rung.
+        seen: When the last outcome came, seconds of the policy's clock.
     """
 
     def __init__(self, num_rungs: int, first: float) -> None:
         self.first = first
         self.accepted = [0.0] * num_rungs
         self.before = [0.0] * num_rungs
+        self.seen = 0.0
+
+    def keep(self, share: float) -> None:
+        """Lets what was seen count so much less."""
+        self.accepted = [share * accepted for accepted in self.accepted]
+        self.before = [share * before for before in self.before]
 
 
 class Acceptance:
@@ -166,7 +173,11 @@ class Acceptance:
             track.accepted[i] *= kept
             track.outcomes[i] *= kept
         track.seen = history.seen = now
-        self._add(track, hits, count, self._pool(history, confidence))
+        pool = self._pool(history, confidence)
+        if now > pool.seen:  # while little is drafted, few outcomes come
+            pool.keep(math.exp((pool.seen - now) / SECONDS))
+            pool.seen = now
+        self._add(track, hits, count, pool)
 
     def _add(self, track: Track, hits: Sequence[int], count: int, pool: _Pool) -> None:
         before = 1.0
@@ -220,8 +231,7 @@ class Acceptance:
         self._doubted = now
         self._before = (0.0, 0.0)
         for pool in self._pools.values():
-            pool.accepted = [DOUBT * accepted for accepted in pool.accepted]
-            pool.before = [DOUBT * before for before in pool.before]
+            pool.keep(DOUBT)
 
     def _kept(self, track: Track, now: float) -> float:
         """The weight of a sequence's earlier outcomes."""

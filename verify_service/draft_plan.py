@@ -9,7 +9,7 @@ from verify_service.acceptance import DraftHistory
 class Want(NamedTuple):
     """A sequence that decodes in the coming step: what it may verify at most, and whether it must.
 
-    Its draft would read `behind` tokens first; it may grow by `left` tokens.
+    Its draft would read `behind` tokens first; it may grow by `left` tokens, and has `context`.
     """
 
     history: DraftHistory
@@ -17,6 +17,7 @@ class Want(NamedTuple):
     forced: bool = False
     behind: int = 0
     left: int = 1 << 30
+    context: int = 0
 
 
 class Offer(NamedTuple):

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from verify_service.acceptance import Acceptance, DraftHistory, Ladder
 from verify_service.draft_plan import Observed, Offer, Plan, Want
@@ -13,7 +14,10 @@ START_MARGIN = 1.03  # by which drafting must be faster before it starts
 CHANGE_MARGIN = 1.02  # and another size of trees before it is taken instead
 TRIAL_SEQUENCES = 4  # drafted for at a time to find out, where each costs
 PADDED_TRIAL_SEQUENCES = 8  # likewise, where all rows are computed anyway
-GROW_STEPS = 24  # drafting steps after which larger trees are tried once
+# Seconds that a draft on a GPU takes to read a token, about, and within how many what it has to read must have paid.
+PADDED_READ_SECONDS, PAYS_WITHIN = 2e-6, 2.0
+# Drafting steps after which larger trees are tried once; where steps are padded, each time in vain doubles them.
+GROW_STEPS, MOST_GROW_STEPS = 24, 192
 TRIAL_ACCEPTANCE = 0.8  # of every node, that the size of a trial's trees is best for
 FINE_SIZES = 12  # trees whose sizes are told apart one by one, where each row costs
 LONG_UNSEEN = 1.0  # seconds after which a sequence left out may be tried again
@@ -39,15 +43,15 @@ class DraftPolicy:
         self._max_nodes = max_nodes
         self._depth = depth
         self._acceptance = Acceptance(Ladder(_sizes(times, max_nodes)))
-        self._draft_times = DraftTimes()
+        self._draft_times = DraftTimes(times is not None and times.is_padded)
         self._choice = RowChoice(self._acceptance, self._draft_times, max_nodes, depth)
-        self._probing = Probing()
+        self._probing = Probing(times is not None and times.is_padded)
         self._is_drafting = False
         self._is_trial = False
         self._is_bold = False  # a trial went well: the next one is for all
         self._rows = 1
         self._was_drafted = False
-        self._steps_to_grow = GROW_STEPS
+        self._steps_to_grow = self._grow_steps = GROW_STEPS
         self._ask_worth = 0.3  # of sequences that were not asked for yet
 
     @property
@@ -76,6 +80,7 @@ class DraftPolicy:
         if not any(want.limit for want in wanted):
             return self._nothing(wanted)
         if isinstance(times, GridTimes):
+            times.context = sum(want.context for want in wanted)
             plan = self._plan_grid(times, wanted)
         else:
             plan = self._plan_rows(times, wanted, other_rows)
@@ -146,13 +151,17 @@ class DraftPolicy:
         times = self._times
         if times is None:
             return
+        if step.wait.seconds is None:
+            # Captured steps draft all levels, but which shape was verified is known by the rows alone.
+            levels = min(step.wait.levels, step.rows - 1)
+            step = replace(step, wait=step.wait._replace(levels=levels))
         batch = step.batch
         plain_rows = 1 if times.is_padded else batch
         is_drafted = step.wait.levels > 0 or step.rows > plain_rows
         seconds = step.seconds + (step.wait.seconds or 0.0)
         is_changed = is_drafted != self._was_drafted
         self._was_drafted = is_drafted
-        usual = self._draft_times.steps(step.wait.sequences, step.wait.levels) * times.seconds(1, 1)
+        usual = self._draft_times.steps(step.wait.sequences, step.wait.levels) * times.unit
         self._learn(times, step, is_changed)
         if is_drafted:
             plain = step.tokens * times.seconds(batch, plain_rows) / batch
@@ -176,13 +185,18 @@ class DraftPolicy:
         if is_changed and times.is_padded:
             return  # where steps run ahead, one after a change takes longer than those that follow it
         levels, sequences, wait, _ = step.wait
+        context = times.context if isinstance(times, GridTimes) else 0
         if wait is None:
             wait = max(step.seconds - times.seconds(step.batch, step.rows), 0.0)
+        elif isinstance(times, GridTimes):
+            known = times.per_token
+            times.observe(step.batch, step.rows, step.seconds)
+            self._draft_times.take_out((times.per_token - known) / times.unit)
         else:
             times.observe(step.batch, step.rows, step.seconds)
         # After a pause a draft catches up first.
         if levels and not is_changed:
-            self._draft_times.observe(sequences, levels, wait / times.seconds(1, 1))
+            self._draft_times.observe(sequences, levels, wait / times.unit, context)
 
     # Where steps are padded.
 
@@ -198,9 +212,12 @@ class DraftPolicy:
         current = max(rows for rows in shapes if rows <= self._rows)
         best = max(rates, key=rates.__getitem__)
         if best != current:
-            margin = START_MARGIN if current == 1 else 1.0 if best == 1 else CHANGE_MARGIN
+            margin = 1.0 if best == 1 else CHANGE_MARGIN
+            if current == 1:
+                reading = PADDED_READ_SECONDS * sum(want.behind for want in wanted)
+                margin = START_MARGIN + reading / PAYS_WITHIN
             if rates[best] > margin * rates[current]:
-                current = best
+                current, self._grow_steps = best, GROW_STEPS
         if probing.is_stopped:
             current = 1
         self._rows = current
@@ -217,7 +234,8 @@ class DraftPolicy:
             self._steps_to_grow -= 1
             larger = [rows for rows in shapes if rows > current]
             if self._steps_to_grow <= 0 and larger:
-                rows, self._steps_to_grow = larger[0], GROW_STEPS
+                rows, self._steps_to_grow = larger[0], self._grow_steps
+                self._grow_steps = min(2 * self._grow_steps, MOST_GROW_STEPS)
         nodes = [0] * batch
         for i in tried:
             nodes[i] = min(wanted[i].limit, rows - 1)
@@ -228,7 +246,7 @@ class DraftPolicy:
         if rows == 1:
             return batch / seconds
         levels = min(rows - 1, self._depth)
-        seconds += self._draft_times.steps(batch, levels) * times.seconds(1, 1)
+        seconds += self._draft_times.steps(batch, levels) * times.unit
         return (batch + sum(totals[: self._acceptance.ladder.num_within(rows - 1)])) / seconds
 
     def _trial_rows(self, times: GridTimes, batch: int) -> int:
@@ -311,7 +329,7 @@ class DraftPolicy:
         if not any(want.limit for want in wanted):
             return self._nothing(wanted)
         rate = batch / times.seconds(batch, 1 if times.is_padded else batch)
-        cost = rate * self._draft_times.steps(batch, 1) * times.seconds(1, 1)
+        cost = rate * self._draft_times.steps(batch, 1) * times.unit
         worth = 0.0
         for want in wanted:
             if want.limit:

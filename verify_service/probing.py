@@ -6,7 +6,8 @@ MOST_SAVED = 0.03  # seconds that may be lost ahead
 STOP_LOSS, STOP_STEPS, MOST_STOP_LOSS = 0.08, 3, 0.2
 STOP_SECONDS = 0.25  # for which it stops
 ALLOWED = 0.01  # of drafting's time that may be lost without being counted
-CHECK_STEPS = 48  # drafting steps at least between plain ones that show what drafting is worth
+# Drafting steps at least between plain ones that show what drafting is worth; on a GPU the return to drafting costs more.
+CHECK_STEPS, PADDED_CHECK_STEPS = 48, 128
 CHECK_COST = 300  # of these for every plain step that is lost by such a check
 PATIENCE = 8  # plans that a trial goes on for at most until there is an outcome
 
@@ -14,11 +15,15 @@ PATIENCE = 8  # plans that a trial goes on for at most until there is an outcome
 class Probing:
     """Keeps account of what trying cost. Times are seconds of decoding steps, which is also the clock.
 
+    Args:
+        is_padded: Whether steps are padded, as on a GPU.
+
     Attributes:
         now: The clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_padded: bool = False) -> None:
+        self._check_steps = PADDED_CHECK_STEPS if is_padded else CHECK_STEPS
         self.now = 0.0
         self._balance = 0.0
         self._lost = 0.0
@@ -52,7 +57,7 @@ class Probing:
         Args:
             advantage: Of drafting, as a factor.
         """
-        return self._steps_since_check >= CHECK_STEPS + CHECK_COST * (advantage - 1)
+        return self._steps_since_check >= self._check_steps + CHECK_COST * (advantage - 1)
 
     def plain_step(self, seconds: float, loss: float = 0.0) -> None:
         """Takes the time of a step without drafts, and what of it is owed to a step with drafts before it."""

@@ -10,8 +10,11 @@ S = TypeVar("S")
 LEVEL_WEIGHT, FIRST_WEIGHT = 0.2, 0.4
 # Of one real step with drafts in what such steps take beyond the table, and in all times.
 MORE_WEIGHT, COMMON_WEIGHT = 0.15, 0.05
-# On a GPU nothing else runs, so that a shape's own error is what is left to learn.
-GRID_LEVEL_WEIGHT, GRID_OWN_WEIGHT = 0.02, 0.1
+# On a GPU: of one real step in the time of its shape, and of a plain one, of which there may be few.
+GRID_WEIGHT, PLAIN_WEIGHT = 0.1, 0.25
+MUCH_CONTEXT = (
+    4000  # tokens; with more than these, a plain step teaches what a token of context takes
+)
 BUSY_TOLERANCE = 1.1  # of times measured at start, against CPU time
 OVERHEAD_LEVELS = 2.0  # that a draft costs beside its levels
 DRAFT_WEIGHT = 0.1  # of one real wait for a draft
@@ -90,6 +93,11 @@ class RowTimes:
         slope = (seconds[i] - seconds[i - 1]) / (widths[i] - widths[i - 1])
         return seconds[i - 1] + slope * (rows - widths[i - 1])
 
+    @property
+    def unit(self) -> float:
+        """Seconds of a plain step of one sequence."""
+        return self.seconds(1, 1)
+
     def table(self) -> dict[int, float]:
         """Widths and seconds, for logs and benchmarks."""
         return {rows: self._level * self._in_table(rows) for rows in self._widths}
@@ -98,15 +106,23 @@ class RowTimes:
 class GridTimes:
     """Seconds of one target step by (sequences, rows of each), both padded to the shapes that were captured.
 
+    They were measured with short contexts. Reading the KV of longer ones takes all shapes the same besides, which plain
+    steps teach; so what steps with drafts take is known however long nothing was drafted, and the other way round.
+
     Args:
         seconds: By (batch, rows of each sequence); every batch has at least one row.
+
+    Attributes:
+        context: Tokens of all sequences now.
+        per_token: Seconds that each of them takes.
     """
 
     is_padded = True
 
     def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
         self._measured = dict(seconds)
-        self._level = 1.0
+        self.per_token = 0.0
+        self.context = 0
         self._batches = sorted({batch for batch, _ in seconds})
         self._rows = {
             batch: sorted(rows for other, rows in seconds if other == batch)
@@ -136,17 +152,29 @@ class GridTimes:
 
     def observe(self, batch: int, rows: int, seconds: float) -> None:
         """Takes the time of a real step of `batch` sequences of `rows` rows each."""
-        surprise = _surprise(seconds, self.seconds(batch, rows), 0.2)
-        self._level *= 1 + GRID_LEVEL_WEIGHT * surprise
-        self._measured[self._shape(batch, rows)] *= 1 + GRID_OWN_WEIGHT * surprise
+        expected = self.seconds(batch, rows)
+        error = expected * _surprise(seconds, expected, 0.2)
+        if rows > 1:
+            self._measured[self._shape(batch, rows)] += GRID_WEIGHT * error
+            return
+        share = self.context**2 / (self.context**2 + MUCH_CONTEXT**2)
+        self._measured[self._shape(batch, 1)] += PLAIN_WEIGHT * (1 - share) * error
+        if share:
+            more = PLAIN_WEIGHT * share * error / self.context
+            self.per_token = max(self.per_token + more, 0.0)
 
     def seconds(self, batch: int, rows: int) -> float:
         """Expected seconds of a step of `batch` sequences of `rows` rows each."""
-        return self._level * self._measured[self._shape(batch, rows)]
+        return self._measured[self._shape(batch, rows)] + self.per_token * self.context
+
+    @property
+    def unit(self) -> float:
+        """Seconds of a plain step of one sequence with a short context."""
+        return self._measured[1, 1] if (1, 1) in self._measured else min(self._measured.values())
 
     def table(self) -> dict[tuple[int, int], float]:
-        """Shapes and seconds, for logs and benchmarks."""
-        return {shape: self._level * seconds for shape, seconds in self._measured.items()}
+        """Shapes and seconds with short contexts, for logs and benchmarks."""
+        return dict(self._measured)
 
     def _shape(self, batch: int, rows: int) -> tuple[int, int]:
         padded = self.batch(batch)
@@ -163,19 +191,30 @@ class DraftTimes:
     In units of a plain step of one sequence, since a machine that becomes slower does so for both. What was not seen
     yet is taken from the nearest that was; reading what was committed and the message there and back count as
     `OVERHEAD_LEVELS`.
+
+    Args:
+        is_padded: Captured steps draft all levels, whatever is verified of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_padded: bool = False) -> None:
+        self._is_padded = is_padded
+        self._contexts: dict[tuple[int, int], int] = {}  # with which they were learnt
         self._steps: dict[tuple[int, int], float] = {}
         self._counts: dict[tuple[int, int], int] = {}
 
-    def observe(self, batch: int, levels: int, steps: float) -> None:
-        """Takes the wait of a real step."""
+    def observe(self, batch: int, levels: int, steps: float, context: int = 0) -> None:
+        """Takes the wait of a real step, of sequences with `context` tokens in all."""
         key = (batch.bit_length(), levels)
+        self._contexts[key] = context
         count = self._counts[key] = self._counts.get(key, 0) + 1
         known = self.steps(batch, levels) or FIRST_DRAFT / 2
         weight = max(DRAFT_WEIGHT, 1 / count)
         self._steps[key] = known + weight * (min(steps, 2 * known) - known)
+
+    def take_out(self, steps: float) -> None:
+        """What was learnt holds so much for each token of context that is the target's own time, as has turned out."""
+        for key, context in self._contexts.items():
+            self._steps[key] = max(self._steps[key] - steps * context, 0.0)
 
     def steps(self, batch: int, levels: int) -> float:
         """Expected wait; 0 while nothing is known."""
@@ -186,7 +225,8 @@ class DraftTimes:
         if known is not None:
             return known
         nearest = min(self._steps, key=lambda seen: 2 * abs(seen[0] - size) + abs(seen[1] - levels))
-        return self._steps[nearest] * (levels + OVERHEAD_LEVELS) / (nearest[1] + OVERHEAD_LEVELS)
+        share = (levels + OVERHEAD_LEVELS) / (nearest[1] + OVERHEAD_LEVELS)
+        return self._steps[nearest] * (min(share, 1.0) if self._is_padded else share)
 
 
 def best_of_rounds(shapes: Sequence[S], run: Callable[[S], float], budget: float) -> list[float]:

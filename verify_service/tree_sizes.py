@@ -58,6 +58,7 @@ class TreeSizes:
                 self._is_probe(one),
                 drafting.behind(one),
                 one.num_output_left,
+                len(one.tokens),
             )
             for one in sequences
         ]

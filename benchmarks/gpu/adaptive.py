@@ -9,6 +9,7 @@ and a plot.
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -32,11 +33,16 @@ POOL_TOKENS = 4000  # of each sequence
 
 
 class FixedRows(DraftPolicy):
-    """The same number of rows for every sequence in every step."""
+    """The same number of rows for every sequence in every step; with one, the draft is told nothing."""
 
     def __init__(self, rows: int) -> None:
         super().__init__(None, max(rows - 1, 1), 1)
         self._fixed = rows
+
+    @property
+    def is_resting(self) -> bool:
+        """See DraftPolicy."""
+        return self._fixed == 1
 
     def plan(self, wanted: Sequence[Want], other_rows: int = 0) -> Plan:
         """See DraftPolicy."""
@@ -173,7 +179,7 @@ def main() -> int:
     add("--mode", default="chain", choices=[mode for mode in MODES if mode != "none"])
     add("--batch", nargs="+", type=int, default=[1, 8, 32, 64])
     add("--acceptance", nargs="+", type=float, default=list(ACCEPTANCES))
-    add("--seconds", type=float, default=1.0, help="measured of a steady state")
+    add("--seconds", type=float, default=2.0, help="measured of a steady state")
     add("--settle", type=float, default=1.3, help="before that")
     add(
         "--fixed",
@@ -181,6 +187,7 @@ def main() -> int:
         default=0.2,
         help="seconds that every fixed size is timed for, each time",
     )
+    add("--no-transients", action="store_true", help="steady states alone")
     add("--phase", type=float, default=3.0, help="seconds of each phase of a transient")
     add("--layers", type=int, default=32, help="fewer for debugging")
     add("--mps", action="store_true", help="run under a private MPS daemon")
@@ -219,6 +226,8 @@ def main() -> int:
 def measure(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Everything of one engine, put into `result` as it comes."""
     times: Any = bench.adaptive._times
+    gc.collect()
+    gc.freeze()  # as the service does
     result["measured_at_start_ms"] = {f"{b}x{r}": s * 1e3 for (b, r), s in times.table().items()}
     for batch in args.batch:  # warms up
         bench.meter.resize(batch)
@@ -243,6 +252,15 @@ def measure(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) -> N
                 if (line := bench.costs.line(batch, rows))
             }
         )
+    if not args.no_transients:
+        _transients(bench, args, result)
+    bench.meter.resize(0)
+    if args.steps:
+        lines = (json.dumps([round(one, 6) for one in step]) for step in bench.meter.log.steps)
+        args.steps.write_text("\n".join(lines) + "\n")
+
+
+def _transients(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) -> None:
     small, second, most = args.batch[0], args.batch[min(1, len(args.batch) - 1)], args.batch[-1]
     load = [(small, 0.5), (most, 0.5), (small, 0.5), (second, 0.5)]
     result["transients"].append(bench.transient("load", load, args.phase))
@@ -250,10 +268,6 @@ def measure(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) -> N
         phases = [(batch, acceptance) for acceptance in (0.9, 0.1, 0.9, 0.3)]
         name = f"acceptance, batch {batch}"
         result["transients"].append(bench.transient(name, phases, args.phase))
-    bench.meter.resize(0)
-    if args.steps:
-        lines = (json.dumps([round(one, 6) for one in step]) for step in bench.meter.log.steps)
-        args.steps.write_text("\n".join(lines) + "\n")
 
 
 def by_seconds(step: Step) -> float:
