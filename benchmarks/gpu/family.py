@@ -19,6 +19,7 @@ N-grams are asked for while the GPU waits: there a step is the host's part and t
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -36,6 +37,7 @@ from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support.engines import Collector, Harness, Job, running_engine
+from verify_service.drafting import Drafting
 from verify_service.outputs import Load, StepOutput
 
 HEADS = {"STANDALONE": "draft", "EAGLE": "eagle", "EAGLE3": "eagle3", "MTP": "mtp"}
@@ -86,28 +88,54 @@ def _measure_all(args: argparse.Namespace, folder: Path) -> list[Row]:
     tokenizer = Tokenizer.from_dir(path)
     texts = json.loads((Path(__file__).parents[1] / "accept_length_prompts.json").read_text())
     prompts = [tokenizer.encode(text)[:200] for text in texts[: args.prompts]]
-    rows = []
-    with _drafts(args.algorithms, path, heads, folder) as drafts:
+    rows: list[Row] = []
+    with _drafts(args.algorithms, path, heads, folder) as drafts, _until_interrupted():
         for algorithm in ("NONE", *args.algorithms):
             trees = {"12 rows": (1, 1, 12)} if algorithm == "NGRAM" else TREES
-            is_sampled = any(args.temperatures)
-            orders = ("coupled", "topk") if algorithm in drafts and is_sampled else ("coupled",)
+            draft = drafts.get(algorithm)
             for tree, shape in ({"": (0, 0, 0)} if algorithm == "NONE" else trees).items():
-                for order in orders:
-                    flags = _flags(algorithm, shape, order, heads)
-                    if draft := drafts.get(algorithm):
-                        flags["draft"] = (f"{algorithm}={draft.process.target}",)
-                    with running_engine(path, algorithm, **flags) as harness:
-                        harness.engine.draft_everything()
-                        for temperature in args.temperatures:
-                            if order == "topk" and temperature == 0.0:
-                                continue  # the same as coupled
-                            row = {"algorithm": algorithm, "tree": tree, "T": temperature}
-                            row["order"] = order if algorithm in drafts else ""
-                            row |= _measure(harness, prompts, temperature, stages, draft)
-                            print(json.dumps(row), flush=True)
-                            rows.append(row)
+                flags = _flags(algorithm, shape, heads)
+                if draft:
+                    flags["draft"] = (f"{algorithm}={draft.process.target}",)
+                with running_engine(path, algorithm, **flags) as harness:
+                    harness.engine.draft_everything()
+                    for order, temperature in _cases(args.temperatures, draft is not None):
+                        if order == "topk":
+                            _attach_anew(harness, order)
+                        row = {"algorithm": algorithm, "tree": tree, "order": order}
+                        row["T"] = temperature
+                        row |= _measure(harness, prompts, temperature, stages, draft)
+                        print(json.dumps(row), flush=True)
+                        rows.append(row)
     return rows
+
+
+def _cases(temperatures: list[float], has_model: bool) -> list[tuple[str, float]]:
+    """Orders of children and temperatures; at temperature 0 both orders are the same."""
+    if not has_model:
+        return [("", temperature) for temperature in temperatures]
+    sampled = [("topk", temperature) for temperature in temperatures if temperature > 0]
+    return [*(("coupled", temperature) for temperature in temperatures), *sampled]
+
+
+def _attach_anew(harness: Harness, order: str) -> None:
+    """Lets the draft go on with another order of children: much sooner there than another engine."""
+    drafting = harness.engine._drafting
+    assert isinstance(drafting, Drafting)
+    client = drafting._client
+    link = client._make_attach.__self__  # type: ignore[attr-defined]
+    link.config = dataclasses.replace(link.config, speculative_draft_sampling=order)
+    client.drop("another order of children")
+    harness.wait_for_draft()
+
+
+@contextlib.contextmanager
+def _until_interrupted() -> Iterator[None]:
+    """Ctrl-C ends what it holds, and what was measured is reported."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted: the rest is missing", flush=True)
 
 
 @contextlib.contextmanager
@@ -124,7 +152,7 @@ def _drafts(
                 flags = {
                     "model_path": str(path),
                     "speculative_algorithm": name,
-                    **_flags(name, TREES["tree"], "coupled", heads),
+                    **_flags(name, TREES["tree"], heads),
                 }
                 for of_verifier in VERIFIER_FLAGS:
                     del flags[of_verifier]
@@ -145,9 +173,7 @@ VERIFIER_FLAGS = {
 }
 
 
-def _flags(
-    algorithm: str, shape: tuple[int, int, int], order: str, heads: dict[str, Path]
-) -> dict[str, Any]:
+def _flags(algorithm: str, shape: tuple[int, int, int], heads: dict[str, Path]) -> dict[str, Any]:
     flags: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", **VERIFIER_FLAGS}
     if algorithm == "NGRAM":
         flags |= {"speculative_ngram_scope": "request"}
@@ -158,7 +184,6 @@ def _flags(
             "speculative_num_steps": steps,
             "speculative_eagle_topk": topk,
             "speculative_num_draft_tokens": tokens,
-            "speculative_draft_sampling": order,
         }
     return flags
 
