@@ -60,6 +60,11 @@ async def read(request: Request, model: type[M], bounds: Bounds) -> M:
         InvalidRequest: Not JSON, or a field is wrong; names it.
     """
     max_bytes = bounds.body_bytes
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise InvalidRequest(
+            "body", f"is encoded by {encoding[:40]!r}; only plain bodies are taken"
+        )
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > max_bytes:
         raise BodyTooLarge(f"the body has {length} bytes; at most {max_bytes} are taken")

@@ -55,12 +55,14 @@ class StructuredOutputs(Body):
         """What the verifier holds the text to.
 
         Raises:
-            InvalidRequest: Not exactly one is given.
+            InvalidRequest: Not exactly one is given, or no choice.
         """
+        if self.choice == []:
+            raise InvalidRequest("structured_outputs.choice", "has no choices")
         given = {
             name: value
             for name, value in self.model_dump(by_alias=True).items()
-            if value not in (None, False, [])
+            if value not in (None, False)
         }
         if len(given) != 1:
             raise InvalidRequest("structured_outputs", f"give exactly one, not {len(given)}")
@@ -69,7 +71,7 @@ class StructuredOutputs(Body):
             return Grammar(GrammarKind.JSON_SCHEMA, text)
         if self.regex is not None:
             return Grammar(GrammarKind.REGEX, self.regex)
-        if self.choice:
+        if self.choice is not None:
             return Grammar(GrammarKind.REGEX, "|".join(map(re.escape, self.choice)))
         if self.grammar is not None:
             return Grammar(GrammarKind.EBNF, self.grammar)

@@ -1,6 +1,7 @@
 """Kinds of bad input, each with its status and the field that the answer names. Never 500, never a hang."""
 
 import contextlib
+import gzip
 import socket
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -22,6 +23,15 @@ def test_bad_input(http: httpx.Client, row: Bad) -> None:
         assert error["param"] == row.param, error
         assert error["message"] == row.message
         assert 5 < len(error["message"]) < 400
+
+
+def test_a_compressed_body_is_refused_as_one(http: httpx.Client) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = http.post(COMPLETIONS, content=gzip.compress(b'{"prompt": "x"}'), headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        "body: is encoded by 'gzip'; only plain bodies are taken"
+    )
 
 
 def test_the_table_is_long_enough() -> None:

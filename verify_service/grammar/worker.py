@@ -150,6 +150,8 @@ def _try(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[st
 
 def _message(error: str) -> str:
     """An error without the excerpts of what the grammar was made into, which its sender has not seen."""
+    if error.startswith("NoExtensionBias"):  # llguidance's debug form of an empty first mask
+        return "no text matches it"
     lines = re.sub(r"\A(at \d+\(\d+\): )+", "", error).splitlines()
     shown = itertools.takewhile(lambda line: not re.match(r"\s*\d+ \|", line), lines)
     return " ".join(line.strip() for line in shown)[:300]
