@@ -16,10 +16,14 @@ def own_identity() -> tensor_pb2.Process:
 
 
 def start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a process, which tell it from a later one of the same pid; None if dead."""
+    """Clock ticks from boot to the start of a process, which tell it from a later one of the same pid; None if dead.
+
+    Raises:
+        OSError: That cannot be known; there is no descriptor left, say.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     state, *fields = text.rpartition(")")[2].split()  # from field 3 on, proc_pid_stat(5)
     return None if state in "ZX" else int(fields[18])
@@ -45,17 +49,23 @@ class Peer:
             return
         try:
             self._descriptor = os.pidfd_open(identity.pid)
-        except OSError:
+            if start_time(identity.pid) != identity.start_time:
+                self.close()
+        except ProcessLookupError:
             return  # dead already
-        if start_time(identity.pid) != identity.start_time:
+        except OSError:
             self.close()
+            self._was_found = False  # without a descriptor, say, nothing is known
 
     @property
     def is_gone(self) -> bool:
         """Whether the process has ended for sure; False where that cannot be known."""
         if self._descriptor is None:
             return self._was_found
-        return bool(select.select([self._descriptor], [], [], 0)[0])
+        # Not select(), which takes no descriptor above 1023.
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Watches no longer; it counts as gone then."""

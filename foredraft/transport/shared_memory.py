@@ -66,8 +66,8 @@ class SharedMemoryWriter(RingWriter):
             tensor_pb2.TRANSPORT_SHM, epoch, [ring_spec(row, capacity)], _FIRST_ROW
         )
         size = self.arena.size
-        self._path = FOLDER / _new_name()
         try:
+            self._path = FOLDER / _new_name()
             self._map: mmap.mmap | None = _create(self._path, size)
         except OSError as error:
             raise ArenaError("size", f"no segment of {size} bytes: {_why(error)}") from error
@@ -150,12 +150,12 @@ def remove_leftovers() -> int:
         match = _NAME.fullmatch(path.name)
         if match is None or int(match[3]) != pid_namespace():
             continue
-        if start_time(int(match[1])) == int(match[2]):
-            continue
         try:
+            if start_time(int(match[1])) == int(match[2]):
+                continue
             path.unlink()
             removed += 1
-        except OSError as error:  # another user's, or gone already
+        except OSError as error:  # another user's, or gone already, or nothing can be known
             logger.debug("left %s: %s", path, error)
     return removed
 

@@ -1,9 +1,14 @@
 """Whether another process is gone: known for certain, or not taken for granted."""
 
+import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
+
+import pytest
 
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.transport.process import Peer, own_identity, pid_namespace, start_time
@@ -54,3 +59,33 @@ def test_watching_costs_no_descriptor_in_the_end() -> None:
         peer.close()
         peer.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_nothing_is_known_without_descriptors_and_much_with_many() -> None:
+    """Who took a draft for gone because there was no descriptor left would free memory that it uses."""
+    identity = own_identity()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        files = [stack.enter_context(open(os.devnull)) for _ in range(1100)]
+        peer = Peer(identity)
+        assert peer._descriptor is not None
+        assert peer._descriptor > 1023
+        assert not peer.is_gone
+        peer.close()
+        lowest = next(number for number in itertools.count() if not _is_open(number))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        without = Peer(identity)
+        with pytest.raises(OSError, match="Too many open files"):
+            start_time(os.getpid())
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert files
+        assert not without.is_gone
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
