@@ -18,7 +18,7 @@ from benchmarks.chaos_suite.link import Link
 from benchmarks.chaos_suite.room import Room
 from benchmarks.chaos_suite.serve import LINK_VARIABLE
 from foredraft.config.options import to_flags
-from foredraft.rpc.channel import aio_check_health
+from foredraft.rpc.channel import check_health
 from foredraft.rpc.lifetime import child_environment
 
 MARK = "FOREDRAFT_CHAOS_MARK"
@@ -164,7 +164,7 @@ class Rig:
             return False
         sockets = [self.draft_socket(), self.draft_socket().with_name("verify.sock")]
         addresses = [self.grpc, *(f"unix:{path}" for path in sockets)]
-        states = [await aio_check_health(address, timeout=1) for address in addresses]
+        states = [await asyncio.to_thread(check_health, address, timeout=1) for address in addresses]
         return all(state == "SERVING" for state in states)
 
     async def wait_healthy(self, seconds: float) -> None:

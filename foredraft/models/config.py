@@ -80,7 +80,6 @@ class ModelConfig:
     num_mtp_layers: int = 0
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike[str]) -> "ModelConfig":
@@ -116,7 +115,7 @@ class ModelConfig:
     def fingerprint(self) -> str:
         """sha256 in hexadecimal."""
         fields = dataclasses.asdict(self)
-        for name in ("dtype", "eos_token_ids", "bos_token_id"):
+        for name in ("dtype", "eos_token_ids"):
             del fields[name]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
@@ -195,7 +194,6 @@ def _parse(reader: Reader, generation: Mapping[str, Any]) -> ModelConfig:
         dtype=str(dtype).removeprefix("torch."),
         eos_token_ids=_token_ids(generation.get("eos_token_id"))
         or _token_ids(raw.get("eos_token_id")),
-        bos_token_id=next(iter(_token_ids(raw.get("bos_token_id"))), None),
     )
 
 
@@ -231,7 +229,6 @@ _FAMILIES = {
         sliding="pattern",
     ),
 }
-ARCHITECTURES = tuple(_FAMILIES)
 
 
 def _architecture(reader: Reader) -> str:

@@ -4,7 +4,6 @@ Known are EAGLE's own layout, SGLang's and SpecForge's (`eagle_config`), that of
 `transformer_layer_config`), and MiMo's MTP layers, which may lie in the target's own checkpoint.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 from foredraft.errors import CheckpointError
 from foredraft.models.config import ModelConfig
+from foredraft.models.config_reader import read_json
 
 HeadAlgorithm = Literal["EAGLE", "EAGLE3", "MTP"]
 
@@ -77,7 +77,7 @@ class HeadConfig:
             CheckpointError: The file is missing or broken, or this is another kind of head or none.
         """
         file = Path(path) / "config.json"
-        return cls.from_dict(_read(file), algorithm, str(file))
+        return cls.from_dict(read_json(file), algorithm, str(file))
 
     @classmethod
     def from_dict(
@@ -142,7 +142,7 @@ class HeadConfig:
             CheckpointError: There is no head.
         """
         file = Path(path) / "config.json"
-        return _kind(_read(file), asked, str(file))[0]
+        return _kind(read_json(file), asked, str(file))[0]
 
     def captured_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """Target layers whose entering residual stream the head reads; empty for the state after the final norm.
@@ -256,13 +256,3 @@ def _count(raw: Mapping[str, Any], key: str, default: int, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"{where}: {key} must be a positive integer, not {value!r}")
     return value
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: not a JSON object")
-    return content

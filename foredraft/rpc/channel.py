@@ -1,6 +1,5 @@
 """Channels to a service, for asyncio and for threads, and waiting until it is healthy."""
 
-import asyncio
 import time
 
 import grpc
@@ -80,20 +79,6 @@ def check_health(
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
-async def aio_check_health(
-    target: str | Address, *, service: str = "", timeout: float = 2.0
-) -> str:
-    """Like `check_health`, for asyncio."""
-    async with aio_channel(target) as connection:
-        try:
-            answer = await health_pb2_grpc.HealthStub(connection).Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout
-            )
-        except grpc.RpcError as error:
-            return _health_of(error)
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
-
-
 def wait_ready(target: str | Address, timeout: float, *, service: str = "") -> None:
     """Returns when the service says SERVING.
 
@@ -110,20 +95,6 @@ def wait_ready(target: str | Address, timeout: float, *, service: str = "") -> N
         if time.monotonic() >= deadline:
             raise Unavailable(f"{target} is {status} after {timeout:g} s")
         time.sleep(_POLL_SECONDS)
-
-
-async def aio_wait_ready(target: str | Address, timeout: float, *, service: str = "") -> None:
-    """Like `wait_ready`, for asyncio."""
-    deadline = time.monotonic() + timeout
-    while True:
-        status = await aio_check_health(
-            target, service=service, timeout=_next_timeout(deadline - time.monotonic())
-        )
-        if status == "SERVING":
-            return
-        if time.monotonic() >= deadline:
-            raise Unavailable(f"{target} is {status} after {timeout:g} s")
-        await asyncio.sleep(_POLL_SECONDS)
 
 
 def _parse(target: str | Address) -> Address:

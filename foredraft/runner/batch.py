@@ -9,7 +9,6 @@ import torch
 
 from foredraft.attention.base import Batch, SequenceSpan
 from foredraft.speculation.draft_tree import DraftTree, depths
-from foredraft.speculation.tree import ancestor_mask
 
 
 @dataclass(slots=True)
@@ -71,6 +70,21 @@ class SequenceRows:
             tail_mask=None if is_chain else ancestor_mask(tree.parents),
             tail_positions=None if is_chain else positions,
         )
+
+
+def ancestor_mask(parents: Sequence[int]) -> torch.Tensor:
+    """Which rows a row may attend to among the rows of its tree.
+
+    Args:
+        parents: Of every node, as in `DraftTree`.
+
+    Returns:
+        bool [n + 1, n + 1]: entry (i, j) says whether row j is row i or an ancestor of it. Row 0 is the root.
+    """
+    mask = torch.eye(len(parents) + 1, dtype=torch.bool)
+    for index, parent in enumerate(parents):
+        mask[index + 1] |= mask[parent + 1]
+    return mask
 
 
 def build_batch(

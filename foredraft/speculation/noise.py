@@ -25,7 +25,6 @@ COIN_STREAM = 0xD1B54A32D192ED03
 
 _TOP_W = 1.0 - 2.0**-24
 MAX_GUMBEL = -math.log(-math.log1p(-(2.0**-33)))  # 22.87
-MIN_GUMBEL = -math.log(-math.log1p(-_TOP_W))  # -2.81
 
 
 def _signed(value: int, bits: int) -> int:

@@ -95,7 +95,7 @@ def test_the_cpu_image_loads_and_drafts(tmp_path: Path) -> None:
 import torch
 from foredraft.models.loader import load_model
 from foredraft.models.registry import resolve_model_path
-from foredraft.speculation.ngram import NgramTrie
+from foredraft.speculation.ngram import NgramDrafter
 load_model(resolve_model_path("foredraft-demo"), dtype=torch.float32, device=torch.device("cpu"))
 """
     _python(environment, "-c", code)

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from foredraft import errors
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.rpc.address import Address
-from foredraft.rpc.channel import aio_channel, aio_check_health, aio_wait_ready, channel, wait_ready
+from foredraft.rpc.channel import aio_channel, channel, check_health, wait_ready
 from foredraft.rpc.errors import from_rpc_error
 from foredraft.rpc.server import RpcServer, serve
 from foredraft.telemetry.logging import request_id
@@ -75,15 +75,20 @@ def listen(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_health_follows_the_service(listen: str) -> None:
     async def main() -> None:
         server = await start(listen, Draft())
-        assert await aio_check_health(server.address) == "NOT_SERVING"
+        assert await asyncio.to_thread(check_health, server.address) == "NOT_SERVING"
         await server.set_serving()
-        await aio_wait_ready(server.address, 5, service=NAME)
+        await asyncio.to_thread(wait_ready, server.address, 5, service=NAME)
         await server.set_health("draft", False)
-        assert await aio_check_health(server.address, service="draft") == "NOT_SERVING"
-        assert await aio_check_health(server.address) == "SERVING"
-        assert await aio_check_health(server.address, service="other") == "SERVICE_UNKNOWN"
+        assert (
+            await asyncio.to_thread(check_health, server.address, service="draft") == "NOT_SERVING"
+        )
+        assert await asyncio.to_thread(check_health, server.address) == "SERVING"
+        assert (
+            await asyncio.to_thread(check_health, server.address, service="other")
+            == "SERVICE_UNKNOWN"
+        )
         await server.stop()
-        assert await aio_check_health(server.address) == "UNREACHABLE"
+        assert await asyncio.to_thread(check_health, server.address) == "UNREACHABLE"
 
     asyncio.run(main())
 
@@ -238,7 +243,7 @@ def test_an_address_in_use_is_refused(listen: str) -> None:
         with pytest.raises(errors.ConfigError, match="cannot listen on"):
             await start(str(first.address), Draft())
         await first.set_serving()
-        await aio_wait_ready(first.address, 5)
+        await asyncio.to_thread(wait_ready, first.address, 5)
         await first.stop()
 
     asyncio.run(main())
@@ -253,7 +258,7 @@ def test_a_dead_servers_socket_is_replaced_but_a_file_is_not(tmp_path: Path) -> 
 
     async def main() -> None:
         server = await start(f"unix:{dead}", Draft())
-        assert await aio_check_health(server.address) == "NOT_SERVING"
+        assert await asyncio.to_thread(check_health, server.address) == "NOT_SERVING"
         await server.stop()
         with pytest.raises(errors.ConfigError, match="not a socket"):
             await start(f"unix:{file}", Draft())
@@ -271,7 +276,7 @@ def test_stopping_drains_first_and_then_cancels(listen: str) -> None:
         seen: list[str] = []
 
         async def drain() -> None:
-            seen.append(await aio_check_health(server.address))
+            seen.append(await asyncio.to_thread(check_health, server.address))
             servicer.release.set()
             await answered.wait()
 
@@ -342,12 +347,12 @@ def test_a_path_that_is_not_utf8_ends_neither_the_server_nor_its_calls(listen: s
             assert (await call.read()).step.step == 1
             for number in (2, 3):
                 await asyncio.to_thread(send_path, server.address, b"/a.b\xe3/C")
-                await aio_wait_ready(server.address, 20, service=NAME)
+                await asyncio.to_thread(wait_ready, server.address, 20, service=NAME)
                 await call.write(step(number))
                 assert (await call.read()).step.step == number
             await call.done_writing()
             assert await call.read() is grpc.aio.EOF
         await server.stop(0)
-        assert await aio_check_health(server.address) == "UNREACHABLE"
+        assert await asyncio.to_thread(check_health, server.address) == "UNREACHABLE"
 
     asyncio.run(main())

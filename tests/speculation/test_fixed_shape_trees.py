@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foredraft.runner.batch import ancestor_mask
 from foredraft.speculation.draft_tree import depths, sanitize
-from foredraft.speculation.tree import ancestor_mask
 from foredraft.speculation.triton_sampling import PAD, ROOT
 from foredraft.speculation.verification import walk
 from tests.support import static_trees

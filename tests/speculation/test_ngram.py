@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from ngram_reference import ReferenceTrie, propose
 
 from foredraft.speculation.draft_tree import EMPTY, DraftTree, paths
-from foredraft.speculation.ngram import NgramDrafter, NgramRules, NgramTrie
+from foredraft.speculation.ngram import NgramDrafter, NgramRules
+from tests.support.ngram_trie import NgramTrie
 
 
 def path_set(tree: DraftTree) -> set[tuple[int, ...]]:
@@ -60,7 +61,7 @@ rules_strategy = st.builds(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(
     rules=rules_strategy,
     capacity=st.integers(2, 25) | st.just(10_000),
@@ -100,7 +101,7 @@ def test_same_trees_and_evictions_as_the_reference(
             assert drafter.match_length(slot) == longest
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rules=rules_strategy,
     sequences=st.lists(st.lists(st.integers(0, 4), max_size=15), max_size=6),

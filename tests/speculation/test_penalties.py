@@ -13,7 +13,7 @@ VOCAB = 24
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     params=st.builds(
         SamplingParams,

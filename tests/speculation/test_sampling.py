@@ -111,7 +111,7 @@ def test_acceptance_that_reuses_the_noise_is_caught() -> None:
     assert stats.chisquare(np.bincount(broken, minlength=4), n * probs).pvalue < 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     vocab=st.sampled_from([1, 5, 256, 300, 1000, 4096]),
     scale=st.sampled_from([0.0, 0.3, 2.0, 8.0, 40.0]),

@@ -4,15 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.speculation.tree import (
-    EMPTY,
-    DraftTree,
-    ancestor_mask,
-    children,
-    depths,
-    paths,
-    sanitize,
-)
+from foredraft.runner.batch import ancestor_mask
+from foredraft.speculation.draft_tree import EMPTY, DraftTree, children, depths, paths, sanitize
 
 # A worked example: nodes A B C E G with parents root root A B C.
 EXAMPLE = DraftTree((65, 66, 67, 69, 71), (-1, -1, 0, 1, 2))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from foredraft.speculation import sampling
+from foredraft.speculation.draft_tree import EMPTY, DraftTree, depths, paths
 from foredraft.speculation.sampling import SamplingRows
-from foredraft.speculation.tree import EMPTY, DraftTree, depths, paths
 from foredraft.speculation.tree_building import BeamTree, Ordering
 from foredraft.speculation.verification import walk
 from foredraft.types import SamplingParams

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from foredraft.speculation import noise, sampling
+from foredraft.speculation.draft_tree import EMPTY, DraftTree, paths, sanitize
 from foredraft.speculation.penalties import PenaltyState, needed
 from foredraft.speculation.sampling import SamplingRows
-from foredraft.speculation.tree import EMPTY, DraftTree, paths, sanitize
 from foredraft.speculation.verification import walk, walk_batch, walk_lossy
 from foredraft.types import SamplingParams
 
@@ -102,7 +102,7 @@ def generate(
     return output[:num_tokens], num_accepted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     params=st.builds(
         SamplingParams,

@@ -30,7 +30,7 @@ class Tables(LateChoice):
         self.biases = torch.randn(SLOTS, VOCAB)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_tables_are_those_of_the_sequences(seed: int) -> None:
     rng = random.Random(seed)

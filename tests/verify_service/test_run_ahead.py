@@ -239,7 +239,7 @@ class Run:
 
 
 @pytest.mark.parametrize("has_draft", [False, True])
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(seed=st.integers(0, 2**32))
 def test_random_schedules_give_what_plain_decoding_gives(has_draft: bool, seed: int) -> None:
     run = Run(seed, has_draft)
