@@ -13,10 +13,9 @@ from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import AttachRefused
 from foredraft.speculation import ngram
 
-# So many tokens are inserted in well under a millisecond.
 # Lengths of a match at which the confidence of a proposal rises by one.
 CONFIDENT_LENGTHS = (2, 3, 4, 6, 9)
-_BRIEF_TOKENS = 256
+_BRIEF_TOKENS = 256  # so many are inserted in well under a millisecond
 
 
 class NgramDrafter(Drafter):

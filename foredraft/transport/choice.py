@@ -55,21 +55,37 @@ def open_writer(
     Raises:
         ArenaError: None can be had.
     """
-    reason = ArenaError("transport", "the draft and the verifier have none in common")
+    failed: list[tuple[str, ArenaError]] = []
     for transport in transports:
         try:
-            if transport == tensor_pb2.TRANSPORT_CUDA_IPC:
-                # Imported only where there is a GPU that can share memory.
-                from foredraft.transport.cuda_ipc import CudaIpcWriter
-
-                return CudaIpcWriter(row, capacity, epoch, device, steps)
-            if transport == tensor_pb2.TRANSPORT_SHM:
-                return SharedMemoryWriter(row, capacity, epoch)
-            return InlineWriter(row, capacity, epoch)
+            writer = _writer(transport, row, capacity, epoch, device, steps)
         except ArenaError as error:
-            logger.warning("no %s transport: %s", NAMES[transport], error)
-            reason = error
-    raise reason
+            failed.append((NAMES[transport], error))
+            continue
+        for name, reason in failed:
+            logger.warning("%s instead of %s: %s", NAMES[transport], name, reason)
+        return writer
+    if failed:
+        raise failed[-1][1]
+    raise ArenaError("transport", "the draft and the verifier have none in common")
+
+
+def _writer(
+    transport: tensor_pb2.Transport,
+    row: RowFormat,
+    capacity: int,
+    epoch: int,
+    device: torch.device,
+    steps: StepSizes | None,
+) -> HiddenWriter:
+    if transport == tensor_pb2.TRANSPORT_CUDA_IPC:
+        # Imported only where there is a GPU that can share memory.
+        from foredraft.transport.cuda_ipc import CudaIpcWriter
+
+        return CudaIpcWriter(row, capacity, epoch, device, steps)
+    if transport == tensor_pb2.TRANSPORT_SHM:
+        return SharedMemoryWriter(row, capacity, epoch)
+    return InlineWriter(row, capacity, epoch)
 
 
 def open_region(

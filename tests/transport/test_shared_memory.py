@@ -232,12 +232,14 @@ def test_rows_outside_the_ring_are_refused(
     reader.close()
 
 
-def test_no_room_means_another_transport() -> None:
+def test_no_room_means_another_transport(caplog: pytest.LogCaptureFixture) -> None:
     row = RowFormat(1 << 20, torch.float32)
     capacity = 1 << 26  # 256 TiB
     with pytest.raises(ArenaError, match="--shm-size"):
         choice.open_writer([tensor_pb2.TRANSPORT_SHM], row, capacity, EPOCH)
+    assert not caplog.text, "a verifier tries again every second"
     writer = choice.open_writer(choice.supported(), row, capacity, EPOCH)
+    assert "inline instead of shm" in caplog.text
     assert writer.arena.transport == tensor_pb2.TRANSPORT_INLINE
     assert writer.capacity * row.num_bytes <= 32 << 20  # what one message may carry
     assert not segments()
