@@ -41,7 +41,7 @@ class PageTables:
         """The deepest known node that leaves at least one token to compute."""
         self._hash_pages(seq)
         limit = (len(seq.tokens) - 1) // self._pool.page_size
-        node = seq.node or self._tree.root(seq.namespace)
+        node = seq.node or self._tree.root
         seq.node = self._tree.deepen(node, seq.page_keys, limit)
         return seq.node
 
@@ -68,16 +68,14 @@ class PageTables:
             if deeper is not node:
                 self.take_prefix(seq, deeper)
 
-    def next_page(self, seq: Sequence) -> tuple[int | bytes, bytes] | None:
+    def next_page(self, seq: Sequence) -> tuple[int, bytes] | None:
         """What identifies the full page that the sequence fills next, if it is one to share."""
         node = seq.node
         if node is None or node.depth * self._pool.page_size != seq.num_computed:
             return None
         if node.depth >= len(seq.page_keys):
             return None
-        # A root without pages is an object of its own for each sequence.
-        prefix = id(node) if node.depth else node.key
-        return prefix, seq.page_keys[node.depth]
+        return id(node), seq.page_keys[node.depth]
 
     def commit(self, seq: Sequence, num_tokens: int) -> None:
         """Counts `num_tokens` more as computed and shares the pages that they filled."""

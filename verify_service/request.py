@@ -38,7 +38,6 @@ class Sequence:
         eos_token_ids: The model's end-of-sequence tokens.
         priority: Higher is served first.
         deadline: `time.monotonic()` seconds, or None.
-        namespace: Prefixes are shared within it only.
         key_label: Whose request it is, for drafts that learn from text.
         traceparent: Trace context for the draft; empty where nothing is traced.
         grammar: What the output follows, if it follows a grammar.
@@ -68,7 +67,6 @@ class Sequence:
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     deadline: float | None = None
-    namespace: str = ""
     key_label: str = ""
     traceparent: str = ""
     grammar: "GrammarState | None" = None

@@ -29,14 +29,14 @@ def page_keys(
 
 
 class PrefixNode:
-    """One page of a prefix, or a root. Also the cursor of a sequence that extends the tree."""
+    """One page of a prefix, or the root. Also the cursor of a sequence that extends the tree."""
 
     __slots__ = ("children", "depth", "key", "last_used", "page", "parent")
 
     def __init__(self, parent: "PrefixNode | None", key: bytes, page: int) -> None:
         self.parent = parent
-        self.key = key  # a root's is its namespace
-        self.page = page  # -1: a root, or evicted
+        self.key = key
+        self.page = page  # -1: the root, or evicted
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[bytes, PrefixNode] = {}
         self.last_used = 0
@@ -47,43 +47,19 @@ class PrefixTree:
 
     Who uses a node's page also holds the pages of all its ancestors and releases them after it
     (deepest first), so idle pages are always whole subtrees and all of them can be evicted.
-    Namespaces never share.
+
+    Attributes:
+        root: Where all prefixes begin.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.num_cached = 0
-        self._roots: dict[bytes, PrefixNode] = {}
+        self.root = PrefixNode(None, b"", -1)
         self._nodes: list[PrefixNode | None] = [None] * pool.num_pages  # by page
         self._clock = 0
         self._leaves: list[tuple[int, int]] = []  # heap of (last_used, page) with stale entries
         pool.on_idle(self._touch)
-
-    @property
-    def num_evictable(self) -> int:
-        """Pages that only the tree holds."""
-        return self.pool.num_idle
-
-    def match(self, tokens: Sequence[int], namespace: str = "") -> list[int]:
-        """Pages of the longest known prefix of `tokens`; the caller retains what it uses."""
-        keys = page_keys(tokens, self.pool.page_size)
-        return self.pages(self.deepen(self.root(namespace), keys, len(keys)))
-
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], namespace: str = "") -> list[int]:
-        """Adds the full pages of `tokens`; `pages` is a page table that the caller holds.
-
-        Returns:
-            The page table that the caller holds now; see `extend`.
-        """
-        canonical = list(pages)
-        node = self.root(namespace)
-        for i, key in enumerate(page_keys(tokens, self.pool.page_size)):
-            node, canonical[i] = self.extend(node, key, pages[i])
-        return canonical
-
-    def root(self, namespace: str = "") -> PrefixNode:
-        """Where the prefixes of a namespace begin."""
-        return self._root(namespace.encode())
 
     def deepen(self, node: PrefixNode, keys: Sequence[bytes], limit: int) -> PrefixNode:
         """The deepest known node for keys[:limit], from `node` (which stands for a prefix of them).
@@ -92,8 +68,6 @@ class PrefixTree:
         """
         while node.parent is not None and node.page < 0:
             node = node.parent
-        if node.parent is None:
-            node = self._root(node.key)
         for depth in range(node.depth, limit):
             child = node.children.get(keys[depth])
             if child is None:
@@ -126,8 +100,6 @@ class PrefixTree:
         Returns:
             The node, and the page that the caller holds now.
         """
-        if node.parent is None:
-            node = self._roots.setdefault(node.key, node)
         child = node.children.get(key)
         if child is None:
             child = PrefixNode(node, key, page)
@@ -163,11 +135,8 @@ class PrefixTree:
             self._forget(page)
             self.num_cached -= 1
             freed.append(page)
-            if not parent.children:
-                if parent.parent is None:
-                    del self._roots[parent.key]
-                elif self._is_evictable(parent):
-                    heapq.heappush(self._leaves, (parent.last_used, parent.page))
+            if parent is not self.root and self._is_evictable(parent):
+                heapq.heappush(self._leaves, (parent.last_used, parent.page))
         self.pool.release(freed)
         return len(freed)
 
@@ -182,7 +151,7 @@ class PrefixTree:
     def check_integrity(self) -> None:
         """Raises RuntimeError when the tree contradicts itself or the pool."""
         num_reached = 0
-        stack = list(self._roots.values())
+        stack = [self.root]
         while stack:
             node = stack.pop()
             for key, child in node.children.items():
@@ -211,10 +180,6 @@ class PrefixTree:
                 and (leaf.last_used, page) not in queued
             ):
                 raise RuntimeError(f"page {page} can never be evicted")
-
-    def _root(self, namespace: bytes) -> PrefixNode:
-        # Looked up anew on each use: a root is known only while it has pages.
-        return self._roots.get(namespace) or PrefixNode(None, namespace, -1)
 
     def _is_evictable(self, node: PrefixNode) -> bool:
         return not node.children and self.pool.is_idle(node.page)

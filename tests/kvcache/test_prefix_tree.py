@@ -27,42 +27,51 @@ def check(tree, *tables):
     tree.check_integrity()
 
 
-def cache(tree, tokens, namespace=""):
+def match(tree, tokens):
+    """Pages of the longest known prefix."""
+    keys = page_keys(tokens, tree.pool.page_size)
+    return tree.pages(tree.deepen(tree.root, keys, len(keys)))
+
+
+def insert(tree, tokens, pages):
+    """Adds the full pages of `tokens`; gives the page table that the caller holds now."""
+    canonical = list(pages)
+    node = tree.root
+    for i, key in enumerate(page_keys(tokens, tree.pool.page_size)):
+        node, canonical[i] = tree.extend(node, key, pages[i])
+    return canonical
+
+
+def cache(tree, tokens):
     """What a request of these tokens leaves behind."""
-    pages = tree.insert(tokens, tree.pool.allocate(len(tokens) // tree.pool.page_size), namespace)
+    pages = insert(tree, tokens, tree.pool.allocate(len(tokens) // tree.pool.page_size))
     tree.pool.release(reversed(pages))
     return pages
 
 
 def test_matches_whole_pages_of_the_longest_prefix(tree):
     pages = cache(tree, [1, 2, 3, 4, 5, 6])
-    assert tree.match([1, 2, 3, 4, 5, 6, 7]) == pages
-    assert tree.match([1, 2, 3, 4, 5]) == pages[:2]
-    assert tree.match([1, 2, 3, 9, 5, 6]) == pages[:1]
-    assert tree.match([2, 3, 4]) == []
-    assert tree.match([]) == []
+    assert match(tree, [1, 2, 3, 4, 5, 6, 7]) == pages
+    assert match(tree, [1, 2, 3, 4, 5]) == pages[:2]
+    assert match(tree, [1, 2, 3, 9, 5, 6]) == pages[:1]
+    assert match(tree, [2, 3, 4]) == []
+    assert match(tree, []) == []
     check(tree)
 
 
 def test_branches_share_their_stem(tree):
     first = cache(tree, [1, 2, 3, 4, 5, 6])
     second = cache(tree, [1, 2, 3, 4, 8, 9])
-    assert second[:2] == tree.match([1, 2, 3, 4]) != first[:2]  # nobody used the older pages
-    assert tree.match([1, 2, 3, 4, 5, 6])[2] == first[2]
-    assert tree.num_cached == tree.num_evictable == 4
+    assert second[:2] == match(tree, [1, 2, 3, 4]) != first[:2]  # nobody used the older pages
+    assert match(tree, [1, 2, 3, 4, 5, 6])[2] == first[2]
+    assert tree.num_cached == tree.pool.num_idle == 4
     check(tree)
-
-
-def test_namespaces_are_apart(tree):
-    cache(tree, [1, 2], "a")
-    assert tree.match([1, 2], "a") != []
-    assert tree.match([1, 2], "b") == tree.match([1, 2]) == []
 
 
 def test_a_page_in_use_is_canonical_for_who_comes_later(pool, tree):
     tokens = [1, 2, 3, 4]
-    first = tree.insert(tokens, pool.allocate(2))
-    second = tree.insert(tokens, pool.allocate(2))
+    first = insert(tree, tokens, pool.allocate(2))
+    second = insert(tree, tokens, pool.allocate(2))
     assert first == second
     assert [pool.count(page) for page in first] == [3, 3]
     assert pool.num_free == 30
@@ -72,8 +81,8 @@ def test_a_page_in_use_is_canonical_for_who_comes_later(pool, tree):
 def test_an_unused_page_gives_way_so_that_page_tables_stand(pool, tree):
     old = cache(tree, [1, 2, 3, 4])
     new = pool.allocate(2)
-    assert tree.insert([1, 2, 3, 4], new) == new != old
-    assert tree.match([1, 2, 3, 4]) == new
+    assert insert(tree, [1, 2, 3, 4], new) == new != old
+    assert match(tree, [1, 2, 3, 4]) == new
     assert pool.num_free == 30
     check(tree, new)
 
@@ -81,23 +90,23 @@ def test_an_unused_page_gives_way_so_that_page_tables_stand(pool, tree):
 def test_evicts_the_least_recently_used_leaf_first(pool, tree):
     a = cache(tree, [1, 2, 3, 4])
     b = cache(tree, [5, 6, 7, 8])
-    used = tree.match([1, 2, 3, 4])
+    used = match(tree, [1, 2, 3, 4])
     pool.retain(used)
     pool.release(reversed(used))
     assert tree.evict(1) == 1
-    assert tree.match([5, 6, 7, 8]) == b[:1]
+    assert match(tree, [5, 6, 7, 8]) == b[:1]
     assert tree.evict(2) == 2
-    assert tree.match([5, 6]) == []
-    assert tree.match([1, 2, 3, 4]) == a[:1]
+    assert match(tree, [5, 6]) == []
+    assert match(tree, [1, 2, 3, 4]) == a[:1]
     check(tree)
 
 
 def test_never_evicts_what_is_in_use(pool, tree):
-    pages = tree.insert([1, 2, 3, 4], pool.allocate(2))
+    pages = insert(tree, [1, 2, 3, 4], pool.allocate(2))
     cache(tree, [1, 2, 3, 4, 5, 6])
-    assert tree.num_evictable == 1
+    assert tree.pool.num_idle == 1
     assert tree.evict(10) == 1
-    assert tree.match([1, 2, 3, 4, 5, 6]) == pages
+    assert match(tree, [1, 2, 3, 4, 5, 6]) == pages
     pool.release(reversed(pages))
     assert tree.clear() == 2
     assert tree.num_cached == 0
@@ -109,7 +118,7 @@ def test_a_cursor_survives_eviction_of_its_node(pool, tree):
     tokens = [1, 2, 3, 4, 5, 6]
     keys = page_keys(tokens, 2)
     pages = cache(tree, tokens)
-    node = tree.deepen(tree.root(), keys, 3)
+    node = tree.deepen(tree.root, keys, 3)
     assert tree.pages(node) == pages
     assert tree.num_idle_on_path(node) == 3
     tree.evict(2)
@@ -119,7 +128,7 @@ def test_a_cursor_survives_eviction_of_its_node(pool, tree):
     assert root.depth == 0
     (page,) = pool.allocate(1)
     tree.extend(root, keys[0], page)
-    assert tree.match(tokens) == [page]
+    assert match(tree, tokens) == [page]
     check(tree, [page])
 
 
@@ -148,11 +157,11 @@ def test_random_use_against_a_dictionary(seed):
         action = rng.random()
         tokens = [rng.randint(0, 1) for _ in range(2 * rng.randint(1, 5))]
         if action < 0.4 and pool.num_free >= 5:
-            hit = tree.match(tokens)
+            hit = match(tree, tokens)
             assert hit == [cached[prefix] for prefix in prefixes(tokens) if prefix in cached]
             pool.retain(hit)
             table = hit + pool.allocate(len(tokens) // 2 - len(hit))
-            table = tree.insert(tokens, table)
+            table = insert(tree, tokens, table)
             cached |= zip(prefixes(tokens), table, strict=True)
             live.append((tokens, table))
         elif action < 0.8 and live:
@@ -167,7 +176,7 @@ def test_random_use_against_a_dictionary(seed):
             count = rng.randint(0, 6)
             used = {prefix for other, _ in live for prefix in prefixes(other)}
             idle = sorted(set(cached) - used, key=lambda prefix: last_used[prefix])
-            assert tree.num_evictable == len(idle)
+            assert tree.pool.num_idle == len(idle)
             assert tree.evict(count) == min(count, len(idle))
             for prefix in idle[:count]:
                 del cached[prefix]

@@ -30,8 +30,8 @@ def extend_history(history, token):
 
 
 def histories(seq):
-    """What must lie at each key index of a sequence; its namespace is part of it."""
-    history = zlib.crc32(seq.namespace.encode())
+    """What must lie at each key index of a sequence."""
+    history = 0
     result = []
     for token in seq.tokens:
         history = extend_history(history, token)
@@ -47,7 +47,7 @@ def choose(history):
 
 def expected_output(seq):
     """What the sequence generates when it has the machine for itself."""
-    history = histories(Sequence(0, seq.prompt, seq.sampling, namespace=seq.namespace))[-1]
+    history = histories(Sequence(0, seq.prompt, seq.sampling))[-1]
     output = []
     while len(output) < seq.sampling.max_new_tokens:
         output.append(choose(history))
@@ -65,7 +65,6 @@ class Request:
     max_new_tokens: int
     priority: int
     patience: int | None
-    namespace: str
 
 
 @dataclass
@@ -119,7 +118,6 @@ class Engine:
             eos_token_ids=frozenset([EOS]),
             priority=request.priority,
             deadline=None if patience is None else self.now + patience,
-            namespace=request.namespace,
         )
         num_keys = request.length + request.max_new_tokens - 1
         fits = num_keys <= self.pool.num_pages * self.pool.page_size
@@ -320,7 +318,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_new_tokens=st.integers(1, 24),
                 priority=st.sampled_from([0, 0, 0, 1, -1]),
                 patience=st.sampled_from([None, None, None, None, 9]),
-                namespace=st.sampled_from(["", "", "", "other"]),
             ),
             min_size=1,
             max_size=5,
@@ -355,7 +352,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def flush_cache(self):
         self.engine.tree.clear()
-        assert self.engine.tree.num_evictable == 0
+        assert self.engine.scheduler.pool.num_idle == 0
 
     @invariant()
     def is_sound(self):
@@ -403,7 +400,6 @@ def test_scheduler_under_heavy_load(seed, scarce):
                     max_new_tokens=rng.choice([1, 24]) if scarce else rng.randint(1, 24),
                     priority=rng.choice([0, 0, 0, 1, -1]),
                     patience=rng.choice([None, None, None, 30]),
-                    namespace=rng.choice(["", "", "other"]),
                 )
             )
         if rng.random() < 0.03 and engine.live:
