@@ -1,9 +1,10 @@
 """The bundled family under an open-loop load from half to twice the capacity: plain decoding against speculation.
 
     python -m benchmarks.poisson_load --device cuda --mps
-    python -m benchmarks.poisson_load --device cpu --running 4 --seconds 20 --ttft 1 --loads 0.5 1 2 --draft MTP
+    python -m benchmarks.poisson_load --device cpu --running 4 --seconds 20 --ttft 1 --loads 0.5 1 2 --rounds 2 --steps
 
-Requests arrive as a Poisson process, the same for all settings: prompts of `benchmarks/accept_length_prompts.json`, outputs of 32 to
+All engines stand side by side and are given the same load in turn, so that a machine that is slow for a while is slow for all.
+Requests arrive as a Poisson process: prompts of `benchmarks/accept_length_prompts.json`, outputs of 32 to
 256 tokens, half of them greedy and half at temperature 1, real acceptance by a draft of the family's. The load is in units
 of what plain decoding serves with a full batch, which is measured first. As many requests as run may wait; more are refused.
 Time to first token from when a request was due, time between tokens as the mean of a request's, gaps between one message and the
@@ -11,6 +12,7 @@ next; goodput is the tokens per second of the requests that met both limits.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -23,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.step_choices import StepChoices, report
 from foredraft.cli import mps
 from foredraft.errors import Overloaded
 from foredraft.models.registry import resolve_model_path
@@ -73,7 +76,8 @@ def main() -> int:
     add("--loads", type=float, nargs="+", default=list(LOADS))
     add("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     add("--draft", default="EAGLE3", choices=list(DRAFTS))
-    add("--seconds", type=float, default=6.0, help="of each load")
+    add("--seconds", type=float, default=6.0, help="of each load and round")
+    add("--rounds", type=int, default=1, help="of each load, all settings in each")
     add("--running", type=int, default=32, help="--max-running-requests; as many may wait")
     add("--threads", type=int, default=1, help="of verifier and draft each, on a CPU")
     add("--ttft", type=float, default=0.2, help="limit in seconds")
@@ -82,6 +86,7 @@ def main() -> int:
         type=float,
         help="limit in seconds, of a request's mean (default: twice plain decoding's with a full batch)",
     )
+    add("--steps", action="store_true", help="print what steps chose and took, on a CPU")
     add("--mps", action="store_true", help="run under a private MPS daemon")
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
@@ -92,35 +97,35 @@ def main() -> int:
     prompts = [tokenizer.encode(text)[:200] for text in texts]
     rows: list[dict[str, Any]] = []
     rate = 0.0
-    with mps.running(args.mps) as variables:
+    with mps.running(args.mps) as variables, contextlib.ExitStack() as stack:
         os.environ.update(variables)
         try:
-            for name in ("plain", *(name for name in args.settings if name != "plain")):
-                algorithm = "NONE" if name == "plain" else args.draft
-                flags = _flags(algorithm, name == "always", args)
-                with running_engine(path, algorithm, **flags) as harness:
-                    _offer(harness, prompts, [0.0] * 2 * args.running)  # warms up
-                    if name == "plain":
-                        full = _offer(harness, prompts, [0.0] * 4 * args.running, 4)
-                        rate = _capacity(full)
-                        args.between = args.between or 2 * float(
-                            np.median([one.between for one in full])
-                        )
-                        print(f"capacity of plain decoding: {rate:.2f} requests/s", flush=True)
-                        print(
-                            f"limits: {args.ttft:g} s, then {args.between * 1e3:.2f} ms a token",
-                            flush=True,
-                        )
-                    for load in args.loads if name in args.settings else ():
-                        seen = _offer(harness, prompts, _arrivals(rate * load, args.seconds))
-                        label = name if name == "plain" else f"{args.draft}, {name}"
-                        rows.append({"setting": label, "load": load, **_summary(seen, args)})
-                        print(json.dumps(rows[-1]), flush=True)
-                        rows[-1]["each"] = [
-                            [one.due, one.times[0], one.between, one.num_tokens]
-                            for one in seen
-                            if not one.is_refused
-                        ]
+            harnesses = {
+                name: stack.enter_context(_engine(path, name, args))
+                for name in ("plain", *(name for name in args.settings if name != "plain"))
+            }
+            for harness in harnesses.values():  # warms up
+                _offer(harness, prompts, [0.0] * 2 * args.running)
+            full = _offer(harnesses["plain"], prompts, [0.0] * 4 * args.running, 4)
+            rate = _capacity(full)
+            args.between = args.between or 2 * float(np.median([one.between for one in full]))
+            print(f"capacity of plain decoding: {rate:.2f} requests/s", flush=True)
+            print(f"limits: {args.ttft:g} s, then {args.between * 1e3:.2f} ms a token", flush=True)
+            choices = {
+                name: StepChoices(harness) for name, harness in harnesses.items() if args.steps
+            }
+            for load in args.loads:
+                seen: dict[str, list[list[Seen]]] = {name: [] for name in args.settings}
+                for number in range(args.rounds):
+                    due = _arrivals(rate * load, args.seconds, number)
+                    for name in args.settings[:: -1 if number % 2 else 1]:
+                        seen[name].append(_offer(harnesses[name], prompts, due, 2 + number))
+                for name, rounds in seen.items():
+                    label = name if name == "plain" else f"{args.draft}, {name}"
+                    rows.append({"setting": label, "load": load, **_summary(rounds, args)})
+                    print(json.dumps(rows[-1]), flush=True)
+            for name, listener in choices.items():
+                report(name, listener.steps)
         finally:  # what was measured until then is worth its time
             _report(rows, rate, args)
         for variable in variables:
@@ -128,7 +133,10 @@ def main() -> int:
     return 0
 
 
-def _flags(algorithm: str, always: bool, args: argparse.Namespace) -> dict[str, Any]:
+def _engine(
+    path: Path, setting: str, args: argparse.Namespace
+) -> contextlib.AbstractContextManager[Harness]:
+    algorithm = "NONE" if setting == "plain" else args.draft
     flags: dict[str, Any] = {
         "device": args.device,
         "dtype": "bfloat16" if args.device == "cuda" else "float32",
@@ -138,15 +146,15 @@ def _flags(algorithm: str, always: bool, args: argparse.Namespace) -> dict[str, 
         "chunked_prefill_size": 2048 if args.device == "cuda" else 256,
         "max_queued_requests": args.running,
         "draft_step_timeout": 30.0,
-        "speculative_adaptive": not always,
+        "speculative_adaptive": setting == "adaptive",
     }
     if model := DRAFTS.get(algorithm):
         flags["speculative_draft_model_path"] = str(resolve_model_path(model))
-    return flags
+    return running_engine(path, algorithm, **flags)
 
 
-def _arrivals(rate: float, seconds: float) -> list[float]:
-    rng = random.Random(1)
+def _arrivals(rate: float, seconds: float, number: int) -> list[float]:
+    rng = random.Random(1 + number)
     due = 0.0
     arrivals: list[float] = []
     while (due := due + rng.expovariate(rate)) < seconds or not arrivals:
@@ -217,15 +225,19 @@ def _capacity(seen: list[Seen]) -> float:
     return tokens / (end - start) / (sum(one.num_tokens for one in seen) / len(seen))
 
 
-def _summary(seen: list[Seen], args: argparse.Namespace) -> dict[str, Any]:
-    served = [one for one in seen if not one.is_refused]
+def _summary(rounds: list[list[Seen]], args: argparse.Namespace) -> dict[str, Any]:
+    everyone = [one for seen in rounds for one in seen]
+    served = [one for one in everyone if not one.is_refused]
     first = np.array([one.times[0] - one.due for one in served])
     between = np.array([one.between for one in served])
     gaps = np.concatenate([np.diff(one.times) for one in served])
     tokens = np.array([one.num_tokens for one in served])
-    seconds = max(one.times[-1] for one in served) - min(one.due for one in seen)
+    seconds = sum(
+        max(one.times[-1] for one in seen if not one.is_refused) - min(one.due for one in seen)
+        for seen in rounds
+    )
     good = (first <= args.ttft) & (between <= args.between)
-    row: dict[str, Any] = {"requests": len(seen), "refused": len(seen) - len(served)}
+    row: dict[str, Any] = {"requests": len(everyone), "refused": len(everyone) - len(served)}
     for name, values in (("ttft", first), ("between", between), ("gap", gaps)):
         for percent in (50, 90, 99):
             row[f"{name}_p{percent}"] = float(np.percentile(values, percent))
