@@ -274,18 +274,18 @@ class PagedProposer(Proposer):
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Captures the steps' graphs."""
+        """Captures the steps' graphs, and has the kernels of long extensions compiled."""
         try:
             self._fast = self._make_fast()
+            if self._device.type == "cuda":
+                self._warm_up()
         except torch.OutOfMemoryError as error:
             raise AttachRefused(
                 "max_batch",
-                f"no memory for the draft's CUDA graphs; lower --cuda-graph-max-bs: {error}",
+                f"no memory for the draft's steps; lower --cuda-graph-max-bs: {error}",
             ) from error
         if self._fast is not None:
             self._sequences.on_pages = self._fast.graphs.set_pages
-        if self._device.type == "cuda":
-            self._warm_up()
 
     def is_brief(self, request: draft_pb2.StepRequest) -> bool:
         """See Proposer: the graphs of a step take less time than two changes of thread."""
