@@ -37,7 +37,7 @@ from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason, SamplingParams
 from tests.support import counted_draft, engines
 from tests.support.engines import Harness, Job, running_engine
-from tests.support.fault_cases import BlockCount, device_bytes, num_descriptors
+from tests.support.fault_cases import BlockCount, GraphCount, device_bytes, num_descriptors
 from tests.support.standby_drafts import StandbyDraft
 from tests.support.ties import first_difference
 from verify_service import metrics
@@ -49,8 +49,8 @@ FLAGS = {
     "max_running_requests": 8,
 }
 TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
-POOL = {"cuda": 1024, "cpu": 512}  # tokens of KV, less than what runs at a time wants
-LONGEST = {"cuda": 240, "cpu": 60}  # output
+POOL = {"cuda": 1280, "cpu": 512}  # tokens of KV, less than what runs at a time wants
+LONGEST = {"cuda": 320, "cpu": 60}  # output
 HEADROOM = 4  # tokens of output that admission keeps room for: so few that pages often run short
 CONCURRENT = 12
 NUM_JOBS = {"cuda": 60, "cpu": 12}
@@ -74,7 +74,7 @@ def main() -> int:
     args.until = time.monotonic() + args.seconds
     args.out.mkdir(parents=True, exist_ok=True)
     StandbyDraft.module = "tests.support.counted_draft"
-    StandbyDraft.num_spares = 2 if args.device == "cuda" else 1
+    StandbyDraft.num_spares = 3 if args.device == "cuda" else 1
     engines.DraftProcess = StandbyDraft  # type: ignore[assignment,misc]
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
         os.environ.update(variables)
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def _run(args: argparse.Namespace) -> dict[str, Any]:
-    blocks = BlockCount()
+    blocks, graphs = BlockCount(), GraphCount()
     demo = resolve_model_path("foredraft-demo")
     jobs = make_jobs(demo, random.Random(args.seed), args.device)
     flags = {**FLAGS, "device": args.device, "max_total_tokens": POOL[args.device]}
@@ -111,7 +111,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         ) as harness,
     ):
         harness.engine._scheduler.admission_headroom = HEADROOM
-        with Run(harness, jobs, args, blocks) as run:
+        with Run(harness, jobs, args, blocks, graphs) as run:
             run.go()
             return run.report(plain)
 
@@ -160,9 +160,10 @@ class Run:
         jobs: list[Job],
         args: argparse.Namespace,
         blocks: BlockCount,
+        graphs: GraphCount,
     ) -> None:
         self._harness, self._jobs = harness, jobs
-        self._args, self._blocks = args, blocks
+        self._args, self._blocks, self._graphs = args, blocks, graphs
         self._rng = random.Random(f"{args.seed}/run")
         self._going: dict[int, Going] = {}
         self._lock = threading.Lock()
@@ -263,7 +264,7 @@ class Run:
         if not self._harness.engine.load().draft_available:
             return False
         self._end_fault()
-        does_kill = may_kill and self._rng.random() < 2 / 3 and draft.has_spare
+        does_kill = may_kill and self._rng.random() < 0.8 and draft.has_spare
         self._counts["kills" if does_kill else "stops"] += 1
         self._fault = self._faults.submit(self._kill if does_kill else self._stop, draft)
         return True
@@ -308,6 +309,7 @@ class Run:
         verifier = {
             "allocated": torch.cuda.memory_allocated() if on_gpu else 0,
             "blocks": self._blocks.num_alive,
+            "graphs": self._graphs.num_captured,
             "descriptors": num_descriptors(),
             "threads": threading.active_count(),
             "segments": len(list(Path("/dev/shm").glob(f"foredraft-{os.getpid()}-*"))),

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from foredraft.transport import cuda
 from tests.support.engines import Collector, Harness, Job
 from tests.support.faulty_draft import ATTACHING, FaultFile
@@ -80,6 +82,20 @@ class BlockCount:
 
         cuda.Block.__init__ = counted  # type: ignore[method-assign]
         cuda._free = freed  # type: ignore[assignment]
+
+
+class GraphCount:
+    """Counts the CUDA graphs that this process captures."""
+
+    def __init__(self) -> None:
+        self.num_captured = 0
+        leave = torch.cuda.graph.__exit__
+
+        def left(*args: Any) -> None:
+            self.num_captured += 1
+            leave(*args)
+
+        torch.cuda.graph.__exit__ = left  # type: ignore[method-assign]
 
 
 class FaultyDraft(StandbyDraft):

@@ -5,6 +5,7 @@ nobody has. It is taken away just before that happens. Points on the device are 
 and graphs: the one that is meant stands still for `STALL_SECONDS`, and meanwhile the process gets its signal.
 """
 
+import contextlib
 import itertools
 import os
 import runpy
@@ -124,7 +125,8 @@ class Faults:
                 self._go_wrong()
 
     def _look(self) -> None:
-        if self._path.exists():
+        # The tester may take it away at any time.
+        with contextlib.suppress(FileNotFoundError):
             self._point, self._action = self._path.read_text().split(":")
 
     def _go_wrong(self) -> None:
