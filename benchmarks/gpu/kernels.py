@@ -210,18 +210,29 @@ def step(table: Table) -> None:
             other = microseconds(torchs, 2) if count <= 32 else None
             name = f"choose B={batch} rows={rows} temperature={temperature:g}"
             table.add(name, microseconds(choose, 4), other, logits.numel() * 2)
-        for top_k, top_p in ((0, 0.9), (50, 0.95)):
+        # Of a trained model the best token has about a third of the mass; normal ones leave many to top-p.
+        places = torch.rand(count, VOCAB, device="cuda").argsort(-1) + 1
+        falling, normal = (-1.5 * places.log()).bfloat16(), logits * 4
+        del places
+        for shape, kept, top_k, top_p in (
+            ("falling", falling, 0, 0.9),
+            ("falling", falling, 50, 1.0),
+            ("falling", falling, 50, 0.95),
+            ("normal", normal, 0, 0.9),
+            ("normal", normal, 50, 0.95),
+        ):
             filters = (
                 torch.full((count,), top_k, device="cuda"),
                 torch.full((count,), top_p, device="cuda"),
                 torch.zeros(count, device="cuda"),
             )
 
-            def choose_kept(_, logits=logits * 4, ids=ids, filters=filters):
-                choose_tokens(logits, torch.ones_like(filters[1]), ids, ids, *filters)
+            def choose_kept(_, kept=kept, ids=ids, filters=filters):
+                choose_tokens(kept, torch.ones_like(filters[1]), ids, ids, *filters)
 
-            name = f"choose B={batch} rows={rows} top_k={top_k} top_p={top_p:g}"
+            name = f"choose B={batch} rows={rows} {shape} top_k={top_k} top_p={top_p:g}"
             table.add(name, microseconds(choose_kept, 4), None, logits.numel() * 2)
+        del falling, normal
         kv = PagedKV(LAYERS, batch * 8, PAGE_SIZE, KV_HEADS, HEAD_DIM, torch.bfloat16, "cuda", 1)
         tokens = torch.arange(rows, device="cuda").int().expand(batch, rows).contiguous()
         parents = (torch.arange(rows, device="cuda").int() - 2).clamp_min(-1)

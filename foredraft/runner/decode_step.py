@@ -20,18 +20,14 @@ from foredraft.speculation.triton_sampling import (
 )
 from foredraft.speculation.triton_steps import (
     HEADER,
-    MIN_P,
     NUM_ROWS,
-    SEED_LOW,
     SLOT,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
     Begun,
     Ended,
     begin_step,
     end_step,
     pretend_paths,
+    sampling_rows,
 )
 
 ROWS_AT_ONCE = 128  # that are filtered or adjusted together
@@ -184,19 +180,10 @@ class DecodeStep:
     def choose(self, kind: StepKind, forward: Forward) -> None:
         """The second half: up to what the host, the draft and the next step read."""
         inputs, begun = self.inputs[: kind.batch], forward.begun
-
-        def each_row(first: int, dtype: torch.dtype) -> torch.Tensor:
-            """A value of the records, for each row of their sequences."""
-            values = inputs[:, first : first + dtype.itemsize // 4].contiguous().view(dtype)
-            # Of a single sequence, flatten alone would give a view that stands still.
-            return values.view(kind.batch, 1).expand(-1, kind.rows).flatten().contiguous()
-
-        filters: tuple[torch.Tensor, ...] = ()
+        asked = sampling_rows(inputs, forward.positions)
+        rule = [asked.temperature, asked.seed, asked.position]
         if kind.is_filtered:
-            floats = each_row(TOP_P, torch.float32), each_row(MIN_P, torch.float32)
-            filters = (each_row(TOP_K, torch.int32), *floats)
-        temperature, seed = each_row(TEMPERATURE, torch.float32), each_row(SEED_LOW, torch.int64)
-        rule = (temperature, seed, forward.positions + 1, *filters)
+            rule += [asked.top_k, asked.top_p, asked.min_p]
         logits = forward.output.logits
         # Filters and adjusted logits take much memory for each row; the rule alone takes none.
         size = max(1, ROWS_AT_ONCE // kind.rows) if kind.is_filtered else kind.batch

@@ -1,8 +1,11 @@
 """The sampling rule under top-k, top-p and min-p in Triton, as `filters` defines them, without sorting the vocabulary.
 
 What the filters keep is a prefix of the tokens ranked by score and id. A bound that is cheap to know (`bound`) leaves a
-list of tokens that holds this prefix, mostly short (`collect`); where it ends is found by bisection (`choose_kept`). A
-token's key is the bits of its score's magnitude: scores are at most 0, so the better token has the smaller key.
+list of tokens that holds this prefix, mostly short (`collect`), in which `choose_kept` looks for the rule's choice.
+
+A token's key is the bits of its score's magnitude: scores are at most 0, so the better token has the smaller key. Its rank
+is key * 2^32 + id. Masses are counted in units of 2^-44 of the best token's, as integers: their sums are the same in any
+order, and stay below 2^63 for 500,000 tokens.
 """
 
 # mypy: ignore-errors
@@ -10,14 +13,22 @@ token's key is the bits of its score's magnitude: scores are at most 0, so the b
 import triton
 import triton.language as tl
 
-from foredraft.speculation.sampling_kernels import _tidy, gumbel_of, row_key, uniform
+from foredraft.speculation.sampling_kernels import _log, _tidy, gumbel_of, row_key, uniform
 
+_UNITS = tl.constexpr(2.0**44)
+_LAST_RANK = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 _LAST_KEY = tl.constexpr(0x7F800000)  # of minus infinity
 
 
 @triton.jit
-def _is_filtered(temperature, top_k, top_p, log_min_p):
-    return (temperature > 0) & ((top_k > 0) | (top_p < 1) | (log_min_p > float("-inf")))
+def _is_filtered(temperature, top_k, top_p, min_p):
+    return (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+
+
+@triton.jit
+def _least(min_p):
+    """The least score that min-p keeps."""
+    return tl.where(min_p > 0, _log(min_p), float("-inf"))
 
 
 @triton.jit
@@ -31,20 +42,40 @@ def _key(score):
 
 
 @triton.jit
-def tops(
-    logits_ptr, tops_ptr, vocab, row_stride, num_blocks, SIZE: tl.constexpr, COUNT: tl.constexpr
-):
-    """The largest logit of COUNT blocks of SIZE tokens of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    blocks = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
-    tokens = blocks[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    x = tl.load(logits_ptr + row * row_stride + tokens, mask=tokens < vocab, other=float("-inf"))
-    tl.store(tops_ptr + row * num_blocks + blocks, tl.max(_tidy(x), 1), mask=blocks < num_blocks)
+def _mass(score):
+    return (tl.exp(score) * _UNITS).to(tl.int64)
 
 
 @triton.jit
+def _rank(key, token):
+    return (key.to(tl.int64) << 32) | token.to(tl.int64)
+
+
+@triton.jit
+def _score_of(rank):
+    return -(rank >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tops(
+    logits_ptr, temperatures, top_ks, top_ps, min_ps, tops_ptr, vocab, row_stride, num_blocks,
+    SIZE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """The largest logit of COUNT blocks of SIZE tokens of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
+    top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
+    if _is_filtered(temperature, top_k, top_p, min_p):
+        blocks = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+        tokens = blocks[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+        at = logits_ptr + row * row_stride + tokens
+        x = _tidy(tl.load(at, mask=tokens < vocab, other=float("-inf")))
+        tl.store(tops_ptr + row * num_blocks + blocks, tl.max(x, 1), mask=blocks < num_blocks)
+
+
+@triton.jit(do_not_specialize=["vocab", "num_blocks"])
 def bound(
-    tops_ptr, temperatures, top_ks, top_ps, log_min_ps, bases, cuts, counts, vocab, num_blocks,
+    tops_ptr, temperatures, top_ks, top_ps, min_ps, bases, cuts, counts, totals, vocab, num_blocks,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The best logit of one row and a score below which nothing matters; the row's list becomes empty.
@@ -53,17 +84,16 @@ def bound(
     top-k, the tokens below ln((1 - p) / V) have less than 1 - p of the mass together, as the best token's mass is 1.
     """
     row = tl.program_id(0)
-    temperature = tl.load(temperatures + row)
+    temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
     top_k, top_p = tl.load(top_ks + row).to(tl.int32), tl.load(top_ps + row)
-    log_min_p = tl.load(log_min_ps + row)
-    blocks = tl.arange(0, BLOCK)
-    at = tops_ptr + row.to(tl.int64) * num_blocks + blocks
-    top = tl.load(at, mask=blocks < num_blocks, other=float("-inf"))
-    base = tl.max(top, 0)
-    base = tl.where(base == float("-inf"), 0.0, base)
-    cut = tl.full([], float("-inf"), tl.float32)
-    if _is_filtered(temperature, top_k, top_p, log_min_p):
-        if top_k > 0:
+    if _is_filtered(temperature, top_k, top_p, min_p):
+        blocks = tl.arange(0, BLOCK)
+        at = tops_ptr + row.to(tl.int64) * num_blocks + blocks
+        top = tl.load(at, mask=blocks < num_blocks, other=float("-inf"))
+        base = tl.max(top, 0)
+        base = tl.where(base == float("-inf"), 0.0, base)
+        cut = tl.full([], float("-inf"), tl.float32)
+        if (top_k > 0) & (top_k < vocab):
             if top_k <= num_blocks:
                 keys = _key(_score(top, base, temperature))
                 low, high = tl.full([], 0, tl.int32), tl.full([], _LAST_KEY, tl.int32)
@@ -76,138 +106,125 @@ def bound(
         else:
             if top_p < 1:
                 cut = tl.log((1 - top_p) / vocab) - 0.01
-            cut = tl.maximum(cut, log_min_p)
-    tl.store(bases + row, base)
-    tl.store(cuts + row, cut)
-    tl.store(counts + row, 0)
+            cut = tl.maximum(cut, _least(min_p))
+        tl.store(bases + row, base)
+        tl.store(cuts + row, cut)
+        tl.store(counts + row, 0)
+        tl.store(totals + row, tl.full([], 0, tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def collect(
-    logits_ptr, temperatures, top_ks, top_ps, log_min_ps, bases, cuts, counts, keys_ptr, tokens_ptr,
-    sums, vocab, row_stride, BLOCK: tl.constexpr, TILES: tl.constexpr, NUM_PARTS: tl.constexpr,
+    logits_ptr, temperatures, top_ks, top_ps, min_ps, bases, cuts, counts, totals, ranks_ptr,
+    vocab, row_stride, tiles, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Lists one part's tokens that reach the cut, in any order, and sums the mass of all its tokens."""
+    """Lists the ranks of one part's tokens that reach the cut, in any order, and adds the mass of all its tokens."""
     row, part = tl.program_id(0), tl.program_id(1)
-    temperature, log_min_p = tl.load(temperatures + row), tl.load(log_min_ps + row)
+    temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
     top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
-    if _is_filtered(temperature, top_k, top_p, log_min_p):
+    if _is_filtered(temperature, top_k, top_p, min_p):
         base, cut = tl.load(bases + row), tl.load(cuts + row)
         line = row.to(tl.int64) * vocab
-        mass = tl.full([], 0.0, tl.float64)
-        for tile in range(TILES):
-            tokens = (part * TILES + tile) * BLOCK + tl.arange(0, BLOCK)
+        mass = tl.zeros([BLOCK], tl.int64)
+        for tile in range(tiles):
+            tokens = (part * tiles + tile) * BLOCK + tl.arange(0, BLOCK)
             at = logits_ptr + row.to(tl.int64) * row_stride + tokens
             x = _tidy(tl.load(at, mask=tokens < vocab, other=float("-inf")))
             scores = _score(x, base, temperature)
-            mass += tl.sum(tl.exp(scores), 0).to(tl.float64)
+            mass += _mass(scores)
             wanted = (scores >= cut) & (scores > float("-inf"))
             ones = wanted.to(tl.int32)
             found = tl.sum(ones, 0)
             if found > 0:
                 first = tl.atomic_add(counts + row, found, sem="relaxed")
                 place = line + first + tl.cumsum(ones, 0) - ones
-                tl.store(keys_ptr + place, _key(scores), mask=wanted)
-                tl.store(tokens_ptr + place, tokens, mask=wanted)
-        tl.store(sums + row * NUM_PARTS + part, mass)
+                tl.store(ranks_ptr + place, _rank(_key(scores), tokens), mask=wanted)
+        tl.atomic_add(totals + row, tl.sum(mass, 0), sem="relaxed")
 
 
 @triton.jit
-def _up_to(keys_ptr, count, limit, BLOCK: tl.constexpr):
-    """How many keys are at most `limit`, and their mass."""
-    number = tl.full([], 0, tl.int32)
-    mass = tl.full([], 0.0, tl.float64)
-    for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        keys = tl.load(keys_ptr + at, mask=at < count, other=0x7FFFFFFF)
-        is_in = keys <= limit
-        number += tl.sum(is_in.to(tl.int32), 0)
-        each = tl.where(is_in, tl.exp(-keys.to(tl.float32, bitcast=True)), 0.0)
-        mass += tl.sum(each.to(tl.float64), 0)
-    return number, mass
-
-
-@triton.jit
-def _ties_up_to(keys_ptr, tokens_ptr, count, key, limit, BLOCK: tl.constexpr):
-    """How many tokens with this key have an id of at most `limit`."""
-    number = tl.full([], 0, tl.int32)
-    for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        keys = tl.load(keys_ptr + at, mask=at < count, other=0x7FFFFFFF)
-        tokens = tl.load(tokens_ptr + at, mask=at < count, other=0x7FFFFFFF)
-        number += tl.sum(((keys == key) & (tokens <= limit)).to(tl.int32), 0)
-    return number
-
-
-@triton.jit
-def choose_kept(
-    temperatures, seeds, positions, top_ks, top_ps, log_min_ps, counts, keys_ptr, tokens_ptr, sums,
-    chosen, vocab,
-    BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr, PADDED_PARTS: tl.constexpr,
-):  # fmt: skip
-    """Overwrites what was chosen for one row, if it has filters, by the best of what they keep."""
-    row = tl.program_id(0)
-    temperature, log_min_p = tl.load(temperatures + row), tl.load(log_min_ps + row)
-    top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
-    if _is_filtered(temperature, top_k, top_p, log_min_p):
-        count = tl.load(counts + row)
-        keys_ptr += row.to(tl.int64) * vocab
-        tokens_ptr += row.to(tl.int64) * vocab
-        # The prefix ends in the group of tokens with key `last`, of which it has the first `ties`.
-        last = tl.full([], _LAST_KEY, tl.int32)
-        ties = tl.full([], 0x7FFFFFFF, tl.int32)
-        if top_k > 0:
-            low = tl.full([], 0, tl.int32)
-            while low < last:
-                middle = low + (last - low) // 2
-                number, _ = _up_to(keys_ptr, count, middle, BLOCK)
-                last = tl.where(number >= top_k, middle, last)
-                low = tl.where(number >= top_k, low, middle + 1)
-            above, total = _up_to(keys_ptr, count, last - 1, BLOCK)
-            number, _ = _up_to(keys_ptr, count, last, BLOCK)
-            ties = (tl.minimum(top_k, number) - above).to(tl.int32)
-            total += ties.to(tl.float64) * tl.exp(-last.to(tl.float32, bitcast=True))
-        else:
-            parts = tl.arange(0, PADDED_PARTS)
-            at = sums + row * NUM_PARTS + parts
-            total = tl.sum(tl.load(at, mask=parts < NUM_PARTS, other=0.0), 0)
-        if top_p < 1:
-            wanted = top_p.to(tl.float64) * total
-            low, high = tl.full([], 0, tl.int32), tl.full([], _LAST_KEY, tl.int32)
-            while low < high:
-                middle = low + (high - low) // 2
-                _, mass = _up_to(keys_ptr, count, middle, BLOCK)
-                high = tl.where(mass >= wanted, middle, high)
-                low = tl.where(mass >= wanted, low, middle + 1)
-            if (high <= last) & (high < _LAST_KEY):
-                _, before = _up_to(keys_ptr, count, high - 1, BLOCK)
-                each = tl.exp(-high.to(tl.float32, bitcast=True)).to(tl.float64)
-                fit = ((wanted - before) / each).to(tl.int32)
-                fit += (before + fit.to(tl.float64) * each < wanted).to(tl.int32)
-                ties = tl.where(high < last, fit, tl.minimum(fit, ties))
-                last = high
-        highest = tl.full([], 0x7FFFFFFF, tl.int32)
-        if _ties_up_to(keys_ptr, tokens_ptr, count, last, highest, BLOCK) > ties:
-            low, highest = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32) + vocab
-            while low < highest:
-                middle = low + (highest - low) // 2
-                enough = _ties_up_to(keys_ptr, tokens_ptr, count, last, middle, BLOCK) >= ties
-                highest = tl.where(enough, middle, highest)
-                low = tl.where(enough, low, middle + 1)
-        k0, k1 = row_key(tl.load(seeds + row), tl.load(positions + row))
-        best = tl.full([], float("-inf"), tl.float32)
-        token = tl.full([], 0, tl.int32)
+def _kth(ranks_ptr, count, k, turns, BLOCK: tl.constexpr):
+    """The k-th lowest of at least k ranks: eight turns for the key and the others for the id, four bits in each."""
+    digits = tl.arange(0, 16).to(tl.int64)
+    rank = tl.full([], 0, tl.int64)
+    for turn in range(turns):
+        shift = tl.where(turn < 8, 60 - 4 * turn, 4 * (turns - 1 - turn)).to(tl.int64)
+        limits = rank + (digits << shift) + ((1 << shift) - 1)
+        numbers = tl.zeros([16], tl.int32)
         for start in range(0, count, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            keys = tl.load(keys_ptr + at, mask=at < count, other=0x7FFFFFFF)
-            tokens = tl.load(tokens_ptr + at, mask=at < count, other=0)
-            scores = -keys.to(tl.float32, bitcast=True)
-            kept = (keys < last) | ((keys == last) & (tokens <= highest))
-            kept = kept & (scores >= log_min_p)
-            noisy = tl.where(kept, scores + gumbel_of(uniform(k0, k1, tokens)), float("-inf"))
-            top = tl.max(noisy, 0)
-            first = tl.min(tl.where(noisy == top, tokens, 0x7FFFFFFF), 0)
-            is_better = (top > best) | ((top == best) & (first < token))
-            token = tl.where(is_better, first, token)
-            best = tl.maximum(top, best)
-        tl.store(chosen + row, token.to(tl.int64))
+            ranks = tl.load(ranks_ptr + at, mask=at < count, other=_LAST_RANK)
+            is_in = (ranks[None, :] <= limits[:, None]) & (at < count)[None, :]
+            numbers += tl.sum(is_in.to(tl.int32), 1)
+        rank += tl.min(tl.where(numbers >= k, digits, 15), 0) << shift
+    return rank
+
+
+@triton.jit
+def _mass_before(ranks_ptr, count, limit, BLOCK: tl.constexpr):
+    """The mass of the ranks below `limit`."""
+    mass = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        ranks = tl.load(ranks_ptr + at, mask=at < count, other=_LAST_RANK)
+        mass += tl.where(ranks < limit, _mass(_score_of(ranks)), 0)
+    return tl.sum(mass, 0)
+
+
+@triton.jit
+def _best_before(ranks_ptr, count, limit, least, k0, k1, BLOCK: tl.constexpr):
+    """The rank of what the rule prefers among the ranks below `limit` that min-p keeps; -1 where there is none."""
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_rank = tl.full([BLOCK], -1, tl.int64)
+    best_token = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        ranks = tl.load(ranks_ptr + at, mask=at < count, other=_LAST_RANK)
+        scores, tokens = _score_of(ranks), ranks.to(tl.int32)
+        is_in = (ranks < limit) & (scores >= least)
+        noisy = tl.where(is_in, scores + gumbel_of(uniform(k0, k1, tokens)), float("-inf"))
+        is_better = (noisy > best) | ((noisy == best) & is_in & (tokens < best_token))
+        best = tl.where(is_better, noisy, best)
+        best_rank = tl.where(is_better, ranks, best_rank)
+        best_token = tl.where(is_better, tokens, best_token)
+    first = tl.min(tl.where(best == tl.max(best, 0), best_token, 0x7FFFFFFF), 0)
+    return tl.max(tl.where(best_token == first, best_rank, -1), 0)
+
+
+@triton.jit(do_not_specialize=["vocab", "row_stride", "turns"])
+def choose_kept(
+    logits_ptr, temperatures, seeds, positions, top_ks, top_ps, min_ps, bases, counts, totals,
+    ranks_ptr, chosen, vocab, row_stride, turns, BLOCK: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
+    """Overwrites what was chosen for one row, if it has filters that do not keep it, by the best of what they keep.
+
+    What is best of all and is kept is the best of what is kept. A token that top-p does not keep takes all that are ranked
+    after it along, so the next one to look at is the best of those before it: mostly none, seldom more than three.
+    """
+    row = tl.program_id(0)
+    temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
+    top_k, top_p = tl.load(top_ks + row).to(tl.int32), tl.load(top_ps + row)
+    if _is_filtered(temperature, top_k, top_p, min_p):
+        ranks_ptr += row.to(tl.int64) * vocab
+        count, total = tl.load(counts + row), tl.load(totals + row)
+        end = tl.full([], _LAST_RANK, tl.int64)
+        if (top_k > 0) & (top_k <= count):
+            end = _kth(ranks_ptr, count, top_k, turns, SHORT) + 1
+            total = _mass_before(ranks_ptr, count, end, BLOCK)
+        # Top-p keeps what has less than this before it.
+        enough = tl.where(top_p < 1, top_p.to(tl.float64) * total.to(tl.float64), float("inf"))
+        least = _least(min_p)
+        k0, k1 = row_key(tl.load(seeds + row), tl.load(positions + row))
+        token = tl.load(chosen + row).to(tl.int32)
+        x = _tidy(tl.load(logits_ptr + row.to(tl.int64) * row_stride + token))
+        score = _score(x, tl.load(bases + row), temperature)
+        rank = _rank(_key(score), token)
+        before = _mass_before(ranks_ptr, count, rank, BLOCK).to(tl.float64)
+        rejected = (rank >= end) | (score < least) | (before >= enough)
+        while rejected:
+            limit = tl.minimum(rank, end)
+            rank = _best_before(ranks_ptr, count, limit, least, k0, k1, BLOCK)
+            before = _mass_before(ranks_ptr, count, rank, BLOCK).to(tl.float64)
+            rejected = (rank >= 0) & (before >= enough)
+        # The id, or 0 where nothing is kept, as in a row of minus infinities.
+        tl.store(chosen + row, tl.where(rank < 0, 0, rank & 0xFFFFFFFF))

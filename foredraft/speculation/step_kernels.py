@@ -42,6 +42,32 @@ def begin(
 
 
 @triton.jit
+def spread(
+    records_ptr, positions_ptr, temperatures, top_ps, min_ps, top_ks, seeds, next_positions,
+    record_stride, rows, num_rows,
+    TEMPERATURE: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, TOP_K: tl.constexpr,
+    SEED_LOW: tl.constexpr, SEED_HIGH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What the records say of sampling, for each row of their sequences."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    record = records_ptr + (row // rows) * record_stride
+    temperature = tl.load(record + TEMPERATURE, mask=inside, other=0)
+    tl.store(temperatures + row, temperature.to(tl.float32, bitcast=True), mask=inside)
+    top_p = tl.load(record + TOP_P, mask=inside, other=0)
+    tl.store(top_ps + row, top_p.to(tl.float32, bitcast=True), mask=inside)
+    min_p = tl.load(record + MIN_P, mask=inside, other=0)
+    tl.store(min_ps + row, min_p.to(tl.float32, bitcast=True), mask=inside)
+    top_k = tl.load(record + TOP_K, mask=inside, other=0)
+    tl.store(top_ks + row, top_k.to(tl.int64), mask=inside)
+    low = tl.load(record + SEED_LOW, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
+    high = tl.load(record + SEED_HIGH, mask=inside, other=0).to(tl.int64)
+    tl.store(seeds + row, (high << 32) | low, mask=inside)
+    position = tl.load(positions_ptr + row, mask=inside, other=0)
+    tl.store(next_positions + row, position + 1, mask=inside)
+
+
+@triton.jit
 def pretend(
     records_ptr, path_ptr, length_ptr, emitted_ptr,
     record_stride, rows, stride, filler,

@@ -65,7 +65,7 @@ def choose_tokens(
         NUM_PARTS=parts, BLOCK=_padded(parts), num_warps=1,
     )  # fmt: skip
     if top_k is not None and top_p is not None and min_p is not None:
-        _choose_filtered(logits, temperature, seed, position, top_k, top_p, min_p.log(), chosen)
+        _choose_filtered(logits, temperature, seed, position, top_k, top_p, min_p, chosen)
     return chosen
 
 
@@ -76,7 +76,7 @@ def _choose_filtered(
     position: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
-    log_min_p: torch.Tensor,
+    min_p: torch.Tensor,
     chosen: torch.Tensor,
 ) -> None:
     """Overwrites `chosen` where rows have filters."""
@@ -86,27 +86,28 @@ def _choose_filtered(
     size = max(_LEAST_TOP, _padded(-(-vocab // _MAX_TOPS)))
     blocks, tops_of_program = -(-vocab // size), max(1, 1024 // size)
     tops = torch.empty(num_rows, blocks, dtype=torch.float32, device=device)
+    asked = temperature, top_k, top_p, min_p
     filter_kernels.tops[(num_rows, -(-blocks // tops_of_program))](
-        logits, tops, vocab, logits.stride(0), blocks, SIZE=size, COUNT=tops_of_program
+        logits, *asked, tops, vocab, logits.stride(0), blocks, SIZE=size, COUNT=tops_of_program
     )
-    bases, cuts = torch.empty(2, num_rows, dtype=torch.float32, device=device)
+    bases, cuts = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2))
     counts = torch.empty(num_rows, dtype=torch.int32, device=device)
+    totals = torch.empty(num_rows, dtype=torch.int64, device=device)
     filter_kernels.bound[(num_rows,)](
-        tops, temperature, top_k, top_p, log_min_p, bases, cuts, counts, vocab, blocks,
-        BLOCK=_padded(blocks), num_warps=4,
-    )  # fmt: skip
+        tops, *asked, bases, cuts, counts, totals, vocab, blocks, BLOCK=_padded(blocks), num_warps=4
+    )
     tiles = -(-vocab // _BLOCK)
     parts = min(tiles, _MAX_PARTS, max(4, -(-_PROGRAMS // max(1, num_rows))))
     tiles = -(-tiles // parts)
-    keys, tokens = torch.empty(2, num_rows, vocab, dtype=torch.int32, device=device)
-    sums = torch.empty(num_rows, parts, dtype=torch.float64, device=device)
+    ranks = torch.empty(num_rows, vocab, dtype=torch.int64, device=device)
     filter_kernels.collect[(num_rows, parts)](
-        logits, temperature, top_k, top_p, log_min_p, bases, cuts, counts, keys, tokens, sums,
-        vocab, logits.stride(0), BLOCK=_BLOCK, TILES=tiles, NUM_PARTS=parts, num_warps=4,
+        logits, *asked, bases, cuts, counts, totals, ranks, vocab, logits.stride(0), tiles,
+        BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
+    turns = 8 + -(-(vocab - 1).bit_length() // 4)
     filter_kernels.choose_kept[(num_rows,)](
-        temperature, seed, position, top_k, top_p, log_min_p, counts, keys, tokens, sums, chosen, vocab,
-        BLOCK=2048, NUM_PARTS=parts, PADDED_PARTS=_padded(parts), num_warps=8,
+        logits, temperature, seed, position, top_k, top_p, min_p, bases, counts, totals, ranks, chosen,
+        vocab, logits.stride(0), turns, BLOCK=4096, SHORT=1024, num_warps=16,
     )  # fmt: skip
 
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-# Columns of a record. Sampling is packed as "<fffiQ"; the seed is in an even place, to be read as one number. What follows
-# FORCED is read by steps that adjust logits (`triton_adjust`), packed as "<iifff" from ADJUSTED on, but for MASK.
+from foredraft.speculation.sampling import SamplingRows
+
+# Columns of a record. Sampling is packed as "<fffiQ". What follows FORCED is read by steps that adjust logits
+# (`triton_adjust`), packed as "<iifff" from ADJUSTED on, but for MASK.
 (
     SLOT,
     COMMITTED,  # keys before the root, or -1: where the step before left the slot
@@ -76,6 +78,38 @@ def begin_step(
         FIRST_TOKEN=HEADER, FIRST_PARENT=HEADER + max_rows, ROWS=_padded(num_rows), num_warps=1,
     )  # fmt: skip
     return Begun(tokens, parents, committed)
+
+
+def sampling_rows(records: torch.Tensor, positions: torch.Tensor) -> SamplingRows:
+    """What the records say of sampling, for each row of their sequences.
+
+    Args:
+        records: As in `begin_step`.
+        positions: int64 [B * R], of the rows' own tokens.
+    """
+    from foredraft.speculation import step_kernels
+
+    num_rows, device = len(positions), positions.device
+
+    def values(dtype: torch.dtype) -> torch.Tensor:
+        # Each apart, as a kernel is compiled anew for pointers that are not aligned.
+        return torch.empty(num_rows, dtype=dtype, device=device)
+
+    rows = SamplingRows(
+        temperature=values(torch.float32),
+        top_p=values(torch.float32),
+        min_p=values(torch.float32),
+        top_k=values(torch.int64),
+        seed=values(torch.int64),
+        position=values(torch.int64),
+    )
+    step_kernels.spread[(-(-num_rows // 128),)](
+        records, positions, rows.temperature, rows.top_p, rows.min_p, rows.top_k, rows.seed, rows.position,
+        records.stride(0), num_rows // len(records), num_rows,
+        TEMPERATURE=TEMPERATURE, TOP_P=TOP_P, MIN_P=MIN_P, TOP_K=TOP_K,
+        SEED_LOW=SEED_LOW, SEED_HIGH=SEED_HIGH, BLOCK=128, num_warps=4,
+    )  # fmt: skip
+    return rows
 
 
 def pretend_paths(

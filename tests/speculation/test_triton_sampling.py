@@ -1,5 +1,6 @@
 """The rule, the check, the walk and the move of KV in Triton, against the Python versions; on a GPU or interpreted."""
 
+import itertools
 import math
 
 import numpy as np
@@ -134,6 +135,43 @@ def filtered_by_kernel(logits, rows):
     return choose_tokens(logits.to(DEVICE), *(x.to(DEVICE) for x in fields)).cpu()
 
 
+def chooses_as_filtered(logits, rows):
+    """Whether each row's choice is one that the rule allows, by sorting in float64; else what is known of it, for a look.
+
+    Rounding may decide between two noisy scores, and at the end of what top-p and min-p keep.
+    """
+    chosen = filtered_by_kernel(logits, rows)
+    logits = sampling.scrub(logits.float())
+    scores = filters_module.tempered(logits, rows)
+    noisy = (
+        scores + noise.gumbel(rows.seed, rows.position, torch.arange(logits.shape[1]))
+    ).double()
+    wrong = []
+    for row, (token, k) in enumerate(zip(chosen.tolist(), rows.top_k.tolist(), strict=True)):
+        if rows.temperature[row] == 0 or scores[row].max() == -math.inf:
+            if token != logits[row].argmax():
+                wrong.append((row, token))
+            continue
+        order = np.lexsort((np.arange(len(scores[row])), -scores[row].double().numpy()))
+        order = torch.from_numpy(order.copy())[: k if k > 0 else None]
+        mass = scores[row, order].double().exp()
+        before, p, least = mass.cumsum(0) - mass, rows.top_p[row].double(), rows.min_p[row].double()
+        wanted = p * mass.sum() if p < 1 else torch.tensor(math.inf)
+        near = 2e-6 * mass.sum()
+        may_be = order[(before < wanted + near) & (mass >= least * (1 - 1e-6)) & (mass > 0)]
+        surely = order[(before < wanted - near) & (mass >= least * (1 + 1e-6)) | (before == 0)]
+        if token not in may_be or noisy[row, token] < noisy[row, surely].max() - 1e-5:
+            place = (order == token).nonzero().flatten().tolist()
+            wrong.append(
+                f"row {row}: T={rows.temperature[row]} k={k} p={p} min-p={least}: chose {token} of score "
+                f"{scores[row, token]} + noise = {noisy[row, token]}, placed {place} of {len(order)}, mass before it "
+                f"{before[place].tolist()}, wanted {wanted}; best surely kept "
+                f"{surely[noisy[row, surely].argmax()]}, {len(surely)} to {len(may_be)} kept"
+            )
+    assert not wrong, "\n".join(map(str, wrong[:5]))
+    return chosen
+
+
 @pytest.mark.parametrize("vocab", [5, 4099] if INTERPRETED else [5, 1000, 4099, 32_000, 128_256])
 @pytest.mark.parametrize("spread", [0.05, 4.0], ids=["flat", "peaked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,19 +181,68 @@ def test_chooses_as_the_filtered_rule(vocab, spread, dtype):
     logits = torch.randn(len(filters), vocab, generator=torch.Generator().manual_seed(vocab))
     logits = (logits * spread).to(dtype)  # bfloat16 has many ties
     for seed in range(1 if INTERPRETED else 4):
-        rows = filtered_rows(temperatures, filters, seed)
-        got, want = filtered_by_kernel(logits, rows), sampling.choose(logits.float(), rows)
-        scores = filters_module.tempered(logits.float(), rows)
-        kept = filters_module.keep_mask(scores, rows)
-        scores += noise.gumbel(rows.seed, rows.position, torch.arange(vocab))
-        for row in (got != want).nonzero()[:, 0].tolist():
-            # Rounding decides between two scores, or at the end of what top-p keeps.
-            near = abs(scores[row, got[row]] - scores[row, want[row]]) < 1e-5
-            loose = filtered_rows(temperatures, filters, seed)
-            loose.top_p += torch.where(loose.top_p < 1, 2e-6, 0.0)
-            widest = filters_module.keep_mask(filters_module.tempered(logits.float(), rows), loose)
-            assert rows.temperature[row] > 0
-            assert near or (widest != kept)[row].sum() > 0
+        chooses_as_filtered(logits, filtered_rows(temperatures, filters, seed))
+
+
+def dominated(x):
+    x[:, 77] = 40.0
+    return x
+
+
+def masked(x):
+    """As a grammar leaves it: one token in twenty, in the last rows fewer, in the very last one."""
+    x[torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) > 0.05] = -math.inf
+    x[-3:, 3:] = -math.inf
+    x[-1] = -math.inf
+    x[-1, -1] = -9.0
+    return x
+
+
+SHAPES = {
+    "level": torch.zeros_like,
+    "three values": lambda x: x.clamp(-0.5, 0.5).round(),
+    "flat": lambda x: x * 0.01,
+    "wide": lambda x: x * 8,
+    "in bfloat16": lambda x: (x * 3).bfloat16(),
+    "dominated": dominated,
+    "masked": masked,
+}
+
+
+@pytest.mark.parametrize("vocab", [1031] if INTERPRETED else [1031, 4099, 151_936, 262_144])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_filters_together(vocab, shape):
+    every = itertools.product((0, 1, 3, 50, 900), (1.0, 1 - 1e-7, 0.95, 0.5, 1e-6), (0.0, 0.3))
+    filters = list(every)[:: 7 if INTERPRETED else 1 if vocab < 10_000 else 3]
+    generator = torch.Generator().manual_seed(5)
+    logits = SHAPES[shape](torch.randn(len(filters), vocab, generator=generator))
+    rows = filtered_rows(([1.0, 0.6, 1.7] * 17)[: len(filters)], filters, vocab)
+    together = chooses_as_filtered(logits, rows)
+    if shape in ("level", "dominated"):  # nothing for rounding to decide
+        assert torch.equal(together, sampling.choose(logits, rows))
+    # Whatever else is in the batch.
+    for row in range(0, len(filters), 11):
+        one = torch.tensor([row])
+        assert filtered_by_kernel(logits[one], rows.take(one)) == together[row]
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    st.lists(st.sampled_from([-math.inf, math.nan, -3.0, -0.5, 0.0, 0.25]), min_size=1, max_size=9),
+    st.lists(
+        st.tuples(
+            st.integers(0, 9),
+            st.sampled_from([1.0, 0.9, 0.37, 1e-6]),
+            st.sampled_from([0.0, 0.4, 1.0]),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 1000),
+)
+def test_filters_among_few_tokens(values, filters, seed):
+    logits = torch.tensor([values] * len(filters))
+    chooses_as_filtered(logits, filtered_rows([1.0] * len(filters), filters, seed))
 
 
 def test_filters_break_ties_by_id():

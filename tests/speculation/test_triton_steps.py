@@ -1,6 +1,7 @@
 """The first and the last kernel of a step, against plain Python; on a GPU or interpreted."""
 
 import random
+import struct
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from foredraft.speculation.triton_steps import (
     FILLER,
     FORCED,
     HEADER,
+    SAMPLING,
     SLOT,
     TREE,
     Begun,
@@ -17,6 +19,7 @@ from foredraft.speculation.triton_steps import (
     begin_step,
     end_step,
     pretend_paths,
+    sampling_rows,
 )
 from tests.support.triton_device import DEVICE, needs_triton
 
@@ -111,3 +114,26 @@ def test_pretended_paths_replace_what_was_walked():
     assert path.tolist() == [[0, 2, -1, -1], [0, 1, 2, -1]]
     assert emitted.tolist() == [[5, 6, -1, -1], [FILLER, FILLER, FILLER, -1]]
     assert length.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(("batch", "num_rows"), [(1, 1), (1, 5), (3, 1), (9, 32)])
+def test_rows_get_what_their_records_ask_for(batch, num_rows):
+    rng = random.Random(batch)
+    asked = [
+        (rng.random(), rng.random(), rng.random(), rng.randrange(-1, 2**31), rng.getrandbits(64))
+        for _ in range(batch)
+    ]
+    records = torch.zeros(batch, HEADER + 70, dtype=torch.int32)
+    for record, values in zip(records, asked, strict=True):
+        record[SAMPLING] = torch.frombuffer(
+            bytearray(struct.pack("<fffiQ", *values)), dtype=torch.int32
+        )
+    positions = torch.arange(7, 7 + batch * num_rows)
+    got = sampling_rows(records.to(DEVICE), positions.to(DEVICE))
+    assert got.position.tolist() == (positions + 1).tolist()
+    for row in range(batch * num_rows):
+        temperature, top_p, min_p, top_k, seed = asked[row // num_rows]
+        floats = [float(each[row]) for each in (got.temperature, got.top_p, got.min_p)]
+        assert floats == torch.tensor([temperature, top_p, min_p]).tolist()
+        assert int(got.top_k[row]) == top_k
+        assert int(got.seed[row]) % 2**64 == seed
