@@ -1,8 +1,6 @@
-"""Draft heads: each forward against the papers' equations in float64, each published layout, and all that is refused."""
+"""Draft heads: each forward against the papers' equations in float64, and each published layout."""
 
 import json
-import math
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,8 +32,8 @@ from tests.support.draft_heads import (
     save_head,
     tiny_head,
 )
+from tests.support.loaded_heads import CPU, load, renamed, speculators
 
-CPU = torch.device("cpu")
 PAGE = 4
 
 EAGLE31 = {"fc_norm": True, "norm_before_fc": True, "norm_output": True}
@@ -72,14 +70,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tied_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tied"), "Qwen2ForCausalLM", seed=6)
-
-
-def load(
-    path: Path, algorithm: str, target: Path, dtype: torch.dtype = torch.float32, **options: Any
-) -> DraftHead:
-    config = ModelConfig.from_dir(target)
-    shared = load_shared_weights(target, config, dtype, CPU)
-    return load_head(path, algorithm, config, shared, dtype, CPU, **options)  # type: ignore[arg-type]
 
 
 def runner_of(head: DraftHead) -> HeadRunner:
@@ -144,32 +134,6 @@ def test_the_streams_are_those_that_the_layout_means(target: Path, tmp_path: Pat
         layers(eagle_aux_hidden_state_layer_ids=[0, 1, 3])
     with pytest.raises(CheckpointError, match="num_aux_hidden_states is 4"):
         layers(num_aux_hidden_states=4)
-
-
-def renamed(head: TinyHead, *pairs: tuple[str, str]) -> TinyHead:
-    tensors = {}
-    for name, tensor in head.tensors.items():
-        for old, new in pairs:
-            if name.startswith(old):
-                name = new + name.removeprefix(old)
-        tensors[name] = tensor
-    return TinyHead(head.algorithm, head.config, tensors, head.num_streams)
-
-
-def speculators(head: TinyHead, **options: Any) -> TinyHead:
-    """The same head as the speculators library writes it."""
-    layer = {**head.config, "model_type": "llama"}
-    vocab = layer.pop("draft_vocab_size", None)
-    del layer["architectures"]
-    kind = head.algorithm.lower()
-    config = {
-        "architectures": ["Eagle3Speculator" if kind == "eagle3" else "EagleSpeculator"],
-        "speculators_model_type": kind,
-        "transformer_layer_config": layer,
-        "draft_vocab_size": vocab,
-        **options,
-    }
-    return TinyHead(head.algorithm, config, head.tensors, head.num_streams)
 
 
 EAGLE, EAGLE3, MTP = KINDS["eagle"], KINDS["eagle3"], KINDS["mtp"]
@@ -326,106 +290,6 @@ def test_shared_weights_of_the_files_type_are_mapped(target: Path) -> None:
     assert any(line.endswith(str(target / "model.safetensors")) for line in lines)
 
 
-def without(head: TinyHead, *names: str) -> TinyHead:
-    kept = {name: t for name, t in head.tensors.items() if name not in names}
-    return TinyHead(head.algorithm, head.config, kept, head.num_streams)
-
-
-def with_(head: TinyHead, config: dict[str, Any] | None = None, **tensors: Any) -> TinyHead:
-    added = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-    return TinyHead(
-        head.algorithm, head.config | (config or {}), head.tensors | added, head.num_streams
-    )
-
-
-OFFSETS = EAGLE3.tensors["d2t"]
-WRONG: dict[str, tuple[TinyHead, str]] = {
-    "missing": (without(EAGLE, "layers.0.mlp.up_proj.weight"), r"missing tensor layers\.0\.mlp\.up_proj"),
-    "missing-bias": (with_(without(EAGLE, "fc.bias"), {"bias": True}), r"missing tensor fc\.bias"),
-    "unexpected-bias": (with_(EAGLE, {"bias": False}), r"unexpected tensor fc\.bias"),
-    "unexpected": (with_(EAGLE, layers__0__input_layernorm__weight=torch.ones(HIDDEN)),
-        r"unexpected tensor layers\.0\.input_layernorm\.weight"),
-    "second-layer": (with_(EAGLE, layers__1__mlp__up_proj__weight=torch.ones(1)), r"unexpected tensor layers\.1"),
-    "nan": (with_(EAGLE, fc__bias=torch.full((HIDDEN,), math.nan)), r"fc\.bias has values that are infinite or no num"),
-    "shape": (with_(EAGLE, fc__weight=torch.ones(HIDDEN, HIDDEN)), r"fc\.weight has shape \[48, 48\].*\[48, 96\]"),
-    "integers": (with_(EAGLE, fc__weight=torch.ones(HIDDEN, 2 * HIDDEN, dtype=torch.int64)), r"fc\.weight has type"),
-    "twice": (with_(EAGLE, model__fc__weight=torch.ones(HIDDEN, 2 * HIDDEN)), r"fc\.weight.* are the same"),
-    "no-d2t": (without(EAGLE3, "d2t", "t2d"), "missing tensor d2t"),
-    "no-lm-head": (without(EAGLE3, "lm_head.weight"), r"missing tensor lm_head\.weight"),
-    "no-norm": (without(EAGLE3, "norm.weight"), r"missing tensor norm\.weight"),
-    "short-d2t": (with_(EAGLE3, d2t=OFFSETS[:-1]), r"d2t has shape \[79\]"),
-    "d2t-outside": (with_(EAGLE3, d2t=OFFSETS + VOCAB), "d2t does not map 80 rows"),
-    "d2t-twice": (with_(EAGLE3, d2t=-torch.arange(80)), "d2t does not map 80 rows"),
-    "depth": (with_(EAGLE3, {"num_hidden_layers": 2}), r"missing tensor layers\.1"),
-    "t2d": (with_(EAGLE3, t2d=torch.ones(VOCAB, dtype=torch.bool)), "d2t and t2d contradict"),
-    "hidden-size": (with_(EAGLE, {"hidden_size": 96}), "hidden_size: the head's is 96, the target's 48"),
-    "target-hidden-size": (with_(EAGLE3, {"target_hidden_size": 64}), "target_hidden_size: the head's is 64"),
-    "vocabulary": (with_(EAGLE, {"vocab_size": 100}), "vocab_size: the head's is 100, the target's 128"),
-    "norms": (with_(EAGLE, {"layernorms": True}), "layernorms"),
-    "activation": (with_(EAGLE, {"hidden_act": "relu"}), "activation 'relu'"),
-    "embedding": (with_(EAGLE, embed_tokens__weight=torch.ones(9, HIDDEN)), r"embed_tokens\.weight has shape \[9"),
-    "no-mtp-norm": (without(MTP, "model.mtp_layers.0.final_layernorm.weight"), "missing tensor mtp_layers"),
-    "mtp-second": (with_(MTP, {"num_nextn_predict_layers": 2}), r"missing tensor mtp_layers\.1\.final_layernorm"),
-    "mtp-unknown": (with_(MTP, model__mtp_layers__1__x=torch.ones(1)), r"unexpected tensor model\.mtp_layers\.1\.x"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_what_does_not_fit_exactly_is_named(wrong: str, target: Path, tmp_path: Path) -> None:
-    tiny, message = WRONG[wrong]
-    with pytest.raises(CheckpointError, match=message):
-        load(save_head(tiny, tmp_path), tiny.algorithm, target)
-
-
-@pytest.mark.parametrize(
-    ("head", "algorithm", "message"),
-    [
-        (EAGLE, "EAGLE3", "a head for --speculative-algorithm EAGLE, not EAGLE3"),
-        (EAGLE3, "EAGLE", "a head for --speculative-algorithm EAGLE3, not EAGLE"),
-        (with_(EAGLE3, {"architectures": ["LlamaForCausalLM"]}), "EAGLE", "EAGLE3, not EAGLE"),
-        (MTP, "EAGLE", "a head for --speculative-algorithm MTP, not EAGLE"),
-        (with_(MTP, {"architectures": ["GPT2LMHeadModel"]}), "MTP", "'GPT2LMHeadModel' is not a"),
-        (speculators(EAGLE3, speculators_model_type="dflash"), "EAGLE3", "'dflash'"),
-    ],
-)
-def test_another_kind_of_head_is_refused(
-    head: TinyHead, algorithm: str, message: str, target: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        load(save_head(head, tmp_path), algorithm, target)
-
-
-def test_no_weights_no_head(target: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(EAGLE.config))
-    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
-        load(tmp_path, "EAGLE", target)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="not a JSON object"):
-        load(tmp_path, "EAGLE", target)
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return (print, ("code has run",))
-
-
-@pytest.mark.parametrize("content", ["code", "list", "nothing"])
-def test_a_pickle_runs_no_code(
-    content: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_head(EAGLE, tmp_path, file="pytorch_model.bin")
-    file = tmp_path / "pytorch_model.bin"
-    if content == "code":
-        file.write_bytes(pickle.dumps({"fc.weight": Evil()}, protocol=2))
-    elif content == "list":
-        torch.save([1, 2], file)
-    else:
-        file.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
-        load(tmp_path, "EAGLE", target)
-    assert "code has run" not in capsys.readouterr().out
-
-
 def test_dummy_heads_need_no_weights_and_leave_the_targets_alone(
     target: Path, tmp_path: Path
 ) -> None:
@@ -452,20 +316,3 @@ def test_a_reduced_vocabulary(target: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(reduced(x), whole(x)[:, ids])
     bundled = read_token_map("foredraft-demo-token-map", 8192)
     assert len(bundled) == len(bundled.unique()) > 1000
-
-
-@pytest.mark.parametrize(
-    "content", [[], [1, 1], [128], [-1], [1.5], "text", {"a": 1}, [[1, 2]], Evil()]
-)
-def test_a_broken_token_map_is_refused(content: Any, tmp_path: Path) -> None:
-    torch.save(content, tmp_path / "map.pt")
-    with pytest.raises(CheckpointError, match=r"map\.pt") as refused:
-        read_token_map(tmp_path / "map.pt", VOCAB)
-    assert "weights_only" not in str(refused.value)
-    with pytest.raises(CheckpointError, match="nowhere"):
-        read_token_map(tmp_path / "nowhere", VOCAB)
-
-
-def test_an_eagle_head_is_not_a_whole_model(target: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"missing tensor .*fc\.weight.*unexpected tensor"):
-        load(target, "EAGLE", target)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+Tree = tuple[tuple[int, ...], tuple[int, ...]]  # tokens, and indices of parents
 Array = np.ndarray
 Path_ = tuple[int, ...]
 
@@ -367,3 +368,11 @@ def best_paths(scores: Callable[[Path_], Array], steps: int, topk: int, nodes: i
         seen += grown
         beams = sorted(grown, key=lambda item: -item[0])[:topk]
     return {path for _, path in sorted(seen, key=lambda item: -item[0])[:nodes]}
+
+
+def paths_of(tree: Tree) -> set[tuple[int, ...]]:
+    """Every node's tokens from the root's child down to it."""
+    out: list[tuple[int, ...]] = []
+    for token, parent in zip(*tree, strict=True):
+        out.append(((*out[parent], token)) if parent >= 0 else (token,))
+    return set(out)
