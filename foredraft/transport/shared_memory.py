@@ -170,9 +170,9 @@ def _why(error: OSError) -> str:
     if error.errno != errno.ENOSPC:
         return str(error)
     room = os.statvfs(FOLDER)
-    free, total = (blocks * room.f_frsize >> 20 for blocks in (room.f_bavail, room.f_blocks))
+    free, total = (blocks * room.f_frsize / 2**20 for blocks in (room.f_bavail, room.f_blocks))
     return (
-        f"{FOLDER} has {free} of {total} MiB left; give its container more (docker run --shm-size, Kubernetes: an "
+        f"{FOLDER} has {free:.0f} of {total:.0f} MiB left; give its container more (docker run --shm-size, Kubernetes: an "
         "emptyDir of medium Memory there), or lower --arena-mb"
     )
 
