@@ -225,22 +225,13 @@ class Engine:
         if self._drafting is None:
             return False
         for test in self._self_tests:
-            prompts = test.due(self._drafting.epoch_of(test.draft))
-            for i, prompt in enumerate(prompts):
+            probes = test.due(self._drafting.epoch_of(test.draft))
+            for probe in probes:
                 with self._submit_lock:
                     self._num_submitted += 1
                     number = self._num_submitted
-                probe = EngineRequest(
-                    i,
-                    prompt,
-                    test.sampling,
-                    test.take,
-                    return_provenance=True,
-                    is_probe=True,
-                    draft=test.draft,
-                )
                 self._add(number, probe)
-            if prompts:
+            if probes:
                 return True
         return False
 
@@ -255,7 +246,7 @@ class Engine:
                 if live.request.is_probe:
                     self._scheduler.cancel(other)
         self._live.by_number[number] = Live(request, now)
-        room = self._scheduler.max_sequence_tokens - len(request.prompt)
+        room = max(1, self._scheduler.max_sequence_tokens - len(request.prompt))
         sampling = request.sampling
         if sampling.max_new_tokens > room:
             sampling = dataclasses.replace(

@@ -10,6 +10,7 @@ from pathlib import Path
 from foredraft.errors import CheckpointError
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason, SamplingParams
+from verify_service.live_requests import EngineRequest
 from verify_service.outputs import Load, StepOutput
 
 TEXTS = (
@@ -63,12 +64,12 @@ class SelfTest:
         self._num_trees = 0
         self._num_tokens = 0
         self._interrupted = False
-        self.sampling = SamplingParams(
+        self._sampling = SamplingParams(
             temperature=0.0, max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True
         )
 
-    def due(self, epoch: int) -> list[list[int]]:
-        """Prompts to run now, in an idle engine.
+    def due(self, epoch: int) -> list[EngineRequest]:
+        """Requests to run now, in an idle engine.
 
         Args:
             epoch: Of the attached draft; 0 for none.
@@ -77,7 +78,18 @@ class SelfTest:
             return []
         self._epoch, self._interrupted = epoch, False
         self._num_left, self._num_trees, self._num_tokens = len(self._prompts), 0, 0
-        return [list(prompt) for prompt in self._prompts]
+        return [
+            EngineRequest(
+                tag=i,
+                prompt=list(prompt),
+                sampling=self._sampling,
+                sink=self._take,
+                return_provenance=True,
+                is_probe=True,
+                draft=self.draft,
+            )
+            for i, prompt in enumerate(self._prompts)
+        ]
 
     def interrupt(self) -> bool:
         """A client wants something; whether there are requests to cancel."""
@@ -85,8 +97,7 @@ class SelfTest:
         self._interrupted |= was_running
         return was_running
 
-    def take(self, outputs: list[StepOutput], load: Load) -> None:
-        """The sink of the requests, which have to return their trees."""
+    def _take(self, outputs: list[StepOutput], load: Load) -> None:
         for output in outputs:
             if output.tree is not None:
                 self._num_trees += 1
