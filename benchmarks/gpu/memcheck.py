@@ -29,9 +29,9 @@ GROUPS = {
         "dtype1 and (test_norm or adding or gated) or rotates and (16-6 or 80-70) or angles "
         "or 30-72 or 136-512 or 9000",
     ),
-    "sampling, trees, steps": (
+    "sampling": (["tests/speculation/test_triton_sampling.py"], ""),
+    "trees, steps": (
         [
-            "tests/speculation/test_triton_sampling.py",
             "tests/speculation/test_triton_steps.py",
             "tests/speculation/test_triton_adjust.py",
             "tests/speculation/test_fixed_shape_trees.py",
