@@ -2,7 +2,7 @@
 
     python -m benchmarks.several_drafts --rounds 3
 
-The bundled model and its drafts on the CPU, engines in this process, draft services beside it, n-grams of the request alone.
+The bundled model and its drafts, engines in this process, draft services beside it, n-grams of the request alone.
 All engines take turns on the same requests, so that a busy machine slows all alike. Prints medians as factors of plain decoding,
 or of whatever --kinds names first.
 """
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument(
         "--kinds", nargs="+", default=list(KINDS), help="the first is what others are compared with"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -55,6 +56,7 @@ def main() -> None:
                 running_engine(
                     target,
                     kind,
+                    device=args.device,
                     speculative_adaptive=True,
                     speculative_ngram_scope="request",
                     speculative_draft_model_path=",".join(models),

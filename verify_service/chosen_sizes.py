@@ -126,8 +126,11 @@ class ChosenSizes:
     ) -> Wait:
         """What a step waited for that took `seconds` to begin."""
         parts = []
-        for number, waited in self._drafts.waits.items():
-            part = self._each[number].wait(slots, drafted, waited)
+        waits = self._drafts.waits
+        # Planning, which no step waits for that a draft follows on the device.
+        rest = max(seconds - max(waits.values(), default=0.0), 0.0)
+        for number, waited in waits.items():
+            part = self._each[number].wait(slots, drafted, waited + rest)
             if part.levels:
                 parts.append((number, part))
         if not parts:

@@ -154,6 +154,10 @@ class Drafting:
         it reads nothing."""
         return self._hidden.layers
 
+    def usable_prefix(self, sequence: RequestSequence, pages: list[int]) -> int:
+        """See `HiddenStates.usable_prefix`."""
+        return self._hidden.usable_prefix(sequence, pages)
+
     def keep(
         self,
         output: ForwardOutput,
@@ -313,7 +317,8 @@ class Drafting:
             self._lost(self._client.drop("its trees did not come in time"))
 
     def _lost(self, error: DraftError | ArenaError) -> None:
-        logger.warning("drafting stopped: %s; decoding goes on without this draft", error)
+        name = self._metrics.algorithm
+        logger.warning("drafting by %s stopped: %s; decoding goes on without it", name, error)
         self._metrics.failures.inc()
         self._wire.proposals.reset()
 

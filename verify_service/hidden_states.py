@@ -277,13 +277,6 @@ class HiddenStates:
         return True
 
 
-def usable_prefix(
-    readers: Sequence[HiddenStates], sequence: RequestSequence, pages: list[int]
-) -> int:
-    """`HiddenStates.usable_prefix` for the sake of all drafts that read hidden states."""
-    return min(hidden.usable_prefix(sequence, pages) for hidden in readers)
-
-
 def committed_rows(
     decoding: Sequence[RequestSequence],
     chunks: Sequence[PrefillChunk],

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.kvcache.prefix_tree import PrefixTree
 from foredraft.layers.packed import pack_linears
 from foredraft.models.decoder import DecoderModel
-from foredraft.models.loader import load_model
+from foredraft.models.loader import available_host_bytes, load_model
 from foredraft.models.registry import resolve_model_path
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
@@ -39,13 +38,12 @@ from verify_service.draft_policy import DraftPolicy
 from verify_service.drafting import Drafting
 from verify_service.drafts import Drafts
 from verify_service.engine import Engine, EngineLimits
-from verify_service.hidden_states import HiddenStates, usable_prefix
+from verify_service.hidden_states import HiddenStates
 from verify_service.kv_type import check_kv_flags, kv_scales, kv_type
 from verify_service.memory import (
     CPU_FRACTION,
     GPU_FRACTION,
     GpuBudget,
-    available_host_bytes,
     explained,
     num_pages,
     workspace_bytes,
@@ -172,7 +170,11 @@ def build_engine(
         link.name: _drafting(link, number, pool, limits, metrics)
         for number, link in enumerate(links)
     }
-    readers = [hidden for hidden, _ in drafts.values() if hidden is not None]
+    drafting: Drafting | Drafts | None = None
+    if len(drafts) > 1:
+        drafting = Drafts(drafts, page_size)
+    elif drafts:
+        [drafting] = drafts.values()
     scheduler = Scheduler(
         pool,
         None if config.disable_radix_cache else PrefixTree(pool),
@@ -180,7 +182,7 @@ def build_engine(
         chunked_prefill_size=config.chunked_prefill_size,
         max_queue=config.max_queued_requests,
         context_length=context_length,
-        usable_prefix=partial(usable_prefix, readers) if readers else None,
+        usable_prefix=drafting.usable_prefix if drafting is not None else None,
         look_ahead=int(any(name in HEADS for name in config.algorithms)),
     )
     thresholds = Thresholds(
@@ -192,11 +194,6 @@ def build_engine(
             thresholds.single,
             thresholds.acc,
         )
-    drafting: Drafting | Drafts | None = None
-    if len(drafts) > 1:
-        drafting = Drafts({name: one for name, (_, one) in drafts.items()})
-    elif drafts:
-        [(_, drafting)] = drafts.values()
     self_tests = []
     models = [name for name in config.algorithms if name in MODELS]
     if models and not config.skip_draft_self_test:
@@ -240,12 +237,12 @@ def build_engine(
 
 def _drafting(
     link: DraftLink, number: int, pool: PagePool, limits: EngineLimits, metrics: AnyMetrics
-) -> tuple[HiddenStates | None, Drafting]:
-    """The engine's side of a draft, and what keeps hidden states if it is one that may read them."""
+) -> Drafting:
+    """The engine's side of a draft."""
     config, page_size = link.config, limits.page_size
     marks = DraftMarks(pool)
     hidden = HiddenStates(link.arena, marks, page_size, config.draft_refill_tokens, number)
-    drafting = Drafting(
+    return Drafting(
         link.client,
         marks,
         page_size,
@@ -256,7 +253,6 @@ def _drafting(
         metrics.of(link.name),
         hidden,
     )
-    return hidden if config.speculative_algorithm in HEADS else None, drafting
 
 
 def _target_step(

@@ -54,10 +54,10 @@ def change_often(harness: Harness) -> None:
 @pytest.mark.parametrize(
     ("names", "adaptive"),
     [
+        ("EAGLE3,STANDALONE,NGRAM", True),
+        ("EAGLE3,MTP", False),
         ("EAGLE3,NGRAM", False),
         ("STANDALONE,NGRAM", True),
-        ("EAGLE3,MTP", False),
-        ("EAGLE3,STANDALONE,NGRAM", True),
     ],
 )
 def test_whichever_drafts_the_texts_are_those_of_plain_decoding(
@@ -81,7 +81,7 @@ def test_whichever_drafts_the_texts_are_those_of_plain_decoding(
         "device": "cuda",
         "dtype": "float32",
         "max_total_tokens": 16384,
-        "max_running_requests": 16,
+        "max_running_requests": 8,
         "draft_step_timeout": 60.0,
         "speculative_adaptive": adaptive,
         "speculative_draft_model_path": ",".join(
@@ -111,7 +111,7 @@ def test_the_one_that_follows_is_killed(demo: Path, expected: list[list[int]]) -
         "device": "cuda",
         "dtype": "float32",
         "max_total_tokens": 16384,
-        "max_running_requests": 16,
+        "max_running_requests": 8,
         "speculative_adaptive": False,
         **DRAFTS["EAGLE3"],
     }

@@ -1,4 +1,4 @@
-"""`foredraft serve` with EAGLE-3 and n-grams of the bundled model: one text whichever drafts, and a name for who did."""
+"""`foredraft serve` with two models and n-grams as drafts of the bundled model: one text whichever drafts, and a name for who did."""
 
 import json
 import os
@@ -16,6 +16,7 @@ from tests.support.stack import eventually, running_stack
 
 MODELS = Path(__file__).parents[2] / "models"
 TARGET, HEAD = MODELS / "foredraft-demo", MODELS / "foredraft-demo-eagle3"
+SMALL = MODELS / "foredraft-demo-draft"
 PROMPTS = (
     "Once upon a time there was a little girl named Lily.",
     "def f(a):\n    return a\n\ndef g(a):\n    return a\n\ndef h(a):\n",
@@ -70,8 +71,8 @@ def plain() -> list[str]:
 @pytest.fixture(scope="module")
 def stack() -> Iterator[LocalStack]:
     flags = {
-        "speculative_algorithm": "EAGLE3,NGRAM",
-        "speculative_draft_model_path": str(HEAD),
+        "speculative_algorithm": "EAGLE3,STANDALONE,NGRAM",
+        "speculative_draft_model_path": f"EAGLE3={HEAD},STANDALONE={SMALL}",
         "skip_draft_self_test": False,
         "draft_step_timeout": 10.0,
     }
@@ -82,21 +83,22 @@ def stack() -> Iterator[LocalStack]:
 
 def test_each_draft_is_a_service_with_a_name(stack: LocalStack, plain: list[str]) -> None:
     names = [service.name for service in stack.services]
-    assert names == ["gateway", "verify", "draft-eagle3", "draft-ngram"]
+    assert names == ["gateway", "verify", "draft-eagle3", "draft-standalone", "draft-ngram"]
     info = ask(stack, "/get_server_info")
-    assert info["speculative_algorithm"] == "EAGLE3,NGRAM"
+    assert info["speculative_algorithm"] == "EAGLE3,STANDALONE,NGRAM"
     assert info["drafts"] == [
         {"name": "EAGLE3", "model": HEAD.name},
+        {"name": "STANDALONE", "model": SMALL.name},
         {"name": "NGRAM", "model": ""},
     ]
     found = choices(stack)
     assert texts(found) == plain
     proposers = {step["draft"] for choice in found for step in choice["steps"] if step["drafted"]}
-    assert proposers <= {"EAGLE3", "NGRAM"}
+    assert proposers <= {"EAGLE3", "STANDALONE", "NGRAM"}
     assert proposers
 
 
-@pytest.mark.parametrize("name", ["draft-eagle3", "draft-ngram"])
+@pytest.mark.parametrize("name", ["draft-eagle3", "draft-standalone"])
 def test_killed_in_the_middle_it_is_missed_and_comes_back(
     stack: LocalStack, plain: list[str], name: str
 ) -> None:

@@ -1,5 +1,6 @@
 """What reaches a draft that reads hidden states: exactly the target's, whatever happens to sequences and pages."""
 
+import mmap
 import random
 import time
 from collections.abc import Callable
@@ -147,7 +148,7 @@ class SmallArena(Arena):
     """As --arena-mb would make it, were it in bytes."""
 
     def __init__(self, *args: Any, **limits: Any) -> None:
-        super().__init__(*args, **{**limits, "max_bytes": 16 * 4 * WIDTH})
+        super().__init__(*args, **{**limits, "max_bytes": mmap.PAGESIZE + 16 * 4 * WIDTH})
 
 
 @pytest.mark.parametrize("transport", ["shm", "inline"])

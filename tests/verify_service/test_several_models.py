@@ -112,3 +112,39 @@ def test_one_that_dies_leaves_the_others_what_is_theirs(
     for drafter in drafters:
         assert drafter.check(target) > 1000
         assert drafter.num_attaches == 3
+
+
+def test_for_a_draft_that_rests_no_prefix_is_computed_again(
+    target: Path, drafters: list[HiddenDrafter]
+) -> None:
+    first, *others = jobs(2, num_new=20)
+    known = texts(target, [first, *others])
+    for drafter in drafters:
+        drafter.texts = known
+    with engine_with(drafters, target, **FLAGS) as harness:
+        wait_for_draft(harness)
+        choice = harness.engine._sizes._choice
+        choice.may_try = lambda draft, sequences: False
+        for pool in choice._pools:
+            pool.count = 10.0
+        found = []
+        for best, work in ((2, [first]), *((best, others) for best in (2, 2, 0, 0, 0))):
+            choice.goodput = lambda history, draft, batch, best=best: 1.0 + (draft == best)
+            results = harness.run(work)
+            for job, result in zip(work, results, strict=True):
+                assert job.prompt + result.tokens in known
+            cached = [result.finish.cached_tokens for result in results]
+            starts = {view.start for drafter in drafters for view in drafter.views}
+            found.append((cached, starts))
+            for drafter in drafters:
+                drafter.check(target)
+                drafter.views.clear()
+    common, whole = [24], [56]
+    assert found == [
+        ([0], {0}),
+        (common, {0}),
+        (whole, {0}),
+        (whole, {56}),  # until now the head had been told of nothing
+        (common, {0}),  # it is computed again for its sake,
+        (whole, {0}),  # once
+    ]
