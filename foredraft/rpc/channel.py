@@ -22,6 +22,8 @@ def options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int |
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_SECONDS * 1000),
+        # Of a minute otherwise, which is what ends the connection to a peer that stands still.
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

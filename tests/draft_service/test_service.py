@@ -2,9 +2,13 @@
 
 import asyncio
 import queue
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from subprocess import PIPE
 
 import grpc
 import pytest
@@ -14,11 +18,12 @@ from draft_service.drafters.base import Drafter, Proposer
 from draft_service.service import SERVICE_NAME, DraftService
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.errors import AttachRefused
+from foredraft.rpc import channel as rpc_channel
 from foredraft.rpc.channel import channel, check_health
 from foredraft.rpc.protocol import DRAFT_PROTOCOL
 from foredraft.rpc.server import RpcServer
 from foredraft.telemetry import metrics
-from tests.support.drafts import DraftStream, attach_request, open_stream
+from tests.support.drafts import ROOT, DraftStream, attach_request, open_stream
 
 
 class SlowDrafter(Drafter):
@@ -205,6 +210,24 @@ def test_what_happens_is_counted(
         assert [a - b for a, b in zip(figures(), before, strict=True)] == [2, 6, 4, 1]
     assert attaches("accepted") == accepted + 1
     assert attaches("refused") == refused + 2
+
+
+def test_a_verifier_that_stands_still_loses_its_place(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(rpc_channel, "KEEPALIVE_SECONDS", 1)
+    drafter, target = request.getfixturevalue("slow")
+    program = (
+        "import time; from tests.support.drafts import DraftStream, attach_request\n"
+        f"stream = DraftStream({target!r}, attach_request())\n"
+        "print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=PIPE) as verifier:
+        assert verifier.stdout is not None
+        verifier.stdout.readline()
+        verifier.send_signal(signal.SIGSTOP)
+        assert [drafter.next_event(), drafter.next_event()] == ["attach", "close"]
+        verifier.kill()
 
 
 def test_a_verifier_of_another_protocol_is_refused(slow: tuple[SlowDrafter, str]) -> None:
