@@ -16,7 +16,7 @@ from verify_service.proposals import Drafted, Tried
 from verify_service.request import Sequence as RequestSequence
 from verify_service.request import Status
 from verify_service.step_plan import DecodeSlot
-from verify_service.step_time import StepTimes
+from verify_service.step_time import GridTimes, StepTimes
 from verify_service.tree_sizes import TreeSizes, known_outcome
 
 
@@ -92,6 +92,8 @@ class ChosenSizes:
         self._shares = [_Share() for _ in self._each]
         if not sequences:
             return Plan([], 1)
+        if isinstance(self._times, GridTimes):
+            self._times.context = sum(len(one.tokens) for one in sequences)
         for number, one in enumerate(drafts.each):
             self._judge(number, one, batch)
         available = [one.available for one in drafts.each]

@@ -79,8 +79,8 @@ class DraftPolicy:
         self._is_bold |= self._acceptance.judge(self._probing.now)
         if not any(want.limit for want in wanted):
             return self._nothing(wanted)
+        _look_at(times, wanted)
         if isinstance(times, GridTimes):
-            times.context = sum(want.context for want in wanted)
             plan = self._plan_grid(times, wanted)
         else:
             plan = self._plan_rows(times, wanted, other_rows)
@@ -328,6 +328,7 @@ class DraftPolicy:
             return self._everything(wanted)
         if not any(want.limit for want in wanted):
             return self._nothing(wanted)
+        _look_at(times, wanted)
         rate = batch / times.seconds(batch, 1 if times.is_padded else batch)
         cost = rate * self._draft_times.steps(batch, 1) * times.unit
         worth = 0.0
@@ -403,6 +404,11 @@ class DraftPolicy:
         if not isinstance(self._times, GridTimes):
             return rows
         return next(size for size in self._times.rows(batch) if size >= rows)
+
+
+def _look_at(times: StepTimes, wanted: Sequence[Want]) -> None:
+    if isinstance(times, GridTimes):
+        times.context = sum(want.context for want in wanted)
 
 
 def _sizes(times: StepTimes | None, max_nodes: int) -> list[int]:

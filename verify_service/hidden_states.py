@@ -19,6 +19,8 @@ from verify_service.request import Sequence as RequestSequence
 from verify_service.request import Status
 from verify_service.step_plan import PrefillChunk
 
+MERGE_STEPS = 32  # after which the rows that a sequence was given one by one are put together
+
 
 @dataclass(frozen=True, slots=True)
 class CommittedRows:
@@ -53,6 +55,16 @@ class Run:
         """Takes the rows after the last, `count` of them."""
         self.parts.append((self.end, rows))
         self.end += count
+
+    def merge(self) -> None:
+        """Makes one piece of the newest small ones, which are quicker to find and to copy then."""
+        small = []
+        while self.parts and len(self.parts[-1][1]) < MERGE_STEPS:
+            small.append(self.parts.pop())
+        small.reverse()
+        if len(small) > 1:
+            small = [(small[0][0], torch.cat([rows for _, rows in small]))]
+        self.parts.extend(small)
 
     def skip(self, count: int) -> None:
         """Counts rows after the last that are not kept, nor those before them."""
@@ -115,6 +127,7 @@ class HiddenStates:
         self._layers: tuple[int, ...] | None = None
         self._writer: HiddenWriter | None = None
         self._runs: dict[int, Run] = {}
+        self._num_kept = 0  # steps
 
     @property
     def layers(self) -> tuple[int, ...] | None:
@@ -152,6 +165,7 @@ class HiddenStates:
         """
         if self._layers is None or not committed:
             return
+        self._num_kept += 1
         source = self.source(output) if gathered is None else gathered
         rows = _rows(source, [row for one in committed for row in one.rows])
         counts = [len(one.rows) for one in committed]
@@ -162,6 +176,8 @@ class HiddenStates:
                 # The sequence took over pages that another one has filled meanwhile, or is new.
                 run = self._begin(sequence, one.start)
             run.append(part, count)
+            if (sequence.request_id + self._num_kept) % MERGE_STEPS == 0:  # not of all at a time
+                run.merge()
             if not self._mark(sequence, run, one.start):
                 # Rows of a page that was exchanged are gone: the draft sees this sequence from here on.
                 run = self._begin(sequence, one.start)

@@ -10,8 +10,7 @@ S = TypeVar("S")
 LEVEL_WEIGHT, FIRST_WEIGHT = 0.2, 0.4
 # Of one real step with drafts in what such steps take beyond the table, and in all times.
 MORE_WEIGHT, COMMON_WEIGHT = 0.15, 0.05
-# On a GPU: of one real step in the time of its shape, and of a plain one, of which there may be few.
-GRID_WEIGHT, PLAIN_WEIGHT = 0.1, 0.25
+GRID_WEIGHT = 0.1  # on a GPU, of one real step in the time of its shape
 MUCH_CONTEXT = (
     4000  # tokens; with more than these, a plain step teaches what a token of context takes
 )
@@ -158,9 +157,9 @@ class GridTimes:
             self._measured[self._shape(batch, rows)] += GRID_WEIGHT * error
             return
         share = self.context**2 / (self.context**2 + MUCH_CONTEXT**2)
-        self._measured[self._shape(batch, 1)] += PLAIN_WEIGHT * (1 - share) * error
+        self._measured[self._shape(batch, 1)] += GRID_WEIGHT * (1 - share) * error
         if share:
-            more = PLAIN_WEIGHT * share * error / self.context
+            more = GRID_WEIGHT * share * error / self.context
             self.per_token = max(self.per_token + more, 0.0)
 
     def seconds(self, batch: int, rows: int) -> float:
@@ -259,4 +258,4 @@ def rising(values: Sequence[float]) -> list[float]:
 
 def _surprise(seconds: float, expected: float, most: float) -> float:
     # An outlier, such as a step that waited for a page fault, must not throw the table.
-    return min(seconds / expected - 1, most)
+    return max(min(seconds / expected - 1, most), -most)

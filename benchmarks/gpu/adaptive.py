@@ -179,12 +179,12 @@ def main() -> int:
     add("--mode", default="chain", choices=[mode for mode in MODES if mode != "none"])
     add("--batch", nargs="+", type=int, default=[1, 8, 32, 64])
     add("--acceptance", nargs="+", type=float, default=list(ACCEPTANCES))
-    add("--seconds", type=float, default=2.0, help="measured of a steady state")
+    add("--seconds", type=float, default=1.5, help="measured of a steady state")
     add("--settle", type=float, default=1.3, help="before that")
     add(
         "--fixed",
         type=float,
-        default=0.2,
+        default=0.15,
         help="seconds that every fixed size is timed for, each time",
     )
     add("--no-transients", action="store_true", help="steady states alone")

@@ -40,7 +40,13 @@ def _weights(best, total, q, k, in_range, seen, scale, PRECISION: tl.constexpr):
     return weights.to(q.dtype), shrink, new_best, total * shrink + tl.sum(weights, 1)
 
 
-@triton.jit(do_not_specialize=["row_blocks", "num_splits"])
+# What differs with the number of sequences and pages, or by how it is aligned, must not be a kernel of its own: to compile it
+# would hold up a step for a second.
+@triton.jit(
+    do_not_specialize=[
+        "first_rows", "nums_rows", "prefix_starts", "prefix_lens", "write_indexes", "table_stride", "row_blocks", "num_splits",
+    ]
+)  # fmt: skip
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total,
     tables, first_rows, nums_rows, prefix_starts, prefix_lens, write_indexes, positions,
