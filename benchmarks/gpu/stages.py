@@ -20,6 +20,7 @@ from benchmarks.gpu.runs import watched_waits
 from benchmarks.gpu.stamps import Stamps
 from tests.support.drafts import DraftProcess
 from verify_service.draft_wire import DraftWire
+from verify_service.graph_step import GraphStep
 
 
 class StagedDraft:
@@ -58,29 +59,44 @@ class Stages:
     def __init__(self) -> None:
         self._stamps = Stamps()
 
-    def of(self, run: Callable[[], object], draft: StagedDraft | None = None) -> dict[str, float]:
-        """The stages of a step, in milliseconds.
+    def hosts(
+        self, run: Callable[[], object], draft: StagedDraft | None = None
+    ) -> list[tuple[float, float, float]]:
+        """What the hosts take for each step, in milliseconds.
 
         Args:
-            run: Decodes a few hundred steps, one sequence at a time; is called twice, without stamps and with them.
-            draft: A StagedDraft whose steps stay on the device, if there is one.
+            run: Decodes some hundred steps, one sequence at a time.
+            draft: Whose steps stay on the device, if there is one.
 
         Returns:
-            target, draft: Of their graphs. idle: The shortest hand-overs there and back. host: The verifier's, between two
-            waits for the GPU. ask: From an outcome to the message for the draft's step after the next. answer: From that
-            message until the draft's host has put the step into its stream.
+            Of each step (host, ask, answer). host: The verifier's work between two waits for the GPU. ask: Its part from an
+            outcome to the message for the draft's step after the next. answer: From that message until the draft's host has put
+            the step into its stream.
         """
-        with watched_waits() as waits, _watched_sends() as sends:
+        with watched_waits() as waits, _watched_sends() as sends, _watched_prompts() as prompts:
             run()
-        found = _hosts(waits, sends, dict(draft.take()["steps"]) if draft else {})
+        done = dict(draft.take()["steps"]) if draft else {}
+        return _hosts(waits, sends if draft else None, done, prompts)
+
+    def graphs(
+        self, run: Callable[[], object], draft: StagedDraft | None = None
+    ) -> dict[str, float]:
+        """Milliseconds of the GPU, with stamps around every graph, which make the hosts slower.
+
+        Returns:
+            target, draft: Medians of their graphs. idle: The shortest hand-overs there and back. lag: From the end of a step
+            on the GPU until the verifier's host, which waits for it, knows.
+        """
         self._stamps.start()
         if draft:
             draft.start()
-        run()
+        with watched_waits() as waits:
+            run()
         spans = self._stamps.spans()
         self._stamps.stop()
-        self._stamps.clear()
-        return found | _graphs(spans, draft.take()["spans"] if draft else [])
+        offset = self._stamps.host_offset()
+        found = _graphs(spans, draft.take()["spans"] if draft else [])
+        return found | {"lag": _lag(spans, waits, offset)}
 
 
 @contextlib.contextmanager
@@ -100,13 +116,34 @@ def _watched_sends():
         DraftWire.send = send
 
 
-def _hosts(waits, sends, done):
-    """Medians of the hosts' stages."""
-    ends = [end for _, end in waits]
-    host = [begin - end for (_, end), (begin, _) in itertools.pairwise(waits)]
-    ask = [at - ends[i - 1] for _, at in sends if (i := np.searchsorted(ends, at))]
-    answer = [done[step] - at for step, at in sends if step in done]
-    return {"host": _median(host), "ask": _median(ask), "answer": _median(answer)}
+@contextlib.contextmanager
+def _watched_prompts():
+    """When steps began that are not started ahead, as those with prompts, while it lasts."""
+    begun, run = [], GraphStep.run
+
+    def noted(self, *args):
+        begun.append(time.perf_counter())
+        return run(self, *args)
+
+    GraphStep.run = noted
+    try:
+        yield begun
+    finally:
+        GraphStep.run = run
+
+
+def _hosts(waits, sends, done, prompts):
+    """A row for each wait that followed another one, without a prompt between them: with a draft, where it was sent a message."""
+    found = []
+    for (_, before), (after, _) in itertools.pairwise(waits):
+        if np.searchsorted(prompts, before) < np.searchsorted(prompts, after):
+            continue
+        times = [(after - before, 0.0, 0.0)]
+        if sends is not None:
+            own = [one for one in sends if before < one[1] < after and one[0] in done]
+            times = [(after - before, at - before, done[step] - at) for step, at in own]
+        found += [tuple(1e3 * part for part in one) for one in times]
+    return found
 
 
 def _graphs(target, draft):
@@ -121,15 +158,20 @@ def _graphs(target, draft):
     idle = min(there) + min(back) if there else 0.0
     if not draft:
         idle = min((b[0] - a[1] for a, b in itertools.pairwise(target)), default=0.0)
-    return {
-        "target": _median([b - a for a, b in target], 1e-3),
-        "draft": _median(drafting, 1e-3),
-        "idle": idle * 1e-3,
-    }
+    times = {"target": [b - a for a, b in target], "draft": drafting}
+    medians = {name: float(np.median(one)) * 1e-3 if one else 0.0 for name, one in times.items()}
+    return medians | {"idle": idle * 1e-3}
 
 
-def _median(times, to_ms=1e3):
-    return float(np.median(times)) * to_ms if len(times) else 0.0
+def _lag(target, waits, offset):
+    """The median over waits that the end of a graph ended; microseconds of the GPU's clock and seconds of the host's."""
+    ends = np.array([end + offset for _, end in target])
+    lags = []
+    for begin, end in waits:
+        i = int(np.searchsorted(ends, end * 1e6)) - 1
+        if i >= 0 and ends[i] > begin * 1e6:
+            lags.append(end * 1e3 - ends[i] * 1e-3)
+    return float(np.median(lags)) if lags else 0.0
 
 
 def main() -> None:
