@@ -67,6 +67,7 @@ class Drafting:
         hidden: HiddenStates,
     ) -> None:
         self._client = client
+        self._page_size = page_size
         self._tree_shape = tree_shape
         self._refill_tokens = refill_tokens
         self._metrics = metrics
@@ -155,7 +156,9 @@ class Drafting:
         return self._hidden.layers
 
     def usable_prefix(self, sequence: RequestSequence, pages: list[int]) -> int:
-        """See `HiddenStates.usable_prefix`."""
+        """See `HiddenStates.usable_prefix`; nothing is computed again while drafting rests, and what was would not be told."""
+        if self.is_resting:
+            return len(pages) * self._page_size
         return self._hidden.usable_prefix(sequence, pages)
 
     def keep(

@@ -22,7 +22,6 @@ class Drafts:
 
     Args:
         drafts: By name, in the order of preference.
-        page_size: Tokens per page.
 
     Attributes:
         names: Of the drafts, which are numbered in this order.
@@ -32,8 +31,7 @@ class Drafts:
         waits: Seconds that the newest step waited for each draft that it asked.
     """
 
-    def __init__(self, drafts: Mapping[str, Drafting], page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(self, drafts: Mapping[str, Drafting]) -> None:
         self.names = tuple(drafts)
         self.each = tuple(drafts.values())
         self.assigned: dict[int, int] = {}
@@ -88,10 +86,8 @@ class Drafts:
             one.preempted(sequence)
 
     def usable_prefix(self, sequence: RequestSequence, pages: list[int]) -> int:
-        """See `HiddenStates.usable_prefix`; for those alone that have sequences: others would not be told."""
-        whole = len(pages) * self._page_size
-        working = [one for one in self.each if not one.is_resting]
-        return min((one.usable_prefix(sequence, pages) for one in working), default=whole)
+        """See `HiddenStates.usable_prefix`; for the sake of all."""
+        return min(one.usable_prefix(sequence, pages) for one in self.each)
 
     @property
     def capture(self) -> tuple[int, ...] | None:

@@ -172,7 +172,7 @@ def build_engine(
     }
     drafting: Drafting | Drafts | None = None
     if len(drafts) > 1:
-        drafting = Drafts(drafts, page_size)
+        drafting = Drafts(drafts)
     elif drafts:
         [drafting] = drafts.values()
     scheduler = Scheduler(

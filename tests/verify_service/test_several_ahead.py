@@ -70,7 +70,7 @@ class SeveralRun(Run):
         names = ["EAGLE3", "STANDALONE", "NGRAM"] if seed % 2 else ["EAGLE3", "NGRAM"]
         self.parts = [PartOracle(rng, self, name == "NGRAM") for name in names]
         self.draft = self.parts[0]
-        drafts = Drafts(dict(zip(names, self.parts, strict=True)), PAGE)  # type: ignore[arg-type]
+        drafts = Drafts(dict(zip(names, self.parts, strict=True)))  # type: ignore[arg-type]
         shapes = [(NODES - 2 * part.is_cheap, NODES - 2 * part.is_cheap) for part in self.parts]
         limits = EngineLimits(VOCAB, 40, self.pool.num_pages, PAGE, 5, frozenset({7}), NODES)
         self.engine = Engine(
