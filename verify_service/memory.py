@@ -1,10 +1,8 @@
 """How many KV pages fit: counts weights, the target's KV and the draft's."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -74,18 +72,6 @@ def workspace_bytes(
     choice = (12 * min(decode_rows, ROWS_AT_ONCE) + 8 * num_sequences) * config.vocab_size
     # Outside them the logits are there once as they come and twice in float32.
     return 2 * itemsize * (activations + kept) + logits * (itemsize + 8) + choice
-
-
-def available_host_bytes() -> int:
-    """Memory that this process may still take: the host's, or less under a cgroup limit."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
-    return available
 
 
 def num_pages(

@@ -18,6 +18,7 @@ from foredraft.models.weights import checkpoint_files, open_checkpoint
 
 DUMMY_SEED = 0
 DUMMY_STD = 0.02
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def load_model(
@@ -203,14 +204,20 @@ def _check_memory(
 
 
 def available_host_bytes() -> int:
-    """Memory that can be had without swapping: the least of the machine's and the control group's."""
+    """Memory that can be had without swapping: the least of the machine's and the control group's.
+
+    Cached files are to be had in both: weights that were read once would leave a service that starts again too little.
+    """
     lines = Path("/proc/meminfo").read_text().splitlines()
     amounts = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    group = Path("/sys/fs/cgroup")
     try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            amounts.append(int(limit) - int((group / "memory.current").read_text()))
+        limit = (CONTROL_GROUP / "memory.max").read_text().strip()
+        used = int((CONTROL_GROUP / "memory.current").read_text())
+        lines = (CONTROL_GROUP / "memory.stat").read_text().splitlines()
     except OSError:
-        pass  # no control group of version 2
+        return min(amounts)  # no control group of version 2
+    if limit != "max":
+        stat = dict(line.split() for line in lines)
+        cached = int(stat["active_file"]) + int(stat["inactive_file"])
+        amounts.append(int(limit) - used + cached)
     return min(amounts)

@@ -138,6 +138,23 @@ def test_too_little_memory(checkpoints, monkeypatch):
         load_model(checkpoints("llama")[0])
 
 
+def test_cached_files_are_memory_that_can_be_had(monkeypatch, tmp_path):
+    files = {
+        "memory.max": "1000\n",
+        "memory.current": "900\n",
+        "memory.stat": "anon 300\nfile 600\ninactive_file 350\nactive_file 150\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(loader, "CONTROL_GROUP", tmp_path)
+    assert loader.available_host_bytes() == 600
+    (tmp_path / "memory.max").write_text("max\n")
+    without_limit = loader.available_host_bytes()
+    assert without_limit > 1000
+    monkeypatch.setattr(loader, "CONTROL_GROUP", tmp_path / "nowhere")
+    assert loader.available_host_bytes() > 1000
+
+
 def test_dummy_weights_need_a_config_alone(copy):
     directory, _ = copy
     model, again = (load_model(directory, load_format="dummy") for _ in range(2))
