@@ -5,68 +5,20 @@ import time
 import pytest
 
 from foredraft.errors import InvalidRequest, Overloaded, PromptTooLong
-from foredraft.kvcache.page_pool import PagePool
-from foredraft.kvcache.prefix_tree import PrefixTree
-from foredraft.types import FinishReason, SamplingParams
-from verify_service.request import Sequence, Status
-from verify_service.scheduler import Scheduler
-from verify_service.step_plan import StepPlan
-
-FOREVER = float("-inf")  # a `now` before every deadline
-
-
-def make_scheduler(num_pages=64, page_size=4, **options) -> Scheduler:
-    pool = PagePool(num_pages, page_size)
-    options = {"max_running_requests": 8, "chunked_prefill_size": 16} | options
-    return Scheduler(pool, PrefixTree(pool), **options)
-
-
-def make_sequence(name, prompt, max_new_tokens=8, **fields) -> Sequence:
-    prompt = list(range(100, 100 + prompt)) if isinstance(prompt, int) else list(prompt)
-    request_id = number(name)
-    return Sequence(request_id, prompt, SamplingParams(max_new_tokens=max_new_tokens), **fields)
-
-
-def number(name) -> int:
-    return int.from_bytes(name.encode(), "big")
-
-
-def name(seq) -> str:
-    return seq.request_id.to_bytes(16, "big").lstrip(b"\0").decode()
-
-
-def unlike(start, length):
-    """A prompt that shares no page with others of another `start`."""
-    return [start * 10_000 + i for i in range(length)]
-
-
-def run(scheduler, plan, tokens=1, next_token=7):
-    """Commits a plan as the engine would: one token per finished chunk, `tokens` per decode."""
-    for chunk in plan.prefill:
-        appended = chunk.seq.append_tokens([next_token]) if chunk.is_last else None
-        scheduler.on_committed(chunk.seq, chunk.num_tokens)
-        if appended and appended.finish_reason:
-            scheduler.finish(chunk.seq)
-    for slot in plan.decode:
-        appended = slot.seq.append_tokens([next_token] * min(tokens, slot.max_tree_nodes + 1))
-        scheduler.on_committed(slot.seq, appended.num_kept)
-        if appended.finish_reason:
-            scheduler.finish(slot.seq)
-    scheduler.check_integrity()
-
-
-def step(scheduler, nodes=0, tokens=1, now=FOREVER) -> StepPlan:
-    plan = scheduler.schedule(lambda seqs, _: [nodes] * len(seqs), now)
-    run(scheduler, plan, tokens)
-    return plan
-
-
-def chunks(plan):
-    return [(name(chunk.seq), chunk.start, chunk.num_tokens) for chunk in plan.prefill]
-
-
-def decodes(plan):
-    return [name(slot.seq) for slot in plan.decode]
+from foredraft.types import FinishReason
+from tests.support.scheduling import (
+    FOREVER,
+    chunks,
+    decodes,
+    make_scheduler,
+    make_sequence,
+    name,
+    number,
+    run,
+    step,
+    unlike,
+)
+from verify_service.request import Status
 
 
 def test_a_sequence_prefills_in_chunks_then_decodes_to_its_end():
@@ -116,101 +68,6 @@ def test_priority_comes_before_arrival():
     scheduler.add(make_sequence("urgent", unlike(3, 4), max_new_tokens=1, priority=5))
     order = [name(step(scheduler).admitted[0]) for _ in range(3)]
     assert order == ["urgent", "first", "second"]
-
-
-def test_a_finished_prefix_is_a_hit_that_leaves_one_token_to_compute():
-    scheduler = make_scheduler()
-    scheduler.add(make_sequence("a", 12, max_new_tokens=1))
-    step(scheduler)
-    again = make_sequence("b", 12)
-    scheduler.add(again)
-    assert chunks(step(scheduler)) == [("b", 8, 4)]
-    assert again.num_cached == 8
-    longer = make_sequence("c", 13)
-    scheduler.add(longer)
-    plan = step(scheduler)
-    assert "c" in decodes(plan)
-    assert longer.num_cached == 12
-
-
-def test_live_sequences_that_begin_alike_compute_their_prefix_once():
-    scheduler = make_scheduler(chunked_prefill_size=32)
-    a, b = make_sequence("a", 41), make_sequence("b", 41)
-    scheduler.add(a)
-    scheduler.add(b)
-    assert chunks(step(scheduler)) == [("a", 0, 32)]
-    assert chunks(step(scheduler)) == [("a", 32, 9)]
-    assert chunks(step(scheduler)) == [("b", 40, 1)]
-    assert a.pages[:10] == b.pages[:10]
-    assert b.num_cached == 40
-
-
-def test_a_finished_prefix_is_evicted_from_its_end():
-    scheduler = make_scheduler()
-    seq = make_sequence("a", 13, max_new_tokens=1)
-    scheduler.add(seq)
-    step(scheduler)
-    assert scheduler.prefix_tree.evict(1) == 1
-    again = make_sequence("b", 13)
-    scheduler.add(again)
-    step(scheduler)
-    assert again.num_cached == 8
-
-
-def test_without_a_prefix_tree_nothing_is_shared():
-    pool = PagePool(64, 4)
-    scheduler = Scheduler(pool, None, max_running_requests=2, chunked_prefill_size=32)
-    for label in "ab":
-        seq = make_sequence(label, 13, max_new_tokens=3)
-        scheduler.add(seq)
-        while seq.status is not Status.FINISHED:
-            step(scheduler)
-        assert seq.num_cached == 0
-        assert pool.num_free == 64
-
-
-def test_the_same_text_after_another_prefix_is_another_page():
-    scheduler = make_scheduler(chunked_prefill_size=8)
-    alike = unlike(9, 8)
-    for label, head in (("a", 1), ("b", 2)):
-        scheduler.add(make_sequence(label, unlike(head, 4) + alike, max_new_tokens=1))
-    assert chunks(step(scheduler)) == [("a", 0, 4), ("b", 0, 4)]
-    assert chunks(step(scheduler)) == [("a", 4, 4), ("b", 4, 4)]
-
-
-def test_a_page_filled_twice_ends_as_one():
-    scheduler = make_scheduler()
-    a, b = make_sequence("a", [1], 20), make_sequence("b", [1], 20)
-    scheduler.add(a)
-    scheduler.add(b)
-    step(scheduler)
-    for seq in (a, b):
-        seq.pages_seen_by(1)
-    own = b.pages[0]
-    for _ in range(4):
-        step(scheduler)
-    assert a.pages[0] == b.pages[0] != own
-    assert b.pages_changed_for(1) == 0
-    assert a.pages_changed_for(1) == 1
-
-
-def test_usable_prefix_has_pages_recomputed_in_place():
-    pool = PagePool(64, 4)
-    scheduler = Scheduler(
-        pool,
-        PrefixTree(pool),
-        max_running_requests=8,
-        chunked_prefill_size=16,
-        usable_prefix=lambda seq, pages: 4,
-    )
-    first = make_sequence("a", 12)
-    scheduler.add(first)
-    step(scheduler)
-    seq = make_sequence("b", 12)
-    scheduler.add(seq)
-    assert chunks(step(scheduler)) == [("b", 4, 8)]
-    assert seq.pages[:2] == first.pages[:2]
-    assert seq.num_cached == 4
 
 
 def test_decode_pages_cover_root_and_tree():
@@ -399,21 +256,3 @@ def test_default_now_is_the_monotonic_clock():
     scheduler = make_scheduler()
     scheduler.add(make_sequence("a", 4, deadline=time.monotonic() - 1))
     assert scheduler.schedule(lambda seqs, _: [0] * len(seqs)).ended
-
-
-def test_a_page_may_be_shared_only_before_the_same_token():
-    pool = PagePool(64, 4)
-    scheduler = Scheduler(
-        pool, PrefixTree(pool), max_running_requests=8, chunked_prefill_size=64, look_ahead=1
-    )
-    prompts = {"a": [7, 7], "b": [7, 9], "c": [8, 7]}
-    pages = {}
-    for name, ending in prompts.items():
-        seq = make_sequence(name, [1, 2, 3, 4, 5, 6, 7, 8, *ending])
-        scheduler.add(seq)
-        step(scheduler)
-        pages[name] = list(seq.pages)
-        assert seq.num_cached == {"a": 0, "b": 8, "c": 4}[name]
-    assert pages["a"][:2] == pages["b"][:2]
-    assert pages["a"][0] == pages["c"][0]
-    assert pages["a"][1] != pages["c"][1]
