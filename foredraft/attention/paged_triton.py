@@ -115,7 +115,7 @@ class TritonAttention(AttentionBackend):
             queries.dtype,
             kv.is_8_bit,
             splits,
-            _has_room(keys.device),
+            has_room(keys.device),
         )
         row_blocks = -(-plan.max_rows * group // tiles["BLOCK_M"])
         batch = plan.num_rows.shape[0]
@@ -158,7 +158,7 @@ class TritonAttention(AttentionBackend):
 
 
 @functools.cache
-def _has_room(device: torch.device) -> bool:
+def has_room(device: torch.device) -> bool:
     """Whether a program may have 128 KiB of shared memory; sm_86, sm_89 and sm_120 have 99."""
     if device.type != "cuda":
         return True

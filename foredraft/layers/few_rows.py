@@ -20,6 +20,7 @@ _BLOCK_N = 64
 _PROGRAMS = 256  # enough to keep an H200's memory busy
 _MOST_PARTS = 4
 _PART_MULTIPLE = 128  # columns of a part
+_TOO_SMALL = (12, 0)  # compute capability from which on a program has 99 KiB of shared memory again
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -30,7 +31,7 @@ def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and weight.dtype in (torch.bfloat16, torch.float16)
         and weight.is_contiguous()
         and weight.shape[1] % 8 == 0
-        and torch.cuda.get_device_capability(weight.device) >= (9, 0)
+        and (9, 0) <= torch.cuda.get_device_capability(weight.device) < _TOO_SMALL
     )
 
 

@@ -1,0 +1,61 @@
+"""Triton kernels compiled for cards that are not here: what they were launched with, and the shared memory that this takes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Bytes that a program may have, by compute capability.
+SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+
+
+class Recorder:
+    """Stands in a kernel's place and notes its launches instead."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.launches: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def launch(*args: Any, **settings: Any) -> None:
+            names = self._kernel.arg_names
+            self.launches.append({**dict(zip(names, args, strict=False)), **settings})
+
+        return launch
+
+    def shared_memory(self, capability: int) -> list[int]:
+        """Bytes that each launch's program takes on a card."""
+        return [self._compile(launch, capability).metadata.shared for launch in self.launches]
+
+    def _compile(self, launch: dict[str, Any], capability: int) -> Any:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        signature, constants, attributes = {}, {}, {}
+        for i, parameter in enumerate(self._kernel.params):
+            value = launch[parameter.name]
+            if parameter.is_constexpr:
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+                continue
+            is_tensor = isinstance(value, torch.Tensor)
+            number = "i32" if isinstance(value, int) else "fp32"
+            signature[parameter.name] = f"*{TYPES[value.dtype]}" if is_tensor else number
+            if is_tensor or (isinstance(value, int) and value % 16 == 0):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self._kernel, signature, constants, attributes)
+        options = {name: launch[name] for name in OPTIONS if name in launch}
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
