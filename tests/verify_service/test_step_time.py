@@ -20,6 +20,23 @@ def test_real_steps_correct_the_table() -> None:
     assert times.seconds(1, 1) <= times.seconds(1, 2) <= times.seconds(1, 4)
 
 
+def test_steps_with_drafts_hardly_move_what_is_believed_of_plain_ones() -> None:
+    times = RowTimes([1, 2, 4, 8], [10.0, 11.0, 13.0, 17.0])
+    for _ in range(300):
+        times.observe(1, 4, 18.0)  # dearer than the table says
+    assert times.seconds(1, 4) == pytest.approx(18.0, rel=0.01)
+    assert times.seconds(1, 1) < 11.0
+    for _ in range(3):
+        for _ in range(20):
+            times.observe(1, 4, 18.0)
+        times.observe(1, 1, 10.0)
+    assert times.seconds(1, 1) == pytest.approx(10.0, rel=0.03)
+    for _ in range(30):
+        times.observe(1, 1, 20.0)  # the machine has become slower, for all
+    assert times.seconds(1, 1) == pytest.approx(20.0, rel=0.01)
+    assert times.seconds(1, 4) > 30.0
+
+
 def test_a_table_measured_on_a_busy_machine_keeps_its_shape() -> None:
     times = RowTimes([1, 2, 4, 8], [10.0, 11.0, 13.0, 17.0])
     for _ in range(60):
