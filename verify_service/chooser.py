@@ -17,6 +17,10 @@ from verify_service.outputs import TokenLogprob
 from verify_service.request import Sequence as RequestSequence
 from verify_service.simulation import SimulatedAcceptance
 
+CHOSEN_AT_ONCE = (
+    1024  # rows; what is worked out for them takes several times as much memory as their logits
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
@@ -98,8 +102,27 @@ class Chooser:
         """Applies the rule at every row and walks each tree from its root.
 
         Args:
-            logits: float32 [rows, vocab] in the order of `batch`, root first, then nodes. Changed in place.
+            logits: [rows, vocab] in the order of `batch`, root first, then nodes. Changed in place where they are float32.
         """
+        forced: list[list[int]] = []
+        if self._simulated is not None:
+            forced = self._simulated.forced([rows.tree for rows in batch])
+        outcomes: list[Outcome] = []
+        first = begin = 0
+        while first < len(batch):
+            last, end = first + 1, begin + 1 + len(batch[first].tree)
+            while last < len(batch) and end + len(batch[last].tree) < begin + CHOSEN_AT_ONCE:
+                end += 1 + len(batch[last].tree)
+                last += 1
+            part = logits[begin:end].float()
+            outcomes += self._choose(batch[first:last], part, forced[first:last])
+            first, begin = last, end
+        return outcomes
+
+    def _choose(
+        self, batch: Sequence[VerifyRows], logits: torch.Tensor, forced: list[list[int]]
+    ) -> list[Outcome]:
+        """`choose` for a part of the batch; logits are float32, and changed."""
         params, positions, spans = [], [], []
         start = 0
         for rows in batch:
@@ -115,11 +138,9 @@ class Chooser:
         self._constrain(batch, spans, logits)
         sampling = SamplingRows.from_params(params, positions, self._device)
         if self._simulated is not None:
-            trees = [rows.tree for rows in batch]
             choose(logits, sampling)  # its cost is part of the step
             walked = [
-                (walk(tree, forced), False)
-                for tree, forced in zip(trees, self._simulated.forced(trees), strict=True)
+                (walk(rows.tree, tokens), False) for rows, tokens in zip(batch, forced, strict=True)
             ]
         elif self._thresholds.lossy:
             walked = self._walk_lossy(batch, spans, logits, sampling)

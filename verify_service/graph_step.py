@@ -208,14 +208,14 @@ class GraphStep(TargetStep):
     def _logits(
         self, output: ModelOutput, batch: Sequence[VerifyRows], num_rows: int
     ) -> torch.Tensor:
-        """Those of rows that exist, in float32, for the chooser to change."""
+        """Those of rows that exist, for the chooser to change."""
         index = [
             first * num_rows + row
             for first, rows in enumerate(batch)
             for row in range(1 + len(rows.tree))
         ]
         where = torch.tensor(index).to(output.logits.device)
-        return output.logits.index_select(0, where).float()
+        return output.logits.index_select(0, where)
 
 
 def _force_no_more_than_trees(header: np.ndarray) -> None:

@@ -9,6 +9,7 @@ import torch
 from foredraft.errors import ConfigError
 from foredraft.models.config import ModelConfig
 from foredraft.runner.decode_step import ROWS_AT_ONCE
+from verify_service.chooser import CHOSEN_AT_ONCE
 
 CPU_FRACTION = 0.4
 GPU_FRACTION = 0.85
@@ -67,11 +68,11 @@ def workspace_bytes(
     # what one frees the next may find in other sizes.
     activations = rows * (4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size)
     kept = rows * config.hidden_size * (1 + num_captured)
-    logits = decode_rows * config.vocab_size
     # In captured steps filters and penalties work on some rows at a time, and keep a table of tokens for each sequence.
     choice = (12 * min(decode_rows, ROWS_AT_ONCE) + 8 * num_sequences) * config.vocab_size
-    # Outside them the logits are there once as they come and twice in float32.
-    return 2 * itemsize * (activations + kept) + logits * (itemsize + 8) + choice
+    # Outside them the logits of all rows are there once as they come, those of some rows twice in float32.
+    logits = (itemsize * decode_rows + 8 * min(decode_rows, CHOSEN_AT_ONCE)) * config.vocab_size
+    return 2 * itemsize * (activations + kept) + logits + choice
 
 
 def num_pages(

@@ -163,7 +163,7 @@ class TargetStep:
         output = self._runner.forward(rows, capture)
         forwarded = time.perf_counter()
         num_logit_rows = len(output.logits)
-        outcomes = self._chooser.choose(batch, output.logits.float()) if batch else []
+        outcomes = self._chooser.choose(batch, output.logits)
         self._commit(decoding, outcomes)
         first_rows, first = [], 0
         for sequence_rows in rows:
