@@ -276,9 +276,20 @@ def _prepare_socket(path: Path) -> None:
     if not stat.S_ISSOCK(mode):
         raise ConfigError(f"cannot listen on unix:{path}: it exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(
+            False
+        )  # or a server that stands still, with many waiting, would hold this up
         try:
             probe.connect(str(path))
-        except OSError:
+        except ConnectionRefusedError:
             path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass  # it has just gone
+        except BlockingIOError:
+            raise ConfigError(
+                f"cannot listen on unix:{path}: a server there takes none in"
+            ) from None
+        except OSError as error:  # not ours to take away
+            raise ConfigError(f"cannot listen on unix:{path}: {error}") from error
         else:
             raise ConfigError(f"cannot listen on unix:{path}: a server listens there already")

@@ -6,6 +6,7 @@ import socket
 import stat
 import threading
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -247,6 +248,21 @@ def test_an_address_in_use_is_refused(listen: str) -> None:
         await first.stop()
 
     asyncio.run(main())
+
+
+def test_the_socket_of_a_server_that_stands_still_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "busy.sock"
+    with socket.socket(socket.AF_UNIX) as server, ExitStack() as stack:
+        server.bind(str(path))
+        server.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                waiting.connect(str(path))
+        with pytest.raises(errors.ConfigError, match="takes none in"):
+            asyncio.run(start(f"unix:{path}", Draft()))
+        assert path.is_socket()
 
 
 def test_a_dead_servers_socket_is_replaced_but_a_file_is_not(tmp_path: Path) -> None:
