@@ -22,6 +22,7 @@ from verify_service import draft_links, drafting, startup
 from verify_service.arena import Arena
 from verify_service.draft_news import split_news
 from verify_service.draft_plan import Plan
+from verify_service.hidden_states import Run
 from verify_service.tree_sizes import TreeSizes
 
 WIDTH = SMALL["hidden_size"]
@@ -97,6 +98,25 @@ def test_rows_are_the_targets(target: Path, layers: tuple[int, ...], transport: 
         for news in request.sequences
     }
     assert kinds == {"arena_row" if transport == "shm" else "inline"}
+
+
+def test_rows_that_are_put_together_stay_the_same() -> None:
+    run, twin = Run(5, 5, 5), Run(5, 5, 5)
+    rows = torch.arange(600.0).view(300, 2)
+    start = 0
+    for count in [1] * 40 + [40, 1, 3] + [1] * 50 + [2] * 10:
+        for one in (run, twin):
+            one.append(rows[start : start + count], count)
+        start += count
+        if start % 17 == 0:
+            run.merge()
+    assert len(run.parts) < len(twin.parts) / 4
+    assert run.end == twin.end
+    for first in range(run.first, run.end):
+        assert torch.equal(run.rows(first), twin.rows(first))
+    run.drop_before(60)
+    assert run.first <= 60
+    assert torch.equal(run.rows(60), twin.rows(60))
 
 
 def test_rows_of_steps_that_run_ahead(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,23 @@ def test_a_shape_learns_its_own_time_and_an_outlier_teaches_little() -> None:
     assert times.seconds(8, 1) == pytest.approx(5.0, rel=0.05)
 
 
+def test_longer_contexts_make_every_shape_slower() -> None:
+    times = GridTimes(GRID)
+    times.context = 100_000
+    for _ in range(150):
+        times.observe(8, 1, 7.0)  # 2.0 longer than with short contexts
+    assert times.seconds(8, 4) == pytest.approx(7.5, rel=0.01)
+    times.context = 50_000
+    assert times.seconds(8, 1) == pytest.approx(6.0, rel=0.01)
+    assert times.seconds(1, 8) == pytest.approx(5.5, rel=0.01)
+    assert times.unit == 4.0
+    times.context = 100  # too few to tell it from anything else
+    for _ in range(150):
+        times.observe(1, 1, 4.2)
+    assert times.unit == pytest.approx(4.2, rel=0.01)
+    assert times.per_token == pytest.approx(2e-5, rel=0.1)
+
+
 def test_the_fastest_of_all_rounds_counts() -> None:
     slow = itertools.cycle([3.0, 2.0, 1.0])
     assert RowTimes.measure([1], lambda rows: next(slow)).seconds(1, 1) == 1.0
@@ -98,6 +115,19 @@ def test_a_drafts_first_answer_may_take_long() -> None:
     assert times.steps(1, 1) == pytest.approx(0.3 * 3 / 7, rel=0.1)
     assert times.steps(64, 5) == pytest.approx(0.3, rel=0.1)
     assert times.steps(1, 0) == 0.0
+
+
+def test_what_turns_out_to_be_context_is_no_drafts_time() -> None:
+    times = DraftTimes(is_padded=True)
+    for _ in range(60):
+        times.observe(64, 3, 0.5, context=20_000)
+    times.take_out(1e-5)
+    assert times.steps(64, 3) == pytest.approx(0.3)
+    # Captured steps draft all levels, whatever is verified of them.
+    assert times.steps(64, 5) == times.steps(64, 3)
+    assert times.steps(64, 1) < times.steps(64, 3)
+    times.take_out(1.0)
+    assert times.steps(64, 3) == 0.0
 
 
 def test_captured_rows_are_few_and_reach_the_largest_tree() -> None:
