@@ -123,7 +123,8 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
     )
     mem_fraction_static: float | None = option(
         None,
-        "Part of the memory for weights and KV (GPU: 0.85; CPU: 0.4 of what is free after loading).",
+        "Part of the memory: of a GPU's, for weights, KV and steps of target and draft (0.85); of a CPU's, as it is after "
+        "loading, for KV (0.4).",
         least=0.01,
         most=1,
     )
