@@ -22,6 +22,7 @@ _WEIGHTS = "*.safetensors"
 _BINS = "pytorch_model*.bin"
 _NEVER = ("*/*", "consolidated*")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILE = re.compile(rf"({_NAME.pattern})/([A-Za-z0-9][\w.-]*)")
 _SNAPSHOT = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?$")
 _BLOCK_BYTES = 1 << 20
 
@@ -50,20 +51,8 @@ def fetch(repository: str, revision: str = "", *, weights: bool = True, bins: bo
             file is not what the hub says.
     """
     name = f"{repository} at {revision}" if revision else repository
-    logger.info("fetching %s, as far as it is not here", name)
     patterns = [*_SMALL_FILES, *((_WEIGHTS,) if weights else ())]
-    # The library lets its HTTP client's own errors through, and which client that is differs between its versions.
-    try:
-        directory = _snapshot(repository, revision, patterns, local_files_only=False)
-    except Exception as error:
-        reason = f"it cannot be fetched: {_first_line(error)}"
-        try:
-            directory = _snapshot(repository, revision, patterns, local_files_only=True)
-        except Exception:
-            raise CheckpointError(
-                f"{name}: no such directory or file here, and {reason}"
-            ) from error
-        logger.warning("%s: using what is here; %s", name, reason)
+    directory = _fetched(repository, revision, patterns, name)
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{name}: no config.json; not a repository of a transformers model")
     has_weights = any(directory.glob(_WEIGHTS))
@@ -74,6 +63,47 @@ def fetch(repository: str, revision: str = "", *, weights: bool = True, bins: bo
     _check(directory, name)
     logger.info("%s: commit %s", repository, directory.name)
     return directory
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Whether this reads `organisation/name/file` and is nothing on this machine."""
+    text = os.fspath(path)
+    return _FILE.fullmatch(text) is not None and not Path(text).exists()
+
+
+def fetch_file(path: str) -> Path:
+    """Fetches one file, `organisation/name/file`, of a repository's default branch; checked as `fetch` does.
+
+    Raises:
+        CheckpointError: There is no such file, it cannot be fetched, or it is not what the hub says.
+    """
+    found = _FILE.fullmatch(path)
+    if found is None:
+        raise CheckpointError(f"{path}: not a file's name on a hub, organisation/name/file")
+    repository, file = found.groups()
+    directory = _fetched(repository, "", [file], path)
+    if not (directory / file).is_file():
+        raise CheckpointError(f"{path}: {repository} has no file {file}")
+    _check(directory, repository)
+    return directory / file
+
+
+def _fetched(repository: str, revision: str, patterns: list[str], name: str) -> Path:
+    """A snapshot's directory; of one that cannot be fetched, what is here."""
+    logger.info("fetching %s, as far as it is not here", name)
+    # The library lets its HTTP client's own errors through, and which client that is differs between its versions.
+    try:
+        return _snapshot(repository, revision, patterns, local_files_only=False)
+    except Exception as error:
+        reason = f"it cannot be fetched: {_first_line(error)}"
+        try:
+            directory = _snapshot(repository, revision, patterns, local_files_only=True)
+        except Exception:
+            raise CheckpointError(
+                f"{name}: no such directory or file here, and {reason}"
+            ) from error
+        logger.warning("%s: using what is here; %s", name, reason)
+        return directory
 
 
 def _fetch_bins(repository: str, commit: str, name: str) -> Path:

@@ -13,6 +13,7 @@ from torch import nn
 
 from foredraft.errors import CheckpointError
 from foredraft.layers.embedding import Embedding, LMHead
+from foredraft.models import hub
 from foredraft.models.config import ModelConfig
 from foredraft.models.draft_head import SharedWeights
 from foredraft.models.loader import fill_randomly
@@ -79,19 +80,21 @@ def read_token_map(path: str | os.PathLike[str], vocab_size: int) -> torch.Tenso
 
     Args:
         path: A .pt file that holds a list or a tensor of token ids (no code in it is run), a safetensors file with one
-            tensor, or the name of a bundled map.
+            tensor, the name of a bundled map, or a file on a hub, `organisation/name/file`.
         vocab_size: Of the target.
 
     Returns:
         int64 [number of tokens], in the file's order.
 
     Raises:
-        CheckpointError: The file holds something else.
+        CheckpointError: The file holds something else, or cannot be had.
     """
     file = Path(path).expanduser()
     bundled = BUNDLED / os.fspath(path) / "token_map.safetensors"
     if not file.exists() and bundled.is_file():
         file = bundled
+    elif hub.is_file(path):
+        file = hub.fetch_file(os.fspath(path))
     if file.suffix == ".safetensors":
         with SafetensorsFile(file) as tensors:
             if len(tensors.entries) != 1:

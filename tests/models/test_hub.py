@@ -8,11 +8,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
 
 from foredraft.errors import CheckpointError
 from foredraft.models import hub
 from foredraft.models.registry import resolve_model_path
+from foredraft.models.shared_weights import read_token_map
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLDER = "89abcdef0123456789abcdef0123456789abcdef"
@@ -208,6 +210,20 @@ def test_a_head_without_safetensors_comes_as_bin(server: Hub) -> None:
     del server.files[OLDER]["model.safetensors"]
     with pytest.raises(CheckpointError, match=r"neither safetensors files nor pytorch_model\.bin"):
         resolve_model_path("org/tiny", OLDER, bins=True)
+
+
+def test_a_token_map_is_fetched_alone(server: Hub, tmp_path: Path) -> None:
+    torch.save([5, 3, 9], tmp_path / "map.pt")
+    server.files[COMMIT]["freq_3.pt"] = (tmp_path / "map.pt").read_bytes()
+    assert read_token_map("org/tiny/freq_3.pt", 16).tolist() == [5, 3, 9]
+    server.is_down = True
+    assert read_token_map("org/tiny/freq_3.pt", 16).tolist() == [5, 3, 9]
+    server.is_down = False
+    assert not server.fetched("config.json")
+    with pytest.raises(CheckpointError, match=r"org/tiny has no file freq_4\.pt"):
+        read_token_map("org/tiny/freq_4.pt", 16)
+    with pytest.raises(CheckpointError, match="No such file"):
+        read_token_map("a/path/to/nothing.pt", 16)
 
 
 def test_a_model_is_fetched_once_and_nothing_else_with_it(server: Hub) -> None:
