@@ -47,7 +47,10 @@ def main() -> int:
     try:
         config.draft_addresses()  # says what is wrong before anything is loaded
         tracing.setup("verify", config.otlp_traces_endpoint)
-        resolved = resolve(config, on_cpu=device_for(config.device).type == "cpu")
+        on_cpu = device_for(config.device).type == "cpu"
+        for one in each_draft(config):
+            resolve(one, on_cpu)  # likewise
+        resolved = resolve(config, on_cpu)
         return lifetime.run(lambda: _serve(resolved))
     except ForedraftError as error:
         logger.error("cannot start: %s", error)
