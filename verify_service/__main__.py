@@ -69,7 +69,11 @@ async def _serve(config: VerifyConfig) -> int:
     service = VerifyService()
     server.add(add_VerifyServiceServicer_to_server, service, SERVICE_NAME)
     await server.start()
-    target, engine = await starting
+    try:
+        target, engine = await starting
+    except ForedraftError:
+        await server.stop(0)
+        raise
     loader.shutdown()
     grammars = GrammarCompiler(
         target.path,

@@ -1,6 +1,9 @@
-"""How a verifier's process ends when its engine can serve no more."""
+"""How a verifier's process ends when it cannot start, and when its engine can serve no more."""
 
 import asyncio
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +11,8 @@ import pytest
 import torch
 
 from foredraft.rpc.lifetime import DEVICE_LOST
+from tests.support.checkpoints import make_checkpoint
+from tests.support.drafts import ROOT
 from verify_service import __main__ as main
 
 
@@ -53,3 +58,14 @@ def test_nothing_to_do_and_a_slow_cpu_do_not(is_idle: bool, device: str) -> None
 def test_an_engine_that_failed_stops_the_service() -> None:
     engine = SimpleNamespace(failure=RuntimeError("a bug"), is_idle=False, ended_at=0.0)
     assert watch(engine, "cuda", 20)
+
+
+def test_one_that_cannot_start_says_why_and_nothing_else(tmp_path: Path) -> None:
+    target, socket = make_checkpoint(tmp_path / "target"), tmp_path / "verify.sock"
+    flags = ["--model-path", str(target), "--listen", f"unix:{socket}", "--device", "cpu"]
+    command = [sys.executable, "-m", "verify_service", *flags, "--max-total-tokens", "1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    said = result.stdout + result.stderr
+    assert "cannot start: --max-total-tokens must be at least one page" in said.splitlines()[-1]
+    assert not socket.exists()
