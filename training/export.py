@@ -12,9 +12,7 @@ from torch import Tensor
 SHARD_BYTES = 15 * 2**20
 
 
-def save_sharded(
-    tensors: Mapping[str, Tensor], out: Path, shard_bytes: int = SHARD_BYTES
-) -> list[Path]:
+def save_sharded(tensors: Mapping[str, Tensor], out: Path) -> list[Path]:
     """Writes tensors, in their order, to `model-0000i-of-0000n.safetensors` and an index; one plain file when they fit.
 
     Returns:
@@ -27,7 +25,7 @@ def save_sharded(
     size = 0
     for name, tensor in tensors.items():
         nbytes = tensor.numel() * tensor.element_size()
-        if shards[-1] and size + nbytes > shard_bytes:
+        if shards[-1] and size + nbytes > SHARD_BYTES:
             shards.append({})
             size = 0
         shards[-1][name] = tensor.detach().cpu().contiguous().clone()

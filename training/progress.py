@@ -5,6 +5,8 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
+INTERVAL = 15.0  # seconds
+
 
 def say(text: str) -> None:
     """Prints one line to standard error, at once."""
@@ -12,17 +14,16 @@ def say(text: str) -> None:
 
 
 class Progress:
-    """A progress bar on a terminal; a line every `interval` seconds where there is none.
+    """A progress bar on a terminal; a line every `INTERVAL` seconds where there is none.
 
     Args:
         total: Number of steps.
         start: Steps already done by an earlier run.
         label: What is being done.
-        interval: Seconds between two lines in a log file.
     """
 
-    def __init__(self, total: int, start: int, label: str, interval: float = 15.0) -> None:
-        self.total, self.done, self.label, self.interval = total, start, label, interval
+    def __init__(self, total: int, start: int, label: str) -> None:
+        self.total, self.done, self.label = total, start, label
         self._bar: Any = None
         self._last = time.monotonic()
         if sys.stderr.isatty():
@@ -48,6 +49,6 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(text)
             self._bar.update(steps)
-        elif time.monotonic() - self._last >= self.interval or self.done >= self.total:
+        elif time.monotonic() - self._last >= INTERVAL or self.done >= self.total:
             self._last = time.monotonic()
             say(f"{self.label} {self.done}/{self.total} {text}")

@@ -26,7 +26,6 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     load_format: str = "auto",
-    progress: bool | None = None,
 ) -> DecoderModel:
     """Loads a decoder.
 
@@ -35,7 +34,6 @@ def load_model(
         dtype: Type of the weights in memory; the checkpoint's when None.
         device: Where they go.
         load_format: `auto` reads weights; `dummy` makes random ones from config.json alone.
-        progress: A bar on standard error; when it is a terminal if None.
 
     Raises:
         CheckpointError: Something is missing, broken, unknown, or too large for the memory.
@@ -57,7 +55,7 @@ def load_model(
     if config.tie_word_embeddings:
         ignored.append("lm_head.weight")
     scales = scale_targets(model.kv_scales)
-    copy_checkpoint(directory, checkpoint_targets(model), ignored, progress, scales)
+    copy_checkpoint(directory, checkpoint_targets(model), ignored, scales)
     check_scales(model.kv_scales, str(directory))
     if config.norm_offset:
         for name, parameter in model.named_parameters():
@@ -116,7 +114,6 @@ def copy_checkpoint(
     directory: Path,
     targets: Mapping[str, torch.Tensor],
     ignored: Sequence[str] = (),
-    progress: bool | None = None,
     scalars: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Fills memory from a checkpoint; every target by exactly one tensor of its shape, and no tensor left over.
@@ -129,11 +126,15 @@ def copy_checkpoint(
     Raises:
         CheckpointError: Tensors are missing, unexpected or misshaped; they are named.
     """
-    show = sys.stderr.isatty() if progress is None else progress
     total = sum(tensor.numel() for tensor in targets.values())
     filled: set[str] = set()
     with tqdm(
-        total=total, unit=" weights", unit_scale=True, desc="loading", disable=not show, leave=False
+        total=total,
+        unit=" weights",
+        unit_scale=True,
+        desc="loading",
+        disable=not sys.stderr.isatty(),
+        leave=False,
     ) as bar:
         for file in open_checkpoint(directory):
             for name, entry in file.entries.items():

@@ -33,17 +33,15 @@ def aio_channel(
     target: str | Address,
     *,
     identity: Identity | None = None,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Channel:
     """A channel for asyncio. It connects when it is first used and reconnects by itself.
 
     Args:
         target: Where to.
         identity: For TLS, but over Unix sockets.
-        max_message_bytes: Larger messages fail.
     """
     where = _parse(target)
-    chosen = options(max_message_bytes) + _client_options(where, identity)
+    chosen = options() + _client_options(where, identity)
     if identity is None or where.is_unix:
         return grpc.aio.insecure_channel(where.target, options=chosen)
     return grpc.aio.secure_channel(where.target, identity.channel_credentials(), options=chosen)
@@ -53,11 +51,10 @@ def channel(
     target: str | Address,
     *,
     identity: Identity | None = None,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.Channel:
     """Like `aio_channel`, for threads."""
     where = _parse(target)
-    chosen = options(max_message_bytes) + _client_options(where, identity)
+    chosen = options() + _client_options(where, identity)
     if identity is None or where.is_unix:
         return grpc.insecure_channel(where.target, options=chosen)
     return grpc.secure_channel(where.target, identity.channel_credentials(), options=chosen)

@@ -23,6 +23,7 @@ from training.corpus.extract import (
 from training.progress import say
 
 MAX_DOCUMENT = 200_000
+PART_CHARACTERS = 6000  # of a long text that is cut into documents
 MAX_DISTRIBUTION_BYTES = 45_000_000
 
 
@@ -170,12 +171,12 @@ def _documentation(root: Path, source: sources.DebianSource) -> Iterator[str]:
             yield text
 
 
-def _split_document(text: str, size: int = 6000) -> Iterator[str]:
+def _split_document(text: str) -> Iterator[str]:
     paragraphs, part, length = re.split(r"\n(?=\S)", text), [], 0
     for paragraph in paragraphs:
         part.append(paragraph)
         length += len(paragraph)
-        if length >= size:
+        if length >= PART_CHARACTERS:
             yield "\n".join(part)
             part, length = [], 0
     if part:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from foredraft.errors import CheckpointError, ConfigError
 from training.export import load_tensors, save_sharded, to_bf16, write_json
-from training.lm.model import GatedMLP, LlamaShape, RMSNorm, apply_rope, rope_table
+from training.lm.model import GatedMLP, Linear, LlamaShape, RMSNorm, apply_rope, rope_table
 
 ALGORITHMS = ("EAGLE3", "EAGLE", "MTP")
 
@@ -48,19 +48,6 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     if num_layers < 6:
         return (1, max(1, num_layers // 2), num_layers)
     return (2, num_layers // 2, num_layers - 3)
-
-
-class Linear(nn.Module):
-    """A linear map whose float32 weights are used in the activations' dtype."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class HeadAttention(nn.Module):

@@ -80,14 +80,10 @@ class LlamaShape:
         return asdict(self)
 
 
-def rope_table(
-    length: int, head_dim: int, theta: float, device: Any = None
-) -> tuple[Tensor, Tensor]:
+def rope_table(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles, float32 [length, head_dim / 2]."""
-    steps = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    angles = torch.outer(
-        torch.arange(length, device=device, dtype=torch.float32), 1.0 / theta**steps
-    )
+    steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), 1.0 / theta**steps)
     return angles.cos(), angles.sin()
 
 
@@ -112,28 +108,30 @@ class RMSNorm(nn.Module):
         return (wide * scale * self.weight.float()).to(x.dtype)
 
 
-class Projection(nn.Module):
-    """A linear map without bias whose weight is used in the activations' dtype (float32 master weights, bf16 compute)."""
+class Linear(nn.Module):
+    """A linear map whose weights are used in the activations' dtype (float32 master weights, bf16 compute)."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions."""
 
-    def __init__(self, shape: LlamaShape, inputs: int | None = None) -> None:
+    def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        inputs = inputs or shape.hidden_size
+        inputs = shape.hidden_size
         self.shape = shape
-        self.q_proj = Projection(inputs, shape.num_heads * shape.head_dim)
-        self.k_proj = Projection(inputs, shape.num_kv_heads * shape.head_dim)
-        self.v_proj = Projection(inputs, shape.num_kv_heads * shape.head_dim)
-        self.o_proj = Projection(shape.num_heads * shape.head_dim, shape.hidden_size)
+        self.q_proj = Linear(inputs, shape.num_heads * shape.head_dim)
+        self.k_proj = Linear(inputs, shape.num_kv_heads * shape.head_dim)
+        self.v_proj = Linear(inputs, shape.num_kv_heads * shape.head_dim)
+        self.o_proj = Linear(shape.num_heads * shape.head_dim, shape.hidden_size)
 
     def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [B, heads, T, D], rotated keys and values [B, kv_heads, T, D]."""
@@ -155,9 +153,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        self.gate_proj = Projection(shape.hidden_size, shape.intermediate_size)
-        self.up_proj = Projection(shape.hidden_size, shape.intermediate_size)
-        self.down_proj = Projection(shape.intermediate_size, shape.hidden_size)
+        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size)
+        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = torch.cat((self.gate_proj.weight, self.up_proj.weight))
@@ -206,7 +204,7 @@ class Llama(nn.Module):
         self.shape, self.compute_dtype = shape, compute_dtype
         self.model = LlamaBody(shape)
         if not shape.tie_embeddings:
-            self.lm_head = Projection(shape.hidden_size, shape.vocab_size)
+            self.lm_head = Linear(shape.hidden_size, shape.vocab_size)
         cos, sin = rope_table(shape.context_length, shape.head_dim, shape.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)

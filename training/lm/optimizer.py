@@ -7,8 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+ITERATIONS = 5  # of Newton-Schulz
+MOMENTUM = 0.95  # Nesterov's, of Muon
+FLOOR = 0.02  # of the peak learning rate that is left at the end
 
-def orthogonalize(gradients: Tensor, steps: int = 5) -> Tensor:
+
+def orthogonalize(gradients: Tensor) -> Tensor:
     """Nearest semi-orthogonal matrices to a stack [N, rows, cols], by Newton-Schulz iterations in bf16.
 
     The quintic coefficients are those of Jordan et al., "Muon" (2024): singular values end near one, not at it.
@@ -19,7 +23,7 @@ def orthogonalize(gradients: Tensor, steps: int = 5) -> Tensor:
     if tall:
         x = x.mT
     x = x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-7).bfloat16()
-    for _ in range(steps):
+    for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if tall else x
@@ -34,13 +38,10 @@ class MuonAdamW:
     Args:
         model: Its 2-D weights outside embeddings and output head go to Muon, the rest to AdamW; `muon=False` gives all to AdamW.
         weight_decay: Decoupled decay of the 2-D weights.
-        momentum: Nesterov momentum of Muon.
     """
 
-    def __init__(
-        self, model: nn.Module, weight_decay: float, muon: bool = True, momentum: float = 0.95
-    ) -> None:
-        self.weight_decay, self.momentum = weight_decay, momentum
+    def __init__(self, model: nn.Module, weight_decay: float, muon: bool = True) -> None:
+        self.weight_decay = weight_decay
         groups: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         decayed: list[Tensor] = []
         plain: list[Tensor] = []
@@ -82,8 +83,8 @@ class MuonAdamW:
         self._adam.zero_grad(set_to_none=True)
         for parameters, momentum in zip(self._groups, self._momenta, strict=True):
             gradients = torch.stack([parameter.grad for parameter in parameters])  # type: ignore[misc]
-            momentum.lerp_(gradients, 1 - self.momentum)
-            nesterov = gradients.lerp(momentum, self.momentum)
+            momentum.lerp_(gradients, 1 - MOMENTUM)
+            nesterov = gradients.lerp(momentum, MOMENTUM)
             rows, cols = nesterov.shape[-2:]
             update = self._orthogonalize(nesterov).float() * (0.2 * math.sqrt(max(rows, cols)))
             torch._foreach_mul_(parameters, 1 - lr * self.weight_decay)
@@ -102,9 +103,9 @@ class MuonAdamW:
             momentum.copy_(saved)
 
 
-def cosine_schedule(step: int, steps: int, warmup: int, peak: float, floor: float = 0.02) -> float:
-    """Learning rate of 0-based `step`: linear warm-up, then a cosine down to `floor` times the peak."""
+def cosine_schedule(step: int, steps: int, warmup: int, peak: float) -> float:
+    """Learning rate of 0-based `step`: linear warm-up, then a cosine down to a fiftieth of the peak."""
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
-    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))

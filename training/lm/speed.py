@@ -7,9 +7,12 @@ from torch import Tensor
 
 from training.lm.model import LlamaShape
 
+LARGE = 8192  # rows and columns
 
-def matmul_tflops(device: torch.device, size: int = 8192) -> float:
+
+def matmul_tflops(device: torch.device) -> float:
     """Measured bf16 rate of a large square product on random data, in TFLOP/s."""
+    size = LARGE
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     return 2 * size**3 / _seconds(lambda: a @ b, 20) / 1e12
