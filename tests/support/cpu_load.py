@@ -62,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Tokens per second while something ran, and a request's seconds between tokens, the median of all."""
+    """Tokens per second while something ran, and a request's seconds between tokens, the mean of all."""
 
     rate: float
     between: float
@@ -129,9 +129,8 @@ def serve(
         for one in active:
             one.ended = now
         active = [one for one in active if one.left > 0]
-    between = sorted((one.ended - one.began) / one.length for one in requests)
-    total = sum(one.length for one in requests)
-    return Served(total / busy, between[len(between) // 2])
+    between = sum((one.ended - one.began) / one.length for one in requests) / len(requests)
+    return Served(sum(one.length for one in requests) / busy, between)
 
 
 def _step(
