@@ -10,6 +10,7 @@ import pytest
 
 from foredraft.cli import stack
 from foredraft.errors import CheckpointError, ConfigError
+from foredraft.models.registry import resolve_model_path
 
 FREE = {"port": 0, "grpc_port": 0}
 
@@ -105,6 +106,22 @@ def test_each_of_several_drafts_is_a_service() -> None:
     assert len(set(pages)) == 3
     shown = [flag for flag in by_name["gateway"].command if flag.startswith("--dashboard-metrics=")]
     assert [f"http://{flag.partition('=')[2]}/metrics" for flag in shown] == pages
+
+
+def test_each_of_several_models_goes_to_its_own_draft() -> None:
+    values = FREE | {
+        "speculative_algorithm": "EAGLE3,STANDALONE,NGRAM",
+        "speculative_draft_model_path": "standalone=foredraft-demo-draft,EAGLE3=foredraft-demo-eagle3",
+    }
+    resolved = stack.resolve_models(values)
+    supervisor = stack.make_supervisor(resolved)
+    supervisor.stop()
+    head, small = map(resolve_model_path, ("foredraft-demo-eagle3", "foredraft-demo-draft"))
+    by_name = {service.name: service.command for service in supervisor.services}
+    for name, path in (("verify", f"EAGLE3={head},STANDALONE={small}"), ("draft-eagle3", head)):
+        assert f"--speculative-draft-model-path={path}" in by_name[name]
+    assert f"--speculative-draft-model-path={small}" in by_name["draft-standalone"]
+    assert "--speculative-draft-model-path=" in by_name["draft-ngram"]
 
 
 def test_free_ports_are_chosen_and_shown() -> None:
