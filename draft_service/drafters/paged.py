@@ -136,7 +136,8 @@ class PagedDrafter(Drafter):
             )
         except (RuntimeError, MemoryError) as error:
             raise AttachRefused(
-                "num_pages", f"no memory for {request.num_pages} pages: {error}"
+                "num_pages",
+                f"no memory for {request.num_pages} pages; lower --mem-fraction-static: {error}",
             ) from error
         kv_bytes = kv.bytes_per_page() * (request.num_pages + scratch.num_pages)
         proposer = self._proposer(kv, request, limits, scratch)
