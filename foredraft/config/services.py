@@ -80,6 +80,10 @@ class TargetConfig:
     served_model_name: str = option(
         "", "Name of the model in the API; the path's last part when empty."
     )
+    trust_remote_code: bool = option(
+        False,
+        "Taken because command lines for other servers have it, and changes nothing: code of a checkpoint is never run.",
+    )
     load_format: str = option(
         "auto", "dummy makes random weights from config.json alone.", choices=("auto", "dummy")
     )
@@ -125,6 +129,7 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
         None,
         "Part of the memory: of a GPU's, for weights, KV and steps of target and draft (0.85); of a CPU's, as it is after "
         "loading, for KV (0.4).",
+        aliases=("--mem-fraction",),
         least=0.01,
         most=1,
     )

@@ -33,12 +33,13 @@ class SpeculationConfig:
         "Several may be given with commas between them, as in EAGLE3,NGRAM: each sequence is drafted for by the best one.",
         choices=ALGORITHMS,
         joined=True,
+        aliases=("--speculative-algo",),
     )
     speculative_draft_model_path: str = option(
         "",
         "Draft model of STANDALONE, or head of EAGLE, EAGLE3 and MTP. Without one MTP takes the target's own layers, and so "
         "does EAGLE. Where several algorithms have a model, NAME=PATH for each, with commas between them.",
-        aliases=("--speculative-draft-model",),
+        aliases=("--speculative-draft-model", "--speculative-draft"),
     )
     speculative_draft_model_revision: str = option("", "Like --revision, for the draft model.")
     speculative_draft_load_format: str = option(

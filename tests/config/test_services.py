@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foredraft.cli.stack import ServeConfig
 from foredraft.config.options import add_arguments, flag_of, given_values, to_flags, value_type
 from foredraft.config.services import (
     DraftConfig,
@@ -370,3 +371,20 @@ def test_a_service_started_by_flags_gets_the_same_configuration(config: type) ->
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_arguments(parser, config)
     assert config(**given_values(config, parser.parse_args(to_flags(values)), {})) == config()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--model m --speculative-algo EAGLE --speculative-draft d --speculative-num-steps 5 --speculative-eagle-topk 8 "
+        "--speculative-num-draft-tokens 64 --mem-fraction 0.7 --cuda-graph-max-bs 2 --dtype float16 --log-level warning",
+        "--model-path m --host 0.0.0.0 --trust-remote-code --speculative-algorithm EAGLE --speculative-num-steps 1 "
+        "--speculative-eagle-topk 1 --speculative-num-draft-tokens 2 --mem-fraction 0.5",
+    ],
+)
+def test_command_lines_of_sglangs_pages_are_read(line: str) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    add_arguments(parser, ServeConfig)
+    config = ServeConfig(**given_values(ServeConfig, parser.parse_args(line.split()), {}))
+    assert config.algorithms == ("EAGLE",)
+    assert config.mem_fraction_static in (0.5, 0.7)
