@@ -8,7 +8,7 @@ from verify_service.acceptance import Acceptance, DraftHistory, Ladder
 from verify_service.draft_plan import Observed, Offer, Plan, Want
 from verify_service.probing import Probing
 from verify_service.row_choice import CLOSE, RowChoice
-from verify_service.step_time import DraftTimes, GridTimes, RowTimes, StepTimes
+from verify_service.step_time import DraftTimes, GridTimes, RowTimes, StepTimes, sizes_apart
 
 START_MARGIN = 1.03  # by which drafting must be faster before it starts
 CHANGE_MARGIN = 1.02  # and another size of trees before it is taken instead
@@ -19,7 +19,6 @@ PADDED_READ_SECONDS, PAYS_WITHIN = 2e-6, 2.0
 # Drafting steps after which larger trees are tried once; where steps are padded, each time in vain doubles them.
 GROW_STEPS, MOST_GROW_STEPS = 24, 192
 TRIAL_ACCEPTANCE = 0.8  # of every node, that the size of a trial's trees is best for
-FINE_SIZES = 12  # trees whose sizes are told apart one by one, where each row costs
 LONG_UNSEEN = 1.0  # seconds after which a sequence left out may be tried again
 HICCUP = 3.0  # times what a step was expected to take, at most, that it is taken to have taken
 ASK_MEMORY = 12  # proposals on which a sequence's worth of asking rests
@@ -42,7 +41,7 @@ class DraftPolicy:
         self._times = times
         self._max_nodes = max_nodes
         self._depth = depth
-        self._acceptance = Acceptance(Ladder(_sizes(times, max_nodes)))
+        self._acceptance = Acceptance(Ladder(sizes_apart(times, max_nodes)))
         self._draft_times = DraftTimes(times is not None and times.is_padded)
         self._choice = RowChoice(self._acceptance, self._draft_times, max_nodes, depth)
         self._probing = Probing(times is not None and times.is_padded)
@@ -409,16 +408,3 @@ class DraftPolicy:
 def _look_at(times: StepTimes, wanted: Sequence[Want]) -> None:
     if isinstance(times, GridTimes):
         times.context = sum(want.context for want in wanted)
-
-
-def _sizes(times: StepTimes | None, max_nodes: int) -> list[int]:
-    """Numbers of nodes that it makes sense to tell apart."""
-    if isinstance(times, GridTimes):
-        sizes = {rows - 1 for batch, rows in times.table() if 1 < rows <= max_nodes}
-    else:
-        sizes = set(range(1, min(FINE_SIZES, max_nodes) + 1))
-        size = FINE_SIZES
-        while size * 4 // 3 < max_nodes:
-            size = size * 4 // 3
-            sizes.add(size)
-    return sorted(sizes | {max(max_nodes, 1)})

@@ -1,6 +1,6 @@
 """When to try what does not seem to pay: a share of all time may be lost to finding out, and never much at once."""
 
-SHARE = 0.015  # of all time that trying may lose against plain decoding
+SHARE = 0.0125  # of all time that trying may lose against plain decoding
 MOST_SAVED = 0.03  # seconds that may be lost ahead
 # Seconds that drafting may lose before it stops, whatever it is expected to bring; more where one step loses much.
 STOP_LOSS, STOP_STEPS, MOST_STOP_LOSS = 0.08, 3, 0.2

@@ -6,14 +6,13 @@ from typing import TypeVar
 
 S = TypeVar("S")
 
+FINE_SIZES = 12  # trees whose sizes are told apart one by one, where each row costs
 # Of one real plain step in the time of all widths; of the first after steps with drafts, which shows what these are worth.
 LEVEL_WEIGHT, FIRST_WEIGHT = 0.2, 0.4
 # Of one real step with drafts in what such steps take beyond the table, and in all times.
 MORE_WEIGHT, COMMON_WEIGHT = 0.15, 0.05
 GRID_WEIGHT = 0.1  # on a GPU, of one real step in the time of its shape
-MUCH_CONTEXT = (
-    4000  # tokens; with more than these, a plain step teaches what a token of context takes
-)
+MUCH_CONTEXT = 4000  # tokens; with more, a plain step teaches what each of them takes
 BUSY_TOLERANCE = 1.1  # of times measured at start, against CPU time
 OVERHEAD_LEVELS = 2.0  # that a draft costs beside its levels
 DRAFT_WEIGHT = 0.1  # of one real wait for a draft
@@ -226,6 +225,19 @@ class DraftTimes:
         nearest = min(self._steps, key=lambda seen: 2 * abs(seen[0] - size) + abs(seen[1] - levels))
         share = (levels + OVERHEAD_LEVELS) / (nearest[1] + OVERHEAD_LEVELS)
         return self._steps[nearest] * (min(share, 1.0) if self._is_padded else share)
+
+
+def sizes_apart(times: StepTimes | None, max_nodes: int) -> list[int]:
+    """Numbers of nodes that it makes sense to tell apart."""
+    if isinstance(times, GridTimes):
+        sizes = {rows - 1 for batch, rows in times.table() if 1 < rows <= max_nodes}
+    else:
+        sizes = set(range(1, min(FINE_SIZES, max_nodes) + 1))
+        size = FINE_SIZES
+        while size * 4 // 3 < max_nodes:
+            size = size * 4 // 3
+            sizes.add(size)
+    return sorted(sizes | {max(max_nodes, 1)})
 
 
 def best_of_rounds(shapes: Sequence[S], run: Callable[[S], float], budget: float) -> list[float]:
