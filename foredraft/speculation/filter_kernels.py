@@ -161,34 +161,42 @@ def _kth(ranks_ptr, count, k, turns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _mass_before(ranks_ptr, count, limit, BLOCK: tl.constexpr):
-    """The mass of the ranks below `limit`."""
-    mass = tl.zeros([BLOCK], tl.int64)
+def _before(ranks_ptr, count, limit, BLOCK: tl.constexpr):
+    """How many ranks are below `limit`, and their mass."""
+    numbers, masses = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
         ranks = tl.load(ranks_ptr + at, mask=at < count, other=_LAST_RANK)
-        mass += tl.where(ranks < limit, _mass(_score_of(ranks)), 0)
-    return tl.sum(mass, 0)
+        is_before = ranks < limit
+        numbers += is_before.to(tl.int32)
+        masses += tl.where(is_before, _mass(_score_of(ranks)), 0)
+    return tl.sum(numbers, 0), tl.sum(masses, 0)
 
 
 @triton.jit
 def _best_before(ranks_ptr, count, limit, least, k0, k1, BLOCK: tl.constexpr):
-    """The rank of what the rule prefers among the ranks below `limit` that min-p keeps; -1 where there is none."""
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    best_rank = tl.full([BLOCK], -1, tl.int64)
-    best_token = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    """The rank of what the rule prefers among the ranks below `limit` that min-p keeps; -1 where there is none.
+
+    The noise is worked out only where some token can win, see `sampling_kernels.choose_parts`.
+    """
+    best = tl.full([], float("-inf"), tl.float32)
+    best_rank = tl.full([], -1, tl.int64)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
         ranks = tl.load(ranks_ptr + at, mask=at < count, other=_LAST_RANK)
         scores, tokens = _score_of(ranks), ranks.to(tl.int32)
         is_in = (ranks < limit) & (scores >= least)
-        noisy = tl.where(is_in, scores + gumbel_of(uniform(k0, k1, tokens)), float("-inf"))
-        is_better = (noisy > best) | ((noisy == best) & is_in & (tokens < best_token))
-        best = tl.where(is_better, noisy, best)
-        best_rank = tl.where(is_better, ranks, best_rank)
-        best_token = tl.where(is_better, tokens, best_token)
-    first = tl.min(tl.where(best == tl.max(best, 0), best_token, 0x7FFFFFFF), 0)
-    return tl.max(tl.where(best_token == first, best_rank, -1), 0)
+        w = uniform(k0, k1, tokens)
+        can_win = is_in & (w < tl.exp(scores - best) * 1.001)
+        if tl.max(can_win.to(tl.int32), 0) > 0:
+            noisy = tl.where(is_in, scores + gumbel_of(w), float("-inf"))
+            top = tl.max(noisy, 0)
+            token = tl.min(tl.where(noisy == top, tokens, 0x7FFFFFFF), 0)
+            rank = tl.max(tl.where(is_in & (tokens == token), ranks, -1), 0)
+            is_lower = token < (best_rank & 0xFFFFFFFF)
+            best_rank = tl.where((top > best) | ((top == best) & is_lower), rank, best_rank)
+            best = tl.maximum(top, best)
+    return best_rank
 
 
 @triton.jit(do_not_specialize=["vocab", "row_stride", "turns"])
@@ -198,8 +206,8 @@ def choose_kept(
 ):  # fmt: skip
     """Overwrites what was chosen for one row, if it has filters that do not keep it, by the best of what they keep.
 
-    What is best of all and is kept is the best of what is kept. A token that top-p does not keep takes all that are ranked
-    after it along, so the next one to look at is the best of those before it: mostly none, seldom more than three.
+    What is best of all and is kept is the best of what is kept. A token that top-k or top-p does not keep takes all that are
+    ranked after it along, so the next one to look at is the best of those before it: mostly none, seldom more than three.
     """
     row = tl.program_id(0)
     temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
@@ -208,23 +216,24 @@ def choose_kept(
         ranks_ptr += row.to(tl.int64) * vocab
         count, total = tl.load(counts + row), tl.load(totals + row)
         end = tl.full([], _LAST_RANK, tl.int64)
-        if (top_k > 0) & (top_k <= count):
+        if (top_k > 0) & (top_k <= count) & (top_p < 1):
             end = _kth(ranks_ptr, count, top_k, turns, SHORT) + 1
-            total = _mass_before(ranks_ptr, count, end, BLOCK)
-        # Top-p keeps what has less than this before it.
-        enough = tl.where(top_p < 1, top_p.to(tl.float64) * total.to(tl.float64), float("inf"))
+            _, total = _before(ranks_ptr, count, end, BLOCK)
+        # The filters keep what has fewer before it, and less.
+        many = tl.where(top_k > 0, top_k, 0x7FFFFFFF)
+        much = tl.where(top_p < 1, top_p.to(tl.float64) * total.to(tl.float64), float("inf"))
         least = _least(min_p)
         k0, k1 = row_key(tl.load(seeds + row), tl.load(positions + row))
         token = tl.load(chosen + row).to(tl.int32)
         x = _tidy(tl.load(logits_ptr + row.to(tl.int64) * row_stride + token))
         score = _score(x, tl.load(bases + row), temperature)
         rank = _rank(_key(score), token)
-        before = _mass_before(ranks_ptr, count, rank, BLOCK).to(tl.float64)
-        rejected = (rank >= end) | (score < least) | (before >= enough)
+        number, mass = _before(ranks_ptr, count, rank, BLOCK)
+        rejected = (number >= many) | (mass.to(tl.float64) >= much) | (score < least)
         while rejected:
             limit = tl.minimum(rank, end)
             rank = _best_before(ranks_ptr, count, limit, least, k0, k1, BLOCK)
-            before = _mass_before(ranks_ptr, count, rank, BLOCK).to(tl.float64)
-            rejected = (rank >= 0) & (before >= enough)
+            number, mass = _before(ranks_ptr, count, rank, BLOCK)
+            rejected = (rank >= 0) & ((number >= many) | (mass.to(tl.float64) >= much))
         # The id, or 0 where nothing is kept, as in a row of minus infinities.
         tl.store(chosen + row, tl.where(rank < 0, 0, rank & 0xFFFFFFFF))

@@ -14,7 +14,7 @@ ROOT, PAD = -1, -2  # as parents: of the root, and of rows that stand for nothin
 _BLOCK = 1024  # tokens that a program looks at together
 _MAX_PARTS = 128
 _PROGRAMS = 1024  # enough to keep a GPU busy
-_LEAST_TOP, _MAX_TOPS = 256, 1024  # tokens of a block whose best is looked at, and how many blocks
+_LEAST_TOP, _MAX_TOPS = 64, 2048  # tokens of a block whose best is looked at, and how many blocks
 
 
 class PagedData(Protocol):
