@@ -23,10 +23,10 @@ from tests.draft_service.test_graph_drafting import (
     limits_of,
     target,  # noqa: F401
 )
-from tests.draft_service.test_heads import request_of
 from tests.support.device_drafts import Driver, LocalExchange, LocalReader, Turn, schedule
 from tests.support.draft_heads import VOCAB
 from tests.support.drafts import attach_request
+from tests.support.head_verifier import request_of
 from tests.support.plan_attention import PlanAttention
 
 PAGE, NUM_PAGES, MAX_BATCH = 4, 320, 8

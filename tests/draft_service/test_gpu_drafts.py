@@ -15,8 +15,8 @@ from foredraft.models.registry import resolve_model_path
 from foredraft.transport.base import RowFormat
 from foredraft.transport.inline import InlineReader
 from tests.draft_service.test_graph_drafting import SAMPLINGS, limits_of
-from tests.draft_service.test_heads import Verifier, text
 from tests.support.drafts import attach_request
+from tests.support.head_verifier import Verifier, text
 
 pytestmark = [
     pytest.mark.gpu,

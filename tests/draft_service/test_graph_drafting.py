@@ -19,10 +19,11 @@ from foredraft.errors import InvalidRequest
 from foredraft.transport import codec
 from foredraft.transport.base import RowFormat
 from foredraft.transport.inline import InlineReader
-from tests.draft_service.test_heads import KINDS, Verifier, request_of, text
+from tests.draft_service.test_heads import KINDS
 from tests.support.checkpoints import make_checkpoint
 from tests.support.draft_heads import save_head
 from tests.support.drafts import attach_request
+from tests.support.head_verifier import Verifier, request_of, text
 from tests.support.plan_attention import PlanAttention
 
 SHAPES = {"chain": (3, 1, 4), "tree": (3, 3, 9), "bushy": (2, 4, 30), "one": (1, 3, 4)}
