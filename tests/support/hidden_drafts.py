@@ -56,11 +56,11 @@ class HiddenDrafter(Drafter):
     """Proposes from texts that it was given, right tokens behind wrong ones, and remembers what it read.
 
     Args:
-        width: Of a row; 0 for a draft that reads tokens alone.
+        width: Of a row.
         layers: Layers that it reads.
         skill: Part of the proposed levels that hold the right token.
         weight_bytes: What it says of itself; a draft without weights is taken to cost nothing.
-        algorithm: Likewise.
+        algorithm: Likewise; STANDALONE reads tokens alone.
     """
 
     max_sessions = 1
@@ -74,7 +74,7 @@ class HiddenDrafter(Drafter):
         algorithm: str = "EAGLE",
     ) -> None:
         self.algorithm = algorithm
-        self.shift = int(width > 0)  # of a token against its slot
+        self.shift = int(algorithm != "STANDALONE")  # of a token against its slot
         self.weight_bytes = weight_bytes
         self.texts: list[list[int]] = []
         self.views: list[View] = []
@@ -91,7 +91,7 @@ class HiddenDrafter(Drafter):
         return draft_pb2.GetDraftInfoResponse(
             algorithm=self.algorithm,
             weight_bytes=self.weight_bytes,
-            hidden=needs if self._width else None,
+            hidden=needs if self.shift else None,
             uses_pages=True,
         )
 
@@ -108,7 +108,7 @@ class HiddenDrafter(Drafter):
         """
         for view in self.views:
             assert None not in view.entries, f"a slot was never filled: {view.start}"
-        if not self._width:
+        if not self.shift:
             for view in self.views:
                 assert any(text[: len(view.tokens)] == view.tokens for text in self.texts)
             return sum(len(view.entries) for view in self.views)
