@@ -127,8 +127,7 @@ def attached(
         arena=region.arena,
     )
     try:
-        # A busy machine takes long to compile and capture what the draft needs.
-        with open_stream(draft.target, request, timeout=150) as stream:
+        with open_stream(draft.target, request) as stream:
             region.attached()
             yield stream, region, width
     finally:

@@ -19,6 +19,7 @@ from foredraft.rpc.channel import channel, wait_ready
 from foredraft.rpc.protocol import DRAFT_PROTOCOL
 
 ROOT = Path(__file__).parents[2]
+STREAM_SECONDS = 150  # of a stream, whatever the machine is busy with meanwhile
 
 
 class DraftProcess:
@@ -104,7 +105,9 @@ class DraftProcess:
 class DraftStream:
     """An attached stream, one message at a time; errors come as grpc.RpcError."""
 
-    def __init__(self, target: str, attach: draft_pb2.AttachRequest, timeout: float = 30.0) -> None:
+    def __init__(
+        self, target: str, attach: draft_pb2.AttachRequest, timeout: float = STREAM_SECONDS
+    ) -> None:
         self._channel = channel(target)
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         stub = draft_pb2_grpc.DraftServiceStub(self._channel)
@@ -147,12 +150,12 @@ class DraftStream:
         self._channel.close()
 
 
-def open_stream(target: str, attach: draft_pb2.AttachRequest, timeout: float = 30.0) -> DraftStream:
+def open_stream(target: str, attach: draft_pb2.AttachRequest) -> DraftStream:
     """Attaches to a draft that serves one verifier at a time: the one before may still be leaving."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
-            return DraftStream(target, attach, timeout)
+            return DraftStream(target, attach)
         except grpc.RpcError as error:
             if error.code() != grpc.StatusCode.RESOURCE_EXHAUSTED or time.monotonic() > deadline:
                 raise
