@@ -6,9 +6,7 @@ MOST_SAVED = 0.03  # seconds that may be lost ahead
 STOP_LOSS, STOP_STEPS, MOST_STOP_LOSS = 0.08, 3, 0.2
 STOP_SECONDS = 0.25  # for which it stops
 ALLOWED = 0.01  # of drafting's time that may be lost without being counted
-FORGIVEN = (
-    0.1  # of the time of plain steps: what was lost before them is no sign of what is lost now
-)
+FORGIVEN = 0.1  # of the time of plain steps: what was lost before is no sign of what is lost now
 # Drafting steps at least between plain ones that show what drafting is worth; on a GPU the return to drafting costs more.
 CHECK_STEPS, PADDED_CHECK_STEPS = 48, 128
 CHECK_COST = 300  # of these for every plain step that is lost by such a check

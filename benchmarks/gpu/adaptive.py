@@ -149,6 +149,7 @@ class Bench:
         return {
             size: self.costs.rate(steps, size, mean_tokens(size, self.depth, acceptance))
             for size in rows
+            if self.costs.knows(size)  # so slow that no step ended in time
         }
 
     def ratios(self, cell: dict[str, Any]) -> dict[str, Any]:
@@ -249,7 +250,7 @@ def measure(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) -> N
             {
                 f"{batch}x{rows}": [line.base * 1e3, line.slope * 1e3]
                 for rows in times.rows(batch)
-                if (line := bench.costs.line(batch, rows))
+                if bench.costs.knows(rows) and (line := bench.costs.line(batch, rows))
             }
         )
     if not args.no_transients:

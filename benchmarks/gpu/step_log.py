@@ -138,6 +138,10 @@ class Costs:
         self._seen.setdefault((batch, rows), []).extend(seen)
         self._lines.clear()
 
+    def knows(self, rows: int) -> bool:
+        """Whether steps of so many rows were measured at any batch."""
+        return any(size[1] == rows and steps for size, steps in self._seen.items())
+
     def line(self, batch: int, rows: int) -> Line:
         """The line of least squares; of the nearest batch that was seen."""
         sizes = [size for size, steps in self._seen.items() if size[1] == rows and steps]
