@@ -114,11 +114,18 @@ class StandaloneDrafter(PagedDrafter):
 
     def _check_target(self, request: draft_pb2.AttachRequest) -> None:
         config = self._model.config
-        if request.vocab_size != config.vocab_size:
+        # Sizes of one family, with one tokenizer, pad their tables to different lengths (Qwen2.5: 151,936 and 152,064).
+        has_same_tokens = (
+            bool(self._fingerprint) and request.tokenizer_fingerprint == self._fingerprint
+        )
+        is_longer = request.vocab_size > config.vocab_size
+        if request.vocab_size != config.vocab_size and not (is_longer and has_same_tokens):
             raise AttachRefused(
                 "vocab_size",
-                f"the target's is {request.vocab_size}, the draft's {config.vocab_size}",
+                f"the target's is {request.vocab_size}, the draft's {config.vocab_size}; a target may have a larger one "
+                "if its tokenizer is the draft's",
             )
+        self._model.embedding.takes_any_id = is_longer
         if request.max_context > config.max_position_embeddings:
             raise AttachRefused(
                 "max_context",

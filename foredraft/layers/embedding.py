@@ -12,6 +12,8 @@ class Embedding(nn.Module):
 
     Attributes:
         weight: [vocab_size, hidden].
+        takes_any_id: Ids beyond the table read its last row. Of a draft whose target pads the same tokens to a larger table:
+            no token has such an id, but whoever sends ids may send it.
     """
 
     def __init__(
@@ -24,16 +26,19 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = new_parameter((vocab_size, hidden_size), dtype, device)
+        self.takes_any_id = False
         # Rounded to the weights' type first, as Gemma was trained.
         self._scale = torch.tensor(scale, dtype=dtype).item() if scale != 1.0 else None
 
     @property
     def is_plain(self) -> bool:
         """Whether rows of the table are embeddings as they are."""
-        return self._scale is None
+        return self._scale is None and not self.takes_any_id
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 [n] -> [n, hidden]."""
+        if self.takes_any_id:
+            tokens = tokens.clamp(max=len(self.weight) - 1)
         # On a GPU the latter takes several times as long for a few tokens.
         rows = self.weight[tokens] if self.weight.is_cuda else F.embedding(tokens, self.weight)
         return rows if self._scale is None else rows.mul_(self._scale)

@@ -13,6 +13,7 @@ import torch
 
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.rpc.channel import channel, check_health
+from foredraft.text.tokenizer import tokenizer_fingerprint
 from foredraft.types import SamplingParams
 from tests.support import tiny_tokenizers
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -380,6 +381,24 @@ def test_another_tokenizer_is_refused(make: Callable[[str], Path], tmp_path: Pat
         same = attach(tokenizer_fingerprint=info.tokenizer_fingerprint)
         with open_stream(process.target, same):
             pass
+
+
+def test_a_target_may_pad_the_same_tokens_to_more(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "draft", seed=3)
+    tiny_tokenizers.save(tiny_tokenizers.byte_level(), path)
+    reference, sequences = Reference(path), Sequences()
+    own = tokenizer_fingerprint(path)
+    with DraftProcess(*flags(path)) as process:
+        for changes in ({"vocab_size": 140}, {"vocab_size": 120, "tokenizer_fingerprint": own}):
+            with pytest.raises(grpc.RpcError, match="vocab_size"):
+                open_stream(process.target, attach(3, 3, 9, **changes))
+        padded = attach(3, 3, 9, vocab_size=140, tokenizer_fingerprint=own)
+        with open_stream(process.target, padded) as stream:
+            text = prompt(0, 9)
+            tree = stream.step(sequences.begin(0, text, **BUSHY))[0]
+            assert paths_of(tree) == reference.paths(text, 3, 3, 8)
+            tree = stream.step(sequences.begin(1, [*text, 139, 5], **BUSHY))[1]
+            assert paths_of(tree) == reference.paths([*text, VOCAB_SIZE - 1, 5], 3, 3, 8)
 
 
 def test_attaching_again_and_again_leaves_nothing(draft: DraftProcess) -> None:
