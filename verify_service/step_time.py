@@ -11,6 +11,7 @@ FINE_SIZES = 12  # trees whose sizes are told apart one by one, where each row c
 LEVEL_WEIGHT, FIRST_WEIGHT = 0.2, 0.4
 # Of one real step with drafts in what such steps take beyond the table, and in all times.
 MORE_WEIGHT, COMMON_WEIGHT = 0.15, 0.05
+FORGET_STEPS = 400  # plain ones, in which two thirds of the former are forgotten: else nothing might show that it has changed
 GRID_WEIGHT = 0.1  # on a GPU, of one real step in the time of its shape
 MUCH_CONTEXT = 4000  # tokens; with more, a plain step teaches what each of them takes
 BUSY_TOLERANCE = 1.1  # of times measured at start, against CPU time
@@ -70,6 +71,7 @@ class RowTimes:
         surprise = _surprise(seconds, expected, 0.5)
         if rows <= batch:
             self._steps_alike += 1
+            self._more *= 1 - 1 / FORGET_STEPS
             self._level *= 1 + max(LEVEL_WEIGHT, FIRST_WEIGHT / self._steps_alike) * surprise
             return
         self._steps_alike = 0

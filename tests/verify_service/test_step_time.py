@@ -35,6 +35,10 @@ def test_steps_with_drafts_hardly_move_what_is_believed_of_plain_ones() -> None:
         times.observe(1, 1, 20.0)  # the machine has become slower, for all
     assert times.seconds(1, 1) == pytest.approx(20.0, rel=0.01)
     assert times.seconds(1, 4) > 30.0
+    for _ in range(3000):
+        times.observe(1, 1, 20.0)
+    # What was seen so long ago is forgotten.
+    assert times.seconds(1, 4) == pytest.approx(26.0, rel=0.01)
 
 
 def test_a_table_measured_on_a_busy_machine_keeps_its_shape() -> None:
