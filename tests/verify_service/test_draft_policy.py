@@ -43,9 +43,12 @@ def run(
 @pytest.mark.parametrize("acceptance", [0.1, 0.3, 0.5, 0.7, 0.9])
 @pytest.mark.parametrize("batch", [1, 4, 8, 16, 32, 64])
 def test_a_chain_on_a_gpu_is_near_the_best_setting(batch: int, acceptance: float) -> None:
-    trace = run(GPU_CHAIN, [Load(0, batch, (acceptance, acceptance))], 4.0)
-    assert trace.of_plain(1.0, 4.0) > 0.97
-    assert trace.of_best(1.0, 4.0, acceptance) > 0.95
+    seconds = (
+        4.0 if batch > 4 else 12.0
+    )  # of few sequences, what happens to be accepted varies much
+    trace = run(GPU_CHAIN, [Load(0, batch, (acceptance, acceptance))], seconds)
+    assert trace.of_plain(1.0, seconds) > 0.97
+    assert trace.of_best(1.0, seconds, acceptance) > 0.95
 
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.9])
