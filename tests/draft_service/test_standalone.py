@@ -1,25 +1,28 @@
 """STANDALONE against transformers: the same trees, whatever the batch, the chunks and the pages."""
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
-import torch
 
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.rpc.channel import channel, check_health
-from foredraft.text.tokenizer import tokenizer_fingerprint
 from foredraft.types import SamplingParams
-from tests.support import tiny_tokenizers
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.draft_heads import paths_of
 from tests.support.drafts import DraftProcess, DraftStream, open_stream
-from tests.support.standalone_reference import NUM_PAGES, Reference, Sequences, attach, prompt
+from tests.support.standalone_reference import (
+    BUSHY,
+    NUM_PAGES,
+    Reference,
+    Sequences,
+    attach,
+    flags,
+    prompt,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +38,6 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return checkpoint
 
 
-def flags(path: Path) -> list[str]:
-    return [
-        *("--speculative-algorithm", "STANDALONE"),
-        *("--speculative-draft-model-path", str(path), "--num-threads", "1"),
-    ]
-
-
 @pytest.fixture(scope="module")
 def draft(make: Callable[[str], Path]) -> Iterator[DraftProcess]:
     with DraftProcess(*flags(make("LlamaForCausalLM"))) as process:
@@ -54,7 +50,6 @@ def reference(make: Callable[[str], Path]) -> Reference:
 
 
 CHAIN = {"num_steps": 4, "topk": 1, "num_draft_tokens": 5}
-BUSHY = {"num_steps": 3, "topk": 3, "num_draft_tokens": 9}
 
 
 def test_info_names_vocabulary_and_costs(draft: DraftProcess) -> None:
@@ -339,66 +334,6 @@ def test_one_verifier_at_a_time(draft: DraftProcess) -> None:
     with open_stream(draft.target, attach(epoch=2)) as stream:
         assert stream.attached.epoch == 2
         assert stream.attached.kv_bytes > 0
-
-
-def test_a_token_map_drafts_its_tokens_alone(
-    make: Callable[[str], Path], reference: Reference, tmp_path: Path
-) -> None:
-    ids = random.Random(2).sample(range(VOCAB_SIZE), 50)
-    torch.save(ids, tmp_path / "map.pt")
-    others = [token for token in range(VOCAB_SIZE) if token not in ids]
-
-    class Reduced(Reference):
-        def logits(self, tokens: list[int], valid_from: int = 0) -> np.ndarray:
-            row = reference.logits(tokens, valid_from).copy()
-            row[others] = -np.inf
-            return row
-
-    reduced = Reduced.__new__(Reduced)
-    sequences = Sequences()
-    with (
-        DraftProcess(
-            *flags(make("LlamaForCausalLM")), f"--speculative-token-map={tmp_path / 'map.pt'}"
-        ) as process,
-        open_stream(process.target, attach(3, 3, 9)) as stream,
-    ):
-        for slot, length in enumerate((3, 11)):
-            text = prompt(slot, length)
-            tree = stream.step(sequences.begin(slot, text, **BUSHY))[slot]
-            assert paths_of(tree) == reduced.paths(text, 3, 3, 8)
-
-
-def test_another_tokenizer_is_refused(make: Callable[[str], Path], tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path / "draft")
-    tiny_tokenizers.save(tiny_tokenizers.byte_level(), path)
-    with DraftProcess(*flags(path)) as process:
-        with channel(process.target) as connection:
-            info = draft_pb2_grpc.DraftServiceStub(connection).GetDraftInfo(
-                draft_pb2.GetDraftInfoRequest()
-            )
-        with pytest.raises(grpc.RpcError, match="tokenizer_fingerprint"):
-            open_stream(process.target, attach(tokenizer_fingerprint="0" * 64))
-        same = attach(tokenizer_fingerprint=info.tokenizer_fingerprint)
-        with open_stream(process.target, same):
-            pass
-
-
-def test_a_target_may_pad_the_same_tokens_to_more(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path / "draft", seed=3)
-    tiny_tokenizers.save(tiny_tokenizers.byte_level(), path)
-    reference, sequences = Reference(path), Sequences()
-    own = tokenizer_fingerprint(path)
-    with DraftProcess(*flags(path)) as process:
-        for changes in ({"vocab_size": 140}, {"vocab_size": 120, "tokenizer_fingerprint": own}):
-            with pytest.raises(grpc.RpcError, match="vocab_size"):
-                open_stream(process.target, attach(3, 3, 9, **changes))
-        padded = attach(3, 3, 9, vocab_size=140, tokenizer_fingerprint=own)
-        with open_stream(process.target, padded) as stream:
-            text = prompt(0, 9)
-            tree = stream.step(sequences.begin(0, text, **BUSHY))[0]
-            assert paths_of(tree) == reference.paths(text, 3, 3, 8)
-            tree = stream.step(sequences.begin(1, [*text, 139, 5], **BUSHY))[1]
-            assert paths_of(tree) == reference.paths([*text, VOCAB_SIZE - 1, 5], 3, 3, 8)
 
 
 def test_attaching_again_and_again_leaves_nothing(draft: DraftProcess) -> None:

@@ -19,6 +19,7 @@ from tests.support.drafts import attach_request
 
 PAGE = 4
 NUM_PAGES = 400
+BUSHY = {"num_steps": 3, "topk": 3, "num_draft_tokens": 9}  # a tree
 
 
 class Reference:
@@ -121,3 +122,10 @@ def prompt(seed: int, length: int) -> list[int]:
 def attach(steps: int = 3, topk: int = 2, tokens: int = 8, **changes: Any) -> Any:
     limits = draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens)
     return attach_request(**{"limits": limits, "num_pages": NUM_PAGES, "page_size": PAGE} | changes)
+
+
+def flags(path: Path) -> list[str]:
+    return [
+        *("--speculative-algorithm", "STANDALONE"),
+        *("--speculative-draft-model-path", str(path), "--num-threads", "1"),
+    ]

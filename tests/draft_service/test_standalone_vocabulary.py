@@ -1,0 +1,86 @@
+"""STANDALONE with a part of its vocabulary, another tokenizer, and a target that pads the same tokens to more."""
+
+import random
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
+from foredraft.rpc.channel import channel
+from foredraft.text.tokenizer import tokenizer_fingerprint
+from tests.support import tiny_tokenizers
+from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.support.draft_heads import paths_of
+from tests.support.drafts import DraftProcess, open_stream
+from tests.support.standalone_reference import BUSHY, Reference, Sequences, attach, flags, prompt
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "model", seed=3)
+
+
+@pytest.fixture
+def reference(path: Path) -> Reference:
+    return Reference(path)
+
+
+def test_a_token_map_drafts_its_tokens_alone(
+    path: Path, reference: Reference, tmp_path: Path
+) -> None:
+    ids = random.Random(2).sample(range(VOCAB_SIZE), 50)
+    torch.save(ids, tmp_path / "map.pt")
+    others = [token for token in range(VOCAB_SIZE) if token not in ids]
+
+    class Reduced(Reference):
+        def logits(self, tokens: list[int], valid_from: int = 0) -> np.ndarray:
+            row = reference.logits(tokens, valid_from).copy()
+            row[others] = -np.inf
+            return row
+
+    reduced = Reduced.__new__(Reduced)
+    sequences = Sequences()
+    with (
+        DraftProcess(*flags(path), f"--speculative-token-map={tmp_path / 'map.pt'}") as process,
+        open_stream(process.target, attach(3, 3, 9)) as stream,
+    ):
+        for slot, length in enumerate((3, 11)):
+            text = prompt(slot, length)
+            tree = stream.step(sequences.begin(slot, text, **BUSHY))[slot]
+            assert paths_of(tree) == reduced.paths(text, 3, 3, 8)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "draft")
+    tiny_tokenizers.save(tiny_tokenizers.byte_level(), path)
+    with DraftProcess(*flags(path)) as process:
+        with channel(process.target) as connection:
+            info = draft_pb2_grpc.DraftServiceStub(connection).GetDraftInfo(
+                draft_pb2.GetDraftInfoRequest()
+            )
+        with pytest.raises(grpc.RpcError, match="tokenizer_fingerprint"):
+            open_stream(process.target, attach(tokenizer_fingerprint="0" * 64))
+        same = attach(tokenizer_fingerprint=info.tokenizer_fingerprint)
+        with open_stream(process.target, same):
+            pass
+
+
+def test_a_target_may_pad_the_same_tokens_to_more(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "draft", seed=3)
+    tiny_tokenizers.save(tiny_tokenizers.byte_level(), path)
+    reference, sequences = Reference(path), Sequences()
+    own = tokenizer_fingerprint(path)
+    with DraftProcess(*flags(path)) as process:
+        for changes in ({"vocab_size": 140}, {"vocab_size": 120, "tokenizer_fingerprint": own}):
+            with pytest.raises(grpc.RpcError, match="vocab_size"):
+                open_stream(process.target, attach(3, 3, 9, **changes))
+        padded = attach(3, 3, 9, vocab_size=140, tokenizer_fingerprint=own)
+        with open_stream(process.target, padded) as stream:
+            text = prompt(0, 9)
+            tree = stream.step(sequences.begin(0, text, **BUSHY))[0]
+            assert paths_of(tree) == reference.paths(text, 3, 3, 8)
+            tree = stream.step(sequences.begin(1, [*text, 139, 5], **BUSHY))[1]
+            assert paths_of(tree) == reference.paths([*text, VOCAB_SIZE - 1, 5], 3, 3, 8)
