@@ -14,6 +14,7 @@ from foredraft.errors import DraftError
 from foredraft.kvcache.draft_marks import DraftMarks
 from foredraft.runner.hand_over import hand_over
 from foredraft.runner.model_runner import ForwardOutput
+from foredraft.speculation.static_beams import NO_NODE
 from foredraft.transport.base import ArenaError
 from foredraft.transport.device_exchange import DeviceExchange
 from verify_service.acceptance import DraftHistory
@@ -32,9 +33,6 @@ logger = logging.getLogger(__name__)
 MOST_READ = 512  # tokens that sequences left out until now make a step read, if there are several
 # Bytes of hidden states that a draft is not told of while it is not asked; of a GPU's memory, a share.
 MOST_KEPT, KEPT_SHARE = 128 << 20, 0.01
-
-
-NO_NODE = -2  # as parent of what is no node of a tree on the device
 
 
 class Drafting:
@@ -125,11 +123,10 @@ class Drafting:
             self._wire.attach(epoch)
             self._released.clear()
             self._ahead.clear()
-            self._exchange = self._hidden.attach(epoch)
+            exchange = self._exchange = self._hidden.attach(epoch)
             self._most_kept = MOST_KEPT
-            device = None if self._exchange is None else self._exchange.trees.device
-            if device is not None and device.type == "cuda":
-                memory = torch.cuda.get_device_properties(device).total_memory
+            if exchange is not None and exchange.trees.is_cuda:
+                memory = torch.cuda.get_device_properties(exchange.trees.device).total_memory
                 self._most_kept = max(MOST_KEPT, int(KEPT_SHARE * memory))
             info = self._client.info
             self._news.attach(epoch, info is not None and info.uses_pages)
@@ -151,8 +148,7 @@ class Drafting:
 
     @property
     def capture(self) -> tuple[int, ...] | None:
-        """Layers whose entering residual stream the draft reads; empty for the state after the final norm, None when
-        it reads nothing."""
+        """Layers whose entering residual stream the draft reads; empty for the state after the final norm, None for none."""
         return self._hidden.layers
 
     def usable_prefix(self, sequence: RequestSequence, pages: list[int]) -> int:
