@@ -51,6 +51,7 @@ class DraftPolicy:
         self._rows = 1
         self._was_drafted = False
         self._steps_to_grow = self._grow_steps = GROW_STEPS
+        self._is_asked_first = False
         self._ask_worth = 0.3  # of sequences that were not asked for yet
 
     @property
@@ -192,7 +193,7 @@ class DraftPolicy:
             times.observe(step.batch, step.rows, step.seconds)
             self._draft_times.take_out((times.per_token - known) / times.unit)
         else:
-            times.observe(step.batch, step.rows, step.seconds)
+            times.observe(step.batch, step.rows, step.seconds, not self._is_asked_first)
         # After a pause a draft catches up first.
         if levels and not is_changed:
             self._draft_times.observe(sequences, levels, wait / times.unit, context)
@@ -322,6 +323,7 @@ class DraftPolicy:
 
     def ask(self, wanted: Sequence[Want]) -> Plan:
         """Whom to ask such a draft for; what to verify of the proposals is then `trim`'s to say."""
+        self._is_asked_first = True
         times, probing, batch = self._times, self._probing, len(wanted)
         if times is None or any(want.forced for want in wanted):
             return self._everything(wanted)
