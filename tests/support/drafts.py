@@ -39,7 +39,11 @@ class DraftProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "DraftProcess":
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # nobody else would end it
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
