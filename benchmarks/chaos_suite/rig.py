@@ -164,7 +164,9 @@ class Rig:
             return False
         sockets = [self.draft_socket(), self.draft_socket().with_name("verify.sock")]
         addresses = [self.grpc, *(f"unix:{path}" for path in sockets)]
-        states = [await asyncio.to_thread(check_health, address, timeout=1) for address in addresses]
+        states = [
+            await asyncio.to_thread(check_health, address, timeout=1) for address in addresses
+        ]
         return all(state == "SERVING" for state in states)
 
     async def wait_healthy(self, seconds: float) -> None:
