@@ -166,6 +166,7 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
         None,
         "For benchmarks with --load-format dummy: replace what is accepted, so that a verification gives this many tokens "
         "on average. The text is meaningless.",
+        least=1,
     )
     draft_wait: float = option(
         60.0, "Seconds to wait at start for the draft before serving without it.", least=0
