@@ -15,7 +15,7 @@ CHANGE_MARGIN = 1.02  # and another size of trees before it is taken instead
 TRIAL_SEQUENCES = 4  # drafted for at a time to find out, where each costs
 PADDED_TRIAL_SEQUENCES = 8  # likewise, where all rows are computed anyway
 # Seconds that a draft on a GPU takes to read a token, about, and within how many what it has to read must have paid.
-PADDED_READ_SECONDS, PAYS_WITHIN = 3e-6, 4.0
+PADDED_READ_SECONDS, PAYS_WITHIN = 4e-6, 4.0
 # Drafting steps after which larger trees are tried once; where steps are padded, each time in vain doubles them.
 GROW_STEPS, MOST_GROW_STEPS = 24, 192
 TRIAL_ACCEPTANCE = 0.8  # of every node, that the size of a trial's trees is best for

@@ -210,6 +210,8 @@ class DraftTimes:
         count = self._counts[key] = self._counts.get(key, 0) + 1
         known = self.steps(batch, levels) or FIRST_DRAFT / 2
         weight = max(DRAFT_WEIGHT, 1 / count)
+        if self._is_padded and self._steps and steps > 2 * known:
+            weight = DRAFT_WEIGHT  # it was something else: what the draft had to read first
         self._steps[key] = known + weight * (min(steps, 2 * known) - known)
 
     def take_out(self, steps: float) -> None:

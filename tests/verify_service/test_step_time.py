@@ -121,6 +121,16 @@ def test_a_drafts_first_answer_may_take_long() -> None:
     assert times.steps(1, 0) == 0.0
 
 
+def test_what_a_draft_had_to_read_first_is_hardly_taken_for_its_usual_time() -> None:
+    times = DraftTimes(is_padded=True)
+    for _ in range(60):
+        times.observe(64, 3, 0.5)
+    times.observe(64, 1, 40.0)  # the first of this size, behind a rest
+    assert times.steps(64, 1) < 0.4
+    times.observe(64, 1, 0.3)
+    assert times.steps(64, 1) == pytest.approx(0.3, rel=0.1)
+
+
 def test_what_turns_out_to_be_context_is_no_drafts_time() -> None:
     times = DraftTimes(is_padded=True)
     for _ in range(60):
