@@ -22,7 +22,7 @@ from tests.support.step_model import (
     Trace,
     simulate,
 )
-from verify_service.draft_policy import DraftPolicy
+from verify_service.policy.policy import DraftPolicy
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 ACCEPTANCES = (0.1, 0.3, 0.5, 0.7, 0.9)

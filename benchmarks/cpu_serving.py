@@ -153,7 +153,7 @@ def _transformers(
 
 @contextlib.contextmanager
 def _engine(path: Path, args: argparse.Namespace) -> Iterator[Generate]:
-    from verify_service.live_requests import EngineRequest
+    from verify_service.engine.live_requests import EngineRequest
     from verify_service.metrics import SpeculationMetrics
     from verify_service.outputs import Load, StepOutput
     from verify_service.startup import build_engine, load_target

@@ -1,6 +1,6 @@
 """What a KV cache of fewer bits does to a model: its likelihood of some texts, and how often its best token stays the same.
 
-python -m benchmarks.kv_rounding --model-path foredraft-demo README.md docs/operations.md verify_service/engine.py
+python -m benchmarks.kv_rounding --model-path foredraft-demo README.md docs/operations.md verify_service/engine/engine.py
 """
 
 import argparse

@@ -32,7 +32,7 @@ from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support.engines import Harness, running_engine
-from verify_service.live_requests import EngineRequest
+from verify_service.engine.live_requests import EngineRequest
 from verify_service.outputs import Load, StepOutput
 
 LOADS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tests.support.engines import Harness
-from verify_service.chooser import VerifyRows
-from verify_service.draft_policy import DraftPolicy
-from verify_service.drafting import Drafting
-from verify_service.proposals import Drafted
-from verify_service.request import Sequence as RequestSequence
-from verify_service.step_plan import PrefillChunk, StepPlan
-from verify_service.target_step import StepResult
+from verify_service.drafts.drafting import Drafting
+from verify_service.drafts.proposals import Drafted
+from verify_service.policy.policy import DraftPolicy
+from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.scheduling.step_plan import PrefillChunk, StepPlan
+from verify_service.target.chooser import VerifyRows
+from verify_service.target.target_step import StepResult
 
 KINDS = ("prompt", "plain", "trial", "drafted")
 

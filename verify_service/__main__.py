@@ -24,7 +24,7 @@ from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from foredraft.telemetry.metrics import start_metrics_server
 from foredraft.transport import cuda
-from verify_service.engine import Engine
+from verify_service.engine.engine import Engine
 from verify_service.grammar.compiler import GrammarCompiler, GrammarLimits
 from verify_service.metrics import AnyMetrics, speculation_metrics
 from verify_service.service import ServedModel, VerifyService

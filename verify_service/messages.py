@@ -3,7 +3,7 @@
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.errors import InvalidRequest, Overloaded, Unavailable
 from foredraft.types import FinishReason, Grammar, GrammarKind, SamplingParams, SpeculationParams
-from verify_service.live_requests import EngineRequest
+from verify_service.engine.live_requests import EngineRequest
 from verify_service.outputs import Finish, Load, Sink, StepOutput
 
 FINISH_REASONS = {

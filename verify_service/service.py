@@ -14,9 +14,9 @@ from foredraft.errors import ForedraftError, InvalidRequest, Overloaded, Unavail
 from foredraft.telemetry import tracing
 from foredraft.telemetry.tracing import Span
 from foredraft.types import FinishReason, Grammar
-from verify_service.engine import Engine
+from verify_service.engine.engine import Engine
+from verify_service.engine.live_requests import EngineRequest
 from verify_service.grammar.compiler import GrammarCompiler
-from verify_service.live_requests import EngineRequest
 from verify_service.messages import engine_request, response
 from verify_service.outputs import Finish, Load, StepOutput
 

@@ -25,20 +25,19 @@ from foredraft.models.loader import available_host_bytes, load_model
 from foredraft.models.registry import resolve_model_path
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
-from verify_service.chooser import Chooser, Thresholds
-from verify_service.chosen_sizes import SizeRules
-from verify_service.draft_links import (
+from verify_service.drafts.chosen_sizes import SizeRules
+from verify_service.drafts.drafting import Drafting
+from verify_service.drafts.hidden_states import HiddenStates
+from verify_service.drafts.links import (
     DraftLink,
     connect_drafts,
     followed_levels,
     infos_of,
     tree_limits_of,
 )
-from verify_service.draft_policy import DraftPolicy
-from verify_service.drafting import Drafting
-from verify_service.drafts import Drafts
-from verify_service.engine import Engine, EngineLimits
-from verify_service.hidden_states import HiddenStates
+from verify_service.drafts.several import Drafts
+from verify_service.engine.engine import Engine, EngineLimits
+from verify_service.engine.self_test import SelfTest, built_in_prompts
 from verify_service.kv_type import check_kv_flags, kv_scales, kv_type
 from verify_service.memory import (
     CPU_FRACTION,
@@ -49,11 +48,12 @@ from verify_service.memory import (
     workspace_bytes,
 )
 from verify_service.metrics import AnyMetrics
-from verify_service.scheduler import Scheduler
-from verify_service.self_test import SelfTest, built_in_prompts
-from verify_service.simulation import SimulatedAcceptance
-from verify_service.step_time import RowTimes, StepTimes
-from verify_service.target_step import TargetStep
+from verify_service.policy.policy import DraftPolicy
+from verify_service.policy.step_time import RowTimes, StepTimes
+from verify_service.scheduling.scheduler import Scheduler
+from verify_service.target.chooser import Chooser, Thresholds
+from verify_service.target.simulation import SimulatedAcceptance
+from verify_service.target.target_step import TargetStep
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +275,7 @@ def _target_step(
         return TargetStep(runner, chooser)
     from foredraft.runner.decode_graphs import DecodeGraphs  # needs triton
     from foredraft.runner.decode_step import DecodeStep
-    from verify_service.graph_step import GraphStep
+    from verify_service.target.graph_step import GraphStep
 
     started = time.monotonic()
     infos = infos_of(links)

@@ -24,9 +24,9 @@ from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
 from benchmarks.gpu.step_log import Costs, Meter, Step, mean_tokens, rate_of
 from foredraft.cli import mps
 from tests.support.engines import Harness, running_engine
-from verify_service.draft_plan import Plan, Want
-from verify_service.draft_policy import DraftPolicy
-from verify_service.engine import Engine
+from verify_service.engine.engine import Engine
+from verify_service.policy.messages import Plan, Want
+from verify_service.policy.policy import DraftPolicy
 
 ACCEPTANCES = (0.1, 0.3, 0.5, 0.7, 0.9)
 POOL_TOKENS = 4000  # of each sequence

@@ -41,7 +41,7 @@ from tests.support.fault_cases import BlockCount, GraphCount, device_bytes, num_
 from tests.support.standby_drafts import StandbyDraft
 from tests.support.ties import first_difference
 from verify_service import metrics
-from verify_service.live_requests import EngineRequest
+from verify_service.engine.live_requests import EngineRequest
 from verify_service.outputs import Finish, Load, StepOutput
 
 FLAGS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from foredraft.types import SamplingParams
 from tests.support.engines import Harness, Job
-from verify_service.run_ahead import RunAhead
+from verify_service.engine.run_ahead import RunAhead
 
 
 def random_jobs(

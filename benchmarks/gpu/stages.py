@@ -19,8 +19,8 @@ import numpy as np
 from benchmarks.gpu.runs import watched_waits
 from benchmarks.gpu.stamps import Stamps
 from tests.support.drafts import DraftProcess
-from verify_service.draft_wire import DraftWire
-from verify_service.graph_step import GraphStep
+from verify_service.drafts.wire import DraftWire
+from verify_service.target.graph_step import GraphStep
 
 
 class StagedDraft:

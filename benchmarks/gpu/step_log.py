@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from foredraft.types import FinishReason, SamplingParams
-from verify_service.engine import Engine
-from verify_service.live_requests import EngineRequest
+from verify_service.engine.engine import Engine
+from verify_service.engine.live_requests import EngineRequest
 from verify_service.outputs import Load, StepOutput
 
 PROMPT = 256  # tokens

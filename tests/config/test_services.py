@@ -35,7 +35,7 @@ def test_every_flag_is_explained_by_a_sentence(config: type) -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_field_can_be_set_by_flag_and_by_variable(config: type) -> None:
     hints = typing.get_type_hints(config)
-    texts = {int: "3", float: "0.5", bool: "1", str: "x"}
+    texts = {int: "3", float: "1.0", bool: "1", str: "x"}
     for field in dataclasses.fields(config):
         kind, repeated = value_type(hints[field.name])
         text = field.metadata["choices"][0] if field.metadata["choices"] else texts[kind]

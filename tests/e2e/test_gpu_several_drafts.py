@@ -9,10 +9,10 @@ import torch
 from foredraft.models.registry import resolve_model_path
 from tests.e2e.test_gpu import DRAFTS, assert_same, plain_jobs, texts_of
 from tests.support.engines import Harness, running_engine
-from verify_service.draft_choice import ChoiceHistory
-from verify_service.hidden_states import HiddenStates, Run
+from verify_service.drafts.hidden_states import HiddenStates, Run
 from verify_service.metrics import OVERLAPPED_STEPS
-from verify_service.request import Sequence
+from verify_service.policy.choice import ChoiceHistory
+from verify_service.scheduling.request import Sequence
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,10 +7,10 @@ was measured at start is wrong.
 import random
 from dataclasses import dataclass, field
 
-from verify_service.acceptance import DraftHistory
-from verify_service.draft_plan import NO_WAIT, Observed, Wait, Want
-from verify_service.draft_policy import DraftPolicy
-from verify_service.step_time import RowTimes
+from verify_service.policy.acceptance import DraftHistory
+from verify_service.policy.messages import NO_WAIT, Observed, Wait, Want
+from verify_service.policy.policy import DraftPolicy
+from verify_service.policy.step_time import RowTimes
 
 WIDTHS = [1, 2, 3, 4, 6, 8, 16, 32]
 REAL = RowTimes(WIDTHS, [8.6e-3, 9.8e-3, 13.2e-3, 13.6e-3, 15.3e-3, 17e-3, 22e-3, 34e-3])

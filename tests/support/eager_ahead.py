@@ -10,8 +10,8 @@ import torch
 
 from foredraft.speculation.draft_tree import EMPTY
 from tests.support.toy_target import ToyStep
-from verify_service.chooser import VerifyRows
-from verify_service.target_step import AheadRows, StartedStep, TargetStep
+from verify_service.target.chooser import VerifyRows
+from verify_service.target.target_step import AheadRows, StartedStep, TargetStep
 
 
 class EagerAhead(TargetStep):

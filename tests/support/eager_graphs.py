@@ -14,9 +14,9 @@ from foredraft.runner.decode_graphs import DecodeGraphs
 from foredraft.runner.decode_step import DecodeStep
 from foredraft.runner.model_runner import ModelRunner
 from verify_service import startup
-from verify_service.chooser import Chooser, Thresholds
-from verify_service.engine import EngineLimits
-from verify_service.graph_step import GraphStep
+from verify_service.engine.engine import EngineLimits
+from verify_service.target.chooser import Chooser, Thresholds
+from verify_service.target.graph_step import GraphStep
 
 
 class Event:

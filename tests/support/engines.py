@@ -14,8 +14,8 @@ from foredraft.config.speculation import each_draft
 from foredraft.models.speculation import resolve
 from foredraft.types import SamplingParams, SpeculationParams
 from tests.support.drafts import DraftProcess
-from verify_service.engine import Engine
-from verify_service.live_requests import EngineRequest
+from verify_service.engine.engine import Engine
+from verify_service.engine.live_requests import EngineRequest
 from verify_service.metrics import speculation_metrics
 from verify_service.outputs import Finish, Load, StepOutput, TokenLogprob
 from verify_service.startup import build_engine, connect_draft, load_target

@@ -9,9 +9,9 @@ from foredraft.kvcache.draft_marks import DraftMarks
 from foredraft.kvcache.page_pool import PagePool
 from foredraft.kvcache.prefix_tree import PrefixTree
 from foredraft.types import FinishReason, SamplingParams
-from verify_service.request import Sequence, Status
-from verify_service.scheduler import Scheduler
-from verify_service.step_plan import StepPlan
+from verify_service.scheduling.request import Sequence, Status
+from verify_service.scheduling.scheduler import Scheduler
+from verify_service.scheduling.step_plan import StepPlan
 
 VOCABULARY = 6
 EOS = 0

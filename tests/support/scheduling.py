@@ -3,9 +3,9 @@
 from foredraft.kvcache.page_pool import PagePool
 from foredraft.kvcache.prefix_tree import PrefixTree
 from foredraft.types import SamplingParams
-from verify_service.request import Sequence
-from verify_service.scheduler import Scheduler
-from verify_service.step_plan import StepPlan
+from verify_service.scheduling.request import Sequence
+from verify_service.scheduling.scheduler import Scheduler
+from verify_service.scheduling.step_plan import StepPlan
 
 FOREVER = float("-inf")  # a `now` before every deadline
 

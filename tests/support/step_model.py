@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from foredraft.runner.decode_graphs import row_sizes
-from verify_service.acceptance import DraftHistory
-from verify_service.draft_plan import Observed, Wait, Want
-from verify_service.draft_policy import DraftPolicy
-from verify_service.step_time import GridTimes, RowTimes, StepTimes
+from verify_service.policy.acceptance import DraftHistory
+from verify_service.policy.messages import Observed, Wait, Want
+from verify_service.policy.policy import DraftPolicy
+from verify_service.policy.step_time import GridTimes, RowTimes, StepTimes
 
 TABLES = Path(__file__).parents[2] / "benchmarks/step_tables"
 STALL = 0.01  # seconds

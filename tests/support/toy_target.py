@@ -14,11 +14,11 @@ import torch
 from foredraft.runner.model_runner import ForwardOutput
 from foredraft.speculation.draft_tree import EMPTY, DraftTree, sanitize
 from foredraft.speculation.verification import walk
-from verify_service.chooser import Outcome, VerifyRows
 from verify_service.grammar.masks import fill_late
-from verify_service.request import Sequence as RequestSequence
-from verify_service.step_plan import PrefillChunk
-from verify_service.target_step import (
+from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.scheduling.step_plan import PrefillChunk
+from verify_service.target.chooser import Outcome, VerifyRows
+from verify_service.target.target_step import (
     AheadRows,
     DeviceOutcome,
     StartedStep,

@@ -23,7 +23,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import Job
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
 from tests.verify_service.test_self_test import until
-from verify_service.arena import Arena, is_same_host
+from verify_service.drafts.arena import Arena, is_same_host
 
 SHM, INLINE = tensor_pb2.TRANSPORT_SHM, tensor_pb2.TRANSPORT_INLINE
 CUDA_IPC = tensor_pb2.TRANSPORT_CUDA_IPC

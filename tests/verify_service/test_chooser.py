@@ -5,10 +5,10 @@ import torch
 
 from foredraft.speculation.draft_tree import DraftTree
 from foredraft.types import SamplingParams, SpeculationParams
-from verify_service import chooser as module
-from verify_service.chooser import Chooser, Outcome, Thresholds, VerifyRows
-from verify_service.request import Sequence
-from verify_service.simulation import SimulatedAcceptance
+from verify_service.scheduling.request import Sequence
+from verify_service.target import chooser as module
+from verify_service.target.chooser import Chooser, Outcome, Thresholds, VerifyRows
+from verify_service.target.simulation import SimulatedAcceptance
 
 VOCAB = 160  # more than the simulated tokens
 TREES = (

@@ -6,7 +6,7 @@ In a model of such steps (`tests.support.cpu_load`), whose table of times is wro
 import pytest
 
 from tests.support.cpu_load import Cpu, Request, arrivals, serve
-from verify_service.draft_policy import DraftPolicy
+from verify_service.policy.policy import DraftPolicy
 
 SECONDS, SEEDS = 20.0, (0, 1, 2)
 CPUS = {

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from verify_service.draft_choice import ChoiceHistory, DraftChoice
-from verify_service.step_time import GridTimes, RowTimes, StepTimes
+from verify_service.policy.choice import ChoiceHistory, DraftChoice
+from verify_service.policy.step_time import GridTimes, RowTimes, StepTimes
 
 ROWS = RowTimes([1, 2, 4, 8, 16, 32], [0.010, 0.0105, 0.0115, 0.0135, 0.0175, 0.0255])
 GRID = GridTimes({(b, r): 0.004 + 2e-6 * b * r for b in (1, 8, 32) for r in (1, 4, 8, 12)})

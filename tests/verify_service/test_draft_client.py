@@ -13,8 +13,8 @@ import pytest
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.errors import DraftError
 from tests.support.drafts import DraftProcess, attach_request
-from verify_service import draft_client
-from verify_service.draft_client import DraftClient
+from verify_service.drafts import client as draft_client
+from verify_service.drafts.client import DraftClient
 
 COPY = [5, 6, 7, 8, 9, 10, 11, 5, 6, 7]
 

@@ -17,10 +17,10 @@ from tests.support.step_model import (
     Trace,
     simulate,
 )
-from verify_service.acceptance import Acceptance, DraftHistory, Ladder
-from verify_service.draft_plan import Observed, Offer, Wait, Want
-from verify_service.draft_policy import DraftPolicy
-from verify_service.step_time import GridTimes, RowTimes
+from verify_service.policy.acceptance import Acceptance, DraftHistory, Ladder
+from verify_service.policy.messages import Observed, Offer, Wait, Want
+from verify_service.policy.policy import DraftPolicy
+from verify_service.policy.step_time import GridTimes, RowTimes
 
 CHAIN, TREE = (3, 1, 3), (5, 8, 31)
 GPU_CHAIN = StepModel.from_json(TABLES / "h200.json", CHAIN)

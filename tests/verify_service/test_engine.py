@@ -14,9 +14,9 @@ from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from tests.support.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.reference import Reference
-from verify_service.draft_plan import Plan, Want
-from verify_service.draft_policy import DraftPolicy
-from verify_service.live_requests import EngineRequest
+from verify_service.engine.live_requests import EngineRequest
+from verify_service.policy.messages import Plan, Want
+from verify_service.policy.policy import DraftPolicy
 
 ENDS = frozenset({EOS})
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)

@@ -18,12 +18,14 @@ from tests.support.checkpoints import SMALL, VOCAB_SIZE, make_checkpoint
 from tests.support.eager_ahead import EagerAhead
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
-from verify_service import draft_links, drafting, startup
-from verify_service.arena import Arena
-from verify_service.draft_news import split_news
-from verify_service.draft_plan import Plan
-from verify_service.hidden_states import Run
-from verify_service.tree_sizes import TreeSizes
+from verify_service import startup
+from verify_service.drafts import drafting
+from verify_service.drafts import links as draft_links
+from verify_service.drafts.arena import Arena
+from verify_service.drafts.hidden_states import Run
+from verify_service.drafts.news import split_news
+from verify_service.drafts.tree_sizes import TreeSizes
+from verify_service.policy.messages import Plan
 
 WIDTH = SMALL["hidden_size"]
 FLAGS = {"page_size": 8, "chunked_prefill_size": 20, "max_running_requests": 8}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from foredraft.runner.late_choice import LateChoice
 from foredraft.speculation.triton_adjust import biases, kinds, words
 from foredraft.types import SamplingParams
-from verify_service.late_step import SlotTables, is_late
-from verify_service.request import Sequence
+from verify_service.scheduling.request import Sequence
+from verify_service.target.late_step import SlotTables, is_late
 
 VOCAB, EOS, SLOTS = 60, frozenset({7}), 3
 ASKED = (

@@ -3,7 +3,7 @@
 import pytest
 
 from foredraft.types import FinishReason, SamplingParams
-from verify_service.request import Sequence
+from verify_service.scheduling.request import Sequence
 
 EOS = frozenset([2])
 

@@ -14,17 +14,17 @@ from foredraft.kvcache.prefix_tree import PrefixTree
 from foredraft.speculation.draft_tree import DraftTree
 from foredraft.types import FinishReason, SamplingParams
 from tests.support.toy_target import END, ToyGrammar, ToyTarget, decode
-from verify_service.acceptance import DraftHistory
-from verify_service.draft_plan import Plan, Want
-from verify_service.draft_policy import DraftPolicy
-from verify_service.engine import Engine, EngineLimits
-from verify_service.live_requests import EngineRequest
+from verify_service.drafts.proposals import Drafted, Member, Wanted
+from verify_service.engine.engine import Engine, EngineLimits
+from verify_service.engine.live_requests import EngineRequest
 from verify_service.metrics import OVERLAPPED_STEPS, SpeculationMetrics
 from verify_service.outputs import Load, StepOutput
-from verify_service.proposals import Drafted, Member, Wanted
-from verify_service.request import Sequence as RequestSequence
-from verify_service.scheduler import Scheduler
-from verify_service.target_step import DeviceOutcome
+from verify_service.policy.acceptance import DraftHistory
+from verify_service.policy.messages import Plan, Want
+from verify_service.policy.policy import DraftPolicy
+from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.scheduling.scheduler import Scheduler
+from verify_service.target.target_step import DeviceOutcome
 
 VOCAB, NODES, PAGE = 50, 5, 4
 

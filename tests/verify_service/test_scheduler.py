@@ -18,7 +18,7 @@ from tests.support.scheduling import (
     step,
     unlike,
 )
-from verify_service.request import Status
+from verify_service.scheduling.request import Status
 
 
 def test_a_sequence_prefills_in_chunks_then_decodes_to_its_end():

@@ -12,7 +12,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
 from tests.support.tiny_tokenizers import byte_level, save
-from verify_service.self_test import TEXTS, built_in_prompts
+from verify_service.engine.self_test import TEXTS, built_in_prompts
 
 COUNTERS = (
     "foredraft_generation_tokens_total",

@@ -12,7 +12,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.drafts import DraftProcess
 from tests.support.engines import Collector, Harness, Job, running_engine
 from tests.support.stack import eventually
-from verify_service.drafts import Drafts
+from verify_service.drafts.several import Drafts
 
 CHAIN = {
     "speculative_num_steps": 3,

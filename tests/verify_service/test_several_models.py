@@ -11,8 +11,9 @@ from tests.support.eager_ahead import EagerAhead
 from tests.support.engines import Harness
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
 from tests.verify_service.test_hidden_states import FLAGS, WIDTH, jobs, texts, until, wait_for_draft
-from verify_service import draft_links, startup
-from verify_service.draft_choice import ChoiceHistory
+from verify_service import startup
+from verify_service.drafts import links as draft_links
+from verify_service.policy.choice import ChoiceHistory
 
 SCARCE = {**FLAGS, "max_total_tokens": 8 * 34}
 

@@ -10,8 +10,8 @@ from tests.support.scheduling import (
     step,
     unlike,
 )
-from verify_service.request import Status
-from verify_service.scheduler import Scheduler
+from verify_service.scheduling.request import Status
+from verify_service.scheduling.scheduler import Scheduler
 
 
 def test_a_finished_prefix_is_a_hit_that_leaves_one_token_to_compute():

@@ -6,7 +6,7 @@ import pytest
 
 from foredraft.speculation.draft_tree import DraftTree, depths, sanitize
 from foredraft.speculation.verification import walk
-from verify_service.simulation import SimulatedAcceptance
+from verify_service.target.simulation import SimulatedAcceptance
 
 
 def random_tree(rng: random.Random, size: int) -> DraftTree:

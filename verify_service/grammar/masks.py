@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from foredraft.speculation.draft_tree import DraftTree
-from verify_service.request import Sequence as RequestSequence
-from verify_service.request import Status
+from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.scheduling.request import Status
 
 MANY = 4  # sequences from which on their masks are made side by side
 NUM_THREADS = min(8, (os.cpu_count() or 1) // 2)

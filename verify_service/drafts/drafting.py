@@ -1,0 +1,400 @@
+"""Between the engine and its draft: tells the draft what was committed, brings back trees, survives its death.
+
+A step is told by values, and answered by trees; or, on one GPU, the draft is told where on the device it finds what the
+target's step under way will commit, and puts its trees there. Nothing here can change a token: a lost draft means empty trees.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.errors import DraftError
+from foredraft.kvcache.draft_marks import DraftMarks
+from foredraft.runner.hand_over import hand_over
+from foredraft.runner.model_runner import ForwardOutput
+from foredraft.speculation.static_beams import NO_NODE
+from foredraft.transport.base import ArenaError
+from foredraft.transport.device_exchange import DeviceExchange
+from verify_service.drafts.ask_ahead import AskAhead
+from verify_service.drafts.client import DraftClient
+from verify_service.drafts.hidden_states import CommittedRows, HiddenStates
+from verify_service.drafts.news import PATIENCE, DraftNews
+from verify_service.drafts.proposals import Asked, Drafted, Member, OwnTime, Tried, Wanted
+from verify_service.drafts.wire import DraftWire
+from verify_service.metrics import DRAFTS_AHEAD, SpeculationMetrics
+from verify_service.policy.acceptance import DraftHistory
+from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.target.target_step import DeviceOutcome
+
+logger = logging.getLogger(__name__)
+
+MOST_READ = 512  # tokens that sequences left out until now make a step read, if there are several
+# Bytes of hidden states that a draft is not told of while it is not asked; of a GPU's memory, a share.
+MOST_KEPT, KEPT_SHARE = 128 << 20, 0.01
+
+
+class Drafting:
+    """The engine's side of one draft.
+
+    Args:
+        client: The connection; it reconnects by itself.
+        marks: Which pages hold complete draft KV, by epoch.
+        page_size: Tokens per page.
+        vocab_size: Of the target.
+        tree_shape: (steps, topk) of the server.
+        scope: "request", "key" or "server": whose text feeds whose drafts.
+        refill_tokens: Tokens per step that a draft with KV may catch up on.
+        hidden: Hidden states for a draft that reads them.
+
+    Attributes:
+        is_resting: Drafting does not pay at present, so that the draft need be told nothing before it is asked.
+    """
+
+    def __init__(
+        self,
+        client: DraftClient,
+        marks: DraftMarks,
+        page_size: int,
+        vocab_size: int,
+        tree_shape: tuple[int, int],
+        scope: str,
+        refill_tokens: int,
+        metrics: SpeculationMetrics,
+        hidden: HiddenStates,
+    ) -> None:
+        self._client = client
+        self._page_size = page_size
+        self._tree_shape = tree_shape
+        self._refill_tokens = refill_tokens
+        self._metrics = metrics
+        self._hidden = hidden
+        self._news = DraftNews(marks, page_size, scope, hidden)
+        self._released: list[int] = []
+        self._exchange: DeviceExchange | None = None
+        self._ahead = AskAhead()
+        self._wire = DraftWire(client, vocab_size, metrics, hidden, self._keep_tree)
+        self.is_resting = False
+        self._most_kept = MOST_KEPT
+
+    @property
+    def epoch(self) -> int:
+        """Number of the attach that is live now; 0 for none."""
+        return self._client.epoch
+
+    def epoch_of(self, name: str) -> int:
+        """The same, as one of several; see `Drafts`."""
+        return self._client.epoch
+
+    @property
+    def available(self) -> bool:
+        """Whether a draft is attached now."""
+        return self._client.epoch > 0
+
+    def history(self, sequence: RequestSequence) -> DraftHistory:
+        """What the draft brought to a sequence."""
+        return self._news.of(sequence).history
+
+    def behind(self, sequence: RequestSequence) -> int:
+        """Tokens that the draft would have to read before it could propose."""
+        return self._news.behind(sequence)
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether asking costs next to nothing, so that what is worth verifying may be decided by the proposal."""
+        info = self._client.info
+        return info is not None and info.weight_bytes == 0
+
+    @property
+    def usual_seconds(self) -> float:
+        """What an answer takes the draft, as far as is known."""
+        return self._wire.usual_seconds
+
+    @property
+    def depth(self) -> int:
+        """Levels of the deepest tree."""
+        return self._tree_shape[0]
+
+    def refresh(self) -> None:
+        """Before each step: looks whether another draft has been attached meanwhile."""
+        epoch = self._client.epoch
+        if epoch != self._wire.epoch:
+            self._wire.attach(epoch)
+            self._released.clear()
+            self._ahead.clear()
+            exchange = self._exchange = self._hidden.attach(epoch)
+            self._most_kept = MOST_KEPT
+            if exchange is not None and exchange.trees.is_cuda:
+                memory = torch.cuda.get_device_properties(exchange.trees.device).total_memory
+                self._most_kept = max(MOST_KEPT, int(KEPT_SHARE * memory))
+            info = self._client.info
+            self._news.attach(epoch, info is not None and info.uses_pages)
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Slots that sequences gave back; told with the next step."""
+        self._released.extend(slots)
+
+    def forget(self, sequence: RequestSequence) -> None:
+        """The sequence has ended."""
+        self._news.forget(sequence)
+        self._ahead.forget(sequence.request_id)
+        self._hidden.drop(sequence)
+
+    def preempted(self, sequence: RequestSequence) -> None:
+        """The sequence has lost its pages."""
+        self._hidden.drop(sequence)
+        self._news.preempted(sequence)
+
+    @property
+    def capture(self) -> tuple[int, ...] | None:
+        """Layers whose entering residual stream the draft reads; empty for the state after the final norm, None for none."""
+        return self._hidden.layers
+
+    def usable_prefix(self, sequence: RequestSequence, pages: list[int]) -> int:
+        """See `HiddenStates.usable_prefix`; nothing is computed again while drafting rests, and what was would not be told."""
+        if self.is_resting:
+            return len(pages) * self._page_size
+        return self._hidden.usable_prefix(sequence, pages)
+
+    def keep(
+        self,
+        output: ForwardOutput,
+        committed: Sequence[CommittedRows],
+        gathered: torch.Tensor | None = None,
+    ) -> None:
+        """Takes the hidden states that a step committed; see `HiddenStates.keep`."""
+        self._hidden.keep(output, committed, gathered)
+        if self._exchange is not None and self._hidden.kept_bytes > self._most_kept:
+            # To read them all would take the GPU as long as a trial may cost; the newest will do.
+            self._hidden.drop_all()
+
+    @property
+    def keeps_much(self) -> bool:
+        """Whether the draft has to be told now, since what it has to be told takes so much memory."""
+        return self._exchange is None and self._hidden.kept_bytes > self._most_kept
+
+    def gather(self, output: ForwardOutput, count: int) -> torch.Tensor:
+        """The hidden states of the first rows of a step under way."""
+        return self._hidden.gather(output, count)
+
+    def gather_beside(self, output: ForwardOutput, count: int) -> None:
+        """Nothing: no other draft has use for what this one follows; see `Drafts`."""
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._client.close()
+
+    def propose(
+        self,
+        wanted: Sequence[Wanted],
+        extending: Sequence[RequestSequence],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> dict[int, Drafted]:
+        """Runs one draft step.
+
+        Args:
+            wanted: Sequences that decode now. Those whose draft has not caught up are not asked for.
+            extending: Other running sequences, with tokens that the draft may not have seen.
+            meanwhile: Called once, while the draft works.
+
+        Returns:
+            Proposals by request id; a sequence without one has no entry.
+        """
+        try:
+            self.ask(wanted, extending)
+        finally:
+            meanwhile()
+        return self.collect()
+
+    def ask(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
+        """The first half of `propose`: sends, and waits for nothing but room in the arena."""
+        proposals = self._wire.proposals
+        proposals.begin()
+        if self._wire.epoch == 0:
+            self._released.clear()
+            return
+        try:
+            if any(want.max_nodes for want in wanted):
+                self._wire.drain()
+            trees = self._ahead.take(wanted) if self.is_cheap else None
+            self._begin_request(is_awaited=trees is None)
+            self._tell(wanted, extending)
+            if self._wire.has_news:
+                self._wire.send()
+            if trees is not None:
+                proposals.trees = trees
+                DRAFTS_AHEAD.inc()
+        except (DraftError, ArenaError) as error:
+            self._lost(error)
+
+    def collect(self) -> dict[int, Drafted]:
+        """The second half: waits for proposals that will be verified."""
+        try:
+            return self._wire.collect()
+        except (DraftError, ArenaError) as error:
+            self._lost(error)
+            return {}
+
+    def take_tried(self) -> list[Tried]:
+        """What came of trials since the last call."""
+        return self._wire.proposals.take_tried()
+
+    def take_own_time(self) -> OwnTime | None:
+        """What the newest answer to something that was asked for took the draft, once."""
+        own, self._wire.own_time = self._wire.own_time, None
+        return own
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether `refresh` has something to find out."""
+        return self._client.epoch != self._wire.epoch
+
+    def can_follow(self, sequences: Iterable[RequestSequence]) -> bool:
+        """Whether the draft can take from the device what the step under way commits to these."""
+        return self._exchange is not None and all(map(self._news.can_follow, sequences))
+
+    def follow(self, members: Sequence[Member], outcome: DeviceOutcome) -> int | None:
+        """Lets the draft go on behind the target's step under way.
+
+        Args:
+            members: Of the next step.
+            outcome: Of the step under way.
+
+        Returns:
+            What `fetch` and `followed` ask for; None where the draft is gone.
+        """
+        exchange = self._exchange
+        assert exchange is not None
+        self._begin_request()
+        num_nodes = exchange.trees.shape[2]
+        for member in members:
+            news = self._news.on_device(member.sequence, member.row)
+            if member.num_nodes:
+                _wish(news, *self._tree_shape, num_nodes)
+            self._wire.add(news)
+        try:
+            # First of all: the message travels while the device is told what to do.
+            self._wire.send(is_on_device=True)
+        except (DraftError, ArenaError) as error:
+            self._lost(error)
+            return None
+        hidden = None if exchange.rows is None else self._hidden.source(outcome.output)
+        hand_over(outcome.accepted, outcome.index, hidden, exchange.accepted, exchange.rows)
+        exchange.publish(self._wire.step)
+        return self._wire.step
+
+    def fetch(self, step: int, trees: torch.Tensor) -> None:
+        """Lets the current stream wait for the trees of a step that was followed, and copies them, [n, 2, N].
+
+        Those of other drafts may be larger; what is left over is no node.
+        """
+        exchange = self._exchange
+        assert exchange is not None
+        exchange.wait_trees(step)
+        num_nodes = exchange.trees.shape[2]
+        trees[:, :, :num_nodes].copy_(exchange.trees[: len(trees)])
+        trees[:, 1, num_nodes:].fill_(NO_NODE)
+
+    def followed(self, sequence: RequestSequence, start: int) -> None:
+        """What the draft took from the device is known now: tokens committed from key `start` on."""
+        self._news.followed(sequence, start)
+
+    def is_late(self, waiting: float) -> bool:
+        """Whether a target that waits for trees should wait no longer.
+
+        Args:
+            waiting: Seconds that it may have waited.
+        """
+        return self.is_stale or waiting > self._client.step_timeout
+
+    def abandon(self, step: int) -> None:
+        """Ends the target's wait for trees; the draft may still write, so it is dropped."""
+        if self._exchange is not None:
+            self._exchange.release(step)
+        if not self.is_stale:
+            self._lost(self._client.drop("its trees did not come in time"))
+
+    def _lost(self, error: DraftError | ArenaError) -> None:
+        name = self._metrics.algorithm
+        logger.warning("drafting by %s stopped: %s; decoding goes on without it", name, error)
+        self._metrics.failures.inc()
+        self._wire.proposals.reset()
+
+    def _tell(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
+        """Puts all news into the request; sends it where the hidden states of one step do not fit the arena."""
+        reads_hidden = self._hidden.layers is not None
+        # While drafting does not pay, a draft costs less now and then than every step. But whoever joins may stand on
+        # pages that are marked as told.
+        known = not reads_hidden or all(self._hidden.run(w.sequence) is not None for w in wanted)
+        nobody_joins = known and not extending
+        # Where one follows on the device, all do.
+        may_wait = nobody_joins and not (self._exchange and any(w.max_nodes for w in wanted))
+        may_rest = self._may_rest(wanted, extending)
+        budget, num_read = self._refill_tokens, 0
+        for want in wanted:
+            if may_rest and (want.max_nodes == 0 or num_read):
+                behind = self._news.behind(want.sequence)
+                is_left_out = want.max_nodes == 0 and (self.is_resting or behind > PATIENCE)
+                # On a CPU, of those that have been left out long, a few at a time: they make everyone wait.
+                is_much = behind > PATIENCE and num_read + behind > MOST_READ
+                if is_left_out or (is_much and self._exchange is None):
+                    continue
+            if may_wait and want.max_nodes == 0 and self._news.may_wait(want.sequence):
+                continue
+            news, num_tokens = self._news.news(want.sequence, budget)
+            budget -= num_tokens
+            num_read += num_tokens
+            # A draft that reads hidden states proposes after the last one that it is given.
+            may_ask = num_tokens > 0 or not reads_hidden
+            if want.max_nodes > 0 and may_ask and self._news.has_caught_up(want.sequence):
+                steps, topk = self._shape(want.sequence)
+                # Deeper than the output may grow would be drafted in vain.
+                steps = min(steps, want.max_nodes, want.sequence.num_output_left - 1)
+                num_nodes = self._ahead.num_nodes(want)
+                _wish(news, steps, topk, num_nodes)
+            if num_tokens or news.HasField("propose") or news.HasField("begin"):
+                self._wire.add_rows(want.sequence, news)
+            if news.HasField("propose"):
+                self._wire.ask(news.slot, Asked(want, len(want.sequence.tokens), num_nodes))
+        if may_rest and self.is_resting and self._exchange is None:
+            return
+        for sequence in extending:
+            news, num_tokens = self._news.news(sequence, budget)
+            budget -= num_tokens
+            if num_tokens or news.HasField("begin"):
+                self._wire.add_rows(sequence, news)
+
+    def _may_rest(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> bool:
+        """Whether those for whom nothing is asked need not be told of, however much they have read.
+
+        Not where others follow on the device: then all do.
+        """
+        if self.is_cheap or self.keeps_much or (self._exchange is not None and not self.is_resting):
+            return False
+        told = [want.sequence for want in wanted if want.max_nodes]
+        if self._exchange is not None:
+            told += extending  # a prompt is read soonest together with the target
+        return all(map(self._news.stands_alone, told))
+
+    def _begin_request(self, is_awaited: bool = True) -> None:
+        self._wire.begin(self._released, is_awaited)
+        if self._released:
+            self._news.released(self._released)
+            self._released.clear()
+
+    def _keep_tree(self, sequence: RequestSequence, position: int, drafted: Drafted) -> None:
+        if self.is_cheap:
+            self._ahead.keep(sequence, position, drafted)
+
+    def _shape(self, sequence: RequestSequence) -> tuple[int, int]:
+        steps, topk = self._tree_shape
+        asked = sequence.speculation
+        return min(asked.num_steps or steps, steps), min(asked.topk or topk, topk)
+
+
+def _wish(news: draft_pb2.SequenceStep, num_steps: int, topk: int, num_nodes: int) -> None:
+    """Asks for a tree."""
+    news.propose.num_steps = num_steps
+    news.propose.topk = topk
+    news.propose.num_draft_tokens = num_nodes + 1

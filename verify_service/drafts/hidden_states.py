@@ -1,0 +1,331 @@
+"""Hidden states of committed rows, kept until the draft was told of them; and which pages its KV is then complete on.
+
+Slot q of such a draft's KV belongs to (hidden state of position q, token q + 1). Torch tensors are only sliced here; how
+they reach the draft is the arena's.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from foredraft.kvcache.draft_marks import DraftMarks
+from foredraft.runner.model_runner import ForwardOutput
+from foredraft.transport.base import HiddenWriter
+from foredraft.transport.device_exchange import DeviceExchange
+from verify_service.drafts.arena import Arena
+from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.scheduling.request import Status
+from verify_service.scheduling.step_plan import PrefillChunk
+
+MERGE_STEPS = 32  # after which the rows that a sequence was given one by one are put together
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRows:
+    """Rows of a forward whose tokens were committed to a sequence, from position `start` on."""
+
+    sequence: RequestSequence
+    start: int
+    rows: Sequence[int]
+
+
+@dataclass(slots=True)
+class Run:
+    """Hidden states of consecutive positions of one sequence.
+
+    Attributes:
+        start: First position that was captured; what lies before, pages may have.
+        first: First position that is still kept.
+        end: Position after the last.
+        parts: Their rows, in pieces: the first position of each, and its rows.
+        resend_from: The draft's slots from here on have to be filled again: they are on another page now.
+        unsent_pages: Pages marked as complete on the strength of rows that the draft has not been sent.
+    """
+
+    start: int
+    first: int
+    end: int
+    parts: deque[tuple[int, torch.Tensor]] = field(default_factory=deque)
+    resend_from: int | None = None
+    unsent_pages: list[int] = field(default_factory=list)
+
+    def append(self, rows: torch.Tensor, count: int) -> None:
+        """Takes the rows after the last, `count` of them."""
+        self.parts.append((self.end, rows))
+        self.end += count
+
+    def merge(self) -> None:
+        """Makes one piece of the newest small ones, which are quicker to find and to copy then."""
+        small = []
+        while self.parts and len(self.parts[-1][1]) < MERGE_STEPS:
+            small.append(self.parts.pop())
+        small.reverse()
+        if len(small) > 1:
+            small = [(small[0][0], torch.cat([rows for _, rows in small]))]
+        self.parts.extend(small)
+
+    def skip(self, count: int) -> None:
+        """Counts rows after the last that are not kept, nor those before them."""
+        self.parts.clear()
+        self.end += count
+        self.first = self.end
+
+    def rows(self, first: int) -> torch.Tensor:
+        """Rows of positions [first, end), at least one."""
+        assert self.first <= first < self.end
+        start, last = self.parts[-1]
+        if first >= start:  # nearly always: what the last step committed
+            return last[first - start :] if first > start else last
+        taken = []
+        for start, rows in reversed(self.parts):
+            taken.append(rows[max(first - start, 0) :])
+            if start <= first:
+                break
+        return torch.cat(taken[::-1])
+
+    def drop_before(self, position: int) -> None:
+        """Forgets rows before a position, as far as whole parts go."""
+        parts = self.parts
+        while parts and (parts[1][0] if len(parts) > 1 else self.end) <= position:
+            parts.popleft()
+        self.first = parts[0][0] if parts else self.end
+
+
+class HiddenStates:
+    """Captures for the draft that is attached, if it reads hidden states; else does nothing and costs nothing.
+
+    Memory is bounded by what one step computes and a page for each running sequence; while drafting rests, by what
+    `Drafting` lets it keep.
+
+    Args:
+        arena: Where rows go.
+        marks: Which pages hold complete draft KV.
+        page_size: Tokens per page.
+        refill_tokens: Cached tokens that are computed again at most, to fill pages that the draft has lost.
+        reader: Number of the draft, where there are several.
+
+    Attributes:
+        reader: As given.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        marks: DraftMarks,
+        page_size: int,
+        refill_tokens: int,
+        reader: int = 0,
+    ) -> None:
+        self.reader = reader
+        self._arena = arena
+        self._marks = marks
+        self._page_size = page_size
+        self._refill_tokens = refill_tokens
+        self._epoch = 0
+        self._layers: tuple[int, ...] | None = None
+        self._writer: HiddenWriter | None = None
+        self._runs: dict[int, Run] = {}
+        self._num_kept = 0  # steps
+
+    @property
+    def layers(self) -> tuple[int, ...] | None:
+        """Layers to capture; empty for the state after the final norm, None when nothing is needed."""
+        return self._layers
+
+    @property
+    def writer(self) -> HiddenWriter | None:
+        """Where rows of the current attach go; None when it reads none."""
+        return self._writer
+
+    def attach(self, epoch: int) -> DeviceExchange | None:
+        """Another draft is attached, or with epoch 0 none: what was kept for the last one is void.
+
+        Returns:
+            What it shares with the target on the device, if anything.
+        """
+        exchange = self._arena.exchange(epoch) if epoch else None
+        self._epoch = epoch
+        self._layers = exchange.layers if exchange is not None else None
+        self._writer = exchange.writer if exchange is not None else None
+        self._runs.clear()
+        return exchange.device if exchange is not None else None
+
+    def keep(
+        self,
+        output: ForwardOutput,
+        committed: Sequence[CommittedRows],
+        gathered: torch.Tensor | None = None,
+    ) -> None:
+        """Takes the rows that a step committed, after the scheduler has.
+
+        Args:
+            gathered: What `gather` gave of all first rows, where the output is gone already.
+        """
+        if self._layers is None or not committed:
+            return
+        self._num_kept += 1
+        source = self.source(output) if gathered is None else gathered
+        rows = _rows(source, [row for one in committed for row in one.rows])
+        counts = [len(one.rows) for one in committed]
+        for one, count, part in zip(committed, counts, rows.split(counts), strict=True):
+            sequence = one.sequence
+            run = self._runs.get(sequence.request_id)
+            if run is None or run.end != one.start:
+                # The sequence took over pages that another one has filled meanwhile, or is new.
+                run = self._begin(sequence, one.start)
+            run.append(part, count)
+            if (sequence.request_id + self._num_kept) % MERGE_STEPS == 0:  # not of all at a time
+                run.merge()
+            if not self._mark(sequence, run, one.start):
+                # Rows of a page that was exchanged are gone: the draft sees this sequence from here on.
+                run = self._begin(sequence, one.start)
+                run.append(part, count)
+
+    def gather(self, output: ForwardOutput, count: int) -> torch.Tensor:
+        """The first rows of a step, in memory of their own."""
+        return self.source(output)[:count].clone()
+
+    def source(self, output: ForwardOutput) -> torch.Tensor:
+        """[T, width]: what the draft reads of a forward."""
+        source = output.streams if self._layers else output.hidden
+        assert source is not None
+        return source
+
+    def passed(self, sequence: RequestSequence, start: int, count: int) -> None:
+        """The draft has taken rows of positions [start, start + count) by itself, on the device."""
+        run = self._runs.get(sequence.request_id)
+        if run is None:
+            return
+        run.skip(count)
+        if not self._mark(sequence, run, start):
+            self.drop(sequence)
+            return
+        run.unsent_pages.clear()
+
+    def drop_all(self) -> None:
+        """Rows that the draft was not sent will never be: it will see the sequences from here on."""
+        for run in self._runs.values():
+            for page in run.unsent_pages:
+                self._marks.clear(page)
+        self._runs.clear()
+
+    def drop(self, sequence: RequestSequence) -> None:
+        """The sequence ended or lost its pages; rows that the draft was not sent will never be."""
+        run = self._runs.pop(sequence.request_id, None)
+        if run is not None:
+            for page in run.unsent_pages:
+                self._marks.clear(page)
+
+    def run(self, sequence: RequestSequence) -> Run | None:
+        """What is kept of a sequence."""
+        return self._runs.get(sequence.request_id)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of all rows that are kept."""
+        parts = (run.parts[-1][1] for run in self._runs.values() if run.parts)
+        row_bytes = next((part.shape[1] * part.element_size() for part in parts), 0)
+        return row_bytes * sum(run.end - run.first for run in self._runs.values())
+
+    def valid_from(self, sequence: RequestSequence, run: Run) -> int:
+        """First slot from which on the draft can attend, given that it is sent all rows of `run`."""
+        if run.start % self._page_size:
+            return run.start
+        return self._whole_pages_from(sequence.pages, run.start // self._page_size)
+
+    def sent(self, run: Run) -> None:
+        """All rows of a run went to the draft. Those of the page being filled stay: it may be exchanged yet."""
+        run.resend_from = None
+        run.unsent_pages.clear()
+        run.drop_before(run.end - run.end % self._page_size)
+
+    def usable_prefix(self, sequence: RequestSequence, pages: list[int]) -> int:
+        """How many tokens of a cached prefix need not be computed again for the draft's sake (`Scheduler`).
+
+        Where the draft has lost more than may be computed again, it gets the last `refill_tokens`.
+        """
+        hit = len(pages) * self._page_size
+        will_draft = sequence.speculation.enabled is not False and sequence.num_output_left > 1
+        if self._layers is None or not will_draft:
+            return hit
+        start = self._whole_pages_from(pages, len(pages))
+        if start == 0 or hit - start >= self._refill_tokens:
+            return hit
+        num_valid = 0
+        while self._marks.is_valid(pages[num_valid], self._epoch):
+            num_valid += 1
+        refilled = self._refill_tokens // self._page_size * self._page_size
+        return max(num_valid * self._page_size, hit - refilled)
+
+    def _whole_pages_from(self, pages: Sequence[int], end: int) -> int:
+        """First position of the unbroken pages with draft KV that end before entry `end`."""
+        while end and self._marks.is_valid(pages[end - 1], self._epoch):
+            end -= 1
+        return end * self._page_size
+
+    def _begin(self, sequence: RequestSequence, start: int) -> Run:
+        self.drop(sequence)
+        run = self._runs[sequence.request_id] = Run(start, start, start)
+        return run
+
+    def _mark(self, sequence: RequestSequence, run: Run, start: int) -> bool:
+        """Marks the pages that the new rows complete; they go to the draft before anything that relies on it.
+
+        Returns:
+            Whether the rows are kept that have to be sent again.
+        """
+        size = self._page_size
+        for i in range(start // size, run.end // size):
+            page = sequence.pages[i]
+            if self._marks.is_valid(page, self._epoch):
+                continue
+            if i >= sequence.pages_changed_for(self.reader):
+                resend = max(i * size, run.start)
+                if resend < run.first:
+                    return False
+                if run.resend_from is None or resend < run.resend_from:
+                    run.resend_from = resend
+            if i * size >= run.start:
+                self._marks.mark(page, self._epoch)
+                run.unsent_pages.append(page)
+        return True
+
+
+def committed_rows(
+    decoding: Sequence[RequestSequence],
+    chunks: Sequence[PrefillChunk],
+    first_rows: Sequence[int],
+    starts: Sequence[int],
+    paths: Sequence[Sequence[int]],
+) -> list[CommittedRows]:
+    """Which rows of a step's forward were committed to sequences that go on.
+
+    Args:
+        first_rows: Of each sequence of the step: of those that decode, then of the chunks.
+        starts: Position of the root of each that decodes.
+        paths: Accepted rows of each of these.
+    """
+    committed = []
+    num_trees = len(decoding)
+    for sequence, first, start, path in zip(
+        decoding, first_rows[:num_trees], starts, paths, strict=True
+    ):
+        if sequence.status is Status.RUNNING:
+            kept = path[: sequence.num_computed - start]
+            committed.append(CommittedRows(sequence, start, [first + row for row in kept]))
+    for chunk, first in zip(chunks, first_rows[num_trees:], strict=True):
+        sequence = chunk.seq
+        if sequence.status is Status.RUNNING:
+            num_kept = min(chunk.num_tokens, sequence.num_computed - chunk.start)
+            committed.append(CommittedRows(sequence, chunk.start, range(first, first + num_kept)))
+    return committed
+
+
+def _rows(source: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Rows in memory that holds nothing else; without waiting for a GPU."""
+    index = torch.tensor(rows)
+    if source.is_cuda:
+        index = index.pin_memory().to(source.device, non_blocking=True)
+    return source.index_select(0, index)

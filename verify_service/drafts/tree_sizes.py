@@ -1,0 +1,192 @@
+"""Between engine and policy: who may be drafted for, what of a proposal is verified, what came of it."""
+
+from collections.abc import Callable, Sequence
+
+from foredraft.speculation.draft_tree import DraftTree
+from verify_service.drafts.drafting import Drafting
+from verify_service.drafts.proposals import NOTHING, Drafted
+from verify_service.metrics import AnyMetrics
+from verify_service.policy.acceptance import DraftHistory
+from verify_service.policy.messages import NO_WAIT, Observed, Offer, Plan, Wait, Want
+from verify_service.policy.policy import DraftPolicy
+from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.scheduling.step_plan import DecodeSlot
+from verify_service.target.chooser import VerifyRows
+
+
+class TreeSizes:
+    """Asks the policy once per step.
+
+    Args:
+        drafting: The draft's side, or None for plain decoding.
+        max_nodes: Of a tree.
+        is_probe: Whether a sequence is the engine's own, for which everything is drafted.
+        serves: Whether this is the draft of a sequence, where there are several.
+
+    Attributes:
+        policy: How much to draft.
+    """
+
+    def __init__(
+        self,
+        policy: DraftPolicy,
+        drafting: Drafting | None,
+        max_nodes: int,
+        is_probe: Callable[[RequestSequence], bool],
+        serves: Callable[[RequestSequence], bool] = lambda sequence: True,
+    ) -> None:
+        self.policy = policy
+        self._drafting = drafting
+        self._max_nodes = max_nodes
+        self._is_probe = is_probe
+        self._serves = serves
+        self._cut: dict[int, DraftTree] = {}  # proposals that were verified in part
+
+    def plan(self, sequences: Sequence[RequestSequence], other_rows: int = 0) -> Plan:
+        """Tree nodes that sequences should verify in the coming step, in which all of them decode.
+
+        Args:
+            other_rows: Of prompts, in the same step.
+        """
+        drafting = self._drafting
+        if drafting is None or not drafting.available:
+            return Plan([0] * len(sequences), 1)
+        wanted = [
+            Want(
+                self._history(drafting, one),
+                self.limit(one) if self._serves(one) else 0,
+                self._is_probe(one),
+                drafting.behind(one),
+                one.num_output_left,
+                len(one.tokens),
+            )
+            for one in sequences
+        ]
+        if drafting.is_cheap:
+            return self.policy.ask(wanted)
+        plan = self.policy.plan(wanted, other_rows)
+        drafting.is_resting = self.policy.is_resting
+        return plan
+
+    def trees(self, slots: Sequence[DecodeSlot], drafted: dict[int, Drafted]) -> list[DraftTree]:
+        """What of the proposals is worth verifying; a draft that costs something was asked for no more than that."""
+        drafting = self._drafting
+        proposals = [drafted.get(slot.seq.request_id, NOTHING) for slot in slots]
+        trees = [proposal.tree for proposal in proposals]
+        if drafting is None or not drafting.is_cheap or not any(s.max_tree_nodes for s in slots):
+            return trees
+        offers = [
+            Offer(
+                drafting.history(slot.seq),
+                len(proposal.tree),
+                proposal.confidence,
+                self._is_probe(slot.seq),
+            )
+            if self._serves(slot.seq)
+            else Offer(drafting.history(slot.seq), 0, asked=False)
+            for slot, proposal in zip(slots, proposals, strict=True)
+        ]
+        nodes = self.policy.trim(offers).nodes
+        for slot, tree, num_nodes in zip(slots, trees, nodes, strict=True):
+            is_whole = num_nodes == len(tree) or slot.seq.grammar is not None
+            if not is_whole and self._serves(slot.seq):
+                self._cut[slot.seq.request_id] = tree
+        return [tree.first(num_nodes) for tree, num_nodes in zip(trees, nodes, strict=True)]
+
+    def wait(
+        self, slots: Sequence[DecodeSlot], drafted: dict[int, Drafted], seconds: float
+    ) -> Wait:
+        """What a step waited for that took `seconds` to begin."""
+        drafting = self._drafting
+        asked = [
+            slot.max_tree_nodes for slot in slots if slot.max_tree_nodes and self._serves(slot.seq)
+        ]
+        if drafting is None or not asked:
+            return NO_WAIT
+        if drafting.is_cheap:
+            return Wait(1, len(asked), seconds)
+        return Wait(min(max(asked), drafting.depth), len(asked), seconds) if drafted else NO_WAIT
+
+    def draft_everything(self) -> None:
+        """From now on the whole tree is drafted in each step, whether it pays or not: for benchmarks."""
+        self.policy = DraftPolicy(None, self._max_nodes, self.depth)
+
+    def draft_of(self, sequence: RequestSequence) -> str:
+        """Name of the draft that drafted for a sequence last, where there are several."""
+        return ""
+
+    def publish(self, metrics: AnyMetrics) -> None:
+        """Says whether the draft is attached."""
+        metrics.of("").available.set(self._drafting is not None and self._drafting.available)
+
+    @property
+    def depth(self) -> int:
+        """Levels of a tree that is drafted on the device."""
+        return self._drafting.depth if self._drafting is not None else 0
+
+    def record(self, rows: VerifyRows, accepted: Sequence[int], tokens: Sequence[int]) -> None:
+        """Takes the outcome of one verification: which nodes were right, and all tokens that it gave."""
+        drafting = self._drafting
+        if drafting is None:
+            return
+        num_nodes, brought = len(rows.tree), len(accepted)
+        cut = self._cut.pop(rows.sequence.request_id, None)
+        if cut is not None:
+            num_nodes, accepted = known_outcome(cut, tokens)
+        history = drafting.history(rows.sequence)
+        self.policy.record(history, num_nodes, accepted, rows.confidence, brought)
+
+    def forget(self, sequence: RequestSequence) -> None:
+        """The sequence has ended."""
+        self._cut.pop(sequence.request_id, None)
+
+    def observe(
+        self,
+        batch: int,
+        num_rows: int,
+        seconds: float,
+        tokens: int,
+        wait: Wait,
+    ) -> None:
+        """Takes a step that only decoded; `num_rows` of all sequences, see `Observed` for the rest."""
+        rows = num_rows // batch if self.policy.is_padded else num_rows
+        self.policy.observe(Observed(batch, rows, seconds, tokens, wait))
+
+    def _history(self, drafting: Drafting, sequence: RequestSequence) -> DraftHistory:
+        history = drafting.history(sequence)
+        # Guesses at what is sampled are right less often.
+        history.group = int(sequence.sampling.temperature > 0)
+        return history
+
+    def limit(self, sequence: RequestSequence) -> int:
+        """Nodes that a tree of a sequence may have."""
+        asked = sequence.speculation
+        if asked.enabled is False or sequence.num_output_left <= 1:
+            return 0
+        if asked.num_draft_tokens is None:
+            return self._max_nodes
+        return min(self._max_nodes, asked.num_draft_tokens - 1)
+
+
+def known_outcome(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, list[int]]:
+    """What tokens say of a tree that was not verified, or in part: they follow its root.
+
+    Returns:
+        How many leading nodes they judge, and the nodes that were right.
+    """
+    children = {
+        (parent, token): node
+        for node, (token, parent) in reversed(
+            list(enumerate(zip(tree.tokens, tree.parents, strict=True)))
+        )
+    }
+    at = -1
+    right: list[int] = []
+    for token in tokens:
+        node = children.get((at, token))
+        if node is None:
+            return len(tree), right
+        right.append(node)
+        at = node
+    num_known = next((i for i, parent in enumerate(tree.parents) if parent == at), len(tree))
+    return num_known, right

@@ -1,0 +1,117 @@
+"""What the engine keeps beside the sequences: the requests they belong to, their accounts, and news on their way out."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from foredraft.errors import ForedraftError
+from foredraft.types import FinishReason, SamplingParams, SpeculationParams
+from verify_service import metrics
+from verify_service.outputs import Finish, Load, Sink, StepOutput
+from verify_service.scheduling.request import Sequence
+
+if TYPE_CHECKING:  # llguidance may be absent
+    from verify_service.grammar.matcher import CompiledGrammar
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A checked request. `tag` is the submitter's name for it; outputs go to `sink` in the engine's thread.
+
+    A probe is the engine's own: always drafted for, and in no metric. With several drafts, `draft` is the name of the only
+    one to draft for it. `grammar` is that of `sampling`, compiled.
+    """
+
+    tag: int
+    prompt: list[int]
+    sampling: SamplingParams
+    sink: Sink
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    priority: int = 0
+    timeout_seconds: float | None = None
+    key_label: str = ""
+    return_provenance: bool = False
+    is_probe: bool = False
+    draft: str = ""
+    traceparent: str = ""
+    grammar: "CompiledGrammar | None" = None
+
+
+@dataclass(slots=True)
+class Live:
+    """What the engine keeps beside a sequence while it lives."""
+
+    request: EngineRequest
+    submitted: float
+    queue_seconds: float = 0.0
+    histogram: list[int] = field(default_factory=list)
+    is_lossy: bool = False
+
+    def count(self, num_accepted: int, is_lossy: bool) -> None:
+        """Counts one verification."""
+        self.is_lossy |= is_lossy
+        while len(self.histogram) <= num_accepted:
+            self.histogram.append(0)
+        self.histogram[num_accepted] += 1
+
+
+class LiveRequests:
+    """Requests by the engine's numbers, and their outputs of the current step."""
+
+    def __init__(self) -> None:
+        self.by_number: dict[int, Live] = {}
+        self._outputs: dict[Sink, list[StepOutput]] = {}
+
+    def __getitem__(self, sequence: Sequence) -> Live:
+        return self.by_number[sequence.request_id]
+
+    def queue(self, live: Live, output: StepOutput) -> None:
+        """Keeps an output for `emit`."""
+        self._outputs.setdefault(live.request.sink, []).append(output)
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: ForedraftError | None = None,
+        output: StepOutput | None = None,
+    ) -> None:
+        """Queues the last output of a sequence that has left the scheduler, and forgets it."""
+        live = self.by_number.pop(sequence.request_id)
+        if not live.request.is_probe:
+            metrics.REQUESTS.labels(reason.value).inc()
+        finish = Finish(
+            reason=reason,
+            stop_token=sequence.stop_token,
+            error=error,
+            prompt_tokens=sequence.num_prompt,
+            completion_tokens=sequence.num_output,
+            cached_tokens=sequence.num_cached,
+            verify_steps=sequence.num_steps,
+            drafted_tokens=sequence.num_drafted,
+            accepted_tokens=sequence.num_accepted,
+            preemptions=sequence.num_preemptions,
+            queue_seconds=live.queue_seconds,
+            lossy=live.is_lossy,
+            accepted_histogram=tuple(live.histogram),
+        )
+        last = output or StepOutput(live.request.tag)
+        self.queue(live, dataclasses.replace(last, finish=finish))
+
+    def end_all(self, error: ForedraftError) -> None:
+        """Queues the error as the last output of every request, and forgets them."""
+        for live in self.by_number.values():
+            finish = Finish(FinishReason.ERROR, error=error)
+            self.queue(live, StepOutput(live.request.tag, finish=finish))
+        self.by_number.clear()
+
+    def emit(self, load: Load) -> None:
+        """Hands each submitter what was queued."""
+        outputs, self._outputs = self._outputs, {}
+        for sink, news in outputs.items():
+            sink(news, load)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `emit` has something to hand out."""
+        return bool(self._outputs)

@@ -1,0 +1,132 @@
+"""What becomes of a step's outcome: tokens kept, sequences that end or leave, their accounts, and news for submitters."""
+
+import time
+
+from foredraft.errors import ForedraftError, InvalidRequest
+from foredraft.types import FinishReason
+from verify_service import metrics
+from verify_service.drafts.chosen_sizes import ChosenSizes
+from verify_service.drafts.drafting import Drafting
+from verify_service.drafts.several import Drafts
+from verify_service.drafts.tree_sizes import TreeSizes
+from verify_service.engine.live_requests import Live, LiveRequests
+from verify_service.outputs import StepOutput, VerifiedTree
+from verify_service.scheduling.request import Sequence
+from verify_service.scheduling.scheduler import Scheduler
+from verify_service.scheduling.step_plan import StepPlan
+from verify_service.target.chooser import Outcome, VerifyRows
+from verify_service.target.target_step import TargetStep
+
+
+class Outcomes:
+    """Takes them, in the engine's thread, and tells everybody whom they concern.
+
+    Args:
+        live: Requests, and the news for their submitters.
+    """
+
+    def __init__(
+        self,
+        target: TargetStep,
+        scheduler: Scheduler,
+        drafting: Drafting | Drafts | None,
+        sizes: TreeSizes | ChosenSizes,
+        speculation: metrics.AnyMetrics,
+        live: LiveRequests,
+    ) -> None:
+        self._target = target
+        self._scheduler = scheduler
+        self._drafting = drafting
+        self._sizes = sizes
+        self._speculation = speculation
+        self._live = live
+
+    def settle(self, plan: StepPlan) -> None:
+        """Tells draft, submitters and metrics which sequences left or joined."""
+        if self._drafting is not None:
+            self._drafting.release(plan.released_slots)
+        now = time.monotonic()
+        for sequence in plan.admitted:
+            live = self._live[sequence]
+            if sequence.num_preemptions == 0 and not live.request.is_probe:
+                live.queue_seconds = now - live.submitted
+                metrics.QUEUE_SECONDS.observe(live.queue_seconds)
+                metrics.PROMPT_TOKENS.inc(sequence.num_prompt)
+                metrics.CACHED_TOKENS.inc(sequence.num_cached)
+        metrics.PREEMPTIONS.inc(len(plan.preempted))
+        for sequence in plan.preempted:
+            if self._drafting is not None:
+                self._drafting.preempted(sequence)
+        for sequence in plan.ended:
+            assert sequence.finish_reason is not None
+            self.finish(sequence, sequence.finish_reason)
+
+    def commit(self, rows: VerifyRows, outcome: Outcome, num_chunk_tokens: int | None) -> None:
+        """Takes what the rule gave for one sequence.
+
+        Args:
+            num_chunk_tokens: Rows of the prompt chunk that ended with the chosen token, or None after a
+                verification.
+        """
+        sequence, tree, verified = rows.sequence, rows.tree, outcome.verified
+        live = self._live[sequence]
+        accepted = [row - 1 for row in verified.path[1:]]
+        num_kept, reason = sequence.append_tokens(verified.tokens)
+        if sequence.grammar is not None and sequence.grammar.failure is not None:
+            error = InvalidRequest("grammar", sequence.grammar.failure)
+            self._scheduler.finish(sequence, FinishReason.ERROR)
+            self.finish(sequence, FinishReason.ERROR, error)
+            return
+        tokens = verified.tokens[:num_kept]
+        self._scheduler.on_committed(sequence, num_chunk_tokens or num_kept)
+        if not live.request.is_probe:
+            self._speculation.generated(num_kept)
+        figures = self._speculation.of(self._sizes.draft_of(sequence))
+        if num_chunk_tokens is None:
+            self._record(sequence, live, rows, accepted, tokens, outcome.is_lossy)
+        output = StepOutput(
+            tag=live.request.tag,
+            tokens=tokens,
+            drafted=[i < len(accepted) for i in range(num_kept)],
+            logprobs=outcome.logprobs[:num_kept],
+            tree=VerifiedTree(tree.tokens, tree.parents, accepted, figures.algorithm)
+            if live.request.return_provenance and tree.tokens
+            else None,
+        )
+        if reason is None:
+            self._live.queue(live, output)
+            return
+        self._scheduler.finish(sequence)
+        self.finish(sequence, reason, output=output)
+
+    def _record(
+        self,
+        sequence: Sequence,
+        live: Live,
+        rows: VerifyRows,
+        accepted: list[int],
+        tokens: list[int],
+        is_lossy: bool,
+    ) -> None:
+        """Counts one verification, for the policy, the metrics and the request's account."""
+        num_nodes, num_accepted = len(rows.tree), min(len(accepted), len(tokens))
+        sequence.count_step(num_nodes, num_accepted)
+        if not live.request.is_probe:
+            figures = self._speculation.of(self._sizes.draft_of(sequence))
+            figures.verified(num_nodes, len(accepted), is_lossy)
+        live.count(len(accepted), is_lossy)
+        self._sizes.record(rows, accepted, tokens)
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: ForedraftError | None = None,
+        output: StepOutput | None = None,
+    ) -> None:
+        """The last output of a sequence that has left the scheduler."""
+        self._target.forget(sequence)
+        self._sizes.forget(sequence)
+        if self._drafting is not None:
+            self._drafting.forget(sequence)
+        self._live.finish(sequence, reason, error, output)

@@ -1,0 +1,125 @@
+"""How good is the draft that was attached? Its accept length on a few built-in prompts, measured while the engine idles.
+
+The engine runs the requests made here like any others, but drops them as soon as a client wants something.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from foredraft.errors import CheckpointError
+from foredraft.text.tokenizer import Tokenizer
+from foredraft.types import FinishReason, SamplingParams
+from verify_service.engine.live_requests import EngineRequest
+from verify_service.outputs import Load, StepOutput
+
+TEXTS = (
+    "The water cycle describes how water moves from the oceans to the sky and back again. First,",
+    "Once upon a time, there was a small village at the foot of a mountain, where",
+    "def fibonacci(n):\n    ",
+    "Question: What is the capital of France?\nAnswer:",
+)
+NUM_NEW_TOKENS = 24
+SUSPICIOUS = 1.1  # tokens per verification, of which 1 is the target's own
+MANY = 16  # verifications, before a judgement
+
+logger = logging.getLogger(__name__)
+
+
+def built_in_prompts(target: Path, vocab_size: int) -> list[list[int]]:
+    """The texts as the target's tokens; of a target without a tokenizer, a few low ids."""
+    try:
+        tokenizer = Tokenizer.from_dir(target)
+    except CheckpointError:
+        return [[(7 * i + start) % vocab_size for i in range(8)] for start in range(len(TEXTS))]
+    prompts = (tokenizer.encode(text) for text in TEXTS)
+    return [prompt for prompt in prompts if prompt and max(prompt) < vocab_size]
+
+
+class SelfTest:
+    """Belongs to the engine's thread.
+
+    Args:
+        prompts: What to continue.
+        on_result: Takes the mean number of tokens per verified tree.
+        draft: Name of the draft, where there are several.
+
+    Attributes:
+        draft: As given.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        on_result: Callable[[float], None],
+        draft: str = "",
+    ) -> None:
+        self.draft = draft
+        self._name = f"draft {draft} self-test" if draft else "draft self-test"
+        self._prompts = prompts
+        self._on_result = on_result
+        self._tested_epoch = 0
+        self._epoch = 0
+        self._num_left = 0
+        self._num_trees = 0
+        self._num_tokens = 0
+        self._interrupted = False
+        self._sampling = SamplingParams(
+            temperature=0.0, max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True
+        )
+
+    def due(self, epoch: int) -> list[EngineRequest]:
+        """Requests to run now, in an idle engine.
+
+        Args:
+            epoch: Of the attached draft; 0 for none.
+        """
+        if epoch in (0, self._tested_epoch) or self._num_left or not self._prompts:
+            return []
+        self._epoch, self._interrupted = epoch, False
+        self._num_left, self._num_trees, self._num_tokens = len(self._prompts), 0, 0
+        return [
+            EngineRequest(
+                tag=i,
+                prompt=list(prompt),
+                sampling=self._sampling,
+                sink=self._take,
+                return_provenance=True,
+                is_probe=True,
+                draft=self.draft,
+            )
+            for i, prompt in enumerate(self._prompts)
+        ]
+
+    def interrupt(self) -> bool:
+        """A client wants something; whether there are requests to cancel."""
+        was_running = self._num_left > 0 and not self._interrupted
+        self._interrupted |= was_running
+        return was_running
+
+    def _take(self, outputs: list[StepOutput], load: Load) -> None:
+        for output in outputs:
+            if output.tree is not None:
+                self._num_trees += 1
+                self._num_tokens += len(output.tree.accepted) + 1
+            if output.finish is not None:
+                self._num_left -= 1
+                self._interrupted |= output.finish.reason is FinishReason.CANCELLED
+        if self._num_left == 0 and not self._interrupted:
+            self._tested_epoch = self._epoch
+            self._conclude()
+
+    def _conclude(self) -> None:
+        if self._num_trees == 0:
+            logger.warning("%s: the draft proposed nothing", self._name)
+            return
+        length = self._num_tokens / self._num_trees
+        self._on_result(length)
+        logger.info("%s: accept length %.2f over %d trees", self._name, length, self._num_trees)
+        if length < SUSPICIOUS and self._num_trees >= MANY:
+            logger.warning(
+                "%s: the draft is almost never right. Check that its checkpoint was made for this very target (model, "
+                "revision, instruct or base), that it reads the layers it was trained on, and that target and draft "
+                "have the same tokenizer and --dtype",
+                self._name,
+            )

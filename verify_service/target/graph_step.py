@@ -1,0 +1,248 @@
+"""The target's part of a step on a GPU: captured graphs for batches that only decode, single operations for the rest."""
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from foredraft.models.decoder import ModelOutput
+from foredraft.runner.decode_graphs import DecodeGraphs
+from foredraft.runner.model_runner import ModelRunner
+from foredraft.runner.step_buffers import StepArrays
+from foredraft.speculation.draft_tree import EMPTY, DraftTree
+from foredraft.speculation.triton_sampling import PAD, ROOT
+from foredraft.speculation.triton_steps import (
+    COMMITTED,
+    FORCED,
+    NUM_ROWS,
+    SAMPLING,
+    SLOT,
+    TREE,
+)
+from foredraft.types import SamplingParams
+from verify_service.policy.step_time import GridTimes
+from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.scheduling.step_plan import PrefillChunk
+from verify_service.target.chooser import Chooser, VerifyRows
+from verify_service.target.graph_run import GraphRun
+from verify_service.target.late_step import LateRun, SlotTables, fill_adjustments, is_late
+from verify_service.target.simulation import SimulatedAcceptance
+from verify_service.target.target_step import (
+    AheadRows,
+    DeviceOutcome,
+    StartedStep,
+    StepResult,
+    TargetStep,
+)
+
+
+class GraphStep(TargetStep):
+    """Runs a step by captured graphs where it can.
+
+    Args:
+        runner: Of the target, on a GPU.
+        chooser: For steps that the graphs do not take: prompts, larger batches, lossy acceptance.
+        graphs: Of the same model and cache.
+        simulated: Replaces what is accepted, for benchmarks.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        chooser: Chooser,
+        graphs: DecodeGraphs,
+        simulated: SimulatedAcceptance | None = None,
+    ) -> None:
+        super().__init__(runner, chooser)
+        self._graphs = graphs
+        self._simulated = simulated
+        self._vocab_size = runner.model.config.vocab_size
+        self._tables = SlotTables(graphs.late, chooser.eos_token_ids, self._vocab_size)
+
+    def measure(self) -> GridTimes:
+        """Times the captured steps; what they read and write belongs to no sequence."""
+        graphs = self._graphs
+        torch.cuda.synchronize()
+
+        def run(batch: int, rows: int) -> float:
+            started = time.perf_counter()
+            graphs.idle_step(batch, rows)
+            return time.perf_counter() - started
+
+        return GridTimes.measure(graphs.shapes, run)
+
+    def can_start(self, batch: Sequence[VerifyRows]) -> bool:
+        """See TargetStep."""
+        return len(batch) <= self._graphs.max_batch and not self._chooser.is_lossy
+
+    def start(self, batch: Sequence[VerifyRows], capture: Sequence[int]) -> StartedStep:
+        """See TargetStep."""
+        num_rows = self._num_rows(batch)
+        sequences = [rows.sequence for rows in batch]
+        self._tables.update(sequences)
+        self._fill_values(batch, num_rows)
+        trees = [rows.tree for rows in batch]
+        return self._start(sequences, num_rows, capture, trees, [None] * len(batch))
+
+    def start_ahead(
+        self,
+        batch: Sequence[AheadRows],
+        capture: Sequence[int],
+        num_rows: int,
+        fetch: Callable[[torch.Tensor], None] | None,
+    ) -> StartedStep:
+        """See TargetStep."""
+        num_rows = self._graphs.row_size(len(batch), num_rows)
+        sequences = [rows.sequence for rows in batch]
+        arrays = self._fill(sequences, num_rows)
+        header = arrays.header
+        header[:, COMMITTED] = -1
+        header[:, TREE] = [-1 if rows.tree is None else rows.tree for rows in batch]
+        header[:, NUM_ROWS] = [1 if rows.tree is None else num_rows for rows in batch]
+        _force_no_more_than_trees(header)
+        arrays.parents[:] = PAD
+        if any(map(is_late, sequences)):
+            capture = capture or self._graphs.capture
+            self._graphs.prepare_late(len(batch), num_rows, capture, _has_logprobs(sequences))
+        self._graphs.upload(len(batch))
+        if fetch is not None:
+            fetch(self._graphs.trees)
+            if any(rows.tree is not None and rows.sequence.grammar is not None for rows in batch):
+                self._graphs.send_trees()
+        trees = [EMPTY] * len(batch)
+        return self._start(sequences, num_rows, capture, trees, [rows.tree for rows in batch])
+
+    def run(
+        self,
+        batch: Sequence[VerifyRows],
+        chunks: Sequence[PrefillChunk],
+        capture: Sequence[int],
+    ) -> StepResult:
+        """See TargetStep."""
+        if chunks or len(batch) > self._graphs.max_batch:
+            return super().run(batch, chunks, capture)
+        if self.can_start(batch):
+            step = self.start(batch, capture)
+            step.choose()
+            return step.finish()[0]
+        started = time.perf_counter()
+        num_rows = self._num_rows(batch)
+        self._fill_values(batch, num_rows)
+        output = self._graphs.forward(len(batch), num_rows, capture or self._graphs.capture)
+        outcomes = self._chooser.choose(batch, self._logits(output, batch, num_rows))
+        self._commit(batch, outcomes)
+        seconds = time.perf_counter() - started
+        first_rows = range(0, len(batch) * num_rows, num_rows)
+        return StepResult(outcomes, output, first_rows, len(batch) * num_rows, seconds)
+
+    def _num_rows(self, batch: Sequence[VerifyRows]) -> int:
+        return self._graphs.row_size(len(batch), 1 + max(len(rows.tree) for rows in batch))
+
+    def _start(
+        self,
+        sequences: Sequence[RequestSequence],
+        num_rows: int,
+        capture: Sequence[int],
+        trees: Sequence[DraftTree],
+        rows: Sequence[int | None],
+    ) -> GraphRun:
+        """Starts what was filled in; see `LateRun` for the arguments."""
+        graphs, count = self._graphs, len(sequences)
+        # Hidden states that are captured anyway cost no second set of graphs.
+        capture = capture or graphs.capture
+        where = graphs.accepted[:count], graphs.accepted_index
+        if not any(map(is_late, sequences)):
+            is_filtered = any(_is_filtered(sequence.sampling) for sequence in sequences)
+            running = graphs.start(count, num_rows, capture, is_filtered)
+            outcome = DeviceOutcome(count, *where, running.output)
+            return GraphRun(running, num_rows, outcome, self._vocab_size)
+        step = graphs.start_late(count, num_rows, capture, _has_logprobs(sequences))
+        outcome = DeviceOutcome(count, *where, step.output)
+        return LateRun(
+            graphs, self._tables, step, sequences, trees, rows, outcome, self._vocab_size
+        )
+
+    def _fill(self, sequences: Sequence[RequestSequence], num_rows: int) -> StepArrays:
+        """Everything of the records but roots and trees."""
+        arrays = self._graphs.arrays(len(sequences), num_rows)
+        self._update_pages(sequences)
+        header = arrays.header
+        header[:, SLOT] = [sequence.slot or 0 for sequence in sequences]
+        samplings = [sequence.sampling for sequence in sequences]
+        words = b"".join(
+            struct.pack("<fffiQ", s.temperature, s.top_p, s.min_p, s.top_k, s.seed)
+            for s in samplings
+        )
+        header[:, SAMPLING] = np.frombuffer(words, np.int32).reshape(len(sequences), -1)
+        if any(map(is_late, sequences)):
+            fill_adjustments(header, sequences, num_rows)
+        header[:, FORCED] = 0 if self._simulated is None else self._simulated.draw(len(sequences))
+        return arrays
+
+    def _fill_values(self, batch: Sequence[VerifyRows], num_rows: int) -> None:
+        sequences = [rows.sequence for rows in batch]
+        arrays = self._fill(sequences, num_rows)
+        header = arrays.header
+        header[:, COMMITTED] = [sequence.num_computed for sequence in sequences]
+        header[:, NUM_ROWS] = [1 + len(rows.tree) for rows in batch]
+        _force_no_more_than_trees(header)
+        header[:, TREE] = -1
+        arrays.tokens[:, 0] = [sequence.tokens[-1] for sequence in sequences]
+        arrays.parents[:, 0] = ROOT
+        if num_rows > 1:
+            _fill_trees(arrays, batch, num_rows)
+        self._graphs.upload(len(batch))
+
+    def _update_pages(self, sequences: Sequence[RequestSequence]) -> None:
+        updates = []
+        for sequence in sequences:
+            first, size = sequence.device_pages_from, len(sequence.pages)
+            if first < size:
+                assert sequence.slot is not None
+                updates.append((sequence.slot, first, sequence.pages[first:]))
+                sequence.device_pages_from = size
+        self._graphs.set_pages(updates)
+
+    def _logits(
+        self, output: ModelOutput, batch: Sequence[VerifyRows], num_rows: int
+    ) -> torch.Tensor:
+        """Those of rows that exist, for the chooser to change."""
+        index = [
+            first * num_rows + row
+            for first, rows in enumerate(batch)
+            for row in range(1 + len(rows.tree))
+        ]
+        where = torch.tensor(index).to(output.logits.device)
+        return output.logits.index_select(0, where)
+
+
+def _force_no_more_than_trees(header: np.ndarray) -> None:
+    """Who verifies nothing gets one token, simulated or not."""
+    header[:, FORCED] = np.minimum(header[:, FORCED], header[:, NUM_ROWS])
+
+
+def _fill_trees(arrays: StepArrays, batch: Sequence[VerifyRows], num_rows: int) -> None:
+    size = num_rows - 1
+    trees = [rows.tree for rows in batch]
+    if all(len(tree) == size for tree in trees):
+        arrays.tokens[:, 1:] = [tree.tokens for tree in trees]
+        arrays.parents[:, 1:] = [tree.parents for tree in trees]
+        arrays.parents[:, 1:] += 1
+        return
+    arrays.parents[:, 1:] = PAD
+    arrays.tokens[:, 1:] = 0
+    for tokens, parents, tree in zip(arrays.tokens, arrays.parents, trees, strict=True):
+        tokens[1 : 1 + len(tree)] = tree.tokens
+        parents[1 : 1 + len(tree)] = tree.parents
+        parents[1 : 1 + len(tree)] += 1
+
+
+def _is_filtered(sampling: SamplingParams) -> bool:
+    has_filter = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return sampling.temperature > 0 and has_filter
+
+
+def _has_logprobs(sequences: Sequence[RequestSequence]) -> bool:
+    return any(sequence.sampling.logprobs is not None for sequence in sequences)
