@@ -66,8 +66,7 @@ def cases() -> Iterator[Case]:
                     "speculative_num_draft_tokens": rows,
                     "speculative_draft_sampling": order,
                 }  # fmt: skip
-                batches = BATCHES if order == "coupled" else BATCHES[1:2]
-                yield Case(draft, tree, order, flags, batches)
+                yield Case(draft, tree, order, flags)
                 if draft != "EAGLE3" and order == "coupled":  # EAGLE-3 has a map of its own
                     flags = {**flags, "speculative_token_map": "foredraft-demo-token-map"}
                     yield Case(f"{draft} with token map", tree, order, flags, BATCHES[1:2])
