@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
-from foredraft.attention.launch import overlapped
+from foredraft.kernel_launch import overlapped, power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
 
 MAX_SPLITS = 32
@@ -37,6 +37,8 @@ class TritonPlan:
         tail_positions: int32 [B, W]: positions of those keys; None where they are the key indexes.
         max_rows: No sequence has more rows.
         num_splits: Parts into which the keys are cut, computed side by side; a power of two. See `splits_for`.
+        tiles: int32 [2, N]: sequence and block of rows of each program, see `folded_rows_of_a_tile`; a block behind the sequence's last is
+            padding. None for as many blocks of each sequence as `max_rows` need.
     """
 
     kv: PagedKV
@@ -52,6 +54,7 @@ class TritonPlan:
     tail_positions: torch.Tensor | None
     max_rows: int
     num_splits: int
+    tiles: torch.Tensor | None = None
 
 
 def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_size: int = 4) -> int:
@@ -118,7 +121,8 @@ class TritonAttention(AttentionBackend):
             has_room(keys.device),
         )
         row_blocks = -(-plan.max_rows * group // tiles["BLOCK_M"])
-        batch = plan.num_rows.shape[0]
+        tiled = plan.tiles is not None
+        programs = plan.tiles.shape[1] if tiled else plan.num_rows.shape[0] * row_blocks
         mask = plan.tail_mask
         parts: Any = out  # not read where there is one part
         best: Any = out
@@ -129,21 +133,22 @@ class TritonAttention(AttentionBackend):
             best, total = out.new_empty((2, *shape), dtype=torch.float32)
         k_scale, v_scale = kv.scales[layer]
         options = overlapped(keys.device)
-        block_d = max(16, _power_of_two(head_dim))
-        triton_kernels.attend[(batch * row_blocks, num_kv_heads, splits)](
+        block_d = max(16, power_of_two(head_dim))
+        triton_kernels.attend[(programs, num_kv_heads, splits)](
             queries, keys, values, out, parts, best, total,
             plan.page_tables, plan.first_row, plan.num_rows, plan.prefix_start, plan.prefix_len,
             plan.write_index, plan.positions,
             plan.positions if mask is None else mask.view(torch.uint8),
             plan.positions if plan.is_causal is None else plan.is_causal,
             plan.positions if plan.tail_positions is None else plan.tail_positions,
+            plan.tiles if tiled else plan.first_row,
             scale * k_scale * math.log2(math.e), v_scale, window or 0, keys.stride(0), queries.stride(0),
             queries.stride(1), plan.page_tables.stride(0),
             0 if mask is None else mask.stride(0), 0 if mask is None else mask.shape[1],
             0 if plan.tail_positions is None else plan.tail_positions.stride(0), row_blocks, splits,
             GROUP=group, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
             BLOCK_D=block_d, SPLIT=splits > 1, WINDOWED=window is not None, MASKED=mask is not None, MIXED=plan.is_causal is not None,
-            PLACED=plan.tail_positions is not None, EIGHT_BIT=kv.is_8_bit,
+            PLACED=plan.tail_positions is not None, TILED=tiled, EIGHT_BIT=kv.is_8_bit,
             PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
             **tiles, **options,
         )  # fmt: skip
@@ -157,6 +162,14 @@ class TritonAttention(AttentionBackend):
             )  # fmt: skip
 
 
+def folded_rows_of_a_tile(
+    max_rows: int, group_size: int, head_dim: int, dtype: torch.dtype, kv: PagedKV
+) -> int:
+    """Rows of a block times query heads of a KV head, where keys are not cut into parts; see `TritonPlan.tiles`."""
+    room = has_room(kv.data.device)
+    return _tiles(max_rows * group_size, head_dim, dtype, kv.is_8_bit, 1, room)["BLOCK_M"]
+
+
 @functools.cache
 def has_room(device: torch.device) -> bool:
     """Whether a program may have 128 KiB of shared memory; sm_86, sm_89 and sm_120 have 99."""
@@ -164,10 +177,6 @@ def has_room(device: torch.device) -> bool:
         return True
     capability = torch.cuda.get_device_capability(device)
     return (9, 0) <= capability < (12, 0) or capability in ((8, 0), (8, 7))
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()
 
 
 def _tiles(
@@ -182,7 +191,7 @@ def _tiles(
     if dtype == torch.float32:  # no matrix units: small tiles and many threads, or registers spill
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1, "PACKED": False}
     wide = head_dim > 128
-    block_m = max(16, _power_of_two(folded_rows))
+    block_m = max(16, power_of_two(folded_rows))
     # Of a tree's rows two tiles side by side are faster than one; of a long chunk, whose keys are read anew for each
     # tile, the larger ones.
     block_m = min(block_m, 64 if wide or folded_rows <= 256 else 128)

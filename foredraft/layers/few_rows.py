@@ -1,13 +1,13 @@
 """Products of up to 64 rows with a weight matrix on an NVIDIA GPU, where nothing but reading the weights should take time.
 
 Tiles and parts are the fastest of a sweep over the matrices of Llama-3.1-8B on an H200; `benchmarks/gpu/gemm.py` measures
-them beside cuBLAS. Part of the gain is that kernels start before the one before them ends (`attention.launch`), which
+them beside cuBLAS. Part of the gain is that kernels start before the one before them ends (`kernel_launch`), which
 cuBLAS's do not.
 """
 
 import torch
 
-from foredraft.attention.launch import overlapped
+from foredraft.kernel_launch import overlapped, power_of_two
 
 MOST_ROWS = 64
 # With fewer outputs, programs that each take all columns are too few to keep the memory busy.
@@ -91,7 +91,7 @@ def _multiply_row(
 
     outputs, inputs = weight.shape
     block_n = 2 if outputs > 4096 else 16
-    block_k = min(1024, 1 << (inputs - 1).bit_length())
+    block_k = min(1024, power_of_two(inputs))
     kernels.multiply_row[(-(-outputs // block_n),)](
         x, weight, x if bias is None else bias, out, outputs, inputs,
         HAS_BIAS=bias is not None, EVEN=inputs % block_k == 0,
@@ -110,7 +110,7 @@ def _multiply_rows(
 
     rows, inputs, outputs = x.shape[0], x.shape[1], out.shape[-1]
     parts = out.shape[0] if out.dim() == 3 else 1
-    block_n, block_m = _BLOCK_N, max(16, 1 << (rows - 1).bit_length())
+    block_n, block_m = _BLOCK_N, max(16, power_of_two(rows))
     if block_m > 32 and outputs >= _VAST:
         block_n, block_k, stages = 128, 64, 4
     elif block_m > 32:

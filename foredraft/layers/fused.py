@@ -5,7 +5,7 @@ Triton is imported on first use. No call reads a value of the device, so that al
 
 import torch
 
-from foredraft.attention.launch import overlapped
+from foredraft.kernel_launch import overlapped, power_of_two
 
 
 def on_gpu(x: torch.Tensor) -> bool:
@@ -92,7 +92,7 @@ def _norm(
     num_rows, size = out.shape
     if not num_rows:
         return
-    block = _power_of_two(size)
+    block = power_of_two(size)
     parts, part_stride = 1, 0
     if delta is not None and delta.dim() == 3:
         parts, part_stride, delta = delta.shape[0], delta.stride(0), delta[0]
@@ -117,7 +117,7 @@ def angles(
     both = torch.empty((2, num_rows, 1, 2 * half), dtype=torch.float32, device=frequencies.device)
     if num_rows:
         triton_kernels.angles[(num_rows,)](
-            positions, frequencies, both[0], both[1], half, factor, BLOCK=_power_of_two(half),
+            positions, frequencies, both[0], both[1], half, factor, BLOCK=power_of_two(half),
             **overlapped(frequencies.device),
         )  # fmt: skip
     return both[0], both[1]
@@ -158,7 +158,7 @@ def rotate_and_store(
             heads, cos, sin, q_weight, k_weight, keys, values, slots,
             heads.stride(0), keys.stride(0), eps, 1 / scales[0], 1 / scales[1],
             Q_HEADS=num_heads, KV_HEADS=keys.shape[0], HEAD_DIM=head_dim, BLOCK_H=block_h,
-            BLOCK_D=_power_of_two(head_dim // 2), NORMS=norms is not None, FULL=full_precision,
+            BLOCK_D=power_of_two(head_dim // 2), NORMS=norms is not None, FULL=full_precision,
             LIMIT=torch.finfo(keys.dtype).max if keys.element_size() == 1 else 0.0,
             num_warps=1 if block_h < 4 else 2 if block_h < 16 else 4,
             **overlapped(heads.device),
@@ -177,7 +177,3 @@ def gated(both: torch.Tensor, kind: str) -> torch.Tensor:
             both, out, size, KIND=kind, BLOCK=1024, **overlapped(both.device)
         )
     return out
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()

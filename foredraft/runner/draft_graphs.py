@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from foredraft.attention.base import Batch
-from foredraft.attention.launch import overlapped
+from foredraft.kernel_launch import overlapped
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner import draft_hand_on, draft_plan, draft_uploads
 from foredraft.runner.aside import run_aside

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from foredraft.kernel_launch import power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.draft_plan import DraftPlan, Known
 from foredraft.runner.draft_records import (
@@ -44,8 +45,8 @@ def fill(
         TEMPERATURE=TEMPERATURE, TOP_P=TOP_P, MIN_P=MIN_P, TOP_K=TOP_K, SEED_LOW=SEED_LOW,
         SEED_HIGH=SEED_HIGH, ROW=ROW, HEADER=HEADER, PAGE_SIZE=kv.page_size,
         PER_SLOT=shape.scratch_pages(kv.page_size), ROWS=shape.num_rows,
-        PAD_ROWS=triton.next_power_of_2(shape.num_rows), TOPK=shape.topk, LEVELS=levels,
-        PAD_BEAMS=triton.next_power_of_2(max(1, levels * shape.topk)), BLOCK=256, num_warps=4,
+        PAD_ROWS=power_of_two(shape.num_rows), TOPK=shape.topk, LEVELS=levels,
+        PAD_BEAMS=power_of_two(max(1, levels * shape.topk)), BLOCK=256, num_warps=4,
     )  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def hand_on_trees(records: torch.Tensor, results: torch.Tensor, trees: torch.Ten
     nodes = results.shape[2]
     _hand_on_trees[(len(records),)](
         records, results, trees, records.shape[1], ROW=ROW, NODES=nodes,
-        PAD_NODES=triton.next_power_of_2(nodes), NO_NODE=NO_NODE, num_warps=1,
+        PAD_NODES=power_of_two(nodes), NO_NODE=NO_NODE, num_warps=1,
     )  # fmt: skip
 
 

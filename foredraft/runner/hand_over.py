@@ -2,6 +2,8 @@
 
 import torch
 
+from foredraft.kernel_launch import power_of_two
+
 BLOCK = 2048  # elements of a hidden state that one program copies
 
 
@@ -39,5 +41,5 @@ def hand_over(
     step_kernels.hand_over[(num_rows, num_blocks)](
         accepted, index, hidden, to_accepted, to_rows,
         hidden.stride(0), hidden.shape[1], width - 1,
-        WORDS=1 << (width - 1).bit_length(), BLOCK=BLOCK, num_warps=4,
+        WORDS=power_of_two(width), BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from foredraft.kernel_launch import power_of_two
 from foredraft.speculation import beam_kernels
 from foredraft.speculation.sampling import SamplingRows
 from foredraft.speculation.static_beams import StaticBeams
@@ -26,7 +27,7 @@ class DeviceBeams:
         vocab: Columns of the logits.
         ordering: Of children.
         rows: For `coupled` where some are sampled: of the sequences, with the position of the first drafted token.
-        launch: Options of the kernels' launches, see `attention.launch`.
+        launch: Options of the kernels' launches, see `kernel_launch`.
     """
 
     def __init__(
@@ -95,9 +96,9 @@ class DeviceBeams:
             self._values[new], self._nodes[new], self._masks[new], tokens, sources,
             self._scores, self._tokens, self._parents, self._num_candidates, width,
             0 if level == 0 else topk + (level - 1) * topk * topk, level,
-            PARTS=parts, TOPK=topk, COUNT=self._count, BEAMS=beams, PAD_TOPK=_power_of_two(topk),
-            PAD_COUNT=_power_of_two(self._count),
-            PAD_PARTS=_power_of_two(parts), PAD_MASK=_power_of_two(width),
+            PARTS=parts, TOPK=topk, COUNT=self._count, BEAMS=beams, PAD_TOPK=power_of_two(topk),
+            PAD_COUNT=power_of_two(self._count),
+            PAD_PARTS=power_of_two(parts), PAD_MASK=power_of_two(width),
             HAS_PARENTS=level > 0, MAPPED=token_map is not None, KEEP_FIRST=self._keeps_first,
             SAMPLED=self._rows is not None, num_warps=4, **self._launch,
         )  # fmt: skip
@@ -117,7 +118,7 @@ class DeviceBeams:
                 self._keys if rows is None else rows.seed,
                 self._keys if rows is None else rows.position,
                 logits.stride(0), self._vocab, self._level, PARTS=self._parts,
-                PAD_PARTS=_power_of_two(self._parts), COUNT=count, PAD_COUNT=_power_of_two(max(1, count)),
+                PAD_PARTS=power_of_two(self._parts), COUNT=count, PAD_COUNT=power_of_two(max(1, count)),
                 BEAMS=beams, BLOCK=_BLOCK,
                 SAMPLED=is_sampled, MAPPED=token_map is not None, num_warps=8,
                 **self._launch,
@@ -137,8 +138,8 @@ class DeviceBeams:
         beam_kernels.select_nodes[(self._batch,)](
             self._scores, self._tokens, self._parents, self._places, results,
             self._num_candidates, results.stride(0),
-            NODES=nodes, PAD_CANDIDATES=_power_of_two(self._num_candidates),
-            PAD_NODES=_power_of_two(nodes), num_warps=4, **self._launch,
+            NODES=nodes, PAD_CANDIDATES=power_of_two(self._num_candidates),
+            PAD_NODES=power_of_two(nodes), num_warps=4, **self._launch,
         )  # fmt: skip
 
 
@@ -176,7 +177,3 @@ def works(
         logger.warning("draft trees by torch, which takes longer: %s", error)
         return False
     return True
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()

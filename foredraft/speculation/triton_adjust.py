@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from foredraft.kernel_launch import power_of_two
 from foredraft.speculation.triton_steps import (
     ADJUSTED,
     FREQUENCY,
@@ -113,7 +114,7 @@ def count_tokens(
     adjust_kernels.count[(batch,)](
         records, emitted, length, words, words.shape[1], rows, records.stride(0),
         SLOT=SLOT, ADJUSTED=ADJUSTED, HISTORY=HISTORY,
-        ROWS=1 << max(0, (rows - 1).bit_length()), num_warps=1,
+        ROWS=power_of_two(rows), num_warps=1,
     )  # fmt: skip
 
 

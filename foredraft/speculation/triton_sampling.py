@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from foredraft.kernel_launch import power_of_two
+
 ROOT, PAD = -1, -2  # as parents: of the root, and of rows that stand for nothing
 _BLOCK = 1024  # tokens that a program looks at together
 _MAX_PARTS = 128
@@ -62,7 +64,7 @@ def choose_tokens(
     )  # fmt: skip
     sampling_kernels.choose_best[(num_rows,)](
         temperature, floats[0], floats[1], tokens, chosen,
-        NUM_PARTS=parts, BLOCK=_padded(parts), num_warps=1,
+        NUM_PARTS=parts, BLOCK=power_of_two(parts), num_warps=1,
     )  # fmt: skip
     if top_k is not None and top_p is not None and min_p is not None:
         _choose_filtered(logits, temperature, seed, position, top_k, top_p, min_p, chosen)
@@ -83,7 +85,7 @@ def _choose_filtered(
     from foredraft.speculation import filter_kernels
 
     (num_rows, vocab), device = logits.shape, logits.device
-    size = max(_LEAST_TOP, _padded(-(-vocab // _MAX_TOPS)))
+    size = max(_LEAST_TOP, power_of_two(-(-vocab // _MAX_TOPS)))
     blocks, tops_of_program = -(-vocab // size), max(1, 1024 // size)
     tops = torch.empty(num_rows, blocks, dtype=torch.float32, device=device)
     asked = temperature, top_k, top_p, min_p
@@ -94,8 +96,9 @@ def _choose_filtered(
     counts = torch.empty(num_rows, dtype=torch.int32, device=device)
     totals = torch.empty(num_rows, dtype=torch.int64, device=device)
     filter_kernels.bound[(num_rows,)](
-        tops, *asked, bases, cuts, counts, totals, vocab, blocks, BLOCK=_padded(blocks), num_warps=4
-    )
+        tops, *asked, bases, cuts, counts, totals, vocab, blocks,
+        BLOCK=power_of_two(blocks), num_warps=4,
+    )  # fmt: skip
     tiles = -(-vocab // _BLOCK)
     parts = min(tiles, _MAX_PARTS, max(4, -(-_PROGRAMS // max(1, num_rows))))
     tiles = -(-tiles // parts)
@@ -155,7 +158,7 @@ def walk_trees(
     tree_kernels.walk[(batch,)](
         chosen, tokens, parents, path, length, emitted,
         chosen.stride(0), tokens.stride(0), parents.stride(0), rows,
-        ROWS=_padded(rows), num_warps=1,
+        ROWS=power_of_two(rows), num_warps=1,
     )  # fmt: skip
     return path, length, emitted
 
@@ -177,8 +180,8 @@ def commit_paths(
     from foredraft.speculation import tree_kernels
 
     num_layers, num_heads, _, head_dim = kv.data.shape
-    block_d = max(16, _padded(head_dim))
-    block_h = max(1, min(_padded(num_heads), 2048 // block_d))
+    block_d = max(16, power_of_two(head_dim))
+    block_h = max(1, min(power_of_two(num_heads), 2048 // block_d))
     grid = (path.shape[0], num_layers, -(-num_heads // block_h))
     tree_kernels.commit[grid](
         kv.data, page_tables, committed, path, length,
@@ -228,7 +231,7 @@ def prepare_trees(
     batch, rows = tokens.shape
     made = torch.empty((3, batch * rows), dtype=torch.int64, device=tokens.device)
     mask = torch.empty((batch * rows, rows), dtype=torch.uint8, device=tokens.device)
-    padded = max(16, _padded(rows))
+    padded = max(16, power_of_two(rows))
     tree_kernels.prepare[(batch,)](
         tokens, parents, committed, num_rows, page_tables, made[0], made[1], made[2], mask,
         tokens.stride(0), parents.stride(0), committed.stride(0), page_tables.stride(0),
@@ -236,7 +239,3 @@ def prepare_trees(
         PAGE_SIZE=page_size, ROWS=padded, ROUNDS=math.ceil(math.log2(padded)),
     )  # fmt: skip
     return TreeRows(made[0], made[1], made[2], mask)
-
-
-def _padded(size: int) -> int:
-    return 1 << max(0, (size - 1).bit_length())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from foredraft.kernel_launch import power_of_two
 from foredraft.speculation.sampling import SamplingRows
 
 # Columns of a record. Sampling is packed as "<fffiQ". What follows FORCED is read by steps that adjust logits
@@ -75,7 +76,7 @@ def begin_step(
         records, state, trees, tokens, parents, committed,
         records.stride(0), num_rows, trees.shape[2],
         SLOT=SLOT, COMMITTED=COMMITTED, TREE=TREE,
-        FIRST_TOKEN=HEADER, FIRST_PARENT=HEADER + max_rows, ROWS=_padded(num_rows), num_warps=1,
+        FIRST_TOKEN=HEADER, FIRST_PARENT=HEADER + max_rows, ROWS=power_of_two(num_rows), num_warps=1,
     )  # fmt: skip
     return Begun(tokens, parents, committed)
 
@@ -123,7 +124,7 @@ def pretend_paths(
     step_kernels.pretend[(batch,)](
         records, path, length, emitted,
         records.stride(0), rows, 2 if rows > 16 else 1, FILLER,
-        FORCED=FORCED, ROWS=_padded(rows), num_warps=1,
+        FORCED=FORCED, ROWS=power_of_two(rows), num_warps=1,
     )  # fmt: skip
 
 
@@ -161,9 +162,5 @@ def end_step(
         records, ended.state, begun.committed, path, length, emitted,
         begun.tokens, begun.parents, ended.results, ended.accepted, ended.index,
         records.stride(0), ended.results.stride(0), rows, (ended.results.shape[1] - 1) // 4, max_path,
-        SLOT=SLOT, ROWS=_padded(rows), PATH=_padded(max_path), num_warps=1,
+        SLOT=SLOT, ROWS=power_of_two(rows), PATH=power_of_two(max_path), num_warps=1,
     )  # fmt: skip
-
-
-def _padded(size: int) -> int:
-    return 1 << max(0, (size - 1).bit_length())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foredraft.attention.launch import overlapped
+from foredraft.kernel_launch import overlapped
 from foredraft.speculation.sampling import SamplingRows
 from foredraft.speculation.static_beams import StaticBeams
 from foredraft.speculation.tree_building import Ordering

@@ -1,4 +1,4 @@
-"""How Triton kernels of a forward are launched one after another."""
+"""What launches of Triton kernels share: how one follows another, and the sizes of their blocks."""
 
 import functools
 
@@ -18,3 +18,11 @@ def overlapped(device: torch.device) -> dict[str, bool]:
     """
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"launch_pdl": able, "DEPENDENT": able}
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is no less than `size` >= 1: a block of Triton has no other size.
+
+    As `triton.next_power_of_2`, which takes 2 us a call and needs Triton to be there.
+    """
+    return 1 << (size - 1).bit_length()
