@@ -275,6 +275,7 @@ def _target_step(
         return TargetStep(runner, chooser)
     from foredraft.runner.decode_graphs import DecodeGraphs  # needs triton
     from foredraft.runner.decode_step import DecodeStep
+    from foredraft.runner.mixed_graphs import MixedGraphs
     from verify_service.target.graph_step import GraphStep
 
     started = time.monotonic()
@@ -295,8 +296,19 @@ def _target_step(
     graphs = DecodeGraphs(step)
     layers = max((tuple(info.hidden.layers) for info in infos), default=())
     graphs.warm_up(layers)
-    logger.info("captured %d CUDA graphs in %.1f s", len(graphs.shapes), time.monotonic() - started)
-    return GraphStep(runner, chooser, graphs, simulated)
+    mixed = MixedGraphs(
+        runner.model,
+        runner.kv,
+        runner.attention,
+        tables=step.tables,
+        max_tree=step.max_rows,
+        max_rows=config.chunked_prefill_size + limits.max_running_requests * step.max_rows,
+        pool=graphs.pool,
+    )
+    mixed.warm_up(layers, has_branches=tree_limits[1] > 1 and limits.max_nodes > 1)
+    num_graphs = len(graphs.shapes) + mixed.num_graphs
+    logger.info("captured %d CUDA graphs in %.1f s", num_graphs, time.monotonic() - started)
+    return GraphStep(runner, chooser, graphs, mixed, simulated)
 
 
 def _kv_budget(

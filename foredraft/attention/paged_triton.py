@@ -37,8 +37,8 @@ class TritonPlan:
         tail_positions: int32 [B, W]: positions of those keys; None where they are the key indexes.
         max_rows: No sequence has more rows.
         num_splits: Parts into which the keys are cut, computed side by side; a power of two. See `splits_for`.
-        tiles: int32 [2, N]: sequence and block of rows of each program, see `folded_rows_of_a_tile`; a block behind the sequence's last is
-            padding. None for as many blocks of each sequence as `max_rows` need.
+        blocks: int32 [2, N]: sequence and block of rows of each program, see `folded_rows_of_a_block`; one behind the sequence's
+            last is padding. None for as many of each sequence as `max_rows` need.
     """
 
     kv: PagedKV
@@ -54,7 +54,7 @@ class TritonPlan:
     tail_positions: torch.Tensor | None
     max_rows: int
     num_splits: int
-    tiles: torch.Tensor | None = None
+    blocks: torch.Tensor | None = None
 
 
 def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_size: int = 4) -> int:
@@ -121,8 +121,8 @@ class TritonAttention(AttentionBackend):
             has_room(keys.device),
         )
         row_blocks = -(-plan.max_rows * group // tiles["BLOCK_M"])
-        tiled = plan.tiles is not None
-        programs = plan.tiles.shape[1] if tiled else plan.num_rows.shape[0] * row_blocks
+        blocks = plan.blocks
+        programs = plan.num_rows.shape[0] * row_blocks if blocks is None else blocks.shape[1]
         mask = plan.tail_mask
         parts: Any = out  # not read where there is one part
         best: Any = out
@@ -141,14 +141,14 @@ class TritonAttention(AttentionBackend):
             plan.positions if mask is None else mask.view(torch.uint8),
             plan.positions if plan.is_causal is None else plan.is_causal,
             plan.positions if plan.tail_positions is None else plan.tail_positions,
-            plan.tiles if tiled else plan.first_row,
+            plan.first_row if blocks is None else blocks,
             scale * k_scale * math.log2(math.e), v_scale, window or 0, keys.stride(0), queries.stride(0),
             queries.stride(1), plan.page_tables.stride(0),
             0 if mask is None else mask.stride(0), 0 if mask is None else mask.shape[1],
             0 if plan.tail_positions is None else plan.tail_positions.stride(0), row_blocks, splits,
             GROUP=group, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
             BLOCK_D=block_d, SPLIT=splits > 1, WINDOWED=window is not None, MASKED=mask is not None, MIXED=plan.is_causal is not None,
-            PLACED=plan.tail_positions is not None, TILED=tiled, EIGHT_BIT=kv.is_8_bit,
+            PLACED=plan.tail_positions is not None, LISTED=blocks is not None, EIGHT_BIT=kv.is_8_bit,
             PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
             **tiles, **options,
         )  # fmt: skip
@@ -162,10 +162,10 @@ class TritonAttention(AttentionBackend):
             )  # fmt: skip
 
 
-def folded_rows_of_a_tile(
+def folded_rows_of_a_block(
     max_rows: int, group_size: int, head_dim: int, dtype: torch.dtype, kv: PagedKV
 ) -> int:
-    """Rows of a block times query heads of a KV head, where keys are not cut into parts; see `TritonPlan.tiles`."""
+    """Rows of a block times query heads of a KV head, where keys are not cut into parts; see `TritonPlan.blocks`."""
     room = has_room(kv.data.device)
     return _tiles(max_rows * group_size, head_dim, dtype, kv.is_8_bit, 1, room)["BLOCK_M"]
 

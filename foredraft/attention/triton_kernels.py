@@ -45,29 +45,31 @@ def _weights(best, total, q, k, in_range, seen, scale, PRECISION: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "first_rows", "nums_rows", "prefix_starts", "prefix_lens", "write_indexes", "table_stride", "row_blocks", "num_splits",
-        "tiles",
+        "blocks",
     ]
 )  # fmt: skip
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total,
     tables, first_rows, nums_rows, prefix_starts, prefix_lens, write_indexes, positions,
-    tail_masks, is_causal, tail_positions, tiles,
+    tail_masks, is_causal, tail_positions, blocks,
     scale, v_scale, window, kv_head_stride, q_row_stride, q_head_stride, table_stride, mask_stride, mask_width,
     tail_positions_stride, row_blocks, num_splits,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr, MASKED: tl.constexpr, MIXED: tl.constexpr,
-    PLACED: tl.constexpr, TILED: tl.constexpr, EIGHT_BIT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    PLACED: tl.constexpr, LISTED: tl.constexpr, EIGHT_BIT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of one sequence's rows, one KV head and its query heads, one part of the keys.
 
     Row m of a block is row m // GROUP of the sequence under query head m % GROUP of the group. Keys of 8 bits have their scale
-    in `scale`. With TILED a list says which sequence and block are a program's. With PACKED four values of 8 bits are read as one word: for the product with the weights a thread needs numbers of
-    several keys side by side, which words come nearer to than bytes.
+    in `scale`. With LISTED a list says which sequence and block are a program's. With PACKED four values of 8 bits are read as one
+    word: for the product with the weights a thread needs numbers of several keys side by side, which words come nearer to than
+    bytes.
     """
-    if TILED:
-        sequence = tl.load(tiles + tl.program_id(0))
-        block = tl.load(tiles + tl.num_programs(0) + tl.program_id(0))
+    if LISTED:
+        sequence = tl.load(blocks + tl.program_id(0))
+        block = tl.load(blocks + tl.num_programs(0) + tl.program_id(0))
     else:
         sequence = tl.program_id(0) // row_blocks
         block = row_blocks - 1 - tl.program_id(0) % row_blocks  # of causal rows the longest first

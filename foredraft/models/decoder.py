@@ -142,6 +142,18 @@ class DecoderModel(nn.Module):
         Args:
             capture: Layers whose entering residual stream is wanted; num_layers for what leaves the last one.
         """
+        x, captured, streams = self.states(batch, kv, attention, capture)
+        wanted = x if batch.logit_rows is None else x[batch.logit_rows]
+        return ModelOutput(self.lm_head(wanted), x, captured, streams)
+
+    def states(
+        self,
+        batch: Batch,
+        kv: PagedKV,
+        attention: AttentionBackend,
+        capture: Sequence[int] = (),
+    ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
+        """As `forward`, up to the LM head: what `ModelOutput` has beside the logits."""
         if batch.embeddings is None:
             stream = self.embedding(batch.tokens)
         else:
@@ -166,5 +178,4 @@ class DecoderModel(nn.Module):
         for layer_index, copy in zip(capture, captured, strict=True):
             if copy is not copies[layer_index]:  # asked for twice
                 copy.copy_(copies[layer_index])
-        wanted = x if batch.logit_rows is None else x[batch.logit_rows]
-        return ModelOutput(self.lm_head(wanted), x, captured, streams)
+        return x, captured, streams

@@ -60,7 +60,7 @@ class SequenceRows:
         """The newest token at position `committed_len`, and the draft tree after it; row 0 is the root."""
         levels = depths(tree.parents)
         positions = [committed_len, *(committed_len + depth for depth in levels)]
-        is_chain = tree.parents == tuple(range(-1, len(tree.parents) - 1))
+        is_chain = tree.is_chain
         return cls(
             tokens=[root, *tree.tokens],
             positions=positions,

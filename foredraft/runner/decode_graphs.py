@@ -65,6 +65,7 @@ class DecodeGraphs:
         trees: int32 [max_batch, 2, max_rows - 1]: what a draft on the device proposed, for records that say so.
         accepted, accepted_index: Of the newest step, for a draft; see `triton_steps.Ended`.
         late: Tables of steps that adjust logits.
+        pool: Memory of the graphs; for others too that never run at the same time.
     """
 
     def __init__(self, step: DecodeStep) -> None:
@@ -81,7 +82,7 @@ class DecodeGraphs:
         self._host_results = pinned(UNDER_WAY, *step.results.shape)
         self._done = [torch.cuda.Event() for _ in range(UNDER_WAY)]
         self._current = 0  # of all that is there UNDER_WAY times
-        self._pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle()
         self._steps: dict[StepKind, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
         self._forwards: dict[StepKind, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
         self._late: dict[StepKind, _LateGraphs] = {}
@@ -282,7 +283,7 @@ class DecodeGraphs:
     def _capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
         # Other threads of this process may use CUDA meanwhile: a draft may be attached at any time.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             result = run()
         return graph, result
 

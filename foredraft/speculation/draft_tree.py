@@ -22,6 +22,11 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether each node follows the one before it."""
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
     def first(self, num_nodes: int) -> "DraftTree":
         """The tree of the first nodes; parents stand before their children, so it is whole."""
         if num_nodes >= len(self.tokens):

@@ -12,6 +12,7 @@ from foredraft.config.services import VerifyConfig
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.decode_graphs import DecodeGraphs
 from foredraft.runner.decode_step import DecodeStep
+from foredraft.runner.mixed_graphs import MixedGraphs, MixedKind
 from foredraft.runner.model_runner import ModelRunner
 from verify_service import startup
 from verify_service.engine.engine import EngineLimits
@@ -72,6 +73,14 @@ class EagerGraphs(DecodeGraphs):
         return graph, graph.result
 
 
+class EagerMixedGraphs(MixedGraphs):
+    """Likewise for forwards with prompts."""
+
+    def _capture(self, kind: MixedKind) -> Any:
+        self._make_room(kind)
+        return Graph(lambda: self.compute(kind))
+
+
 def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on engines on the CPU run such graphs, in Triton's interpreter."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -103,8 +112,15 @@ def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
             max_tokens=limits.context_length,
             num_slots=limits.max_running_requests,
         )
-        graphs = EagerGraphs(step)
-        return GraphStep(runner, chooser, graphs)
+        mixed = EagerMixedGraphs(
+            runner.model,
+            runner.kv,
+            TritonAttention(),
+            tables=step.tables,
+            max_tree=step.max_rows,
+            max_rows=config.chunked_prefill_size,
+        )
+        return GraphStep(runner, chooser, EagerGraphs(step), mixed)
 
     monkeypatch.setattr(startup.PagedKV, "for_model", with_scratch)
     monkeypatch.setattr(startup, "_target_step", target_step)

@@ -1,14 +1,16 @@
-"""The target's part of a step on a GPU: captured graphs for batches that only decode, single operations for the rest."""
+"""The target's part of a step on a GPU: captured graphs wherever they fit, single operations for the rest."""
 
 import struct
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
 
 from foredraft.models.decoder import ModelOutput
 from foredraft.runner.decode_graphs import DecodeGraphs
+from foredraft.runner.mixed_graphs import MixedGraphs, MixedRows
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.runner.step_buffers import StepArrays
 from foredraft.speculation.draft_tree import EMPTY, DraftTree
@@ -43,8 +45,9 @@ class GraphStep(TargetStep):
 
     Args:
         runner: Of the target, on a GPU.
-        chooser: For steps that the graphs do not take: prompts, larger batches, lossy acceptance.
+        chooser: For steps that `graphs` do not take: prompts, larger batches, lossy acceptance.
         graphs: Of the same model and cache.
+        mixed: Of forwards with prompts, likewise; they read the page tables that `graphs` keep.
         simulated: Replaces what is accepted, for benchmarks.
     """
 
@@ -53,10 +56,11 @@ class GraphStep(TargetStep):
         runner: ModelRunner,
         chooser: Chooser,
         graphs: DecodeGraphs,
+        mixed: MixedGraphs,
         simulated: SimulatedAcceptance | None = None,
     ) -> None:
         super().__init__(runner, chooser)
-        self._graphs = graphs
+        self._graphs, self._mixed = graphs, mixed
         self._simulated = simulated
         self._vocab_size = runner.model.config.vocab_size
         self._tables = SlotTables(graphs.late, chooser.eos_token_ids, self._vocab_size)
@@ -137,6 +141,19 @@ class GraphStep(TargetStep):
         first_rows = range(0, len(batch) * num_rows, num_rows)
         return StepResult(outcomes, output, first_rows, len(batch) * num_rows, seconds)
 
+    def _forward(
+        self,
+        decoding: Sequence[VerifyRows],
+        chunks: Sequence[PrefillChunk],
+        capture: Sequence[int],
+    ) -> ModelOutput:
+        rows = [*map(_tree_rows, decoding), *map(_chunk_rows, chunks)]
+        if not self._mixed.takes(rows):
+            return super()._forward(decoding, chunks, capture)
+        sequences = [one.sequence for one in decoding] + [chunk.seq for chunk in chunks]
+        self._update_pages(sequences)
+        return self._mixed.forward(rows, capture or self._graphs.capture)
+
     def _num_rows(self, batch: Sequence[VerifyRows]) -> int:
         return self._graphs.row_size(len(batch), 1 + max(len(rows.tree) for rows in batch))
 
@@ -216,6 +233,22 @@ class GraphStep(TargetStep):
         ]
         where = torch.tensor(index).to(output.logits.device)
         return output.logits.index_select(0, where)
+
+
+def _tree_rows(rows: VerifyRows) -> MixedRows:
+    sequence, tree = rows.sequence, rows.tree
+    assert sequence.slot is not None
+    tokens = [sequence.tokens[-1], *tree.tokens]
+    parents = None if tree.is_chain else tree.parents
+    return MixedRows(sequence.slot, sequence.num_computed, tokens, parents, "all")
+
+
+def _chunk_rows(chunk: PrefillChunk) -> MixedRows:
+    sequence = chunk.seq
+    assert sequence.slot is not None
+    tokens = sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]
+    logits: Literal["last", "none"] = "last" if chunk.is_last else "none"
+    return MixedRows(sequence.slot, chunk.start, tokens, None, logits)
 
 
 def _force_no_more_than_trees(header: np.ndarray) -> None:

@@ -3,6 +3,7 @@
 Which sequences take part and what becomes of their tokens is the engine's.
 """
 
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -159,17 +160,25 @@ class TargetStep:
         started = time.perf_counter()
         num_last = sum(chunk.is_last for chunk in chunks)
         decoding = batch[: len(batch) - num_last]
-        rows = [*map(_tree_rows, decoding), *map(_chunk_rows, chunks)]
-        output = self._runner.forward(rows, capture)
+        output = self._forward(decoding, chunks, capture)
         forwarded = time.perf_counter()
         num_logit_rows = len(output.logits)
         outcomes = self._chooser.choose(batch, output.logits)
         self._commit(decoding, outcomes)
-        first_rows, first = [], 0
-        for sequence_rows in rows:
-            first_rows.append(first)
-            first += len(sequence_rows.tokens)
+        counts = [1 + len(rows.tree) for rows in decoding]
+        counts += [chunk.num_tokens for chunk in chunks]
+        first_rows = [0, *itertools.accumulate(counts)][:-1]
         return StepResult(outcomes, output, first_rows, num_logit_rows, forwarded - started)
+
+    def _forward(
+        self,
+        decoding: Sequence[VerifyRows],
+        chunks: Sequence[PrefillChunk],
+        capture: Sequence[int],
+    ) -> ForwardOutput:
+        """Computes all rows of a step: the trees', then the prompts'."""
+        rows = [*map(_tree_rows, decoding), *map(_chunk_rows, chunks)]
+        return self._runner.forward(rows, capture)
 
     def _commit(self, decoding: Sequence[VerifyRows], outcomes: Sequence[Outcome]) -> None:
         """Moves the KV of accepted rows to follow the committed keys."""
