@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.step_choices import StepChoices, report
+from benchmarks.engine_steps import EngineSteps, report
 from foredraft.cli import mps
 from foredraft.errors import Overloaded
 from foredraft.models.registry import resolve_model_path
@@ -86,7 +86,7 @@ def main() -> int:
         type=float,
         help="limit in seconds, of a request's mean (default: twice plain decoding's with a full batch)",
     )
-    add("--steps", action="store_true", help="print what steps chose and took, on a CPU")
+    add("--steps", action="store_true", help="print what steps chose, expected and took")
     add("--mps", action="store_true", help="run under a private MPS daemon")
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
@@ -111,8 +111,10 @@ def main() -> int:
             args.between = args.between or 2 * float(np.median([one.between for one in full]))
             print(f"capacity of plain decoding: {rate:.2f} requests/s", flush=True)
             print(f"limits: {args.ttft:g} s, then {args.between * 1e3:.2f} ms a token", flush=True)
-            choices = {
-                name: StepChoices(harness) for name, harness in harnesses.items() if args.steps
+            listeners = {
+                name: EngineSteps(harness.engine, expects=True)
+                for name, harness in harnesses.items()
+                if args.steps
             }
             for load in args.loads:
                 seen: dict[str, list[list[Seen]]] = {name: [] for name in args.settings}
@@ -124,7 +126,7 @@ def main() -> int:
                     label = name if name == "plain" else f"{args.draft}, {name}"
                     rows.append({"setting": label, "load": load, **_summary(rounds, args)})
                     print(json.dumps(rows[-1]), flush=True)
-            for name, listener in choices.items():
+            for name, listener in listeners.items():
                 report(name, listener.steps)
         finally:  # what was measured until then is worth its time
             _report(rows, rate, args)

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine_steps import Step
 from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
-from benchmarks.gpu.step_log import Costs, Meter, Step, mean_tokens, rate_of
+from benchmarks.gpu.step_costs import Costs, Meter, mean_tokens, rate_of
 from foredraft.cli import mps
 from tests.support.engines import Harness, running_engine
 from verify_service.engine.engine import Engine
@@ -120,7 +121,7 @@ class Bench:
             )
             self.meter.resize(batch)
             self.meter.during(seconds)
-        steps = self.meter.log.steps[first:]
+        steps = self.meter.since(first)
         windows = [(at - started, ratio) for at, ratio in self.costs.windows(steps)]
         lowest = min(ratio for _, ratio in windows)
         print(f"{name}: lowest window {lowest:.2f} of plain", flush=True)
@@ -193,7 +194,11 @@ def main() -> int:
     add("--layers", type=int, default=32, help="fewer for debugging")
     add("--mps", action="store_true", help="run under a private MPS daemon")
     add("--none", action="store_true", help="also time plain decoding in an engine without a draft")
-    add("--steps", type=Path, help="file for all steps: end, seconds, batch, rows, tokens, context")
+    add(
+        "--steps",
+        type=Path,
+        help="file for all steps: kind, end, seconds, batch, rows, ... as JSON",
+    )
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -257,7 +262,7 @@ def measure(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) -> N
         _transients(bench, args, result)
     bench.meter.resize(0)
     if args.steps:
-        lines = (json.dumps([round(one, 6) for one in step]) for step in bench.meter.log.steps)
+        lines = (json.dumps(step._asdict()) for step in bench.meter.log.steps)
         args.steps.write_text("\n".join(lines) + "\n")
 
 

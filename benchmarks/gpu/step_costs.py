@@ -1,12 +1,12 @@
-"""What each decoding step of an engine took and gave, and what steps of fixed sizes take at any context length."""
+"""A number of sequences that keep running, and what steps of fixed sizes take at any context length."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.engine_steps import EngineSteps, Step
 from foredraft.types import FinishReason, SamplingParams
 from verify_service.engine.engine import Engine
 from verify_service.engine.live_requests import EngineRequest
@@ -17,60 +17,11 @@ LONGEST = 7000  # tokens of an answer
 SETTLE_STEPS = 6  # after a change of setting that no fit looks at
 
 
-class Step(NamedTuple):
-    """A step that only decoded.
-
-    Attributes:
-        end: Seconds of decoding so far, this step included; steps with prompts count nothing.
-        seconds: Since the step before it ended.
-        rows: Of each sequence.
-        tokens: Of all sequences.
-        context: Committed tokens of all sequences.
-    """
-
-    end: float
-    seconds: float
-    batch: int
-    rows: int
-    tokens: int
-    context: int
-
-
-class StepLog:
-    """Listens to an engine, from its own thread."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.steps: list[Step] = []
-        self.clock = 0.0
-        self._last = 0.0
-        self._only_decoded = False
-        sizes, ended, scheduler = engine._sizes, engine._ended, engine._scheduler
-        observe = sizes.observe
-
-        def observed(batch: int, num_rows: int, seconds: float, tokens: int, wait: Any) -> None:
-            observe(batch, num_rows, seconds, tokens, wait)
-            now = time.perf_counter()
-            taken = now - self._last
-            self._last, self.clock, self._only_decoded = now, self.clock + taken, True
-            context = sum(len(one.tokens) for one in scheduler.running)
-            step = Step(self.clock, taken, batch, num_rows // batch, tokens, context)
-            self.steps.append(step)
-
-        def has_ended(started: float) -> None:
-            ended(started)
-            if not self._only_decoded:
-                self._last = time.perf_counter()
-            self._only_decoded = False
-
-        sizes.observe = observed  # type: ignore[method-assign]
-        engine._ended = has_ended  # type: ignore[method-assign]
-
-
 class Meter:
     """Keeps a number of sequences running."""
 
     def __init__(self, engine: Engine) -> None:
-        self.log = StepLog(engine)
+        self.log = EngineSteps(engine)
         self._engine = engine
         self._numbers: dict[int, int] = {}
         self._begun: set[int] = set()
@@ -91,12 +42,16 @@ class Meter:
             time.sleep(0.001)
 
     def during(self, seconds: float) -> list[Step]:
-        """The steps of the coming seconds."""
+        """The steps of the coming seconds that only decode."""
         first = len(self.log.steps)
         time.sleep(seconds)
         if self._over:
             raise RuntimeError(f"an answer ended: {self._over}")
-        return self.log.steps[first:]
+        return self.since(first)
+
+    def since(self, first: int) -> list[Step]:
+        """The steps from one on that only decode."""
+        return [step for step in self.log.steps[first:] if step.kind != "prompt"]
 
     def _submit(self) -> None:
         self._num_submitted += 1
