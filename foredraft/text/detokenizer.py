@@ -1,4 +1,5 @@
 """Token ids to text, piece by piece: what `Tokenizer.decode` would give for all of them, never half a character.
+Only broken UTF-8 in byte tokens may read differently (`_ByteFallback`).
 
 The decoders of the `tokenizers` library are functions of a whole list. Here each is a stage with a
 small state, so that a token costs the same however long the text is.
@@ -20,11 +21,23 @@ CONTEXT_TOKENS = 16
 
 _BYTE_TOKEN = re.compile(r"<0x([+0-9A-Fa-f][0-9A-Fa-f])>")
 
+_ERRORS = "foredraft.text.each_byte"
+
+
+def _each_byte(error: UnicodeError) -> tuple[str, int]:
+    """A replacement character for every broken byte; Python's own handler has one for all bytes of a character."""
+    assert isinstance(error, UnicodeDecodeError)
+    return "�" * (error.end - error.start), error.end
+
+
+codecs.register_error(_ERRORS, _each_byte)
+
 
 class Detokenizer:
     """Turns one sequence's tokens into text as they come.
 
-    The pieces of all tokens and of `flush`, joined, equal the library's decode of all of them.
+    The pieces of all tokens and of `flush`, joined, equal the library's decode of all of them, where byte tokens spell
+    valid UTF-8.
 
     Args:
         tokenizer: Whose tokens.
@@ -47,8 +60,6 @@ class Detokenizer:
         self._settled = False
         for token in context[-CONTEXT_TOKENS:]:
             self.feed(token)
-        for stage in self._stages:
-            stage.forget_context()
         self._settled = self._is_settled()
 
     def feed(self, token: int) -> str:
@@ -131,10 +142,6 @@ class _Stage(Protocol):
         """The sequence ended: returns what was held."""
         ...
 
-    def forget_context(self) -> None:
-        """What was fed so far was prompt: drop what of it was held but is whole."""
-        ...
-
 
 class _Stateless:
     holds = False
@@ -145,9 +152,6 @@ class _Stateless:
 
     def flush(self) -> list[str]:
         return []
-
-    def forget_context(self) -> None:
-        pass
 
 
 class _Join(_Stateless):
@@ -196,17 +200,18 @@ class _Metaspace(_Stateless):
 
 
 class _ByteFallback:
-    """A run of byte tokens is one text if it is valid UTF-8, else a replacement character for each.
+    """Byte tokens spell UTF-8; each broken byte reads as a replacement character, as in SentencePiece itself.
 
-    So a run can only be read when it has ended.
+    The library reads a whole run of byte tokens so when one of them is broken, good characters too. Nobody could
+    stream that: some models write newlines, emoji and whole scripts in bytes, and their runs may have no end.
     """
 
     def __init__(self) -> None:
-        self._run = bytearray()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(_ERRORS)
 
     @property
     def holds(self) -> bool:
-        return bool(self._run)
+        return bool(self._decoder.getstate()[0])
 
     @property
     def settled(self) -> bool:
@@ -217,26 +222,16 @@ class _ByteFallback:
         for piece in pieces:
             byte = _BYTE_TOKEN.fullmatch(piece)
             if byte is not None:
-                self._run.append(int(byte[1], 16))
-                continue
-            if self._run:
+                text = self._decoder.decode(bytes([int(byte[1], 16)]))
+                result.extend([text] if text else [])
+            else:
                 result.extend(self.flush())
-            result.append(piece)
+                result.append(piece)
         return result
 
     def flush(self) -> list[str]:
-        run, self._run = bytes(self._run), bytearray()
-        if not run:
-            return []
-        try:
-            return [run.decode()]
-        except UnicodeDecodeError:
-            return ["�"] * len(run)
-
-    def forget_context(self) -> None:
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        decoder.decode(bytes(self._run))
-        self._run = bytearray(decoder.getstate()[0])
+        text = self._decoder.decode(b"", final=True)
+        return [text] if text else []
 
 
 class _ByteLevel:
@@ -258,9 +253,6 @@ class _ByteLevel:
 
     def flush(self) -> list[str]:
         return [self._decoder.decode(b"", final=True)]
-
-    def forget_context(self) -> None:
-        pass
 
 
 class _StripPieces(_Stateless):

@@ -10,6 +10,7 @@ from foredraft.errors import CheckpointError
 from foredraft.text.detokenizer import Detokenizer
 from foredraft.text.tokenizer import Tokenizer
 from tests.support import tiny_tokenizers
+from tests.support.whole_text import byte_tokens, whole_text
 
 BUILT = {name: Tokenizer(make()) for name, make in tiny_tokenizers.FAMILIES.items()}
 families = pytest.mark.parametrize("family", list(BUILT))
@@ -27,14 +28,13 @@ def streamed(
 @given(data=st.data())
 def test_pieces_join_to_the_decoded_text(family: str, data: st.DataObject) -> None:
     tokenizer = BUILT[family]
-    size = tokenizer.vocab_size
-    byte_tokens = [t for t in range(size) if (tokenizer.token(t) or "").startswith("<0x")]
-    ids = st.integers(0, size + 1) | st.sampled_from(sorted(tokenizer.special_ids))
-    if byte_tokens:
-        ids |= st.sampled_from(byte_tokens)
+    spelling = byte_tokens(tokenizer)
+    ids = st.integers(0, tokenizer.vocab_size + 1) | st.sampled_from(sorted(tokenizer.special_ids))
+    if spelling:
+        ids |= st.sampled_from(spelling)
     tokens = data.draw(st.lists(ids, max_size=40))
     skip = data.draw(st.booleans())
-    assert streamed(tokenizer, tokens, skip) == tokenizer.decode(tokens, skip)
+    assert streamed(tokenizer, tokens, skip) == whole_text(tokenizer, tokens, skip)
 
 
 @families
@@ -73,6 +73,18 @@ def test_a_prompt_may_end_inside_a_character(family: str) -> None:
         streamed(tokenizer, tokens[-2:] + tokenizer.encode("x", False), True, tuple(tokens[:-2]))
         == "𓀀x"
     )
+
+
+@pytest.mark.parametrize("family", ["llama_2", "gemma"])
+def test_characters_in_byte_tokens_come_one_by_one(family: str) -> None:
+    tokenizer = BUILT[family]
+    text = "\n\tไทย🙂\n"
+    tokens = [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+    detokenizer = Detokenizer(tokenizer, tokenizer.encode("x"))
+    pieces = [detokenizer.feed(token) for token in tokens]
+    assert [piece for piece in pieces if piece] == list(text)
+    assert detokenizer.flush() == ""
+    assert whole_text(tokenizer, tokens).strip(" ") == text
 
 
 def test_text_comes_token_by_token() -> None:
