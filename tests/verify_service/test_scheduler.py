@@ -165,11 +165,14 @@ def test_what_never_fits_is_refused():
 
 
 def test_a_full_queue_refuses():
-    scheduler = make_scheduler(max_queue=2)
-    scheduler.add(make_sequence("a", 4))
-    scheduler.add(make_sequence("b", 4))
-    with pytest.raises(Overloaded):
-        scheduler.add(make_sequence("c", 4))
+    scheduler = make_scheduler(max_queue=2, max_running_requests=3)
+    for burst in (5, 3):  # at first there are free slots, too
+        for number in range(burst):
+            scheduler.add(make_sequence(f"{burst} {number}", 4))
+        with pytest.raises(Overloaded):
+            scheduler.add(make_sequence("more", 4))
+        while scheduler.num_waiting:
+            step(scheduler)
 
 
 @pytest.mark.parametrize("running", [True, False])

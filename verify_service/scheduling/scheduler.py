@@ -33,7 +33,7 @@ class Scheduler:
         prefix_tree: Over the same pool; None caches and shares nothing.
         max_running_requests: Number of slots.
         chunked_prefill_size: Prompt tokens per step.
-        max_queue: Waiting sequences above which `add` refuses.
+        max_queue: Waiting sequences above which `add` refuses, besides those that free slots will take.
         context_length: Longest sequence that the model can hold, or None.
         admission_headroom: Output tokens that admission keeps room for per running sequence (as
             far as it may still generate them), so that admitting does not soon preempt.
@@ -123,7 +123,9 @@ class Scheduler:
                 f"{num_prompt} tokens and max_new_tokens {max_new_tokens} make {num_tokens};"
                 f" this server holds {self.max_sequence_tokens} per request",
             )
-        if len(self._waiting) >= self.max_queue:
+        # Those that a free slot takes in the next step do not wait.
+        num_free = self.max_running_requests - len(self._running)
+        if len(self._waiting) >= self.max_queue + num_free:
             raise Overloaded(f"{len(self._waiting)} requests are waiting")
 
     def add(self, seq: Sequence) -> None:
