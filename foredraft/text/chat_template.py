@@ -18,6 +18,11 @@ from foredraft.errors import CheckpointError, InvalidRequest
 MAX_SECONDS = 2.0
 MAX_CHARACTERS = 16 * 2**20
 
+# What transformers always passes, so that templates may ask whether it is none.
+_ABSENT: Mapping[str, Any] = {"tools": None, "documents": None}
+# Stands at the end of a message that is to be continued, to find it in the text.
+_CUT = "\ue000\ue0cd\ue000"
+
 
 class ChatTemplate:
     """A compiled template.
@@ -51,14 +56,50 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         /,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """The conversation as the model was trained to read it.
 
+        A developer's messages are the system's to a template that does not know that role: many leave out what they
+        do not know.
+
+        Args:
+            messages: Oldest first, with `role` and `content`.
+            add_generation_prompt: Open the answer.
+            continue_final_message: Leave the last message open instead, which is the beginning of the answer.
+            **variables: Further ones of the template.
+
         Raises:
             InvalidRequest: The template refuses the messages, or runs over its bounds.
         """
-        context = self._variables | variables
+        if "developer" not in self.source:
+            messages = [
+                {**message, "role": "system"} if message.get("role") == "developer" else message
+                for message in messages
+            ]
+        if not continue_final_message:
+            return self._render(messages, add_generation_prompt, variables)
+        *earlier, last = messages
+        if last.get("role") != "assistant":
+            raise InvalidRequest(
+                "continue_final_message", "the last message is not one of the assistant"
+            )
+        opened = {**last, "content": f"{last.get('content') or ''}{_CUT}"}
+        text, found, _ = self._render([*earlier, opened], False, variables).rpartition(_CUT)
+        if not found:
+            raise InvalidRequest(
+                "continue_final_message", "the chat template leaves the last message out"
+            )
+        return text
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        context = {**_ABSENT, **self._variables, **variables}
         deadline = time.monotonic() + MAX_SECONDS
         pieces: list[str] = []
         size = 0

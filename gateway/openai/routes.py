@@ -120,6 +120,8 @@ async def _chat_call(serving: Serving, body: ChatBody) -> Call:
     variables |= body.chat_template_kwargs or {}
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
+    if body.continue_final_message:
+        variables["continue_final_message"] = True
     if body.documents is not None:
         variables["documents"] = body.documents
     ids = body.truncated(await serving.encode_chat(messages, **variables))

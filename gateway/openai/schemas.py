@@ -184,7 +184,11 @@ class Message(Body):
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+        # A message that came in an answer has fields that are null; templates ask whether they are there.
+        extra = {k: v for k, v in (self.model_extra or {}).items() if v is not None}
+        if not extra.get("tool_calls", True):
+            del extra["tool_calls"]
+        return {**extra, "role": self.role, "content": content or ""}
 
 
 class ChatBody(GenerationBody):
@@ -208,6 +212,7 @@ class ChatBody(GenerationBody):
     web_search_options: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
 
     def names(self) -> dict[str, str]:
@@ -251,6 +256,10 @@ class ChatBody(GenerationBody):
         for name in ("messages", "self"):
             if name in (self.chat_template_kwargs or {}):
                 raise InvalidRequest("chat_template_kwargs", f"{name} is not for requests to set")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message", "does not go with add_generation_prompt: true"
+            )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs", "needs logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens):

@@ -176,7 +176,7 @@ def told(
     plain = [_plain(message) for message in parsed]
     if listed:
         text = _SYSTEM + "\n".join(json.dumps(tool["function"]) for tool in listed)
-        if plain and plain[0]["role"] == "system":
+        if plain and plain[0]["role"] in ("system", "developer"):
             plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}
         else:
             plain.insert(0, {"role": "system", "content": text})

@@ -202,6 +202,10 @@ FIELDS: tuple[Field, ...] = (
     *_rows(
         (CHAT,), "vLLM", "honoured",
         ("add_generation_prompt", False, "the template does not open the answer"),
+        (
+            "continue_final_message", True, "the answer goes on where the last message ends, which is the assistant's",
+            (("messages", [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ab a"}]),),
+        ),
         ("chat_template_kwargs", {"add_generation_prompt": False}, "variables of the template"),
         ("documents", [{"title": "a", "text": "b"}], "a variable of the template"),
     ),
@@ -227,7 +231,6 @@ FIELDS: tuple[Field, ...] = (
         (CHAT,), "vLLM", "refused",
         ("echo", True, "for completions alone"),
         ("add_special_tokens", True, "the template has them"),
-        ("continue_final_message", True, "the template opens the answer"),
         ("chat_template", "{{ 1 }}", "the server's own; see --chat-template"),
         ("mm_processor_kwargs", {"a": 1}, "only text"),
         ("include_reasoning", True, "reasoning is part of the text"),

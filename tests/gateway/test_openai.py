@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from foredraft.text.tokenizer import Tokenizer
+from gateway.openai.schemas import Message
 from tests.support import tiny_tokenizers
 from tests.support.stack import CONTEXT_LENGTH, eventually
 
@@ -95,6 +96,18 @@ def test_chat_content_may_come_in_parts(client: openai.OpenAI) -> None:
     one = client.chat.completions.create(messages=CHAT, **FIXED)
     two = client.chat.completions.create(messages=parts, **FIXED)
     assert one.choices[0].message.content == two.choices[0].message.content
+
+
+def test_an_answers_message_can_be_sent_back(client: openai.OpenAI) -> None:
+    """With its fields that are null: templates ask whether `tool_calls` is there."""
+    message = client.chat.completions.create(messages=CHAT, **FIXED).choices[0].message
+    sent = message.model_dump()
+    assert sent["tool_calls"] is None
+    plain = {"role": "assistant", "content": message.content}
+    for given in (sent, {**plain, "tool_calls": []}):
+        assert Message.model_validate(given).rendered() == plain
+    again: Any = [*CHAT, sent, CHAT[1]]
+    assert client.chat.completions.create(messages=again, **FIXED).choices
 
 
 def test_chat_without_a_limit_runs_to_the_context_length(client: openai.OpenAI) -> None:

@@ -254,6 +254,17 @@ def changes_prompt(ask: Ask, field: Field) -> bool:
     return bool(ask.whole(tools=field.example)["usage"]["prompt_tokens"] > plain)
 
 
+def leaves_open(ask: Ask, field: Field) -> bool:
+    # Neither the message's end nor the opening of another are there.
+    beside = dict(field.beside)
+    usages = [
+        ask.whole(**beside, **more)["usage"]["prompt_tokens"]
+        for more in ({field.name: True}, {"add_generation_prompt": False}, {})
+    ]
+    bad = ask.post(**beside, add_generation_prompt=True, **{field.name: True})
+    return usages == sorted(set(usages)) and bad.status_code == 400
+
+
 def calls(ask: Ask, field: Field) -> bool:
     message = ask.one(**dict(field.beside), tool_choice="required", max_tokens=200)["message"]
     return bool(message["tool_calls"][0]["function"]["name"] == "f")
@@ -315,6 +326,7 @@ PROOFS: dict[str, Callable[[Ask, Field], bool]] = {
     "add_special_tokens": fewer_prompt_tokens,
     "add_generation_prompt": fewer_prompt_tokens,
     "chat_template_kwargs": fewer_prompt_tokens,
+    "continue_final_message": leaves_open,
     "response_format": chooses,
     "tools": changes_prompt,
     "tool_choice": calls,

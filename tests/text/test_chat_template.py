@@ -50,6 +50,45 @@ def test_equals_transformers() -> None:
     assert tokenizer.chat_template.render(messages) == expected
 
 
+def test_a_template_may_ask_whether_there_are_tools() -> None:
+    transformers = pytest.importorskip("transformers")
+    source = "{% if tools is not none %}{{ tools | length }}{% endif %}{{ documents is defined }}"
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizers.byte_level())
+    fast.chat_template = source
+    assert render(source) == fast.apply_chat_template(USER, tokenize=False) == "True"
+    assert render(source, tools=[{}]) == "1True"
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none() -> None:
+    messages = [{"role": "developer", "content": "x"}]
+    roles = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    assert ChatTemplate(roles, {}).render(messages) == "system"
+    assert ChatTemplate(roles + "{# developer #}", {}).render(messages) == "developer"
+    assert messages[0]["role"] == "developer"
+
+
+@pytest.mark.parametrize("content", ["", "a", "So <b> & ", " é\n\n", "a\ue000"])
+@pytest.mark.parametrize("trim", ["", " | trim"])
+def test_the_last_message_can_be_continued(content: str, trim: str) -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content" + trim + " }}</>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+        {},
+    )
+    messages = [*USER, {"role": "assistant", "content": content}]
+    expected = "<user>Hi <b> & é</><assistant>" + (content.lstrip() if trim else content)
+    assert template.render(messages, continue_final_message=True) == expected
+
+
+def test_what_cannot_be_continued() -> None:
+    with pytest.raises(InvalidRequest, match="not one of the assistant"):
+        render("{{ messages }}", continue_final_message=True)
+    with pytest.raises(InvalidRequest, match="leaves the last message out"):
+        ChatTemplate("x", {}).render(
+            [{"role": "assistant", "content": "a"}], continue_final_message=True
+        )
+
+
 def test_bos_is_not_doubled(tmp_path: pathlib.Path) -> None:
     tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path)
     tokenizer = Tokenizer.from_dir(tmp_path)
