@@ -55,19 +55,28 @@ class SamplingRows:
     ) -> "SamplingRows":
         """One row for each pair of parameters and position."""
 
-        def floats(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
-
-        def ints(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
+        # Two copies to a device, not six, each of which waits for it.
+        floats = torch.tensor(
+            [
+                [p.temperature for p in params],
+                [p.top_p for p in params],
+                [p.min_p for p in params],
+            ],
+            dtype=torch.float32,
+            device=device,
+        )
+        ints = torch.tensor(
+            [[p.top_k for p in params], [to_int64(p.seed) for p in params], list(positions)],
+            dtype=torch.int64,
+            device=device,
+        )
         return cls(
-            temperature=floats([p.temperature for p in params]),
-            top_p=floats([p.top_p for p in params]),
-            min_p=floats([p.min_p for p in params]),
-            top_k=ints([p.top_k for p in params]),
-            seed=ints([to_int64(p.seed) for p in params]),
-            position=ints(list(positions)),
+            temperature=floats[0],
+            top_p=floats[1],
+            min_p=floats[2],
+            top_k=ints[0],
+            seed=ints[1],
+            position=ints[2],
             any_sampled=any(p.temperature > 0 for p in params),
             any_ranked=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
         )
