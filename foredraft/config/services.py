@@ -98,8 +98,8 @@ class TargetConfig:
     )
     cuda_graph_max_bs: int | None = option(
         None,
-        "Largest batch for which a decode step is captured as CUDA graphs; --max-running-requests when absent. Larger "
-        "batches run operation by operation.",
+        "Largest batch for which a decode step is captured whole as a CUDA graph; --max-running-requests when absent. Of "
+        "larger batches, and of steps with prompts, the forward is captured, up to 1,024 rows.",
         least=1,
     )
     disable_cuda_graph: bool = option(
