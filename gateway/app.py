@@ -15,7 +15,7 @@ from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.telemetry import metrics as telemetry_metrics
 from foredraft.types import SamplingParams
 from gateway import openapi, pages
-from gateway.http import RequestNames, error_response
+from gateway.http import HeadAsGet, RequestNames, error_response
 from gateway.native import routes as native
 from gateway.native.schemas import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody
 from gateway.openai import routes as openai
@@ -37,6 +37,7 @@ def make_app(serving: Serving, gate: Gate) -> FastAPI:
     _add_health(app, serving)
     app.add_middleware(GateMiddleware, gate=gate, protect_metrics=serving.config.protect_metrics)
     _add_errors(app)
+    app.add_middleware(HeadAsGet)
     openapi.install(app, BODIES)
     return app
 

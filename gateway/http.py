@@ -133,6 +133,19 @@ class DirectSend:
         await self._app(scope, receive, send)
 
 
+class HeadAsGet:
+    """ASGI around an application: HEAD is GET whose body the server leaves out, which load balancers ask for."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            # The server looks at the scope that it made when it leaves the body out.
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
 class EventStream(Response):
     """Objects as server-sent events, an error as the last of them, then [DONE].
 

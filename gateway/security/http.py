@@ -31,7 +31,7 @@ class GateMiddleware:
             await self._app(scope, receive, send)
             return
         path = scope["path"]
-        counts = path == PROBE or (scope["method"] not in ("GET", "HEAD") and path not in UNCOUNTED)
+        counts = path == PROBE or (scope["method"] != "GET" and path not in UNCOUNTED)
         with ExitStack() as admission:
             try:
                 admission.enter_context(

@@ -10,7 +10,7 @@ import pytest
 
 from foredraft.text.tokenizer import Tokenizer
 from tests.support import tiny_tokenizers
-from tests.support.stack import CONTEXT_LENGTH, VOCAB_SIZE, eventually
+from tests.support.stack import CONTEXT_LENGTH, VOCAB_SIZE, eventually, metric
 
 TOKENIZER = Tokenizer(tiny_tokenizers.byte_level())
 TEXT = "The quick brown fox"
@@ -198,13 +198,19 @@ def test_health(http: httpx.Client) -> None:
     assert http.get("/health_generate").status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/", "/nothing"])
+def test_head_is_get_without_a_body(http: httpx.Client, path: str) -> None:
+    head, get = http.head(path), http.get(path)
+    assert head.status_code == get.status_code
+    assert head.headers["content-type"] == get.headers["content-type"]
+    assert head.content == b""
+    assert http.head("/generate").status_code == 405
+    assert http.get("/health").json()["status"] == "ok"  # the connection is in order
+
+
 def test_metrics(http: httpx.Client) -> None:
     def value(line: str) -> float:
-        page = http.get("/metrics").text
-        found = [
-            float(row.rpartition(" ")[2]) for row in page.splitlines() if row.startswith(line + " ")
-        ]
-        return found[0] if found else 0.0
+        return metric(http.get("/metrics").text, line)
 
     names = {
         'foredraft_gateway_requests_total{outcome="length"}': 1,
