@@ -29,6 +29,7 @@ from benchmarks import verifier_processes as processes
 from foredraft.bench import plots, prompts
 from foredraft.bench.http_client import HttpClient
 from foredraft.models.registry import resolve_model_path
+from tests.support.stack import eventually
 
 ROUTE = "/v1/chat/completions"
 # A block that no prompt fills: the router knows no prefix then.
@@ -111,7 +112,7 @@ def measure(
         program = ("-c", BLIND) if blind else ("-m", "gateway")
         flags = {"log_level": "error", "program": program}
         _, url, _ = stack.enter_context(processes.gateway(places, **flags))
-        processes.eventually(lambda: processes.usable(url) == verifiers, 300)
+        eventually(lambda: processes.usable(url) == verifiers, 300)
         uvloop.run(_run(url, result, args))
         for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
             if line.startswith("foredraft_gateway_routed_requests_total{"):

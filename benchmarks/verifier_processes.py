@@ -4,8 +4,7 @@ import contextlib
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +13,7 @@ import httpx
 from foredraft.config.options import to_flags
 from foredraft.rpc.channel import check_health
 from foredraft.rpc.lifetime import child_environment
+from tests.support.stack import eventually
 
 
 class ServiceProcess:
@@ -92,19 +92,6 @@ def gateway(verifiers: Sequence[str], **flags: Any) -> Iterator[tuple[ServicePro
     with process:
         eventually(lambda: _listens(http) and _listens(grpc))
         yield process, url, where
-
-
-def eventually(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Returns once the condition holds.
-
-    Raises:
-        TimeoutError: It did not come true.
-    """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("it did not come true")
-        time.sleep(0.02)
 
 
 def usable(url: str) -> int:

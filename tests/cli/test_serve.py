@@ -7,16 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.chaos_suite.processes import is_alive
 from tests.support.checkpoints import make_checkpoint
+from tests.support.stack import eventually
 from tests.support.tiny_tokenizers import byte_level, save
 
 ROOT = Path(__file__).parents[2]
@@ -74,22 +75,6 @@ def children_of(pid: int) -> dict[str, int]:
         if parent == pid and "-m" in command:
             found[command[command.index("-m") + 1]] = int(stat.parent.name)
     return found
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def eventually(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if result := condition():
-            return result
-        time.sleep(0.1)
-    raise AssertionError("did not come true within 60 s")
 
 
 def complete(url: str, **fields: Any) -> str:
@@ -156,7 +141,7 @@ def test_serve_answers_recovers_and_leaves_nothing(
             for name in ("gateway", "verify", "draft"):
                 assert re.search(rf"^ *{name} │ ", log, re.M)
             assert "draft was killed by SIGKILL; restarting" in log
-        assert all(map(is_gone, children.values()))
+        assert not any(map(is_alive, children.values()))
         assert list(runtime.iterdir()) == []
     finally:
         shutil.rmtree(runtime)
@@ -169,7 +154,7 @@ def test_nothing_survives_kill_9_of_serve(checkpoint: Path) -> None:
         assert set(children) == {"gateway", "verify_service"}
         process.kill()
         process.wait()
-        eventually(lambda: all(map(is_gone, children.values())))
+        eventually(lambda: not any(map(is_alive, children.values())))
 
 
 def test_interrupted_while_starting_it_stops_quietly(checkpoint: Path) -> None:
@@ -179,7 +164,7 @@ def test_interrupted_while_starting_it_stops_quietly(checkpoint: Path) -> None:
         _, log = process.communicate(timeout=60)
         assert process.returncode in (0, 130)
         assert "Traceback" not in log
-    assert all(map(is_gone, children.values()))
+    assert not any(map(is_alive, children.values()))
 
 
 def test_a_broken_checkpoint_is_told_and_nothing_is_left(checkpoint: Path, tmp_path: Path) -> None:

@@ -3,15 +3,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.chaos_suite.processes import is_alive
 from foredraft.cli.supervisor import Service, ServiceFailed, Supervisor, describe_exit
 from foredraft.rpc.lifetime import PARENT_VARIABLE
+from tests.support.stack import eventually
 
 CHILD = Path(__file__).with_name("child.py")
 ROOT = CHILD.parents[2]
@@ -30,23 +31,6 @@ def make(tmp_path: Path) -> Callable[..., Service]:
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-
-def eventually(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if result := condition():
-            return result
-        time.sleep(0.05)
-    raise AssertionError("did not come true within 30 s")
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        # A zombie that nobody reaped is as good as gone.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def pid_of(supervisor: Supervisor, name: str) -> int:

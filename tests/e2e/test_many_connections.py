@@ -6,8 +6,8 @@ import pytest
 import uvloop
 
 from benchmarks import gateway_load
-from benchmarks.verifier_processes import eventually
 from tests.support import stack as stacks
+from tests.support.stack import eventually
 
 CONNECTIONS, TOKENS = 100, 24
 

@@ -4,7 +4,6 @@ import concurrent.futures
 import os
 import random
 import signal
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +14,10 @@ import pytest
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.cli.stack import LocalStack, make_supervisor
 from foredraft.types import SamplingParams
+from tests.support import stack as stacks
 from tests.support.checkpoints import EOS, make_checkpoint
 from tests.support.reference import Reference
+from tests.support.stack import eventually
 from tests.support.tiny_tokenizers import byte_level, save
 
 ENDS = frozenset({EOS})
@@ -85,15 +86,7 @@ def tokens_of(stream: Iterator[inference_pb2.GenerateResponse]) -> list[int]:
 def metric(stack: LocalStack, name: str) -> float:
     """The sum of a metric's samples on the verifier's page."""
     page = urllib.request.urlopen(stack.urls["verify_metrics"], timeout=10).read().decode()
-    lines = [line for line in page.splitlines() if line.startswith((name + " ", name + "{"))]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-
-def eventually(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true"
-        time.sleep(0.05)
+    return stacks.metric(page, name)
 
 
 def pid_of(stack: LocalStack, name: str) -> int:

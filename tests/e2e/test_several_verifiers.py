@@ -14,9 +14,10 @@ import httpx
 import pytest
 
 from benchmarks import verifier_processes as processes
-from benchmarks.verifier_processes import ServiceProcess, eventually
+from benchmarks.verifier_processes import ServiceProcess
 from foredraft.rpc.channel import check_health
 from tests.support import stack as stacks
+from tests.support.stack import eventually
 
 NUM_TOKENS = 160
 
@@ -32,8 +33,7 @@ class Cluster:
         return answer.json() if answer.status_code == 200 else {"status": answer.status_code}
 
     def metric(self, name: str) -> float:
-        rows = httpx.get(self.url + "/metrics", timeout=30).text.splitlines()
-        return sum(float(r.rpartition(" ")[2]) for r in rows if r.startswith((name + " ", name + "{")))  # fmt: skip
+        return stacks.metric(httpx.get(self.url + "/metrics", timeout=30).text, name)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.chaos_suite.processes import is_alive
 from foredraft.cli.stack import LocalStack
 from foredraft.errors import CheckpointError, InvalidRequest
 from foredraft.text.tokenizer import Tokenizer
@@ -168,14 +169,8 @@ def test_no_process_is_left(model: Path) -> None:
 
     run(model, None, work)
 
-    def alive(pid: int) -> bool:
-        try:
-            return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-
     assert len(pids) == 3
-    eventually(lambda: not any(map(alive, pids)))
+    eventually(lambda: not any(map(is_alive, pids)))
 
 
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))

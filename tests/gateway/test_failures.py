@@ -21,6 +21,7 @@ from foredraft.text.tokenizer import Tokenizer
 from tests.support import stack as stacks
 from tests.support import tiny_tokenizers
 from tests.support.scripted_verifier import Conversation, ScriptedVerifier, Submit, serving
+from tests.support.stack import metric
 
 TOKENIZER = Tokenizer(tiny_tokenizers.byte_level())
 TEXT = "The dog sleeps."
@@ -42,8 +43,7 @@ class Rig:
         return self.http.get("/health").status_code == 200
 
     def metric(self, line: str) -> float:
-        rows = self.http.get("/metrics").text.splitlines()
-        return sum(float(row.rpartition(" ")[2]) for row in rows if row.startswith(line + " "))
+        return metric(self.http.get("/metrics").text, line)
 
     def stream(self, **fields: Any) -> tuple[str, dict[str, Any]]:
         """The text of a streamed completion, and its last event."""

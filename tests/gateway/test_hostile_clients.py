@@ -19,7 +19,7 @@ from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.cli.stack import LocalStack
 from tests.gateway.bad_input import ROWS
 from tests.support import stack as stacks
-from tests.support.stack import eventually
+from tests.support.stack import eventually, metric
 
 SHORT = {"prompt": "ab", "max_tokens": 4, "temperature": 0}
 
@@ -47,9 +47,10 @@ def connect(web: httpx.Client, **options: int) -> socket.socket:
 
 
 def is_idle(web: httpx.Client) -> bool:
-    rows = web.get("/metrics").text.splitlines()
-    names = ("foredraft_gateway_running_requests ", "foredraft_gateway_queued_requests ")
-    waiting = sum(float(row.rpartition(" ")[2]) for row in rows if row.startswith(names))
+    page = web.get("/metrics").text
+    waiting = sum(
+        metric(page, f"foredraft_gateway_{what}_requests") for what in ("running", "queued")
+    )
     loads = web.get("/get_server_info").json()["verifiers"].values()
     return waiting == 0 and all(load["running"] + load["waiting"] == 0 for load in loads)
 

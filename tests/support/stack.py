@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from foredraft.cli.stack import LocalStack, make_supervisor
 from foredraft.rpc.lifetime import child_environment
 from tests.support.tiny_tokenizers import byte_level, save
 
+Outcome = TypeVar("Outcome")
 VOCAB_SIZE = 600
 gateway_processes: list[subprocess.Popen[bytes]] = []  # started by running_gateway, newest last
 CONTEXT_LENGTH = 512
@@ -79,12 +80,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def eventually(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    """Returns once the condition holds; fails after `seconds`."""
+def eventually(condition: Callable[[], Outcome], seconds: float = 60.0) -> Outcome:
+    """What a condition gives once it holds; fails after `seconds`."""
     deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
+    while not (outcome := condition()):
+        assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
+        time.sleep(0.01)
+    return outcome
+
+
+def metric(page: str, name: str) -> float:
+    """The sum of a metric's samples on a page; the name with all labels means one sample."""
+    lines = [line for line in page.splitlines() if line.startswith((name + " ", name + "{"))]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def _listens(port: int) -> bool:

@@ -1,7 +1,5 @@
 """The measurement of a draft while the engine idles: what it says, and that no client notices."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from foredraft.types import SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
+from tests.support.stack import eventually
 from tests.support.tiny_tokenizers import byte_level, save
 from verify_service.engine.self_test import TEXTS, built_in_prompts
 
@@ -23,13 +22,6 @@ COUNTERS = (
 
 def value(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(name, labels) or 0.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 def standalone(target: Path, draft: Path) -> dict:
@@ -49,8 +41,8 @@ def test_the_targets_own_weights_are_always_right(
     before = [value(name) for name in COUNTERS]
     requests = value("foredraft_verifier_requests_total", outcome="length")
     with running_engine(path, "STANDALONE", **standalone(path, path)) as harness:
-        until(lambda: "self-test: accept length" in caplog.text)
-        until(lambda: harness.engine.is_idle)
+        eventually(lambda: "self-test: accept length" in caplog.text)
+        eventually(lambda: harness.engine.is_idle)
         harness.check_nothing_left()
     name = "foredraft_draft_self_test_accept_length_tokens"
     assert value(name, algorithm="STANDALONE") > 3.0
@@ -65,14 +57,14 @@ def test_a_draft_of_another_model_is_told_from_a_bad_one(
     path = make_checkpoint(tmp_path / "model")
     other = make_checkpoint(tmp_path / "other", seed=1)
     with running_engine(path, "STANDALONE", **standalone(path, other)):
-        until(lambda: "almost never right. Check" in caplog.text)
+        eventually(lambda: "almost never right. Check" in caplog.text)
 
 
 def test_a_draft_that_proposes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = make_checkpoint(tmp_path / "model")
     drafter = HiddenDrafter(48)
     with engine_with(drafter, path, skip_draft_self_test=False):
-        until(lambda: "proposed nothing" in caplog.text)
+        eventually(lambda: "proposed nothing" in caplog.text)
 
 
 def test_clients_come_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -86,11 +78,11 @@ def test_clients_come_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     with running_engine(
         path, "STANDALONE", max_running_requests=4, **standalone(path, path)
     ) as harness:
-        until(lambda: is_probing(harness))
+        eventually(lambda: is_probing(harness))
         # All slots are the test's; it gives them up at once.
         result = harness.run([Job([5, 6, 7], sampling)])[0]
         assert len(result.tokens) == 5
-        until(lambda: "self-test: accept length" in caplog.text)
+        eventually(lambda: "self-test: accept length" in caplog.text)
         harness.run([Job([5, 6, 7], sampling)])
     assert caplog.text.count("self-test") == 1
 

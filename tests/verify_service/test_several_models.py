@@ -10,7 +10,8 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.eager_ahead import EagerAhead
 from tests.support.engines import Harness
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
-from tests.verify_service.test_hidden_states import FLAGS, WIDTH, jobs, texts, until, wait_for_draft
+from tests.support.hidden_work import FLAGS, WIDTH, jobs, texts
+from tests.support.stack import eventually
 from verify_service import startup
 from verify_service.drafts import links as draft_links
 from verify_service.policy.choice import ChoiceHistory
@@ -77,7 +78,7 @@ def test_each_gets_what_is_its_own_under_pressure(
     for drafter in drafters:
         drafter.texts = known
     with engine_with(drafters, target, **SCARCE) as harness:
-        wait_for_draft(harness)
+        harness.wait_for_draft()
         change_often(harness, 1)
         for _ in range(2):
             results = harness.run(work)
@@ -100,15 +101,15 @@ def test_one_that_dies_leaves_the_others_what_is_theirs(
     for drafter in drafters:
         drafter.texts = known
     with engine_with(drafters, target, **FLAGS) as harness:
-        wait_for_draft(harness)
+        harness.wait_for_draft()
         change_often(harness, 2)
         for i in range(6):
             one = drafters[i % 3]
             one.fail_in, attaches = 6, one.num_attaches
             results = harness.run(work)
             assert [j.prompt + r.tokens for j, r in zip(work, results, strict=True)] == known
-            until(lambda one=one, before=attaches: one.num_attaches > before)
-            wait_for_draft(harness)
+            eventually(lambda one=one, before=attaches: one.num_attaches > before)
+            harness.wait_for_draft()
         harness.check_nothing_left()
     for drafter in drafters:
         assert drafter.check(target) > 1000
@@ -123,7 +124,7 @@ def test_for_a_draft_that_rests_no_prefix_is_computed_again(
     for drafter in drafters:
         drafter.texts = known
     with engine_with(drafters, target, **FLAGS) as harness:
-        wait_for_draft(harness)
+        harness.wait_for_draft()
         choice = harness.engine._sizes._choice
         choice.may_try = lambda draft, sequences: False
         for pool in choice._pools:

@@ -4,9 +4,8 @@ import json
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from foredraft.errors import Overloaded
 from gateway import errors
 from tests.support import stack as stacks
 from tests.support.browsers import Browser, browser, chromium
+from tests.support.stack import eventually
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\n" * 4 + "def"
 TOKENS = 64
@@ -45,13 +45,6 @@ def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def is_listening(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true"
-        time.sleep(0.05)
 
 
 def fill(page, max_tokens: int = TOKENS, mode: str = "turns", **fields: object) -> None:

@@ -1,0 +1,200 @@
+"""Limits of a caller, of all callers together, and of what one request may ask for."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
+from foredraft.api.verify.v1 import verify_pb2
+from foredraft.cli.stack import LocalStack
+from foredraft.text.tokenizer import Tokenizer
+from gateway.security.limits import Bucket, Caller, Limits
+from tests.support import stack as stacks
+from tests.support import tiny_tokenizers
+from tests.support.api_keys import SECRETS, bearer, write_keys
+from tests.support.scripted_verifier import Conversation, ScriptedVerifier, Submit, serving
+from tests.support.stack import eventually, metric
+
+LONG = {"prompt": "ab", "max_tokens": 400, "ignore_eos": True, "stream": True}
+SHORT = {"prompt": "ab", "max_tokens": 4, "ignore_eos": True}
+
+
+class Held:
+    """A gateway whose verifier gives one token of each request and waits."""
+
+    def __init__(self, url: str, grpc_address: str) -> None:
+        self.web = httpx.Client(base_url=url, timeout=30)
+        self.grpc_address = grpc_address
+
+    @contextlib.contextmanager
+    def running(self, name: str, **fields: Any) -> Iterator[None]:
+        """A stream whose first token has come."""
+        body = {**LONG, **fields}
+        with self.web.stream("POST", "/v1/completions", json=body, headers=bearer(name)) as got:
+            assert got.status_code == 200
+            lines = got.iter_lines()  # the connection is closed with it
+            next(lines)
+            yield
+
+    @property
+    def page(self) -> str:
+        return self.web.get("/metrics").text
+
+    def ask(self, name: str, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+        return self.web.post(path, json=fields or SHORT, headers=bearer(name))
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
+    directory = tmp_path_factory.mktemp("held")
+    tokenizer = tiny_tokenizers.byte_level()
+    tiny_tokenizers.save(tokenizer, directory / "model")
+    known = Tokenizer(tokenizer)
+    verifier = ScriptedVerifier(directory / "model", known.vocab_size)
+    words = known.encode("The dog sleeps.", False)
+
+    async def script(talk: Conversation, submit: Submit) -> None:
+        if submit.request_name == "starved":
+            await talk.wait(lambda: submit.id in talk.cancelled)
+        await talk.say(submit.id, words)
+        if submit.sampling.max_new_tokens > 10:
+            await talk.wait(lambda: submit.id in talk.cancelled)
+        await talk.say(submit.id, words[:1], reason=verify_pb2.FINISH_REASON_LENGTH)
+
+    verifier.script = script
+    place = f"unix:{directory}/v.sock"
+    key_file = write_keys(directory / "keys")
+    flags = {"api_key_file": key_file, "max_concurrent_requests": 3, "max_queue_seconds": 1.0}
+    with serving(verifier, place), stacks.running_gateway(place, **flags) as addresses:
+        held = Held(*addresses)
+        eventually(lambda: held.web.get("/health").status_code == 200)
+        yield held
+        held.web.close()
+
+
+def test_concurrent_requests(held: Held) -> None:
+    refused = 'foredraft_gateway_refused_requests_total{key="alice",limit="concurrent"}'
+    before = metric(held.page, refused)
+    everything = {"abort_all": True}
+    with held.running("alice"):
+        answer = held.ask("alice")
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+        assert "alice" in answer.json()["error"]["message"]
+        # Looking and aborting are free, and what one aborts is one's own; others have limits of their own.
+        assert held.web.get("/v1/models", headers=bearer("alice")).status_code == 200
+        assert held.ask("dave").status_code == 200
+        assert held.ask("dave", "/abort_request", **everything).json() == {"aborted": 0}
+        with grpc.insecure_channel(held.grpc_address) as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            metadata = (("authorization", f"Bearer {SECRETS['alice']}"),)
+            with pytest.raises(grpc.RpcError) as full:
+                list(stub.Generate(inference_pb2.GenerateRequest(text="ab"), metadata=metadata))
+        assert full.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
+        status = rpc_status.from_call(full.value)
+        assert status is not None
+        retry = error_details_pb2.RetryInfo()
+        assert any(detail.Unpack(retry) for detail in status.details)
+        assert retry.retry_delay.seconds == 1
+        assert held.ask("alice", "/abort_request", **everything).json() == {"aborted": 1}
+    eventually(lambda: held.ask("alice").status_code == 200)
+    assert metric(held.page, refused) >= before + 2
+
+
+def test_a_name_belongs_to_its_caller(held: Held) -> None:
+    with held.running("dave", request_id="mine"):
+        assert held.ask("carol", **SHORT, request_id="mine").status_code == 200
+        again = held.ask("dave", **SHORT, request_id="mine")
+        assert again.json()["error"]["param"] == "request_id"
+        assert held.ask("carol", "/abort_request", rid="mine").json() == {"aborted": 0}
+        assert held.ask("dave", "/abort_request", rid="mine").json() == {"aborted": 1}
+
+
+def test_limits_of_all_together(held: Held) -> None:
+    with held.running("dave"), held.running("dave"), held.running("dave"):
+        full = held.ask("carol")
+        assert full.status_code == 503
+        assert full.headers["retry-after"] == "1"
+        assert full.json()["error"]["retryable"]
+        assert held.web.get("/v1/models", headers=bearer("dave")).status_code == 200
+        with grpc.insecure_channel(held.grpc_address) as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            metadata = (("authorization", f"Bearer {SECRETS['dave']}"),)
+            with pytest.raises(grpc.RpcError) as busy:
+                list(stub.Generate(inference_pb2.GenerateRequest(text="ab"), metadata=metadata))
+        assert busy.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+    eventually(lambda: held.ask("dave").status_code == 200)
+
+
+def test_a_request_that_gets_no_place(held: Held) -> None:
+    starved = held.ask("dave", **SHORT, request_id="starved")
+    assert starved.status_code == 503
+    assert starved.headers["retry-after"] == "1"
+    assert starved.json()["error"]["code"] == "queue_timeout"
+    outcome = 'foredraft_gateway_requests_total{outcome="queue_timeout"}'
+    eventually(lambda: metric(held.page, outcome) == 1)
+    with grpc.insecure_channel(held.grpc_address) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        asked = inference_pb2.GenerateRequest(text="ab", request_id="starved")
+        metadata = (("authorization", f"Bearer {SECRETS['dave']}"),)
+        with pytest.raises(grpc.RpcError) as late:
+            list(stub.Generate(asked, metadata=metadata))
+    assert late.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+    status = rpc_status.from_call(late.value)
+    assert status is not None
+    retry = error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(retry) for detail in status.details)
+
+
+def test_lengths(model: Path, stack: LocalStack) -> None:
+    verifier = next(service.health for service in stack.services if service.name == "verify")
+    flags = {"max_prompt_tokens": 8, "max_output_tokens": 30}
+    with (
+        stacks.running_gateway(verifier, **flags) as (url, _),
+        httpx.Client(base_url=url, timeout=60) as web,
+    ):
+        eventually(lambda: web.get("/health").status_code == 200)
+        too_long = web.post("/v1/completions", json={**SHORT, "prompt": [5] * 9})
+        assert too_long.status_code == 400
+        assert too_long.json()["error"]["code"] == "context_length_exceeded"
+        too_many = web.post("/v1/completions", json={**SHORT, "max_tokens": 31})
+        assert too_many.json()["error"]["param"] == "max_tokens"
+        native = {"text": "ab", "sampling_params": {"ignore_eos": True}}
+        # What nobody asked for is cut; SGLang's default is 128.
+        assert web.post("/generate", json=native).json()["meta_info"]["completion_tokens"] == 30
+
+
+def test_bucket() -> None:
+    now = 0.0
+    bucket = Bucket(60, lambda: now)
+    assert bucket.take(60) == 0
+    assert bucket.take(30) == pytest.approx(30)
+    now = 29.0
+    assert bucket.take(30) == pytest.approx(1)
+    now = 30.0
+    assert bucket.take(30) == 0
+    bucket.give_back(10)
+    assert bucket.take(11) == pytest.approx(1)
+    assert bucket.take(10) == 0
+    now = 1000.0
+    assert bucket.take(100) == 0, "more than a minute's worth passes a full bucket"
+    assert bucket.take(1) == pytest.approx(41)
+    assert Bucket(0).take(1e9) == 0
+
+
+def test_callers_keep_their_counts_when_limits_change() -> None:
+    caller = Caller("a", Limits(concurrent=2, tokens=10), lambda: 0.0)
+    with caller.charge(2, 8) as charge:
+        charge.num_tokens = 8
+    caller.change(Limits(concurrent=1, tokens=10))
+    assert caller._tokens.take(1) > 0
+    with caller.running(), pytest.raises(Exception, match="limit"), caller.running():
+        pass
