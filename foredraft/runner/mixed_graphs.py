@@ -140,6 +140,13 @@ class MixedGraphs:
         captured = list(streams.split(self._model.config.hidden_size, 1))
         return ModelOutput(logits, hidden, captured, streams)
 
+    def settle(self) -> None:
+        """Until the device has read what was sent for the last forward, and before it: that host memory may be written anew.
+
+        Of a prompt's parts nothing is waited for, so that the host may be several forwards ahead.
+        """
+        self._uploaded.synchronize()
+
     def warm_up(self, capture: Sequence[int], has_branches: bool) -> None:
         """Captures all sizes, the largest first, so that the others fit its memory.
 
@@ -171,7 +178,7 @@ class MixedGraphs:
 
     def _upload(self, kind: MixedKind, rows: Sequence[MixedRows]) -> torch.Tensor:
         """Sends the rows to the device; gives the wanted rows there."""
-        self._uploaded.synchronize()  # the last one is read no more
+        self.settle()
         lengths = self._lengths(kind.size)
         total = sum(lengths)
         parts = [part.numpy() for part in self._host_ints[:total].split(lengths)]

@@ -151,6 +151,7 @@ class GraphStep(TargetStep):
         if not self._mixed.takes(rows):
             return super()._forward(decoding, chunks, capture)
         sequences = [one.sequence for one in decoding] + [chunk.seq for chunk in chunks]
+        self._mixed.settle()
         self._update_pages(sequences)
         return self._mixed.forward(rows, capture or self._graphs.capture)
 
