@@ -1,0 +1,63 @@
+"""Prompts on a GPU, in captured forwards beside sequences that decode, against the CPU's texts in float32."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from foredraft.models.registry import resolve_model_path
+from foredraft.runner.mixed_graphs import MixedGraphs
+from foredraft.text.tokenizer import Tokenizer
+from foredraft.types import SamplingParams
+from tests.e2e.test_gpu import texts_of
+from tests.support.engines import Job
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+TEXTS = Path(__file__).parents[2] / "benchmarks" / "accept_length_prompts.json"
+TREE = {
+    "speculative_draft_model_path": "foredraft-demo-eagle3",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 4,
+    "speculative_num_draft_tokens": 8,
+}
+
+
+def long_and_short(path: Path) -> list[Job]:
+    """Some prompts of many parts, and short ones whose sequences decode meanwhile."""
+    texts = json.loads(TEXTS.read_text())
+    tokens = [token for text in texts for token in Tokenizer.from_dir(path).encode(text)]
+    made, first = [], 0
+    for seed, length in enumerate((900, 5, 40, 333, 64, 65, 1, 700)):
+        sampling = SamplingParams(
+            temperature=float(seed % 2), seed=seed, max_new_tokens=40, ignore_eos=True
+        )
+        made.append(Job(tokens[first : first + length], sampling))
+        first += length
+    return made
+
+
+@pytest.mark.parametrize("chunk", [64, 2048])
+@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE3"])
+def test_prompts_of_any_length(algorithm, chunk, monkeypatch):
+    taken = []
+    takes = MixedGraphs.takes
+
+    def counted(self, rows):
+        taken.append(takes(self, rows))
+        return taken[-1]
+
+    monkeypatch.setattr(MixedGraphs, "takes", counted)
+    path = resolve_model_path("foredraft-demo")
+    flags = TREE if algorithm == "EAGLE3" else {}
+    work = long_and_short(path)
+    got = texts_of(path, algorithm, "cuda", work, chunked_prefill_size=chunk, **flags)
+    assert taken
+    if chunk == 64:
+        assert all(taken)
+    else:
+        assert not all(taken)  # all prompts together are more rows than are captured
+    assert got == texts_of(path, "NONE", "cpu", work, chunked_prefill_size=chunk)
