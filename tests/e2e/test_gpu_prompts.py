@@ -10,7 +10,7 @@ from foredraft.models.registry import resolve_model_path
 from foredraft.runner.mixed_graphs import MixedGraphs
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.e2e.test_gpu import texts_of
+from tests.e2e.test_gpu import assert_same, texts_of
 from tests.support.engines import Job
 
 pytestmark = [
@@ -60,4 +60,4 @@ def test_prompts_of_any_length(algorithm, chunk, monkeypatch):
         assert all(taken)
     else:
         assert not all(taken)  # all prompts together are more rows than are captured
-    assert got == texts_of(path, "NONE", "cpu", work, chunked_prefill_size=chunk)
+    assert_same(path, got, texts_of(path, "NONE", "cpu", work, chunked_prefill_size=chunk), work)
