@@ -5,11 +5,11 @@ target's step under way will commit, and puts its trees there. Nothing here can 
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import DraftError
 from foredraft.kvcache.draft_marks import DraftMarks
 from foredraft.runner.hand_over import hand_over
@@ -19,10 +19,10 @@ from foredraft.transport.base import ArenaError
 from foredraft.transport.device_exchange import DeviceExchange
 from verify_service.drafts.ask_ahead import AskAhead
 from verify_service.drafts.client import DraftClient
-from verify_service.drafts.hidden_states import CommittedRows, HiddenStates
+from verify_service.drafts.hidden_states import CommittedRows, Gathered, HiddenStates
 from verify_service.drafts.news import PATIENCE, DraftNews
 from verify_service.drafts.proposals import Asked, Drafted, Member, OwnTime, Tried, Wanted
-from verify_service.drafts.wire import DraftWire
+from verify_service.drafts.wire import DraftWire, wish
 from verify_service.metrics import DRAFTS_AHEAD, SpeculationMetrics
 from verify_service.policy.acceptance import DraftHistory
 from verify_service.scheduling.request import Sequence as RequestSequence
@@ -76,7 +76,6 @@ class Drafting:
         self._ahead = AskAhead()
         self._wire = DraftWire(client, vocab_size, metrics, hidden, self._keep_tree)
         self.is_resting = False
-        self._most_kept = MOST_KEPT
 
     @property
     def epoch(self) -> int:
@@ -124,10 +123,11 @@ class Drafting:
             self._released.clear()
             self._ahead.clear()
             exchange = self._exchange = self._hidden.attach(epoch)
-            self._most_kept = MOST_KEPT
+            # To read more would take a GPU as long as a trial may cost; the newest will do.
+            self._hidden.most_kept = math.inf if exchange is None else MOST_KEPT
             if exchange is not None and exchange.trees.is_cuda:
                 memory = torch.cuda.get_device_properties(exchange.trees.device).total_memory
-                self._most_kept = max(MOST_KEPT, int(KEPT_SHARE * memory))
+                self._hidden.most_kept = max(MOST_KEPT, int(KEPT_SHARE * memory))
             info = self._client.info
             self._news.attach(epoch, info is not None and info.uses_pages)
 
@@ -161,22 +161,30 @@ class Drafting:
         self,
         output: ForwardOutput,
         committed: Sequence[CommittedRows],
-        gathered: torch.Tensor | None = None,
+        gathered: Gathered | None = None,
     ) -> None:
-        """Takes the hidden states that a step committed; see `HiddenStates.keep`."""
-        self._hidden.keep(output, committed, gathered)
-        if self._exchange is not None and self._hidden.kept_bytes > self._most_kept:
-            # To read them all would take the GPU as long as a trial may cost; the newest will do.
-            self._hidden.drop_all()
+        """Takes the hidden states that a step committed; see `HiddenStates.keep`. None where others' were gathered."""
+        if gathered is None:
+            self._hidden.keep(output, committed)
+        elif self._hidden.reader in gathered:
+            self._hidden.keep(output, committed, gathered[self._hidden.reader])
+
+    def keep_step(
+        self, sequences: list[RequestSequence], starts: list[int], gathered: Gathered
+    ) -> None:
+        """Takes those of a step with one row for each sequence; see `HiddenStates.keep_step`."""
+        rows = gathered.get(self._hidden.reader)
+        if rows is not None:
+            self._hidden.keep_step(sequences, starts, rows)
 
     @property
     def keeps_much(self) -> bool:
         """Whether the draft has to be told now, since what it has to be told takes so much memory."""
-        return self._exchange is None and self._hidden.kept_bytes > self._most_kept
+        return self._exchange is None and self._hidden.kept_bytes > MOST_KEPT
 
-    def gather(self, output: ForwardOutput, count: int) -> torch.Tensor:
+    def gather(self, output: ForwardOutput, count: int) -> Gathered:
         """The hidden states of the first rows of a step under way."""
-        return self._hidden.gather(output, count)
+        return {self._hidden.reader: self._hidden.gather(output, count)}
 
     def gather_beside(self, output: ForwardOutput, count: int) -> None:
         """Nothing: no other draft has use for what this one follows; see `Drafts`."""
@@ -271,7 +279,7 @@ class Drafting:
         for member in members:
             news = self._news.on_device(member.sequence, member.row)
             if member.num_nodes:
-                _wish(news, *self._tree_shape, num_nodes)
+                wish(news, *self._tree_shape, num_nodes)
             self._wire.add(news)
         try:
             # First of all: the message travels while the device is told what to do.
@@ -301,11 +309,7 @@ class Drafting:
         self._news.followed(sequence, start)
 
     def is_late(self, waiting: float) -> bool:
-        """Whether a target that waits for trees should wait no longer.
-
-        Args:
-            waiting: Seconds that it may have waited.
-        """
+        """Whether a target that may have waited so many seconds for trees should wait no longer."""
         return self.is_stale or waiting > self._client.step_timeout
 
     def abandon(self, step: int) -> None:
@@ -328,8 +332,9 @@ class Drafting:
         # pages that are marked as told.
         known = not reads_hidden or all(self._hidden.run(w.sequence) is not None for w in wanted)
         nobody_joins = known and not extending
-        # Where one follows on the device, all do.
-        may_wait = nobody_joins and not (self._exchange and any(w.max_nodes for w in wanted))
+        # Where one follows on the device, all do; and the step behind one without drafts may be followed.
+        is_asked = any(w.max_nodes for w in wanted) or not self.is_resting
+        may_wait = nobody_joins and not (self._exchange and is_asked)
         may_rest = self._may_rest(wanted, extending)
         budget, num_read = self._refill_tokens, 0
         for want in wanted:
@@ -352,7 +357,7 @@ class Drafting:
                 # Deeper than the output may grow would be drafted in vain.
                 steps = min(steps, want.max_nodes, want.sequence.num_output_left - 1)
                 num_nodes = self._ahead.num_nodes(want)
-                _wish(news, steps, topk, num_nodes)
+                wish(news, steps, topk, num_nodes)
             if num_tokens or news.HasField("propose") or news.HasField("begin"):
                 self._wire.add_rows(want.sequence, news)
             if news.HasField("propose"):
@@ -391,10 +396,3 @@ class Drafting:
         steps, topk = self._tree_shape
         asked = sequence.speculation
         return min(asked.num_steps or steps, steps), min(asked.topk or topk, topk)
-
-
-def _wish(news: draft_pb2.SequenceStep, num_steps: int, topk: int, num_nodes: int) -> None:
-    """Asks for a tree."""
-    news.propose.num_steps = num_steps
-    news.propose.topk = topk
-    news.propose.num_draft_tokens = num_nodes + 1

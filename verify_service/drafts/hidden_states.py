@@ -4,8 +4,9 @@ Slot q of such a draft's KV belongs to (hidden state of position q, token q + 1)
 they reach the draft is the arena's.
 """
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,11 +16,16 @@ from foredraft.runner.model_runner import ForwardOutput
 from foredraft.transport.base import HiddenWriter
 from foredraft.transport.device_exchange import DeviceExchange
 from verify_service.drafts.arena import Arena
+from verify_service.drafts.kept_steps import MOST_STEPS, KeptSteps
 from verify_service.scheduling.request import Sequence as RequestSequence
 from verify_service.scheduling.request import Status
 from verify_service.scheduling.step_plan import PrefillChunk
 
 MERGE_STEPS = 32  # after which the rows that a sequence was given one by one are put together
+
+Gathered = Mapping[
+    int, torch.Tensor
+]  # hidden states of a step's first rows, by the number of the draft that reads them
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,7 @@ class Run:
         parts: Their rows, in pieces: the first position of each, and its rows.
         resend_from: The draft's slots from here on have to be filled again: they are on another page now.
         unsent_pages: Pages marked as complete on the strength of rows that the draft has not been sent.
+        num_appended: Pieces since some were made one.
     """
 
     start: int
@@ -50,14 +57,17 @@ class Run:
     parts: deque[tuple[int, torch.Tensor]] = field(default_factory=deque)
     resend_from: int | None = None
     unsent_pages: list[int] = field(default_factory=list)
+    num_appended: int = 0
 
     def append(self, rows: torch.Tensor, count: int) -> None:
         """Takes the rows after the last, `count` of them."""
         self.parts.append((self.end, rows))
         self.end += count
+        self.num_appended += 1
 
     def merge(self) -> None:
         """Makes one piece of the newest small ones, which are quicker to find and to copy then."""
+        self.num_appended = 0
         small = []
         while self.parts and len(self.parts[-1][1]) < MERGE_STEPS:
             small.append(self.parts.pop())
@@ -108,7 +118,10 @@ class HiddenStates:
 
     Attributes:
         reader: As given.
+        most_kept: Bytes; beyond them all is dropped.
     """
+
+    most_kept: float = math.inf
 
     def __init__(
         self,
@@ -127,7 +140,8 @@ class HiddenStates:
         self._layers: tuple[int, ...] | None = None
         self._writer: HiddenWriter | None = None
         self._runs: dict[int, Run] = {}
-        self._num_kept = 0  # steps
+        self._steps = KeptSteps()  # rows behind those of the runs
+        self._row_bytes = 0
 
     @property
     def layers(self) -> tuple[int, ...] | None:
@@ -150,6 +164,7 @@ class HiddenStates:
         self._layers = exchange.layers if exchange is not None else None
         self._writer = exchange.writer if exchange is not None else None
         self._runs.clear()
+        self._steps.clear()
         return exchange.device if exchange is not None else None
 
     def keep(
@@ -165,23 +180,47 @@ class HiddenStates:
         """
         if self._layers is None or not committed:
             return
-        self._num_kept += 1
+        self._settle()
         source = self.source(output) if gathered is None else gathered
         rows = _rows(source, [row for one in committed for row in one.rows])
-        counts = [len(one.rows) for one in committed]
-        for one, count, part in zip(committed, counts, rows.split(counts), strict=True):
-            sequence = one.sequence
-            run = self._runs.get(sequence.request_id)
-            if run is None or run.end != one.start:
-                # The sequence took over pages that another one has filled meanwhile, or is new.
-                run = self._begin(sequence, one.start)
-            run.append(part, count)
-            if (sequence.request_id + self._num_kept) % MERGE_STEPS == 0:  # not of all at a time
-                run.merge()
-            if not self._mark(sequence, run, one.start):
-                # Rows of a page that was exchanged are gone: the draft sees this sequence from here on.
-                run = self._begin(sequence, one.start)
-                run.append(part, count)
+        for one, part in zip(
+            committed, rows.split([len(one.rows) for one in committed]), strict=True
+        ):
+            self._give(one.sequence, one.start, part, len(one.rows))
+        self._bound()
+
+    def keep_step(
+        self, sequences: list[RequestSequence], starts: list[int], gathered: torch.Tensor
+    ) -> None:
+        """Takes a step that committed its only row to each sequence that goes on; see `KeptSteps.add`."""
+        self._steps.add(sequences, starts, gathered)
+        if len(self._steps) == MOST_STEPS:
+            self._settle()
+            self._bound()
+
+    def _bound(self) -> None:
+        if self.kept_bytes > self.most_kept:
+            self.drop_all()
+
+    def _settle(self) -> None:
+        """Gives the rows of steps to the runs of their sequences."""
+        if self._steps:
+            for sequence, start, rows in self._steps.take():
+                self._give(sequence, start, rows, len(rows))
+
+    def _give(self, sequence: RequestSequence, start: int, rows: torch.Tensor, count: int) -> None:
+        self._row_bytes = rows.shape[1] * rows.element_size()
+        run = self._runs.get(sequence.request_id)
+        if run is None or run.end != start:
+            # The sequence took over pages that another one has filled meanwhile, or is new.
+            run = self._begin(sequence, start)
+        run.append(rows, count)
+        if run.num_appended >= MERGE_STEPS:
+            run.merge()
+        if not self._mark(sequence, run, start):
+            # Rows of a page that was exchanged are gone: the draft sees this sequence from here on.
+            run = self._begin(sequence, start)
+            run.append(rows, count)
 
     def gather(self, output: ForwardOutput, count: int) -> torch.Tensor:
         """The first rows of a step, in memory of their own."""
@@ -195,6 +234,7 @@ class HiddenStates:
 
     def passed(self, sequence: RequestSequence, start: int, count: int) -> None:
         """The draft has taken rows of positions [start, start + count) by itself, on the device."""
+        self._settle()
         run = self._runs.get(sequence.request_id)
         if run is None:
             return
@@ -210,9 +250,11 @@ class HiddenStates:
             for page in run.unsent_pages:
                 self._marks.clear(page)
         self._runs.clear()
+        self._steps.clear()
 
     def drop(self, sequence: RequestSequence) -> None:
         """The sequence ended or lost its pages; rows that the draft was not sent will never be."""
+        self._steps.drop(sequence)
         run = self._runs.pop(sequence.request_id, None)
         if run is not None:
             for page in run.unsent_pages:
@@ -220,14 +262,18 @@ class HiddenStates:
 
     def run(self, sequence: RequestSequence) -> Run | None:
         """What is kept of a sequence."""
+        self._settle()
+        return self._runs.get(sequence.request_id)
+
+    def begun(self, sequence: RequestSequence) -> Run | None:
+        """The same, for looking at where it begins; the newest rows may be missing."""
         return self._runs.get(sequence.request_id)
 
     @property
     def kept_bytes(self) -> int:
         """Memory of all rows that are kept."""
-        parts = (run.parts[-1][1] for run in self._runs.values() if run.parts)
-        row_bytes = next((part.shape[1] * part.element_size() for part in parts), 0)
-        return row_bytes * sum(run.end - run.first for run in self._runs.values())
+        num_rows = sum(run.end - run.first for run in self._runs.values())
+        return self._row_bytes * (num_rows + self._steps.num_rows)
 
     def valid_from(self, sequence: RequestSequence, run: Run) -> int:
         """First slot from which on the draft can attend, given that it is sent all rows of `run`."""
@@ -250,6 +296,7 @@ class HiddenStates:
         will_draft = sequence.speculation.enabled is not False and sequence.num_output_left > 1
         if self._layers is None or not will_draft:
             return hit
+        self._settle()
         start = self._whole_pages_from(pages, len(pages))
         if start == 0 or hit - start >= self._refill_tokens:
             return hit
@@ -268,6 +315,7 @@ class HiddenStates:
     def _begin(self, sequence: RequestSequence, start: int) -> Run:
         self.drop(sequence)
         run = self._runs[sequence.request_id] = Run(start, start, start)
+        run.num_appended = sequence.request_id % MERGE_STEPS  # not all are put together at a time
         return run
 
     def _mark(self, sequence: RequestSequence, run: Run, start: int) -> bool:
@@ -325,6 +373,8 @@ def committed_rows(
 
 def _rows(source: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Rows in memory that holds nothing else; without waiting for a GPU."""
+    if rows and rows == list(range(rows[0], rows[0] + len(rows))):  # as of steps without trees
+        return source[rows[0] : rows[0] + len(rows)].clone()
     index = torch.tensor(rows)
     if source.is_cuda:
         index = index.pin_memory().to(source.device, non_blocking=True)

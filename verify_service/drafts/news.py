@@ -56,7 +56,10 @@ class DraftNews:
 
     def of(self, sequence: RequestSequence) -> Told:
         """What is known of a sequence."""
-        return self._told.setdefault(sequence.request_id, Told())
+        told = self._told.get(sequence.request_id)
+        if told is None:  # asked for several times in every step
+            told = self._told[sequence.request_id] = Told()
+        return told
 
     def forget(self, sequence: RequestSequence) -> None:
         """The sequence has ended."""
@@ -82,9 +85,10 @@ class DraftNews:
         told = self.of(sequence)
         is_known = told.epoch == self._epoch and told.slot == sequence.slot
         if self._hidden.layers is not None:
-            run = self._hidden.run(sequence)
+            run = self._hidden.begun(sequence)
             if run is not None and told.run is not run:
-                return run.end - run.start  # a new one may have a hole before it
+                # A new one may have a hole before it.
+                return sequence.num_computed - run.start
         return len(sequence.tokens) - (told.num_tokens if is_known else 0)
 
     def stands_alone(self, sequence: RequestSequence) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from foredraft.runner.model_runner import ForwardOutput
 from verify_service.drafts.drafting import Drafting
-from verify_service.drafts.hidden_states import CommittedRows
+from verify_service.drafts.hidden_states import CommittedRows, Gathered
 from verify_service.drafts.proposals import Drafted, Member, Wanted
 from verify_service.scheduling.request import Sequence as RequestSequence
 from verify_service.target.target_step import DeviceOutcome
@@ -98,29 +98,38 @@ class Drafts:
         self,
         output: ForwardOutput,
         committed: Sequence[CommittedRows],
-        gathered: Mapping[int, torch.Tensor] | None = None,
+        gathered: Gathered | None = None,
     ) -> None:
         """Takes the hidden states that a step committed; with `gathered` only for the drafts that it is there for."""
-        for number, one in enumerate(self.each):
-            if gathered is None:
-                one.keep(output, committed)
-            elif number in gathered:
-                one.keep(output, committed, gathered[number])
+        for one in self.each:
+            one.keep(output, committed, gathered)
+
+    def keep_step(
+        self, sequences: list[RequestSequence], starts: list[int], gathered: Gathered
+    ) -> None:
+        """The same of a step with one row for each sequence."""
+        for one in self.each:
+            one.keep_step(sequences, starts, gathered)
 
     @property
     def keeps_much(self) -> bool:
         """Whether a draft has to be told now; see `Drafting.keeps_much`."""
         return any(one.keeps_much for one in self.each)
 
-    def gather(self, output: ForwardOutput, count: int) -> dict[int, torch.Tensor]:
+    def gather(self, output: ForwardOutput, count: int) -> Gathered:
         """The hidden states of the first rows of a step under way, by draft."""
-        readers = [(number, one) for number, one in enumerate(self.each) if one.capture is not None]
-        return {number: one.gather(output, count) for number, one in readers}
+        gathered: dict[int, torch.Tensor] = {}
+        for one in self.each:
+            if one.capture is not None:
+                gathered |= one.gather(output, count)
+        return gathered
 
-    def gather_beside(self, output: ForwardOutput, count: int) -> dict[int, torch.Tensor] | None:
+    def gather_beside(self, output: ForwardOutput, count: int) -> Gathered | None:
         """The same of a step that a draft follows on the device, for the others."""
-        gathered = self.gather(output, count)
-        gathered.pop(self._followed, None)
+        gathered: dict[int, torch.Tensor] = {}
+        for number, one in enumerate(self.each):
+            if one.capture is not None and number != self._followed:
+                gathered |= one.gather(output, count)
         return gathered or None
 
     def close(self) -> None:

@@ -139,3 +139,9 @@ class DraftWire:
         if own := self.proposals.read(response):
             DRAFT_SECONDS.observe(own.whole)
             self.own_time, self.usual_seconds = own, own.usual
+
+
+def wish(news: draft_pb2.SequenceStep, num_steps: int, topk: int, num_nodes: int) -> None:
+    """Asks for a tree behind the news of a sequence."""
+    propose = news.propose
+    propose.num_steps, propose.topk, propose.num_draft_tokens = num_steps, topk, num_nodes + 1

@@ -9,12 +9,11 @@ way, which are dropped; their KV lies behind everything that was committed, and 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from foredraft.speculation.draft_tree import DraftTree
 from verify_service import metrics
 from verify_service.drafts.drafting import Drafting
-from verify_service.drafts.hidden_states import committed_rows
+from verify_service.drafts.hidden_states import Gathered, committed_rows
 from verify_service.drafts.proposals import Member
 from verify_service.drafts.several import Drafts
 from verify_service.policy.messages import NO_WAIT, Plan, Wait
@@ -44,7 +43,7 @@ class Flight:
     confidences: list[int]
     draft_step: int = 0
     is_followed: bool = False
-    gathered: Any = None
+    gathered: Gathered | None = None
     wait: Wait = NO_WAIT
     started_at: float = field(default_factory=time.perf_counter)
 
@@ -152,7 +151,12 @@ class RunAhead:
                     drafting.followed(sequence, start)
             if flight.gathered is None:
                 return
-        if drafting.capture is not None:
+        if drafting.capture is None:
+            return
+        if flight.started.num_rows == 1:  # as while drafting rests
+            gathered = flight.gathered or drafting.gather(result.output, len(starts))
+            drafting.keep_step(flight.sequences, starts, gathered)
+        else:
             committed = committed_rows(flight.sequences, (), result.first_rows, starts, paths)
             drafting.keep(result.output, committed, flight.gathered)
 

@@ -1,0 +1,146 @@
+"""Hidden states that are kept as steps gave them, against a twin that gives each step's to its sequences at once."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from foredraft.kvcache.draft_marks import DraftMarks
+from foredraft.kvcache.page_pool import PagePool
+from foredraft.types import SamplingParams
+from verify_service.drafts.hidden_states import CommittedRows, HiddenStates
+from verify_service.scheduling.request import Sequence, Status
+
+PAGE, NUM_PAGES = 4, 400
+
+
+class Twin:
+    """A pool, its marks and what is kept of hidden states."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.marks = DraftMarks(pool)
+        exchange = SimpleNamespace(layers=(), writer=None, device=None)
+        arena = SimpleNamespace(exchange=lambda epoch: exchange)
+        self.hidden = HiddenStates(arena, self.marks, PAGE, 100)  # type: ignore[arg-type]
+        self.hidden.attach(1)
+
+    def state(self, sequence: Sequence) -> tuple[object, ...]:
+        """All that a draft could be told of a sequence, and which of its pages it could use."""
+        run = self.hidden.run(sequence)
+        assert run is not None
+        first = run.end - run.end % PAGE  # of what is always kept
+        rows = run.rows(first).tolist() if run.end > first else []
+        is_valid = [self.marks.is_valid(page, 1) for page in sequence.pages]
+        return run.start, run.end, run.resend_from, sorted(run.unsent_pages), rows, is_valid
+
+
+def assert_same(eager: Twin, late: Twin, sequences: list[Sequence]) -> None:
+    for sequence in sequences:
+        assert eager.state(sequence) == late.state(sequence)
+        one, other = eager.hidden.run(sequence), late.hidden.run(sequence)
+        assert one is not None
+        assert other is not None
+        first = max(one.first, other.first)  # only whole pieces are dropped, and these differ
+        if one.end > first:
+            assert torch.equal(one.rows(first), other.rows(first))
+
+
+def rows_of(sequences: list[Sequence], starts: list[int]) -> torch.Tensor:
+    return torch.tensor(
+        [[s.request_id * 1000.0 + at, at] for s, at in zip(sequences, starts, strict=True)]
+    ).view(len(starts), 2)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_rows_runs_and_marks_are_those_of_rows_given_at_once(seed: int) -> None:
+    rng = random.Random(seed)
+    pool = PagePool(NUM_PAGES, PAGE)
+    eager, late = Twin(pool), Twin(pool)
+    both = (eager.hidden, late.hidden)
+    running: list[Sequence] = []
+    waiting: list[Sequence] = []
+    num_joined = 0
+    for _ in range(150):
+        if len(running) < 4 and rng.random() < 0.1:
+            sequence = (
+                waiting.pop() if waiting else Sequence(num_joined, [1, 1, 1], SamplingParams())
+            )
+            num_joined += 1
+            sequence.status = Status.RUNNING
+            running.append(sequence)
+            commit(sequence, rng.randrange(1, 1 + len(sequence.tokens)), pool, rng)
+            for hidden in both:
+                source = SimpleNamespace(
+                    hidden=rows_of(
+                        [sequence] * sequence.num_computed, [*range(sequence.num_computed)]
+                    )
+                )
+                rows = range(sequence.num_computed)
+                hidden.keep(source, [CommittedRows(sequence, 0, rows)])  # type: ignore[arg-type]
+        flying = list(running)
+        if rng.random() < 0.1 and flying:
+            gone = running.pop(rng.randrange(len(running)))
+            gone.status = rng.choice([Status.FINISHED, Status.WAITING])
+            for hidden in both:
+                hidden.drop(gone)
+            pool.release(gone.pages)
+            gone.pages, gone.num_computed = [], 0
+            gone.pages_changed(0)
+            if gone.status is Status.WAITING:
+                waiting.append(gone)
+        if not flying:
+            continue
+        starts = [sequence.num_computed for sequence in flying]
+        for sequence in running:
+            sequence.tokens.append(2)
+            commit(sequence, 1, pool, rng)
+        gathered = rows_of(flying, starts)
+        committed = [
+            CommittedRows(sequence, start, [row])
+            for row, (sequence, start) in enumerate(zip(flying, starts, strict=True))
+            if sequence.status is Status.RUNNING
+        ]
+        eager.hidden.keep(SimpleNamespace(hidden=gathered), committed)  # type: ignore[arg-type]
+        late.hidden.keep_step(flying, starts, gathered)
+        if rng.random() < 0.05 and running:  # the draft is told of one
+            sequence = rng.choice(running)
+            for hidden in both:
+                run = hidden.run(sequence)
+                assert run is not None
+                hidden.sent(run)
+            sequence.pages_seen_by(0)
+        if rng.random() < 0.05:
+            assert_same(eager, late, running)
+    assert_same(eager, late, running)
+
+
+def commit(sequence: Sequence, count: int, pool: PagePool, rng: random.Random) -> None:
+    """What the scheduler does: pages, some of which are exchanged once they are full."""
+    before, sequence.num_computed = sequence.num_computed, sequence.num_computed + count
+    missing = pool.pages_for(sequence.num_computed) - len(sequence.pages)
+    if missing > 0:
+        sequence.pages += pool.allocate(missing)
+    for i in range(before // PAGE, sequence.num_computed // PAGE):
+        if rng.random() < 0.2:
+            [page] = pool.allocate(1)
+            pool.release([sequence.pages[i]])
+            sequence.pages[i] = page
+            sequence.pages_changed(i)
+
+
+def test_what_is_kept_is_bounded() -> None:
+    pool = PagePool(NUM_PAGES, PAGE)
+    hidden = Twin(pool).hidden
+    hidden.most_kept = 70 * 2 * 4
+    sequence = Sequence(0, [1], SamplingParams())
+    sequence.status = Status.RUNNING
+    sequence.pages = pool.allocate(100)
+    for start in range(300):
+        sequence.num_computed = start + 1
+        hidden.keep_step([sequence], [start], torch.zeros(1, 2))
+        assert hidden.kept_bytes <= (70 + 32) * 2 * 4
+    run = hidden.run(sequence)
+    assert run is not None
+    assert run.end == 300
+    assert run.first > 200
