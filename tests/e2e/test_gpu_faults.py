@@ -19,7 +19,7 @@ import torch
 from foredraft.cli import mps, stack
 from foredraft.models.registry import resolve_model_path
 from foredraft.rpc.lifetime import DEVICE_LOST
-from foredraft.telemetry.metrics import REGISTRY
+from foredraft.telemetry.metrics import value
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support import engines
@@ -74,10 +74,6 @@ def expected(demo: Path) -> list[list[int]]:
         return [result.tokens for result in harness.run(jobs(demo, 8))]
 
 
-def shown(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(name, labels) or 0.0
-
-
 @pytest.fixture(scope="module")
 def blocks() -> BlockCount:
     return BlockCount()
@@ -102,7 +98,7 @@ def test_hidden_states_stay_on_the_gpu(
     harness: Harness, demo: Path, expected: list[list[int]]
 ) -> None:
     harness.wait_for_draft()
-    assert shown("foredraft_draft_transport_info", transport="cuda_ipc") == 1
+    assert value("foredraft_draft_transport_info", transport="cuda_ipc") == 1
     results = harness.run(jobs(demo, 8))
     assert [result.tokens for result in results] == expected
     accepted = sum(result.finish.accepted_tokens for result in results if result.finish)

@@ -13,7 +13,7 @@ import torch
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import AttachRefused, DraftError, Overloaded
-from foredraft.telemetry.metrics import REGISTRY
+from foredraft.telemetry.metrics import value
 from foredraft.transport import choice, shared_memory
 from foredraft.transport.base import ArenaError, HiddenWriter, Region, RowFormat
 from foredraft.transport.device_exchange import StepSizes
@@ -22,7 +22,7 @@ from foredraft.types import SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import Job
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
-from tests.verify_service.test_self_test import until
+from tests.support.stack import eventually
 from verify_service.drafts.arena import Arena, is_same_host
 
 SHM, INLINE = tensor_pb2.TRANSPORT_SHM, tensor_pb2.TRANSPORT_INLINE
@@ -43,10 +43,6 @@ def info(**needs: object) -> draft_pb2.GetDraftInfoResponse:
 
 def segments() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob(f"foredraft-{os.getpid()}-*")}
-
-
-def shown(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(name, labels) or 0.0
 
 
 @pytest.mark.parametrize(
@@ -78,12 +74,12 @@ def test_each_attach_gets_a_region_of_its_own() -> None:
     assert len(segments()) == 1
     arena.attached(1)
     assert not segments()
-    assert shown("foredraft_arena_bytes") == first.size == 4096 + 100 * 256
-    assert shown("foredraft_draft_transport_info", transport="shm") == 1
+    assert value("foredraft_arena_bytes") == first.size == 4096 + 100 * 256
+    assert value("foredraft_draft_transport_info", transport="shm") == 1
     old = arena.exchange(1)
     arena.ended(1, None)
-    assert shown("foredraft_arena_bytes") == 0
-    assert shown("foredraft_draft_transport_info", transport="shm") == 0
+    assert value("foredraft_arena_bytes") == 0
+    assert value("foredraft_draft_transport_info", transport="shm") == 0
     second = arena.open(info(), 2)
     assert second.handle != first.handle
     assert arena.exchange(1) is None
@@ -157,8 +153,8 @@ def test_a_draft_that_cannot_map_gets_its_rows_in_messages(
     path = make_checkpoint(tmp_path / "target")
     drafter = HiddenDrafter(48)
     with engine_with(drafter, path) as harness:
-        until(lambda: harness.engine.load().draft_available)
-        assert shown("foredraft_draft_transport_info", transport="inline") == 1
+        eventually(lambda: harness.engine.load().draft_available)
+        assert value("foredraft_draft_transport_info", transport="inline") == 1
         sampling = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
         result = harness.run([Job([5, 6, 7], sampling)])[0]
         drafter.texts = [[5, 6, 7, *result.tokens]]
@@ -272,7 +268,7 @@ def test_steps_that_stay_on_the_gpu_need_no_hidden_states(monkeypatch: pytest.Mo
     assert exchange is not None
     assert (exchange.layers, exchange.writer, exchange.device) == (None, None, None)
     arena.attached(2)
-    assert shown("foredraft_draft_transport_info", transport="cuda_ipc") == 1
+    assert value("foredraft_draft_transport_info", transport="cuda_ipc") == 1
     arena.ended(2, None)
     for epoch in (3, 4):
         assert arena.open(draft, epoch) is not None

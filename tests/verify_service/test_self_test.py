@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.telemetry.metrics import REGISTRY
+from foredraft.telemetry.metrics import value
 from foredraft.types import SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import Harness, Job, running_engine
@@ -18,10 +18,6 @@ COUNTERS = (
     "foredraft_prompt_tokens_total",
     "foredraft_queue_seconds_count",
 )
-
-
-def value(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(name, labels) or 0.0
 
 
 def standalone(target: Path, draft: Path) -> dict:

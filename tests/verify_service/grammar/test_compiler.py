@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from foredraft.errors import InvalidRequest
-from foredraft.telemetry.metrics import REGISTRY
+from foredraft.telemetry.metrics import value
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import Grammar, GrammarKind
 from tests.support import tiny_tokenizers
@@ -167,10 +167,6 @@ def test_time_and_memory_are_bounded(model: Path) -> None:
 
     asyncio.run(refused(0.02, 1024, "0.02 s"))
     asyncio.run(refused(60, 1, "1 MiB"))
-
-
-def value(name: str) -> float:
-    return REGISTRY.get_sample_value(name) or 0.0
 
 
 def test_the_cache_is_bounded_and_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

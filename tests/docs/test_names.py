@@ -1,0 +1,75 @@
+"""What pages name is there: links, files, modules, flags and metrics."""
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+IN_CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
+PACKAGES = "foredraft|gateway|verify_service|draft_service|training|benchmarks|tests"
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+FILE = re.compile(r"(?<![\w/.<$=-])[\w.][\w./-]*\.(?:py|pyi|c|proto|sh|toml|yml)\b(?![\w=-])")
+MODULE = re.compile(rf"python3? -m ([\w.]+)|`((?:{PACKAGES})(?:\.[a-z_]\w*)+)`")
+FLAG = re.compile(r"`(--[a-z][a-z-]+)")
+METRIC = re.compile(r"`(foredraft_\w+)")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@pytest.fixture(scope="module")
+def files() -> list[str]:
+    """All files that git knows or would take, with a slash in front."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs a git checkout")
+    return ["/" + name for name in found.stdout.splitlines() if (ROOT / name).exists()]
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    gone = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    assert not gone
+
+
+@pages
+def test_files_exist(page: Path, files: list[str]) -> None:
+    """A path may begin at any package, as in the parts of the architecture."""
+    named = {name for code in IN_CODE.findall(page.read_text()) for name in FILE.findall(code)}
+    gone = {name for name in named if not any(one.endswith("/" + name) for one in files)}
+    assert not gone
+
+
+@pages
+def test_modules_exist(page: Path) -> None:
+    named = {one or other for one, other in MODULE.findall(page.read_text())}
+    gone = set()
+    for name in named:
+        path = ROOT.joinpath(*name.split("."))
+        # The last part may be something in a module.
+        is_there = path.is_dir() or any(p.with_suffix(".py").is_file() for p in (path, path.parent))
+        if not is_there and importlib.util.find_spec(name.partition(".")[0]) is None:
+            gone.add(name)
+    assert not gone
+
+
+@pages
+def test_flags_exist(page: Path) -> None:
+    known = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs/flags.md").read_text()))
+    for folder in ("foredraft", "benchmarks", "training"):
+        for path in (ROOT / folder).rglob("*.py"):
+            known.update(re.findall(r"--[a-z][a-z-]+", path.read_text()))
+    known |= {"--no-" + flag[2:] for flag in known}
+    assert not {flag for flag in FLAG.findall(page.read_text()) if flag not in known}
+
+
+@pages
+def test_metrics_exist(page: Path) -> None:
+    known = set(METRIC.findall((ROOT / "docs/metrics.md").read_text()))
+    named = {re.sub("_(bucket|sum|count)$", "", name) for name in METRIC.findall(page.read_text())}
+    assert named <= known
