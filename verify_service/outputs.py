@@ -45,7 +45,7 @@ class Finish:
     accepted_histogram: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutput:
     """News of one sequence.
 

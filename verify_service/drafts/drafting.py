@@ -275,12 +275,11 @@ class Drafting:
         exchange = self._exchange
         assert exchange is not None
         self._begin_request()
-        num_nodes = exchange.trees.shape[2]
-        for member in members:
-            news = self._news.on_device(member.sequence, member.row)
-            if member.num_nodes:
-                wish(news, *self._tree_shape, num_nodes)
-            self._wire.add(news)
+        whole = wish(*self._tree_shape, exchange.trees.shape[2])
+        self._wire.add(
+            self._news.on_device(one.sequence, one.row, whole if one.num_nodes else None)
+            for one in members
+        )
         try:
             # First of all: the message travels while the device is told what to do.
             self._wire.send(is_on_device=True)
@@ -300,9 +299,12 @@ class Drafting:
         exchange = self._exchange
         assert exchange is not None
         exchange.wait_trees(step)
-        num_nodes = exchange.trees.shape[2]
-        trees[:, :, :num_nodes].copy_(exchange.trees[: len(trees)])
-        trees[:, 1, num_nodes:].fill_(NO_NODE)
+        own = exchange.trees[: len(trees)]
+        num_nodes = own.shape[2]
+        if num_nodes < trees.shape[2]:
+            trees[:, 1, num_nodes:].fill_(NO_NODE)
+            trees = trees[:, :, :num_nodes]
+        trees.copy_(own)
 
     def followed(self, sequence: RequestSequence, start: int) -> None:
         """What the draft took from the device is known now: tokens committed from key `start` on."""
@@ -357,7 +359,7 @@ class Drafting:
                 # Deeper than the output may grow would be drafted in vain.
                 steps = min(steps, want.max_nodes, want.sequence.num_output_left - 1)
                 num_nodes = self._ahead.num_nodes(want)
-                wish(news, steps, topk, num_nodes)
+                news.propose.CopyFrom(wish(steps, topk, num_nodes))
             if num_tokens or news.HasField("propose") or news.HasField("begin"):
                 self._wire.add_rows(want.sequence, news)
             if news.HasField("propose"):

@@ -20,6 +20,7 @@ class Told:
         num_tokens: Leading tokens that it has.
         num_pages: Leading entries of the page table that it has.
         run: The hidden states of which it was told, where it reads any.
+        followed: What it was told last by place; it can be told so again where nothing has changed.
         history: What drafting brought so far.
     """
 
@@ -28,6 +29,7 @@ class Told:
     num_tokens: int = 0
     num_pages: int = 0
     run: Run | None = None
+    followed: draft_pb2.SequenceStep | None = None
     history: DraftHistory = field(default_factory=DraftHistory)
 
 
@@ -115,20 +117,28 @@ class DraftNews:
         if (
             told.epoch != self._epoch
             or told.slot != sequence.slot
-            or not self.has_caught_up(sequence)
+            or told.num_tokens != len(sequence.tokens)
         ):
             return False
         if self._hidden.layers is not None:
             return told.run is not None and told.run is self._hidden.run(sequence)
         return sequence.pages_changed_for(self._hidden.reader) >= told.num_pages
 
-    def on_device(self, sequence: RequestSequence, row: int) -> draft_pb2.SequenceStep:
-        """News whose tokens the draft finds on the device."""
-        news = draft_pb2.SequenceStep(slot=sequence.slot or 0, device_row=row)
+    def on_device(
+        self, sequence: RequestSequence, row: int, propose: draft_pb2.TreeLimits | None
+    ) -> draft_pb2.SequenceStep:
+        """News whose tokens the draft finds on the device; not to be changed. `propose` is the wish for a tree."""
         told = self.of(sequence)
         told.num_pages = min(told.num_pages, self._changed_from(sequence))
-        if told.num_pages < len(sequence.pages):
+        has_pages = told.num_pages < len(sequence.pages)
+        news = None if has_pages else told.followed
+        has_wish = propose is not None
+        if news is not None and news.device_row == row and news.HasField("propose") == has_wish:
+            return news
+        news = draft_pb2.SequenceStep(slot=told.slot, device_row=row, propose=propose)
+        if has_pages:
             _tell_pages(sequence, told, news)
+        told.followed = None if has_pages else news
         return news
 
     def followed(self, sequence: RequestSequence, start: int) -> None:
@@ -193,6 +203,7 @@ class DraftNews:
 
     def _begin(self, sequence: RequestSequence, told: Told, news: draft_pb2.SequenceStep) -> None:
         told.epoch, told.slot, told.num_tokens, told.num_pages = self._epoch, sequence.slot, 0, 0
+        told.followed = None
         if self._uses_pages and self._hidden.layers is None:
             limit = sequence.num_computed // self._page_size
             num_valid = self._marks.valid_prefix(sequence.pages[:limit], self._epoch)

@@ -39,7 +39,7 @@ class Wanted:
     is_trial: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Member:
     """A sequence that goes on behind a step under way.
 

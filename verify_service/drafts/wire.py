@@ -1,6 +1,6 @@
 """Step messages to a draft and its answers: put together, numbered, cut where the arena is full, and kept in step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from foredraft.api.draft.v1 import draft_pb2
 from verify_service.drafts.client import DraftClient
@@ -62,9 +62,9 @@ class DraftWire:
         self._asking = {}
         self._is_awaited = is_awaited
 
-    def add(self, news: draft_pb2.SequenceStep) -> None:
-        """Puts the news of one sequence into the request, without hidden states."""
-        self._request.sequences.append(news)
+    def add(self, news: Iterable[draft_pb2.SequenceStep]) -> None:
+        """Puts the news of sequences into the request, without hidden states."""
+        self._request.sequences.extend(news)
 
     def add_rows(self, sequence: RequestSequence, news: draft_pb2.SequenceStep) -> None:
         """The same with hidden states where the draft reads them; sends what the arena has room for.
@@ -74,7 +74,7 @@ class DraftWire:
         """
         writer, run = self._hidden.writer, self._hidden.run(sequence)
         if writer is None or run is None:
-            self.add(news)
+            self.add((news,))
             return
         first = max(news.position - 1, 0)
         rows = run.rows(first)
@@ -141,7 +141,6 @@ class DraftWire:
             self.own_time, self.usual_seconds = own, own.usual
 
 
-def wish(news: draft_pb2.SequenceStep, num_steps: int, topk: int, num_nodes: int) -> None:
-    """Asks for a tree behind the news of a sequence."""
-    propose = news.propose
-    propose.num_steps, propose.topk, propose.num_draft_tokens = num_steps, topk, num_nodes + 1
+def wish(num_steps: int, topk: int, num_nodes: int) -> draft_pb2.TreeLimits:
+    """What asks for a tree."""
+    return draft_pb2.TreeLimits(num_steps=num_steps, topk=topk, num_draft_tokens=num_nodes + 1)

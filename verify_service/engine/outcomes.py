@@ -79,17 +79,17 @@ class Outcomes:
             return
         tokens = verified.tokens[:num_kept]
         self._scheduler.on_committed(sequence, num_chunk_tokens or num_kept)
+        figures = self._speculation.of(self._sizes.draft_of(sequence))
         if not live.request.is_probe:
             self._speculation.generated(num_kept)
-        figures = self._speculation.of(self._sizes.draft_of(sequence))
         if num_chunk_tokens is None:
-            self._record(sequence, live, rows, accepted, tokens, outcome.is_lossy)
+            self._record(live, rows, accepted, tokens, outcome.is_lossy, figures)
         output = StepOutput(
-            tag=live.request.tag,
-            tokens=tokens,
-            drafted=[i < len(accepted) for i in range(num_kept)],
-            logprobs=outcome.logprobs[:num_kept],
-            tree=VerifiedTree(tree.tokens, tree.parents, accepted, figures.algorithm)
+            live.request.tag,
+            tokens,
+            [i < len(accepted) for i in range(num_kept)],
+            outcome.logprobs[:num_kept],
+            VerifiedTree(tree.tokens, tree.parents, accepted, figures.algorithm)
             if live.request.return_provenance and tree.tokens
             else None,
         )
@@ -101,18 +101,17 @@ class Outcomes:
 
     def _record(
         self,
-        sequence: Sequence,
         live: Live,
         rows: VerifyRows,
         accepted: list[int],
         tokens: list[int],
         is_lossy: bool,
+        figures: metrics.SpeculationMetrics,
     ) -> None:
         """Counts one verification, for the policy, the metrics and the request's account."""
         num_nodes, num_accepted = len(rows.tree), min(len(accepted), len(tokens))
-        sequence.count_step(num_nodes, num_accepted)
+        rows.sequence.count_step(num_nodes, num_accepted)
         if not live.request.is_probe:
-            figures = self._speculation.of(self._sizes.draft_of(sequence))
             figures.verified(num_nodes, len(accepted), is_lossy)
         live.count(len(accepted), is_lossy)
         self._sizes.record(rows, accepted, tokens)

@@ -137,7 +137,7 @@ class Sequence:
     @property
     def num_output_left(self) -> int:
         """Tokens that it may still generate."""
-        return self.sampling.max_new_tokens - self.num_output
+        return self.sampling.max_new_tokens + len(self.prompt) - len(self.tokens)
 
     @property
     def num_uncomputed(self) -> int:

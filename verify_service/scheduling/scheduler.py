@@ -202,15 +202,17 @@ class Scheduler:
             return "prompt"
         if not going:
             return "ends"
-        num_keys = [len(seq.tokens) + seq.num_in_flight + num_nodes for seq in going]
-        missing = sum(
-            max(0, self.pool.pages_for(keys) - len(seq.pages))
-            for seq, keys in zip(going, num_keys, strict=True)
-        )
+        missing, growing = 0, []
+        for seq in going:
+            num_keys = len(seq.tokens) + seq.num_in_flight + num_nodes
+            num_missing = self.pool.pages_for(num_keys) - len(seq.pages)
+            if num_missing > 0:
+                missing += num_missing
+                growing.append((seq, num_keys))
         if missing > self.num_available_pages:
             return "pages"
-        for seq, keys in zip(going, num_keys, strict=True):
-            self._tables.grow(seq, keys)
+        for seq, num_keys in growing:
+            self._tables.grow(seq, num_keys)
         return None
 
     def on_committed(self, seq: Sequence, num_tokens: int) -> None:

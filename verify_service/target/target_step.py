@@ -56,7 +56,7 @@ class DeviceOutcome:
     output: ForwardOutput
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AheadRows:
     """A sequence in a step that begins where the step before it, not known yet, leaves the sequence.
 

@@ -1,0 +1,58 @@
+"""News by place, read by the draft's own account of its sequences: rows, wishes and page tables must come out right."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from draft_service.drafters.paged_sequences import PagedSequences
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.kvcache.draft_marks import DraftMarks
+from foredraft.kvcache.page_pool import PagePool
+from foredraft.types import SamplingParams
+from tests.support.drafts import attach_request
+from verify_service.drafts.news import DraftNews
+from verify_service.drafts.wire import wish
+from verify_service.scheduling.request import Sequence, Status
+
+NUM_PAGES, WISH = 64, wish(3, 2, 7)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_draft_stands_where_the_sequences_stand(seed: int) -> None:
+    rng = random.Random(seed)
+    hidden = SimpleNamespace(layers=None, reader=0)  # as of a draft that reads none
+    marks = DraftMarks(PagePool(NUM_PAGES, 4))
+    news = DraftNews(marks, 4, "request", hidden)  # type: ignore[arg-type]
+    news.attach(1, uses_pages=True)
+    drafts = PagedSequences(attach_request(num_pages=NUM_PAGES), (3, 2, 7))
+    sequences = []
+    for slot in range(4):
+        sequence = Sequence(slot, [5, 6, 7], SamplingParams())
+        sequence.status, sequence.slot = Status.RUNNING, slot
+        sequence.num_computed, sequence.pages = 2, [slot]
+        sequences.append(sequence)
+        first = draft_pb2.StepRequest(step=1)
+        first.sequences.append(news.news(sequence, 100)[0])
+        drafts.apply(first)
+    for _ in range(60):
+        flying = rng.sample(sequences, rng.randrange(1, 5)) if rng.random() < 0.3 else sequences
+        for sequence in flying:
+            if rng.random() < 0.2 and len(sequence.pages) < 20:
+                sequence.pages.append(rng.randrange(NUM_PAGES))
+            if rng.random() < 0.1:
+                index = rng.randrange(len(sequence.pages))
+                sequence.pages[index] = rng.randrange(NUM_PAGES)
+                sequence.pages_changed(index)
+        wants = [rng.random() < 0.9 for _ in flying]
+        request = draft_pb2.StepRequest()
+        request.sequences.extend(
+            news.on_device(sequence, row, WISH if wanted else None)
+            for row, (sequence, wanted) in enumerate(zip(flying, wants, strict=True))
+        )
+        read = drafts.proceed(draft_pb2.StepRequest.FromString(request.SerializeToString()))
+        for row, (one, sequence, wanted) in enumerate(zip(read, flying, wants, strict=True)):
+            assert (one.row, one.is_wanted, one.sequence.slot) == (row, wanted, sequence.slot)
+            assert one.sequence.pages == sequence.pages
+        for message in request.sequences:
+            assert not message.HasField("propose") or message.propose == WISH
