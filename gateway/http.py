@@ -7,9 +7,10 @@ import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -25,6 +26,14 @@ logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
+
+# Pydantic notes every error that it finds, and some kilobytes for each: of millions of wrong items, the first is enough.
+Items = Annotated[list[T], Field(fail_fast=True)]
+MAX_OBJECTS = 65_536
+Objects = Annotated[list[T], Field(fail_fast=True, max_length=MAX_OBJECTS)]
+MAX_MEMBERS = (
+    16_384  # of one object; unknown names and wrong values of a mapping are all noted, too
+)
 
 DONE = b"data: [DONE]\n\n"
 _SEND = "foredraft.send"
@@ -79,10 +88,31 @@ async def read(request: Request, model: type[M], bounds: Bounds) -> M:
                 chunks.append(chunk)
     except TimeoutError:
         raise SlowClient(f"the body did not arrive within {bounds.seconds:g} s") from None
+    body = b"".join(chunks) or b"{}"
+    _check_members(body)
     try:
-        return model.model_validate_json(b"".join(chunks) or b"{}")
+        return model.model_validate_json(body)
     except ValidationError as error:
         raise _invalid(error) from None
+
+
+def _check_members(body: bytes) -> None:
+    """Raises InvalidRequest where an object has more than MAX_MEMBERS members."""
+    if body.count(b":") <= MAX_MEMBERS:
+        return
+    try:
+        parts = [from_json(body)]
+    except ValueError:
+        return  # validation says what is wrong with it
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            if len(part) > MAX_MEMBERS:
+                raise InvalidRequest(
+                    "body", f"has an object of {len(part)} members; at most {MAX_MEMBERS} are taken"
+                )
+            part = part.values()
+        parts.extend(each for each in part if isinstance(each, dict | list))
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:

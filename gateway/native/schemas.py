@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, GrammarKind, SamplingParams
-from gateway.http import Body
+from gateway.http import Body, Items, Objects
 from gateway.openai.schemas import Speculation
 
 REFUSED = {
@@ -54,8 +54,8 @@ class NativeSampling(NativeBody):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
@@ -89,11 +89,11 @@ class NativeSampling(NativeBody):
 class GenerateBody(NativeBody):
     """POST /generate."""
 
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    text: str | Items[str] | None = None
+    input_ids: Items[int] | Items[Items[int]] | None = None
+    sampling_params: NativeSampling | Objects[NativeSampling] | None = None
     stream: bool = False
-    rid: str | list[str] | None = None
+    rid: str | Items[str] | None = None
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
@@ -145,7 +145,7 @@ class GenerateBody(NativeBody):
 class TokenizeBody(Body):
     """POST /tokenize."""
 
-    prompt: str | list[str]
+    prompt: str | Items[str]
     add_special_tokens: bool = True
     model: str = ""
 
@@ -153,7 +153,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    tokens: list[int] | list[list[int]]
+    tokens: Items[int] | Items[Items[int]]
     skip_special_tokens: bool = True
     model: str = ""
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, GrammarKind
-from gateway.http import Body
+from gateway.http import Body, Items
 
 
 class JsonSchema(Body):
@@ -46,7 +46,7 @@ class StructuredOutputs(Body):
 
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None

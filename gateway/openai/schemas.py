@@ -6,7 +6,7 @@ from pydantic import ConfigDict
 
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, SamplingParams, SpeculationParams
-from gateway.http import Body, refuse
+from gateway.http import Body, Items, Objects, refuse
 from gateway.openai.response_format import ResponseFormat, StructuredOutputs
 from gateway.openai.tools import NamedChoice, Tool, ToolUse, tool_use
 from gateway.serving import seed_or_random
@@ -43,7 +43,7 @@ class GenerationBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -64,7 +64,7 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
@@ -135,7 +135,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
@@ -177,7 +177,7 @@ class Message(Body):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Objects[ContentPart] | None = None
 
     def rendered(self) -> dict[str, Any]:
         """As chat templates expect it."""
@@ -194,17 +194,17 @@ class Message(Body):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Objects[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Objects[Tool] | None = None
     tool_choice: str | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
-    modalities: list[str] | None = None
+    modalities: Items[str] | None = None
     audio: Any = None
     prediction: Any = None
     reasoning_effort: str | None = None
@@ -213,7 +213,7 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Objects[dict[str, Any]] | None = None
 
     def names(self) -> dict[str, str]:
         names = {"prompt": "messages", "logprobs": "top_logprobs", **super().names()}
@@ -242,7 +242,7 @@ class ChatBody(GenerationBody):
         if self.modalities not in (None, ["text"]):
             raise InvalidRequest("modalities", "only text can be honoured")
         refuse(
-            self.model_dump(),
+            vars(self),
             {
                 "functions": "give tools instead",
                 "function_call": "give tool_choice instead",

@@ -8,7 +8,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from gateway.http import Body
+from gateway.native import schemas as native  # noqa: F401 - its bodies are looked through
+from gateway.openai import schemas as openai  # noqa: F401
 from tests.gateway.bad_input import COMPLETIONS, ROWS, Bad, completion
 from tests.support.stack import eventually
 
@@ -32,6 +36,33 @@ def test_a_compressed_body_is_refused_as_one(http: httpx.Client) -> None:
     assert answer.json()["error"]["message"] == (
         "body: is encoded by 'gzip'; only plain bodies are taken"
     )
+
+
+def _all_bodies(base: type[Body] = Body) -> Iterator[type[Body]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _all_bodies(kind)
+
+
+@pytest.mark.parametrize("item", [b"{}", b"1", b'""', b"[1.5]", b"[[]]", b"true"])
+def test_of_many_wrong_items_few_are_noted(item: bytes) -> None:
+    """Each that is noted takes kilobytes, and a body of megabytes has millions."""
+    for kind in _all_bodies():
+        required = [name for name, field in kind.model_fields.items() if field.is_required()]
+        for name, field in kind.model_fields.items():
+            body = b'{"%s":[%s]}' % (
+                (field.alias or name).encode(),
+                b",".join([item] * 2000),
+            )
+            assert _num_errors(kind, body) < 12 + len(required), (kind, name)
+
+
+def _num_errors(kind: type[Body], body: bytes) -> int:
+    try:
+        kind.model_validate_json(body)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
 
 
 def test_the_table_is_long_enough() -> None:
