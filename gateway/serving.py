@@ -69,7 +69,10 @@ class Serving:
     def _load(self, path: str) -> Tokenizer:
         template = self.config.chat_template
         source = Path(template).read_text(encoding="utf-8") if template else None
-        return Tokenizer.from_dir(path, source)
+        tokenizer = Tokenizer.from_dir(path, source)
+        # Found once, which takes a look through the vocabulary: no request should wait for it.
+        _ = tokenizer.longest_token
+        return tokenizer
 
     async def drain(self) -> None:
         """Refuses new requests from now on; returns when none runs."""

@@ -44,7 +44,7 @@ def make_router(serving: Serving) -> APIRouter:
             return JSONResponse(answers if is_batch else answers[0])
 
     @router.post("/tokenize", response_model=None, openapi_extra=reads(TokenizeBody))
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         body = await read(request, TokenizeBody, bounds)
         serving.check_model(body.model)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -52,23 +52,27 @@ def make_router(serving: Serving) -> APIRouter:
         ids = [await serving.encode(text, body.add_special_tokens) for text in texts]
         counts = [len(tokens) for tokens in ids]
         single = isinstance(body.prompt, str)
-        return {
-            "tokens": ids[0] if single else ids,
-            "count": counts[0] if single else counts,
-            "max_model_len": serving.info.context_length,
-        }
+        # FastAPI would look at every id of a dict for seconds.
+        return JSONResponse(
+            {
+                "tokens": ids[0] if single else ids,
+                "count": counts[0] if single else counts,
+                "max_model_len": serving.info.context_length,
+            }
+        )
 
     @router.post("/detokenize", response_model=None, openapi_extra=reads(DetokenizeBody))
-    async def detokenize(request: Request) -> dict[str, Any]:
+    async def detokenize(request: Request) -> Response:
         body = await read(request, DetokenizeBody, bounds)
         serving.check_model(body.model)
         batch = _token_batch(body.tokens)
         check_batch("tokens", len(batch), 1)
-        for token in (token for tokens in batch for token in tokens):
-            if not 0 <= token < serving.info.vocab_size:
-                raise InvalidRequest("tokens", f"{token} is not in the vocabulary")
+        for tokens in batch:
+            for token in (min(tokens, default=0), max(tokens, default=0)):
+                if not 0 <= token < serving.info.vocab_size:
+                    raise InvalidRequest("tokens", f"{token} is not in the vocabulary")
         texts = [await serving.decode(tokens, body.skip_special_tokens) for tokens in batch]
-        return {"text": texts if _is_nested(body.tokens) else texts[0]}
+        return JSONResponse({"text": texts if _is_nested(body.tokens) else texts[0]})
 
     @router.post("/abort_request", openapi_extra=reads(AbortBody))
     async def abort_request(request: Request) -> dict[str, Any]:
