@@ -14,14 +14,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.support.step_model import (
-    TABLES,
-    Load,
-    Policy,
-    StepModel,
-    Trace,
-    simulate,
-)
+from tests.support.policy_simulation import Load, simulate
+from tests.support.step_model import TABLES, StepModel
+from tests.support.step_trace import Trace
 from verify_service.policy.policy import DraftPolicy
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -66,7 +61,7 @@ def main() -> int:
 def _run(model: StepModel, loads: list[Load], seconds: float, args: argparse.Namespace) -> Trace:
     policy = DraftPolicy(model.times(), model.tree[2], model.tree[0])
     answer = args.answer or (7000 if model.is_padded else 512)
-    return simulate(model, Policy(policy, model), loads, seconds, seed=args.seed, answer=answer)
+    return simulate(model, policy, loads, seconds, seed=args.seed, answer=answer)
 
 
 def _steady(

@@ -108,8 +108,8 @@ class EngineSteps:
         self._listens.set()
 
     def _plan(self, plan: Callable[..., Plan]) -> Callable[..., Plan]:
-        def planned(sequences: Sequence[RequestSequence], other_rows: int = 0) -> Plan:
-            chosen = plan(sequences, other_rows)
+        def planned(sequences: Sequence[RequestSequence], *args: int, **options: bool) -> Plan:
+            chosen = plan(sequences, *args, **options)
             policy = getattr(self._engine._sizes, "policy", None)
             is_trial = policy is not None and policy._is_trial
             nodes = sum(chosen.nodes)

@@ -45,7 +45,7 @@ class FixedRows(DraftPolicy):
         """See DraftPolicy."""
         return self._fixed == 1
 
-    def plan(self, wanted: Sequence[Want], other_rows: int = 0) -> Plan:
+    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
         """See DraftPolicy."""
         return Plan([min(want.limit, self._fixed - 1) for want in wanted], self._fixed)
 

@@ -7,19 +7,14 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from foredraft.runner.decode_graphs import row_sizes
-from verify_service.policy.acceptance import DraftHistory
-from verify_service.policy.messages import Observed, Wait, Want
-from verify_service.policy.policy import DraftPolicy
 from verify_service.policy.step_time import GridTimes, RowTimes, StepTimes
 
 TABLES = Path(__file__).parents[2] / "benchmarks/step_tables"
-STALL = 0.01  # seconds
-PROMPT = 256  # tokens, which a draft reads with the first tree that it is asked for
 SIBLINGS = 0.3  # of a node's acceptance that the next of its siblings has
 
 
@@ -35,6 +30,8 @@ class StepModel:
         context: Seconds that a token of context adds to a step.
         change: Seconds of a change between steps with drafts and without, and besides for each sequence asked.
         read: Seconds of letting a draft read what it was not told of, and of each token.
+        prompt: Seconds of the target's part of a step with prompts.
+        stall: Seconds that one step in 500 takes more.
     """
 
     name: str
@@ -46,6 +43,8 @@ class StepModel:
     context: float = 0.0
     change: tuple[float, float] = (0.0, 0.0)
     read: tuple[float, float] = (0.0, 0.0)
+    prompt: float = 0.0
+    stall: float = 0.01
 
     @classmethod
     def from_json(cls, path: Path, tree: tuple[int, int, int]) -> "StepModel":
@@ -198,224 +197,3 @@ def accepted_nodes(
         if at < 0:
             return path
         path.append(at)
-
-
-@dataclass(slots=True)
-class Answer:
-    """A sequence that runs; its draft has not read the last `behind` tokens."""
-
-    history: DraftHistory = field(default_factory=DraftHistory)
-    num_left: int = 512
-    context: int = PROMPT
-    behind: int = PROMPT
-
-
-class TraceStep(NamedTuple):
-    """What a step gave: its end and length in seconds, its sequences, rows of each, tokens and context of all."""
-
-    end: float
-    seconds: float
-    batch: int
-    rows: int
-    tokens: int
-    context: int
-
-
-@dataclass(slots=True)
-class Trace:
-    """The steps of a run."""
-
-    model: StepModel
-    steps: list[TraceStep] = field(default_factory=list)
-
-    def rate(self, start: float, end: float) -> float:
-        """Tokens per second of the steps within [start, end]."""
-        inside = self._within(start, end)
-        return sum(step.tokens for step in inside) / sum(step.seconds for step in inside)
-
-    def fixed_rate(self, start: float, end: float, nodes: int, acceptance: float) -> float:
-        """The same with trees of always the same size, at the contexts of these steps."""
-        inside, tokens = self._within(start, end), expected_tokens(self.model, nodes, acceptance)
-        work = sum(
-            step.seconds * step.batch / fixed_seconds(self.model, step.batch, nodes, step.context)
-            for step in inside
-        )
-        return tokens * work / sum(step.seconds for step in inside)
-
-    def of_plain(self, start: float, end: float) -> float:
-        """The rate as a share of plain decoding's."""
-        return self.rate(start, end) / self.fixed_rate(start, end, 0, 0.0)
-
-    def of_best(self, start: float, end: float, acceptance: float) -> float:
-        """The rate as a share of that of the best size, none included, for the batch of the last step within."""
-        batch = self._within(start, end)[-1].batch
-        rates = [self.fixed_rate(start, end, n, acceptance) for n in sizes(self.model, batch)]
-        return self.rate(start, end) / max(rates)
-
-    def windows(self, width: float = 1.0) -> list[tuple[float, float]]:
-        """(start, ratio to plain decoding) of the window that begins with each step: the time that its tokens would have
-        taken plainly at the same batches, over the time that it took."""
-        worth = [
-            step.tokens * fixed_seconds(self.model, step.batch, 0, step.context) / step.batch
-            for step in self.steps
-        ]
-        found, last, total = [], 0, 0.0
-        for first, step in enumerate(self.steps):
-            start = step.end - step.seconds
-            while last < len(self.steps) and self.steps[last].end - start <= width:
-                total += worth[last]
-                last += 1
-            if last == len(self.steps):
-                break
-            if last > first:
-                found.append((start, total / (self.steps[last - 1].end - start)))
-                total -= worth[first]
-        return found
-
-    def _within(self, start: float, end: float) -> list[TraceStep]:
-        return [step for step in self.steps if start < step.end <= end]
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """From `start` seconds on: so many sequences, drafts right so often; of each sequence, drawn from a range."""
-
-    start: float
-    batch: int
-    acceptance: tuple[float, float]
-
-
-def simulate(
-    model: StepModel,
-    policy: "Policy",
-    loads: Sequence[Load],
-    seconds: float,
-    *,
-    seed: int = 0,
-    noise: float = 0.03,
-    answer: int = 512,
-) -> Trace:
-    """Runs a policy against the model.
-
-    Args:
-        noise: Standard deviation of a step's time; one step in 500 stalls besides.
-        answer: Tokens of an answer; then another sequence takes its place.
-    """
-    rng = random.Random(seed)
-    parents, ranks = tree_shape(model.tree)
-    prefixes: dict[int, tuple[list[int], list[int]]] = {}
-    trace, now = Trace(model), 0.0
-    answers: list[Answer] = []
-    rates: dict[int, float] = {}
-    pending, was_drafted = list(loads), False
-    steps, _, num_nodes = model.tree
-    late: list[Callable[[], None]] = []  # what the policy is told of the newest step
-    while now < seconds:
-        while pending and pending[0].start <= now:
-            load = pending.pop(0)
-            rates.clear()
-            del answers[load.batch :]
-            while len(answers) < load.batch:
-                answers.append(Answer(num_left=rng.randint(1, answer)))
-        batch = len(answers)
-        wanted = [
-            Want(
-                one.history,
-                min(num_nodes, one.num_left - 1),
-                behind=one.behind * model.is_padded,
-                context=one.context,
-            )
-            for one in answers
-        ]
-        nodes, rows = policy(wanted)
-        # A step of whom the draft has read all can be started before the one before it has ended.
-        can_follow = was_drafted and not any(one.behind for one in answers)
-        is_change = any(nodes) and not can_follow
-        if (is_change or was_drafted != any(nodes)) and late:
-            # The outcome of the step under way is waited for, and the policy asked again.
-            late.pop()()
-            nodes, rows = policy(wanted)
-            is_change = any(nodes) and not can_follow
-        levels = min(max(nodes), steps)
-        outcomes, unread = [], 0
-        for one, num in zip(answers, nodes, strict=True):
-            acceptance = rates.setdefault(id(one), rng.uniform(*load.acceptance))
-            path: list[int] = []
-            unread += one.behind * (num > 0)
-            one.behind *= num == 0
-            if num:
-                shape = prefixes.setdefault(num, (parents[:num], ranks[:num]))
-                path = accepted_nodes(*shape, acceptance, rng)[: one.num_left - 1]
-            outcomes.append((one.history, num, path))
-            tokens = len(path) + 1
-            one.num_left -= tokens
-            one.context += tokens
-            one.behind += tokens * (num == 0)
-        tokens = sum(len(path) + 1 for _, _, path in outcomes)
-        context = sum(one.context for one in answers)
-        num_rows = rows if model.is_padded else batch + sum(nodes)
-        num_asked = sum(map(bool, nodes))
-        factor = max(0.7, rng.gauss(1, noise))
-        target = factor * model.seconds(batch, num_rows, context)
-        target += STALL * (rng.random() < 0.002)
-        draft = factor * model.draft_seconds(num_asked, levels)
-        if is_change:
-            draft += model.change_seconds(num_asked, unread)
-        elif was_drafted and not any(nodes):
-            draft += model.change_seconds(0, 0)
-        now += target + draft
-        took = (batch, num_rows, target, tokens, levels, num_asked, draft, is_change)
-        was_drafted = any(nodes)
-
-        def tell(took: Any = took, outcomes: Any = tuple(outcomes)) -> None:
-            policy.took(*took)
-            for outcome in outcomes:
-                policy.outcome(*outcome)
-
-        if late:
-            late.pop()()
-        if policy.overlapped:
-            late.append(tell)
-        else:
-            tell()
-        for i, one in enumerate(answers):
-            if one.num_left <= 0:
-                rates.pop(id(one), None)
-                answers[i] = Answer(num_left=answer, behind=PROMPT * (not was_drafted))
-        rows_each = num_rows if model.is_padded else num_rows // batch
-        trace.steps.append(TraceStep(now, target + draft, batch, rows_each, tokens, context))
-    return trace
-
-
-class Policy:
-    """The policy under test."""
-
-    def __init__(self, policy: DraftPolicy, model: StepModel) -> None:
-        self.policy, self.overlapped, self.depth = policy, model.is_padded, model.tree[0]
-
-    def __call__(self, wanted: list[Want]) -> tuple[list[int], int]:
-        return self.policy.plan(wanted)
-
-    def took(
-        self,
-        batch: int,
-        rows: int,
-        target: float,
-        tokens: int,
-        levels: int,
-        drafted: int,
-        draft: float,
-        is_waited_for: bool,
-    ) -> None:
-        """A step's times."""
-        if self.overlapped and levels and not is_waited_for:
-            # A captured draft step always drafts all its levels.
-            levels = self.depth
-            step = Observed(batch, rows, target + draft, tokens, Wait(levels, drafted, None))
-        else:
-            step = Observed(batch, rows, target, tokens, Wait(levels, drafted, draft))
-        self.policy.observe(step)
-
-    def outcome(self, history: DraftHistory, num_nodes: int, accepted: list[int]) -> None:
-        """What a tree brought."""
-        self.policy.record(history, num_nodes, accepted)

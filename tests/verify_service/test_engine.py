@@ -271,9 +271,9 @@ class Pausing(DraftPolicy):
         super().__init__(None, max_nodes, depth)
         self.num_plans = 0
 
-    def plan(self, wanted: Sequence[Want], other_rows: int = 0) -> Plan:
+    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
         self.num_plans += 1
-        plan = super().plan(wanted, other_rows)
+        plan = super().plan(wanted, other_rows, is_ahead)
         return Plan([0] * len(wanted), 1) if self.num_plans <= self.PAUSE else plan
 
 

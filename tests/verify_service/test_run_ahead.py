@@ -144,7 +144,7 @@ class FicklePolicy(DraftPolicy):
         super().__init__(None, NODES, NODES)
         self._rng = rng
 
-    def plan(self, wanted: Sequence[Want], other_rows: int = 0) -> Plan:
+    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
         rows = 1 + self._rng.choice([0, 0, 1, 2, NODES])
         if rows == 1:
             return Plan([0] * len(wanted), 1)

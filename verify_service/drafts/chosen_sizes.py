@@ -85,7 +85,9 @@ class ChosenSizes:
             )
         ]
 
-    def plan(self, sequences: Sequence[RequestSequence], other_rows: int = 0) -> Plan:
+    def plan(
+        self, sequences: Sequence[RequestSequence], other_rows: int = 0, is_ahead: bool = False
+    ) -> Plan:
         """Gives each sequence a draft, and says what to draft; see `TreeSizes.plan`."""
         batch, drafts = len(sequences), self._drafts
         self._planned = sequences
@@ -109,7 +111,9 @@ class ChosenSizes:
             if not count:
                 drafts.each[number].is_resting = True  # it is told of sequences when it is tried
             else:
-                plan = self._each[number].plan(sequences, other_rows + sum(nodes))
+                # Where steps are padded, other drafts' rows are in no one's way.
+                beside = 0 if self._times.is_padded else sum(nodes)
+                plan = self._each[number].plan(sequences, other_rows + beside, is_ahead)
                 nodes = [a + b for a, b in zip(nodes, plan.nodes, strict=True)]
                 rows = max(rows, plan.rows)
         return Plan(nodes, rows)
@@ -136,9 +140,10 @@ class ChosenSizes:
             if part.levels:
                 parts.append((number, part))
         if not parts:
-            return NO_WAIT
+            return NO_WAIT._replace(lead=seconds)
         levels = max(part.levels for _, part in parts)
-        return Wait(levels, sum(part.sequences for _, part in parts), seconds, tuple(parts))
+        sequences_asked = sum(part.sequences for _, part in parts)
+        return Wait(levels, sequences_asked, seconds, tuple(parts), seconds)
 
     @property
     def depth(self) -> int:
@@ -189,7 +194,7 @@ class ChosenSizes:
         self._choice.stepped(seconds + (wait.seconds or 0.0))
         shares, self._shares = self._shares, [_Share() for _ in self._each]
         for number, (sizes, share) in enumerate(zip(self._each, shares, strict=True)):
-            part = parts.get(number, NO_WAIT)
+            part = parts.get(number, NO_WAIT)._replace(lead=wait.lead)
             others = sum(other.nodes for other in shares) - share.nodes
             if not others and len(parts) <= (number in parts):
                 sizes.observe(batch, num_rows, seconds, tokens, part)
@@ -210,6 +215,13 @@ class ChosenSizes:
             # The step behind is on its way already, and asks nobody.
             going = [one for one in self._planned if one.status is Status.RUNNING]
             self._drafts.try_now(going)
+
+    def interrupted(self, batch: int, seconds: float, tokens: int, wait: Wait) -> None:
+        """Takes a step with prompts; see `TreeSizes.interrupted`."""
+        parts = dict(wait.parts)
+        for number, sizes in enumerate(self._each):
+            part = parts.get(number, NO_WAIT)._replace(lead=wait.lead)
+            sizes.interrupted(batch, seconds, tokens, part)
 
     def publish(self, metrics: AnyMetrics) -> None:
         """Says which drafts are attached, and how many sequences each drafts for."""

@@ -42,11 +42,14 @@ class TreeSizes:
         self._serves = serves
         self._cut: dict[int, DraftTree] = {}  # proposals that were verified in part
 
-    def plan(self, sequences: Sequence[RequestSequence], other_rows: int = 0) -> Plan:
+    def plan(
+        self, sequences: Sequence[RequestSequence], other_rows: int = 0, is_ahead: bool = False
+    ) -> Plan:
         """Tree nodes that sequences should verify in the coming step, in which all of them decode.
 
         Args:
             other_rows: Of prompts, in the same step.
+            is_ahead: The step is to be started behind one under way.
         """
         drafting = self._drafting
         if drafting is None or not drafting.available:
@@ -64,7 +67,7 @@ class TreeSizes:
         ]
         if drafting.is_cheap:
             return self.policy.ask(wanted)
-        plan = self.policy.plan(wanted, other_rows)
+        plan = self.policy.plan(wanted, other_rows, is_ahead)
         drafting.is_resting = self.policy.is_resting
         return plan
 
@@ -101,11 +104,13 @@ class TreeSizes:
         asked = [
             slot.max_tree_nodes for slot in slots if slot.max_tree_nodes and self._serves(slot.seq)
         ]
+        none = NO_WAIT._replace(lead=seconds)
         if drafting is None or not asked:
-            return NO_WAIT
+            return none
         if drafting.is_cheap:
-            return Wait(1, len(asked), seconds)
-        return Wait(min(max(asked), drafting.depth), len(asked), seconds) if drafted else NO_WAIT
+            return Wait(1, len(asked), seconds, lead=seconds)
+        levels = min(max(asked), drafting.depth)
+        return Wait(levels, len(asked), seconds, lead=seconds) if drafted else none
 
     def draft_everything(self) -> None:
         """From now on the whole tree is drafted in each step, whether it pays or not: for benchmarks."""
@@ -151,6 +156,10 @@ class TreeSizes:
         """Takes a step that only decoded; `num_rows` of all sequences, see `Observed` for the rest."""
         rows = num_rows // batch if self.policy.is_padded else num_rows
         self.policy.observe(Observed(batch, rows, seconds, tokens, wait))
+
+    def interrupted(self, batch: int, seconds: float, tokens: int, wait: Wait) -> None:
+        """Takes a step with prompts, in which `batch` sequences decoded and committed `tokens`."""
+        self.policy.interrupted(batch, tokens, seconds, wait)
 
     def _history(self, drafting: Drafting, sequence: RequestSequence) -> DraftHistory:
         history = drafting.history(sequence)

@@ -4,6 +4,7 @@ Where the target can start a step before the one before it is done, it does: see
 """
 
 import dataclasses
+import functools
 import logging
 import queue
 import threading
@@ -276,7 +277,8 @@ class Engine:
         """Runs one step: schedule, draft, forward, verify, commit; or starts one, and commits the one before it."""
         if self._flight is not None:
             flight = self._flight
-            self._flight = self._ahead.start_behind(flight, self._sizes.plan)
+            choose = functools.partial(self._sizes.plan, is_ahead=True)
+            self._flight = self._ahead.start_behind(flight, choose)
             self._emit()
             self._land(flight)
             return
@@ -308,8 +310,11 @@ class Engine:
             self._outcomes.commit(
                 verify_rows, outcome, num_chunk_tokens.get(verify_rows.sequence.request_id)
             )
-        if not plan.prefill:
-            tokens = sum(len(outcome.verified.tokens) for outcome in result.outcomes)
+        decoded = result.outcomes[: len(plan.decode)]
+        tokens = sum(len(outcome.verified.tokens) for outcome in decoded)
+        if plan.prefill:
+            self._sizes.interrupted(len(decoded), verified - drafted, tokens, wait)
+        else:
             self._sizes.observe(len(batch), result.num_logit_rows, verified - drafted, tokens, wait)
         if self._drafting is not None and capture is not None:
             decoding = [slot.seq for slot in plan.decode]

@@ -53,12 +53,15 @@ class Wait(NamedTuple):
         sequences: That were drafted for.
         seconds: None where they are part of the step's own.
         parts: With several drafts, what it waited for each that was waited for, by its number.
+        lead: Seconds that passed before the target's part, whether anything was drafted or not; 0 of a step that was started behind
+            another.
     """
 
     levels: int = 0
     sequences: int = 0
     seconds: float | None = 0.0
     parts: tuple[tuple[int, "Wait"], ...] = ()
+    lead: float = 0.0
 
 
 NO_WAIT = Wait()

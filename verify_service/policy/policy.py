@@ -1,27 +1,21 @@
 """How much to draft and verify in each step, so that tokens come as fast as they can and never slower than plainly."""
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from verify_service.policy.acceptance import Acceptance, DraftHistory, Ladder
-from verify_service.policy.messages import Observed, Offer, Plan, Want
+from verify_service.policy.asking import AskedFirst
+from verify_service.policy.grid_choice import GridChoice
+from verify_service.policy.messages import Observed, Offer, Plan, Wait, Want
 from verify_service.policy.probing import Probing
 from verify_service.policy.row_choice import CLOSE, RowChoice
 from verify_service.policy.step_time import DraftTimes, GridTimes, RowTimes, StepTimes, sizes_apart
 
 START_MARGIN = 1.03  # by which drafting must be faster before it starts
-CHANGE_MARGIN = 1.02  # and another size of trees before it is taken instead
-TRIAL_SEQUENCES = 4  # drafted for at a time to find out, where each costs
-PADDED_TRIAL_SEQUENCES = 8  # likewise, where all rows are computed anyway
-# Seconds that a draft on a GPU takes to read a token, about, and within how many what it has to read must have paid.
-PADDED_READ_SECONDS, PAYS_WITHIN = 4e-6, 4.0
-# Drafting steps after which larger trees are tried once; where steps are padded, each time in vain doubles them.
-GROW_STEPS, MOST_GROW_STEPS = 24, 192
-TRIAL_ACCEPTANCE = 0.8  # of every node, that the size of a trial's trees is best for
+TRIAL_SEQUENCES = 4  # drafted for at a time to find out
+GROW_STEPS = 24  # drafting steps after which larger trees are tried once
 LONG_UNSEEN = 1.0  # seconds after which a sequence left out may be tried again
 HICCUP = 3.0  # times what a step was expected to take, at most, that it is taken to have taken
-ASK_MEMORY = 12  # proposals on which a sequence's worth of asking rests
 
 
 class DraftPolicy:
@@ -48,11 +42,14 @@ class DraftPolicy:
         self._is_drafting = False
         self._is_trial = False
         self._is_bold = False  # a trial went well: the next one is for all
-        self._rows = 1
         self._was_drafted = False
-        self._steps_to_grow = self._grow_steps = GROW_STEPS
-        self._is_asked_first = False
-        self._ask_worth = 0.3  # of sequences that were not asked for yet
+        self._steps_to_grow = GROW_STEPS
+        self._grid = GridChoice(self._acceptance, self._draft_times, self._probing, depth)
+        self._asked_first = None
+        if times is not None:
+            self._asked_first = AskedFirst(
+                times, self._acceptance, self._draft_times, self._choice, self._probing, depth
+            )
 
     @property
     def is_padded(self) -> bool:
@@ -64,14 +61,15 @@ class DraftPolicy:
         """Whether nothing but a trial will be drafted for some time, so that a draft need not read along."""
         if self._times is None:
             return False
-        return self._rows == 1 if self._times.is_padded else not self._is_drafting
+        return self._grid.rows == 1 if self._times.is_padded else not self._is_drafting
 
-    def plan(self, wanted: Sequence[Want], other_rows: int = 0) -> Plan:
+    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
         """What to draft in the coming step.
 
         Args:
             wanted: All sequences that decode.
             other_rows: Of prompts, in the same step.
+            is_ahead: The step is to be started behind one under way.
         """
         times = self._times
         if not wanted or times is None:
@@ -81,7 +79,8 @@ class DraftPolicy:
             return self._nothing(wanted)
         _look_at(times, wanted)
         if isinstance(times, GridTimes):
-            plan = self._plan_grid(times, wanted)
+            plan = self._grid.plan(times, wanted, other_rows > 0, is_ahead)
+            self._is_trial = self._grid.is_trial
         else:
             plan = self._plan_rows(times, wanted, other_rows)
         if any(want.forced for want in wanted):
@@ -110,9 +109,8 @@ class DraftPolicy:
             self._acceptance.record(
                 history, min(num_nodes, self._max_nodes), accepted, confidence, self._probing.now
             )
-            if history.cost:
-                self._asked(history, (len(accepted) if brought is None else brought) - history.cost)
-                history.cost = 0.0
+            if self._asked_first is not None:
+                self._asked_first.record(history, len(accepted) if brought is None else brought)
 
     def tried(
         self, offer: Offer, num_known: int, right: Collection[int], batch: int
@@ -127,24 +125,9 @@ class DraftPolicy:
         Returns:
             How many nodes would have been verified, and how many of these were right.
         """
-        times, history = self._times, offer.history
-        if times is None:
+        if self._asked_first is None:
             return offer.num_nodes, len(right)
-        tree = (history, offer.num_nodes, offer.confidence)
-        plain = times.seconds(batch, 1 if times.is_padded else batch)
-        if isinstance(times, GridTimes):
-            nodes = min(self._trim_grid(times, [tree] * batch) - 1, offer.num_nodes)
-            extra = (times.seconds(batch, 1 + nodes) - plain) / batch
-        else:
-            items = self._choice.items([tree], self._probing.now)
-            rate, chosen = self._choice.best(times, batch, 0, items, self._depth, is_free=True)
-            nodes = chosen[0] if rate > batch / plain else 0
-            extra = times.seconds(batch, batch + nodes) - plain
-        brought = sum(node < nodes for node in right)
-        if num_known:
-            self._acceptance.record(history, num_known, right, offer.confidence, self._probing.now)
-        self._asked(history, brought - extra * batch / plain)
-        return nodes, brought
+        return self._asked_first.tried(offer, num_known, right, batch)
 
     def observe(self, step: Observed) -> None:
         """Takes what a step took and gave."""
@@ -155,10 +138,18 @@ class DraftPolicy:
             # Captured steps draft all levels, but which shape was verified is known by the rows alone.
             levels = min(step.wait.levels, step.rows - 1)
             step = replace(step, wait=step.wait._replace(levels=levels))
+        is_asked = self._asked_first is not None and self._asked_first.is_used
+        if times.is_padded and not is_asked and self._grid.settles(step):
+            self._probing.pass_time(step.seconds + step.wait.lead)
+            return
         batch = step.batch
         plain_rows = 1 if times.is_padded else batch
         is_drafted = step.wait.levels > 0 or step.rows > plain_rows
         seconds = step.seconds + (step.wait.seconds or 0.0)
+        if (
+            times.is_padded and step.wait.lead
+        ):  # steps that are not started ahead begin with the host
+            seconds = step.seconds + step.wait.lead
         is_changed = is_drafted != self._was_drafted
         self._was_drafted = is_drafted
         usual = self._draft_times.steps(step.wait.sequences, step.wait.levels) * times.unit
@@ -181,10 +172,21 @@ class DraftPolicy:
             loss = max(seconds - times.seconds(batch, step.rows), 0.0) if is_late else 0.0
             self._probing.plain_step(seconds, loss)
 
+    def interrupted(self, batch: int, tokens: int, seconds: float, wait: Wait) -> None:
+        """Takes a step with prompts; where rows add up, what it takes beside these is like in any other.
+
+        Args:
+            batch: Sequences that decoded.
+            tokens: Committed by these.
+            seconds: Of the target's part.
+        """
+        if isinstance(self._times, GridTimes):
+            self._grid.interrupted(self._times, batch, tokens, seconds, wait)
+
     def _learn(self, times: StepTimes, step: Observed, is_changed: bool) -> None:
         if is_changed and times.is_padded:
             return  # where steps run ahead, one after a change takes longer than those that follow it
-        levels, sequences, wait, _ = step.wait
+        levels, sequences, wait = step.wait.levels, step.wait.sequences, step.wait.seconds
         context = times.context if isinstance(times, GridTimes) else 0
         if wait is None:
             wait = max(step.seconds - times.seconds(step.batch, step.rows), 0.0)
@@ -193,70 +195,12 @@ class DraftPolicy:
             times.observe(step.batch, step.rows, step.seconds)
             self._draft_times.take_out((times.per_token - known) / times.unit)
         else:
-            times.observe(step.batch, step.rows, step.seconds, not self._is_asked_first)
+            is_apart = self._asked_first is None or not self._asked_first.is_used
+            times.observe(step.batch, step.rows, step.seconds, is_apart)
+        is_usual = step.wait.seconds is None or not self._grid.follows
         # After a pause a draft catches up first.
-        if levels and not is_changed:
+        if levels and is_usual and not is_changed:
             self._draft_times.observe(sequences, levels, wait / times.unit, context)
-
-    # Where steps are padded.
-
-    def _plan_grid(self, times: GridTimes, wanted: Sequence[Want]) -> Plan:
-        batch, ladder, probing = len(wanted), self._acceptance.ladder, self._probing
-        totals = [0.0] * len(ladder)
-        for want in wanted:
-            gains = self._acceptance.gains(want.history, 0, probing.now)
-            for i in range(ladder.num_within(want.limit)):
-                totals[i] += gains[i]
-        shapes = times.rows(batch)
-        rates = {rows: self._rate(times, batch, rows, totals) for rows in shapes}
-        current = max(rows for rows in shapes if rows <= self._rows)
-        best = max(rates, key=rates.__getitem__)
-        if best != current:
-            margin = 1.0 if best == 1 else CHANGE_MARGIN
-            if current == 1:
-                reading = PADDED_READ_SECONDS * sum(want.behind for want in wanted)
-                margin = START_MARGIN + reading / PAYS_WITHIN
-            if rates[best] > margin * rates[current]:
-                current, self._grow_steps = best, GROW_STEPS
-        if probing.is_stopped:
-            current = 1
-        self._rows = current
-        rows, self._is_trial = current, False
-        tried: Sequence[int] = range(batch)
-        if current == 1:
-            if probing.may_try():
-                rows, self._is_trial = self._trial_rows(times, batch), True
-                # A draft has less to read for a few.
-                tried = sorted(tried, key=lambda i: wanted[i].behind)[:PADDED_TRIAL_SEQUENCES]
-        elif probing.must_check(rates[current] / rates[1]):
-            rows = 1
-        else:
-            self._steps_to_grow -= 1
-            larger = [rows for rows in shapes if rows > current]
-            if self._steps_to_grow <= 0 and larger:
-                rows, self._steps_to_grow = larger[0], self._grow_steps
-                self._grow_steps = min(2 * self._grow_steps, MOST_GROW_STEPS)
-        nodes = [0] * batch
-        for i in tried:
-            nodes[i] = min(wanted[i].limit, rows - 1)
-        return Plan(nodes, rows)
-
-    def _rate(self, times: GridTimes, batch: int, rows: int, totals: Sequence[float]) -> float:
-        seconds = times.seconds(batch, rows)
-        if rows == 1:
-            return batch / seconds
-        levels = min(rows - 1, self._depth)
-        seconds += self._draft_times.steps(batch, levels) * times.unit
-        return (batch + sum(totals[: self._acceptance.ladder.num_within(rows - 1)])) / seconds
-
-    def _trial_rows(self, times: GridTimes, batch: int) -> int:
-        """Rows that would be best if drafts were good, which is what a trial asks."""
-        sizes = (0, *self._acceptance.ladder.sizes)
-        chain = [
-            batch * sum(TRIAL_ACCEPTANCE ** (i + 1) for i in range(a, min(b, self._depth)))
-            for a, b in itertools.pairwise(sizes)
-        ]
-        return max(times.rows(batch)[1:], key=lambda rows: self._rate(times, batch, rows, chain))
 
     # Where rows add up.
 
@@ -323,76 +267,24 @@ class DraftPolicy:
 
     def ask(self, wanted: Sequence[Want]) -> Plan:
         """Whom to ask such a draft for; what to verify of the proposals is then `trim`'s to say."""
-        self._is_asked_first = True
-        times, probing, batch = self._times, self._probing, len(wanted)
-        if times is None or any(want.forced for want in wanted):
+        times, asked = self._times, self._asked_first
+        if asked is not None:
+            asked.is_used = True
+        if times is None or asked is None or any(want.forced for want in wanted):
             return self._everything(wanted)
         if not any(want.limit for want in wanted):
             return self._nothing(wanted)
         _look_at(times, wanted)
-        rate = batch / times.seconds(batch, 1 if times.is_padded else batch)
-        cost = rate * self._draft_times.steps(batch, 1) * times.unit
-        worth = 0.0
-        for want in wanted:
-            if want.limit:
-                worth += self._ask_worth if want.history.worth is None else want.history.worth
-        margin = 1.0 if self._is_drafting else START_MARGIN
-        self._is_drafting = worth > margin * cost and not probing.is_stopped
-        self._is_trial = not self._is_drafting and probing.may_try()
-        if not self._is_drafting and not self._is_trial:
-            return self._nothing(wanted)
-        return self._everything(wanted)
+        may_ask = asked.may_ask(wanted)
+        self._is_trial = asked.is_trial
+        return self._everything(wanted) if may_ask else self._nothing(wanted)
 
     def trim(self, offers: Sequence[Offer]) -> Plan:
         """What to verify of the proposals of a step, those that are empty included."""
-        times, batch = self._times, len(offers)
-        if times is None:
+        if self._asked_first is None:
             nodes = [offer.num_nodes for offer in offers]
             return Plan(nodes, 1 + max(nodes, default=0))
-        trees = [(offer.history, offer.num_nodes, offer.confidence) for offer in offers]
-        nodes, rows, plain_rows = [0] * batch, 1, 1 if times.is_padded else batch
-        if isinstance(times, GridTimes):
-            rows = self._trim_grid(times, trees)
-            nodes = [min(offer.num_nodes, rows - 1) for offer in offers]
-            extra = times.seconds(batch, rows) - times.seconds(batch, 1)
-        else:
-            plain = batch / times.seconds(batch, batch)
-            items = self._choice.items(trees, self._probing.now)
-            rate, chosen = self._choice.best(times, batch, 0, items, self._depth, is_free=True)
-            if rate > plain:
-                nodes = chosen
-            rows = 1 + max(nodes)
-            extra = times.seconds(batch, batch + sum(nodes)) - times.seconds(batch, batch)
-        cost = extra * batch / times.seconds(batch, plain_rows) / max(sum(nodes), 1)
-        for i, offer in enumerate(offers):
-            if offer.forced:
-                nodes[i] = offer.num_nodes
-        for offer, num_nodes in zip(offers, nodes, strict=True):
-            offer.history.cost = num_nodes * cost
-            if num_nodes == 0 and offer.asked:
-                self._asked(offer.history, 0.0)
-        return Plan(nodes, rows)
-
-    def _trim_grid(self, times: GridTimes, trees: Sequence[tuple[DraftHistory, int, int]]) -> int:
-        totals = [0.0] * len(self._acceptance.ladder)
-        for density, _, rung in self._choice.items(trees, self._probing.now):
-            totals[rung] += density * self._acceptance.ladder.widths[rung]
-        batch = len(trees)
-        # No smaller step than the longest proposal is of use to it; a partial rung counts as none.
-        return max(
-            times.rows(batch),
-            key=lambda rows: (
-                (batch + sum(totals[: self._acceptance.ladder.num_within(rows - 1)]))
-                / times.seconds(batch, rows)
-            ),
-        )
-
-    def _asked(self, history: DraftHistory, tokens: float) -> None:
-        """Learns what it brought to ask for a sequence."""
-        if history.worth is None:
-            history.worth = self._ask_worth
-        history.worth += (tokens - history.worth) / ASK_MEMORY
-        self._ask_worth += (tokens - self._ask_worth) / ASK_MEMORY / 4
+        return Plan(*self._asked_first.trim(offers))
 
     def _everything(self, wanted: Sequence[Want]) -> Plan:
         nodes = [want.limit for want in wanted]

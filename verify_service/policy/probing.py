@@ -67,6 +67,10 @@ class Probing:
         self._balance = min(self._balance + SHARE * seconds - min(loss, MOST_SAVED), MOST_SAVED)
         self._steps_since_check = 0
 
+    def pass_time(self, seconds: float) -> None:
+        """Takes the time of a step that says nothing."""
+        self.now += seconds
+
     def drafted_step(self, seconds: float, plain_seconds: float, was_trial: bool) -> bool:
         """Takes the time of a step with drafts, and the time that its tokens would have taken without.
 

@@ -214,6 +214,12 @@ class DraftTimes:
             weight = DRAFT_WEIGHT  # it was something else: what the draft had to read first
         self._steps[key] = known + weight * (min(steps, 2 * known) - known)
 
+    def clear(self) -> None:
+        """Forgets all: something else is waited for now."""
+        self._contexts.clear()
+        self._steps.clear()
+        self._counts.clear()
+
     def take_out(self, steps: float) -> None:
         """What was learnt holds so much for each token of context that is the target's own time, as has turned out."""
         for key, context in self._contexts.items():

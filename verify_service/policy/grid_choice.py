@@ -1,0 +1,203 @@
+"""How many rows each sequence gets where steps are padded to captured shapes and follow one another on the device, as on a GPU."""
+
+import itertools
+from collections.abc import Sequence
+
+from verify_service.policy.acceptance import Acceptance
+from verify_service.policy.interruptions import Interruptions
+from verify_service.policy.messages import Observed, Plan, Wait, Want
+from verify_service.policy.probing import Probing
+from verify_service.policy.step_time import DraftTimes, GridTimes
+
+START_MARGIN = 1.03  # by which drafting must be faster before it starts
+CHANGE_MARGIN = 1.02  # and another size of trees before it is taken instead
+TRIAL_SEQUENCES = 8  # drafted for at a time to find out
+# Seconds that a draft takes to read a token, about, and within how many what it has to read must have paid.
+READ_SECONDS, PAYS_WITHIN = 4e-6, 4.0
+MUCH_READING = (
+    0.02  # seconds of it for all sequences, above which drafting starts for a part of them
+)
+# Drafting steps after which larger trees are tried once; each time in vain doubles them.
+GROW_STEPS, MOST_GROW_STEPS = 24, 192
+TRIAL_ACCEPTANCE = 0.8  # of every node, that the size of a trial's trees is best for
+LEAD_WEIGHT = 0.3  # of one step that began with the host, in what its beginning takes
+# Seconds, and times what is known, that one beginning may count as.
+MOST_LEAD, MOST_LEAD_TIMES = 1e-3, 2.0
+LEAD_STEPS = 100  # beginnings without drafts in which two thirds of what those with drafts take are forgotten: it is tried again
+WAITED_STEPS = 8  # with drafts, one after the other, after which nobody is expected to follow on the device any more
+
+
+class GridChoice:
+    """Chooses one number of rows for all sequences of a step.
+
+    A step behind another one is started before that has ended, and its draft follows on the device. Where that cannot be, as where
+    a prompt is computed and in the step after it, the host would wait for the draft: there it decodes plainly, unless the wait
+    pays. Meanwhile the draft reads, so that it can follow in the step behind.
+
+    Args:
+        depth: Levels of the largest tree.
+
+    Attributes:
+        rows: That steps have now, but for trials and the like; 1 while drafting rests.
+        is_trial: Whether the newest step is one.
+        follows: Whether drafts follow on the device.
+    """
+
+    def __init__(
+        self, acceptance: Acceptance, draft_times: DraftTimes, probing: Probing, depth: int
+    ) -> None:
+        self._acceptance = acceptance
+        self._draft_times = draft_times
+        self._probing = probing
+        self._depth = depth
+        self._interruptions = Interruptions()
+        self._steps_to_grow = self._grow_steps = GROW_STEPS
+        self._price = 0.0  # seconds of a token of steps that nothing interrupts
+        self._leads = [
+            0.0,
+            0.0,
+        ]  # seconds before the target's part where the host begins, without drafts and with
+        self._is_spared = False  # a step decodes plainly, lest the host wait, and the one behind was not started yet
+        self._num_tried = TRIAL_SEQUENCES  # in the last step that was planned after the outcome of the one before it
+        self._num_waited = 0  # steps with drafts that were waited for, since the last that was not
+        self.rows = 1
+        self.is_trial = False
+        self.follows = False
+
+    def plan(
+        self, times: GridTimes, wanted: Sequence[Want], has_prompts: bool, is_ahead: bool
+    ) -> Plan:
+        """See `DraftPolicy.plan`."""
+        batch, probing = len(wanted), self._probing
+        totals = self.totals(wanted)
+        shapes = times.rows(batch)
+        raw = {rows: self.rate(times, batch, rows, totals) for rows in shapes}
+        current = max(rows for rows in shapes if rows <= self.rows)
+        rates = {
+            rows: self._interruptions.rate(raw[rows], rows > 1, rows > current == 1)
+            for rows in shapes
+        }
+        best = max(rates, key=rates.__getitem__)
+        num_tried = 0  # in this step, to begin with
+        if probing.is_stopped:
+            current = 1
+        elif best != current:
+            margin = 1.0 if best == 1 else CHANGE_MARGIN
+            reading = READ_SECONDS * sum(want.behind for want in wanted) * (current == 1)
+            if current == 1:
+                margin = START_MARGIN + reading / PAYS_WITHIN
+            if rates[best] > margin * rates[current]:
+                # Twice as many at a time, so that what a few showed is not believed at the price of reading for all.
+                if reading > MUCH_READING and 2 * self._num_tried < batch:
+                    num_tried = 2 * self._num_tried
+                else:
+                    current, self._grow_steps = best, GROW_STEPS
+        self.rows, self._price = current, 1 / raw[current]
+        rows, self.is_trial = current, False
+        is_usual = not has_prompts and not self._interruptions.is_settling
+        tried: Sequence[int] = range(batch)
+        if current == 1:
+            if is_usual and (num_tried or probing.may_try()):
+                rows, self.is_trial = best if num_tried else self._trial_rows(times, batch), True
+                num_tried = num_tried or TRIAL_SEQUENCES
+                # A draft has less to read for a few.
+                tried = sorted(tried, key=lambda i: wanted[i].behind)[:num_tried]
+        elif (is_usual and probing.must_check(rates[current] / rates[1])) or (
+            not is_ahead and self._spares(times, batch, current, totals, has_prompts)
+        ):
+            rows = 1
+        else:
+            self._steps_to_grow -= 1
+            larger = [rows for rows in shapes if rows > current]
+            if self._steps_to_grow <= 0 and larger:
+                rows, self._steps_to_grow = larger[0], self._grow_steps
+                self._grow_steps = min(2 * self._grow_steps, MOST_GROW_STEPS)
+        if not is_ahead:  # else a trial cannot be started yet
+            self._num_tried = num_tried if self.is_trial else TRIAL_SEQUENCES
+        nodes = [0] * batch
+        for i in tried:
+            nodes[i] = min(wanted[i].limit, rows - 1)
+        return Plan(nodes, rows)
+
+    def interrupted(
+        self, times: GridTimes, batch: int, tokens: int, seconds: float, wait: Wait
+    ) -> None:
+        """Takes a step with prompts; see `DraftPolicy.interrupted`."""
+        lost = wait.lead - tokens * self._price
+        if batch and wait.levels:
+            lost += times.seconds(batch, 1 + wait.levels) - times.seconds(batch, 1)
+        if batch:
+            self._learn_lead(wait)
+        self._interruptions.step(wait.lead + seconds, tokens)
+        self._interruptions.begin(self.rows > 1, lost)
+
+    def settles(self, step: Observed) -> bool:
+        """Takes a step that only decoded, and says whether it belongs to an interruption, so that nothing else is learnt of it."""
+        wait, interruptions = step.wait, self._interruptions
+        seconds = step.seconds + wait.lead
+        if wait.seconds is None:
+            if not self.follows:
+                self._draft_times.clear()  # the host's wait is another one
+            self.follows, self._is_spared, self._num_waited = True, False, 0
+        elif not self.is_trial:
+            self._learn_lead(wait)
+            self._num_waited += wait.levels > 0 and not interruptions.is_settling
+            self.follows &= self._num_waited < WAITED_STEPS
+        interruptions.step(seconds, step.tokens)
+        if not interruptions.is_settling or self.is_trial:
+            return False
+        interruptions.settle(seconds - step.tokens * self._price)
+        return True
+
+    def rate(self, times: GridTimes, batch: int, rows: int, totals: Sequence[float]) -> float:
+        """Tokens per second of steps of so many rows, given what each rung brings all sequences."""
+        seconds = times.seconds(batch, rows)
+        if rows > 1:
+            levels = min(rows - 1, self._depth)
+            seconds += self._draft_times.steps(batch, levels) * times.unit
+        return (batch + self._brought(totals, rows)) / seconds
+
+    def totals(self, wanted: Sequence[Want]) -> list[float]:
+        """Tokens that each rung brings to all sequences."""
+        ladder, now = self._acceptance.ladder, self._probing.now
+        totals = [0.0] * len(ladder)
+        for want in wanted:
+            gains = self._acceptance.gains(want.history, 0, now)
+            for i in range(ladder.num_within(want.limit)):
+                totals[i] += gains[i]
+        return totals
+
+    def _brought(self, totals: Sequence[float], rows: int) -> float:
+        return sum(totals[: self._acceptance.ladder.num_within(rows - 1)])
+
+    def _trial_rows(self, times: GridTimes, batch: int) -> int:
+        """Rows that would be best if drafts were good, which is what a trial asks."""
+        sizes = (0, *self._acceptance.ladder.sizes)
+        chain = [
+            batch * sum(TRIAL_ACCEPTANCE ** (i + 1) for i in range(a, min(b, self._depth)))
+            for a, b in itertools.pairwise(sizes)
+        ]
+        return max(times.rows(batch)[1:], key=lambda rows: self.rate(times, batch, rows, chain))
+
+    def _spares(
+        self, times: GridTimes, batch: int, rows: int, totals: Sequence[float], has_prompts: bool
+    ) -> bool:
+        """Whether a step that the host begins decodes plainly, since trees are worth less than the wait for them."""
+        if not self.follows and not has_prompts:
+            return False
+        was_spared, self._is_spared = self._is_spared and not has_prompts, False
+        worth = self._brought(totals, rows) * self._price
+        cost = self._leads[True] - self._leads[False]
+        cost += times.seconds(batch, rows) - times.seconds(batch, 1)
+        # One behind the other would not be drafted for at all.
+        if was_spared or worth > cost:
+            return False
+        self._leads[True] *= 1 - 1 / LEAD_STEPS
+        self._is_spared = not has_prompts
+        return True
+
+    def _learn_lead(self, wait: Wait) -> None:
+        if wait.lead:
+            known = self._leads[wait.levels > 0]
+            lead = min(wait.lead, MOST_LEAD_TIMES * known + MOST_LEAD)
+            self._leads[wait.levels > 0] += LEAD_WEIGHT * (lead - known)
