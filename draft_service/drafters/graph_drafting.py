@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from draft_service.drafters.beam_drafting import Wish
@@ -16,6 +17,7 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import Unavailable
 from foredraft.runner.draft_graphs import DraftGraphs
 from foredraft.runner.draft_records import (
+    HEADER,
     NUM_ROWS,
     ROW,
     SAMPLING,
@@ -67,6 +69,21 @@ def wait(is_done: Callable[[], bool], source: HiddenReader | DraftExchange | Non
             raise Unavailable("what a step committed did not come")
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Sequences of a step that stays on the GPU, as many as the graphs take.
+
+    Attributes:
+        header: int32 [n, HEADER], of their records.
+        modes: See `DraftGraphs.draft`.
+        is_wanted: Whether anybody wants a tree.
+    """
+
+    header: npt.NDArray[np.int32]
+    modes: tuple[bool, bool]
+    is_wanted: bool
+
+
 class GraphDrafting:
     """Steps of one attach.
 
@@ -87,6 +104,8 @@ class GraphDrafting:
         self.graphs = graphs
         self._source, self._exchange = source, exchange
         self._awaited = exchange or reader
+        self._continued: Sequence[Continuation] = ()  # by the newest step that stayed on the GPU
+        self._parts: list[_Part] = []  # of these
         slots = graphs.shape.max_slots
         # Of the sequences that have slots now; their sampling as the records hold it.
         self._owners: list[PagedSequence | None] = [None] * slots
@@ -146,7 +165,8 @@ class GraphDrafting:
             graphs.upload(count)
             graphs.extend(count)
             if turn + 1 < num_turns:
-                self._finish()
+                graphs.finish()
+                wait(lambda: self.graphs.is_free, self._awaited)
         wanted = [i for i, extension in enumerate(extensions) if extension.limits is not None]
         if wanted:
             graphs.draft(count, *self._modes(slots))
@@ -189,30 +209,38 @@ class GraphDrafting:
         """
         exchange, graphs = self._exchange, self.graphs
         assert exchange is not None
-        largest = graphs.max_batch
-        parts = [
-            continuations[first : first + largest]
-            for first in range(0, len(continuations), largest)
-        ]
-        for part in parts:
-            modes = self._modes(self._slots([one.sequence for one in part]))
-            if not graphs.is_ready(len(part), *modes):
+        if continuations is not self._continued:  # nearly always they are
+            self._continued, self._parts = continuations, self._divide(continuations)
+        for part in self._parts:
+            if not graphs.is_ready(len(part.header), *part.modes):
                 self.settle()
-                graphs.make_ready(len(part), *modes)
-        for i, part in enumerate(parts):
+                graphs.make_ready(len(part.header), *part.modes)
+        for i, part in enumerate(self._parts):
+            count = len(part.header)
             wait(lambda: graphs.is_free, exchange)
-            records, slots = self._fill([one.sequence for one in part])
-            records.header[:, START] = [one.start for one in part]
-            records.header[:, NUM_ROWS] = -1
-            records.header[:, ROW] = [one.row for one in part]
-            graphs.upload(len(part))
+            graphs.records(count).header[:] = part.header
+            graphs.upload(count)
             if i == 0:
                 exchange.wait(step)
-            graphs.extend(len(part))
-            if any(one.is_wanted for one in part):
-                graphs.draft(len(part), *self._modes(slots))
+            graphs.extend(count)
+            if part.is_wanted:
+                graphs.draft(count, *part.modes)
             graphs.finish()
         exchange.publish(step)
+
+    def _divide(self, continuations: Sequence[Continuation]) -> list[_Part]:
+        parts = []
+        for first in range(0, len(continuations), self.graphs.max_batch):
+            members = continuations[first : first + self.graphs.max_batch]
+            slots = self._slots([one.sequence for one in members])
+            header = np.zeros((len(members), HEADER), dtype=np.int32)
+            self._fill_header(header, [one.sequence for one in members], slots)
+            header[:, START] = [one.start for one in members]
+            header[:, NUM_ROWS] = -1
+            header[:, ROW] = [one.row for one in members]
+            is_wanted = any(one.is_wanted for one in members)
+            parts.append(_Part(header, self._modes(slots), is_wanted))
+        return parts
 
     def settle(self) -> None:
         """Until steps that stayed on the GPU are done: what comes next may wait for the device in other ways."""
@@ -233,10 +261,18 @@ class GraphDrafting:
         """Everything of the records but tokens and where they go."""
         slots = self._slots(sequences)
         records = self.graphs.records(len(sequences))
-        records.header[:, SLOT] = slots
-        records.header[:, VALID_FROM] = [sequence.valid_from for sequence in sequences]
-        records.header[:, SAMPLING] = self._sampling[slots]
+        self._fill_header(records.header, sequences, slots)
         return records, slots
+
+    def _fill_header(
+        self,
+        header: npt.NDArray[np.int32],
+        sequences: Sequence[PagedSequence],
+        slots: npt.NDArray[np.int64],
+    ) -> None:
+        header[:, SLOT] = slots
+        header[:, VALID_FROM] = [sequence.valid_from for sequence in sequences]
+        header[:, SAMPLING] = self._sampling[slots]
 
     def _slots(self, sequences: Sequence[PagedSequence]) -> np.ndarray:
         """Their slots, with their own sampling."""

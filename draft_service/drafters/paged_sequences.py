@@ -92,6 +92,9 @@ class PagedSequences:
         self._limits = limits
         self._shift = shift
         self._sequences: dict[int, PagedSequence] = {}
+        # The newest step, if it stays on the device and brings no pages; and what it was read as, once it came again.
+        self._newest: draft_pb2.StepRequest | None = None
+        self._again: list[Continuation] | None = None
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -102,6 +105,7 @@ class PagedSequences:
         Raises:
             InvalidRequest: The step breaks the protocol.
         """
+        self._newest = None
         for slot in request.released_slots:
             self._sequences.pop(slot, None)
         # A step of a large batch is read in less time than it takes to look at each message twice.
@@ -115,15 +119,30 @@ class PagedSequences:
     def proceed(self, request: draft_pb2.StepRequest) -> list[Continuation]:
         """Takes the news of a step that stays on the device.
 
+        Returns:
+            The same list as before where the step says the same: most do.
+
         Raises:
             InvalidRequest: The step breaks the protocol.
         """
+        if self._newest is not None:
+            self._newest.step = request.step
+        is_repeated = self._newest == request
+        if is_repeated and self._again is not None:
+            for one in self._again:
+                one.sequence.num_ahead += self._limits[0] + 1
+            return self._again
+        self._newest = self._again = None
         for slot in request.released_slots:
             self._sequences.pop(slot, None)
         check_slots(request, self._sequences, self._attach.max_batch)
         continuations = [self._proceed_one(message) for message in request.sequences]
         if len({one.row for one in continuations}) < len(continuations):
             raise InvalidRequest("device_row", "two sequences have the same")
+        if not request.released_slots and not any(one.new_pages for one in request.sequences):
+            self._newest = draft_pb2.StepRequest()
+            self._newest.CopyFrom(request)
+            self._again = continuations if is_repeated else None  # the first says where it starts
         return continuations
 
     def _proceed_one(self, message: draft_pb2.SequenceStep) -> Continuation:

@@ -15,7 +15,8 @@ from verify_service.drafts.news import DraftNews
 from verify_service.drafts.wire import wish
 from verify_service.scheduling.request import Sequence, Status
 
-NUM_PAGES, WISH = 64, wish(3, 2, 7)
+NUM_PAGES, WHOLE = 64, (3, 2, 7)
+WISH = wish(*WHOLE)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -25,7 +26,7 @@ def test_the_draft_stands_where_the_sequences_stand(seed: int) -> None:
     marks = DraftMarks(PagePool(NUM_PAGES, 4))
     news = DraftNews(marks, 4, "request", hidden)  # type: ignore[arg-type]
     news.attach(1, uses_pages=True)
-    drafts = PagedSequences(attach_request(num_pages=NUM_PAGES), (3, 2, 7))
+    drafts, twin = (PagedSequences(attach_request(num_pages=NUM_PAGES), WHOLE) for _ in range(2))
     sequences = []
     for slot in range(4):
         sequence = Sequence(slot, [5, 6, 7], SamplingParams())
@@ -35,24 +36,32 @@ def test_the_draft_stands_where_the_sequences_stand(seed: int) -> None:
         first = draft_pb2.StepRequest(step=1)
         first.sequences.append(news.news(sequence, 100)[0])
         drafts.apply(first)
-    for _ in range(60):
-        flying = rng.sample(sequences, rng.randrange(1, 5)) if rng.random() < 0.3 else sequences
+        twin.apply(first)
+    before, num_same = None, 0
+    for _ in range(100):
+        flying = rng.sample(sequences, rng.randrange(1, 5)) if rng.random() < 0.15 else sequences
         for sequence in flying:
-            if rng.random() < 0.2 and len(sequence.pages) < 20:
+            if rng.random() < 0.04 and len(sequence.pages) < 20:
                 sequence.pages.append(rng.randrange(NUM_PAGES))
-            if rng.random() < 0.1:
+            if rng.random() < 0.02:
                 index = rng.randrange(len(sequence.pages))
                 sequence.pages[index] = rng.randrange(NUM_PAGES)
                 sequence.pages_changed(index)
-        wants = [rng.random() < 0.9 for _ in flying]
+        wants = [rng.random() < 0.97 for _ in flying]
         request = draft_pb2.StepRequest()
         request.sequences.extend(
             news.on_device(sequence, row, WISH if wanted else None)
             for row, (sequence, wanted) in enumerate(zip(flying, wants, strict=True))
         )
-        read = drafts.proceed(draft_pb2.StepRequest.FromString(request.SerializeToString()))
+        message = request.SerializeToString()
+        read = drafts.proceed(draft_pb2.StepRequest.FromString(message))
+        twin._newest = None  # it does not know what came before
+        assert read == twin.proceed(draft_pb2.StepRequest.FromString(message))
+        num_same += read is before
+        before = read
         for row, (one, sequence, wanted) in enumerate(zip(read, flying, wants, strict=True)):
             assert (one.row, one.is_wanted, one.sequence.slot) == (row, wanted, sequence.slot)
             assert one.sequence.pages == sequence.pages
         for message in request.sequences:
             assert not message.HasField("propose") or message.propose == WISH
+    assert num_same > 3
