@@ -1,7 +1,6 @@
 """Verifiers and gateways as processes of their own, for what happens when there are several. Starts nothing by itself."""
 
 import contextlib
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ import httpx
 from foredraft.config.options import to_flags
 from foredraft.rpc.channel import check_health
 from foredraft.rpc.lifetime import child_environment
-from tests.support.stack import eventually
+from tests.support.stack import eventually, free_port, is_listening
 
 
 class ServiceProcess:
@@ -90,7 +89,7 @@ def gateway(verifiers: Sequence[str], **flags: Any) -> Iterator[tuple[ServicePro
         "gateway", where, verifier=tuple(verifiers), port=http, grpc_port=grpc, **flags
     )
     with process:
-        eventually(lambda: _listens(http) and _listens(grpc))
+        eventually(lambda: is_listening(http) and is_listening(grpc))
         yield process, url, where
 
 
@@ -98,15 +97,3 @@ def usable(url: str) -> int:
     """Verifiers that a gateway can use now."""
     answer = httpx.get(f"{url}/health", timeout=30)
     return int(answer.json()["verifiers"]["usable"]) if answer.status_code == 200 else 0
-
-
-def free_port() -> int:
-    """A TCP port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0

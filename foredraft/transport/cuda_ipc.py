@@ -175,6 +175,23 @@ class CudaIpcWriter(RingWriter):
         self._region.publish(step)
 
 
+def map_block(arena: tensor_pb2.Arena) -> cuda.Mapping:
+    """Maps another process's memory.
+
+    Raises:
+        ArenaError: This process does not see the GPU, or the memory is gone.
+    """
+    device = cuda.device_of(arena.device_uuid)
+    if device is None:
+        raise ArenaError("device_uuid", f"this process does not see GPU {arena.device_uuid}")
+    if len(arena.handle) != cuda.HANDLE_BYTES:
+        raise ArenaError("handle", f"{len(arena.handle)} bytes are no handle")
+    try:
+        return cuda.Mapping(arena.handle, arena.size, device)
+    except cuda.CudaError as error:
+        raise ArenaError("handle", f"cannot map the memory: {error}") from error
+
+
 class CudaIpcMapping:
     """The draft's mapping of a block.
 
@@ -189,15 +206,7 @@ class CudaIpcMapping:
     def __init__(self, arena: tensor_pb2.Arena, epoch: int) -> None:
         if arena.epoch != epoch:
             raise ArenaError("epoch", f"the arena is of attach {arena.epoch}, not {epoch}")
-        device = cuda.device_of(arena.device_uuid)
-        if device is None:
-            raise ArenaError("device_uuid", f"this process does not see GPU {arena.device_uuid}")
-        if len(arena.handle) != cuda.HANDLE_BYTES:
-            raise ArenaError("handle", f"{len(arena.handle)} bytes are no handle")
-        try:
-            mapping = cuda.Mapping(arena.handle, arena.size, device)
-        except cuda.CudaError as error:
-            raise ArenaError("handle", f"cannot map the block: {error}") from error
+        mapping = map_block(arena)
         self._mapping: cuda.Mapping | None = mapping
         self._mapped = mapping.bytes
         if bytes(mapping.bytes[: _HEADER.size].cpu().numpy()) != _HEADER.pack(
@@ -209,8 +218,8 @@ class CudaIpcMapping:
         mapping.bytes[_ANSWER_AT : _ANSWER_AT + len(answer)].copy_(
             torch.frombuffer(answer, dtype=torch.uint8)
         )
-        torch.cuda.current_stream(device).synchronize()
-        self._side = cuda.side_stream(device)
+        torch.cuda.current_stream(mapping.device).synchronize()
+        self._side = cuda.side_stream(mapping.device)
         self._newest = 0  # step that was waited for
 
     def view(self, arena: tensor_pb2.Arena, name: str) -> torch.Tensor:

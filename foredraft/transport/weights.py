@@ -7,6 +7,7 @@ import torch
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.transport import codec, cuda, layout
 from foredraft.transport.base import ArenaError
+from foredraft.transport.cuda_ipc import map_block
 
 
 def export(weights: Mapping[str, torch.Tensor], epoch: int) -> list[tensor_pb2.Arena]:
@@ -72,15 +73,7 @@ class MappedWeights:
             mapping.close()
 
     def _map(self, arena: tensor_pb2.Arena) -> None:
-        device = cuda.device_of(arena.device_uuid)
-        if device is None:
-            raise ArenaError("device_uuid", f"this process does not see GPU {arena.device_uuid}")
-        if len(arena.handle) != cuda.HANDLE_BYTES:
-            raise ArenaError("handle", f"{len(arena.handle)} bytes are no handle")
-        try:
-            mapping = cuda.Mapping(arena.handle, arena.size, device)
-        except cuda.CudaError as error:
-            raise ArenaError("handle", f"cannot map the weights: {error}") from error
+        mapping = map_block(arena)
         self._mappings.append(mapping)
         for tensor in arena.tensors:
             self.tensors[tensor.name] = layout.view(mapping.bytes, tensor)

@@ -18,7 +18,7 @@ from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.cli.stack import LocalStack
 from foredraft.text.tokenizer import Tokenizer
 from tests.support import tiny_tokenizers
-from tests.support.stack import CONTEXT_LENGTH, eventually
+from tests.support.stack import CONTEXT_LENGTH, eventually, is_idle
 
 TOKENIZER = Tokenizer(tiny_tokenizers.byte_level())
 TEXT = "The quick brown fox"
@@ -167,19 +167,15 @@ def test_wrong_prompts(stub: Any, kind: str) -> None:
 
 
 def test_deadline_and_cancellation_free_the_place(stub: Any, http: httpx.Client) -> None:
-    def is_idle() -> bool:
-        loads = http.get("/get_server_info").json()["verifiers"].values()
-        return all(load["running"] + load["waiting"] == 0 for load in loads)
-
     long = request(sampling={"max_new_tokens": 480, "ignore_eos": True, "n": 8})
     with pytest.raises(grpc.RpcError) as late:
         list(stub.Generate(long, timeout=0.1))
     assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
-    eventually(is_idle)
+    eventually(lambda: is_idle(http))
     call = stub.Generate(long)
     next(call)
     call.cancel()
-    eventually(is_idle)
+    eventually(lambda: is_idle(http))
 
 
 def test_health(channel: grpc.Channel) -> None:

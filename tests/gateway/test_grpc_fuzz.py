@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.cli.stack import LocalStack
-from tests.support.stack import eventually
+from tests.support.stack import eventually, is_idle
 
 FINE = {
     grpc.StatusCode.OK,
@@ -87,9 +87,5 @@ def test_any_message(stub: Any, fields: dict[str, Any]) -> None:
 
 
 def test_nothing_is_left(http: httpx.Client) -> None:
-    def is_idle() -> bool:
-        loads = http.get("/get_server_info").json()["verifiers"].values()
-        return all(load["running"] + load["waiting"] == 0 for load in loads)
-
-    eventually(is_idle)
+    eventually(lambda: is_idle(http))
     assert http.get("/health").json()["status"] == "ok"

@@ -19,7 +19,7 @@ from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.cli.stack import LocalStack
 from tests.gateway.bad_input import ROWS
 from tests.support import stack as stacks
-from tests.support.stack import eventually, metric
+from tests.support.stack import eventually, is_idle, metric
 
 SHORT = {"prompt": "ab", "max_tokens": 4, "temperature": 0}
 
@@ -46,13 +46,12 @@ def connect(web: httpx.Client, **options: int) -> socket.socket:
     return made
 
 
-def is_idle(web: httpx.Client) -> bool:
+def nothing_runs(web: httpx.Client) -> bool:
     page = web.get("/metrics").text
     waiting = sum(
         metric(page, f"foredraft_gateway_{what}_requests") for what in ("running", "queued")
     )
-    loads = web.get("/get_server_info").json()["verifiers"].values()
-    return waiting == 0 and all(load["running"] + load["waiting"] == 0 for load in loads)
+    return waiting == 0 and is_idle(web)
 
 
 def test_heads_that_never_end(impatient: tuple[httpx.Client, str]) -> None:
@@ -105,7 +104,7 @@ def test_a_stream_that_is_not_read(impatient: tuple[httpx.Client, str]) -> None:
         head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n"
         connection.sendall(head.encode() + raw)
         assert connection.recv(12) == b"HTTP/1.1 200"
-        eventually(lambda: is_idle(web))
+        eventually(lambda: nothing_runs(web))
         # What had been sent is there still; then the connection ends before the answer does.
         last = b""
         with contextlib.suppress(ConnectionResetError):
@@ -129,7 +128,7 @@ def test_a_call_that_is_not_read(impatient: tuple[httpx.Client, str]) -> None:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         call = stub.Generate(asked, timeout=120)
         next(call)
-        eventually(lambda: is_idle(web), 90)
+        eventually(lambda: nothing_runs(web), 90)
         with pytest.raises(grpc.RpcError) as slow:
             for _ in call:
                 pass
@@ -181,7 +180,7 @@ def test_a_flood_of_bad_requests(http: httpx.Client, stack: LocalStack) -> None:
         assert [answer for answer, _ in found] == [expected[prompt] for prompt in prompts * 5]
     assert not wrong
     assert sent[0] > 20
-    eventually(lambda: is_idle(http))
+    eventually(lambda: nothing_runs(http))
     seconds = [statistics.median(seconds for _, seconds in found) for found in (quiet, loud)]
     print(
         f"median of a good request: {seconds[0] * 1000:.0f} ms alone, {seconds[1] * 1000:.0f} ms beside "

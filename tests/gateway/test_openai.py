@@ -12,7 +12,7 @@ import pytest
 from foredraft.text.tokenizer import Tokenizer
 from gateway.openai.schemas import Message
 from tests.support import tiny_tokenizers
-from tests.support.stack import CONTEXT_LENGTH, eventually
+from tests.support.stack import CONTEXT_LENGTH, eventually, is_idle
 
 TOKENIZER = Tokenizer(tiny_tokenizers.byte_level())
 PROMPT = "The quick brown fox"
@@ -22,11 +22,6 @@ FIXED: Any = {"model": "tiny", "max_tokens": 40, "temperature": 0.8, "seed": 7}
 
 def joined(chunks: Iterable[Any]) -> str:
     return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
-
-
-def is_idle(http: httpx.Client) -> bool:
-    loads = http.get("/get_server_info").json()["verifiers"].values()
-    return all(load["running"] + load["waiting"] == 0 for load in loads)
 
 
 def test_models(client: openai.OpenAI) -> None:

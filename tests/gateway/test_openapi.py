@@ -10,7 +10,7 @@ import pytest
 import schemathesis
 
 from foredraft.cli.stack import LocalStack
-from tests.support.stack import eventually
+from tests.support.stack import eventually, is_idle
 
 PATH = Path(__file__).parents[2] / "docs" / "openapi.json"
 DOCUMENT: dict[str, Any] = json.loads(PATH.read_text())
@@ -93,9 +93,5 @@ def test_fuzzed(case: schemathesis.Case, stack: LocalStack) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_left_after_the_fuzzing(http: httpx.Client) -> None:
-    def is_idle() -> bool:
-        loads = http.get("/get_server_info").json()["verifiers"].values()
-        return all(load["running"] + load["waiting"] == 0 for load in loads)
-
-    eventually(is_idle)
+    eventually(lambda: is_idle(http))
     assert http.get("/health").json()["status"] == "ok"

@@ -16,7 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from foredraft.cli.stack import LocalStack
 from tests.support import node_packages
-from tests.support.stack import eventually
+from tests.support.stack import eventually, is_idle
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "ab ab ab ab"
@@ -64,11 +64,7 @@ def test_node(stack: LocalStack, http: httpx.Client, node: dict[str, str]) -> No
     assert any(detail.Unpack(details) for detail in status.details)
     assert details.field_violations[0].field == "sampling.temperature"
 
-    def is_idle() -> bool:
-        loads = http.get("/get_server_info").json()["verifiers"].values()
-        return all(load["running"] + load["waiting"] == 0 for load in loads)
-
-    eventually(is_idle)
+    eventually(lambda: is_idle(http))
 
 
 @pytest.mark.parametrize(("language", "code"), BLOCKS, ids=[block[0] for block in BLOCKS])

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
+
 from foredraft.cli.stack import LocalStack, make_supervisor
 from foredraft.rpc.lifetime import child_environment
 from tests.support.tiny_tokenizers import byte_level, save
@@ -66,7 +68,7 @@ def running_gateway(*verifiers: str, **flags: Any) -> Iterator[tuple[str, str]]:
     process = subprocess.Popen(command, env=child_environment())
     gateway_processes.append(process)
     try:
-        eventually(lambda: _listens(grpc) and _listens(http))
+        eventually(lambda: is_listening(grpc) and is_listening(http))
         yield f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}"
     finally:
         process.terminate()
@@ -95,6 +97,13 @@ def metric(page: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def _listens(port: int) -> bool:
+def is_idle(http: httpx.Client) -> bool:
+    """Whether no verifier of a gateway has anything to do."""
+    loads = http.get("/get_server_info").json()["verifiers"].values()
+    return all(load["running"] + load["waiting"] == 0 for load in loads)
+
+
+def is_listening(port: int) -> bool:
+    """Whether a TCP port of this machine takes connections."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -15,7 +15,7 @@ from foredraft.errors import Overloaded
 from gateway import errors
 from tests.support import stack as stacks
 from tests.support.browsers import Browser, browser, chromium
-from tests.support.stack import eventually
+from tests.support.stack import eventually, is_listening
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\n" * 4 + "def"
 TOKENS = 64
@@ -40,11 +40,6 @@ def stack() -> Iterator[LocalStack]:
 def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     with browser(tmp_path_factory.mktemp("profile")) as opened:
         yield opened
-
-
-def is_listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def fill(page, max_tokens: int = TOKENS, mode: str = "turns", **fields: object) -> None:
