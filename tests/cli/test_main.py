@@ -1,3 +1,5 @@
+"""The command `foredraft`: its help, its version, and what it says of mistakes before anything starts."""
+
 import subprocess
 import sys
 from pathlib import Path

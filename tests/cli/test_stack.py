@@ -1,3 +1,5 @@
+"""What `foredraft serve` would start: services, their flags, ports, directories and models."""
+
 import os
 import socket
 import stat

@@ -1,3 +1,5 @@
+"""Child processes are started in order, watched, replaced, and never outlive their supervisor."""
+
 import os
 import signal
 import subprocess

@@ -1,3 +1,5 @@
+"""Fields of a dataclass as flags and variables: what is read, what wins, and what is refused."""
+
 import argparse
 import dataclasses
 import string

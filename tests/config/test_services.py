@@ -1,3 +1,5 @@
+"""The configuration of the services: every field by flag and variable, and what cannot be served."""
+
 import argparse
 import dataclasses
 import re

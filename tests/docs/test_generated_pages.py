@@ -1,3 +1,5 @@
+"""Pages that are made from the code are as the code is."""
+
 import subprocess
 import sys
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""A draft service that drafts by n-grams, as a process: its proposals, its sessions, and how it ends."""
+
 import subprocess
 import sys
 from collections.abc import Iterator

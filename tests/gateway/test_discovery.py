@@ -1,3 +1,5 @@
+"""Verifiers behind a name that is looked up again and again."""
+
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

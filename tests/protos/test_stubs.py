@@ -1,3 +1,5 @@
+"""The generated modules are what the protos give."""
+
 import subprocess
 import sys
 from pathlib import Path

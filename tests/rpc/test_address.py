@@ -1,3 +1,5 @@
+"""Addresses of services: TCP and Unix sockets."""
+
 import os
 
 import pytest

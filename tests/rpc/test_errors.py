@@ -1,3 +1,5 @@
+"""Errors cross gRPC whole, and those of other servers are understood."""
+
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2

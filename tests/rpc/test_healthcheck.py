@@ -1,3 +1,5 @@
+"""The program that a container asks for a service's health."""
+
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,3 +1,5 @@
+"""How a service's process ends: by signals, with its parent, or with its GPU."""
+
 import os
 import signal
 import subprocess

@@ -1,3 +1,5 @@
+"""The gRPC server of every service: health, errors, sockets, and an orderly end."""
+
 import asyncio
 import contextlib
 import logging

@@ -1,3 +1,5 @@
+"""Lines of the log as text and as JSON, with the request that they belong to."""
+
 import asyncio
 import io
 import json

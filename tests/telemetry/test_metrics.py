@@ -1,3 +1,5 @@
+"""Metrics are declared, counted and scraped."""
+
 import itertools
 import re
 import urllib.error

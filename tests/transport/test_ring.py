@@ -1,3 +1,5 @@
+"""Rows of hidden states in a ring of memory, and tensors in messages."""
+
 import random
 from collections import deque
 

@@ -1,3 +1,5 @@
+"""The verifier's connection to a draft: attached, lost in every way, and attached again."""
+
 import os
 import socket
 import threading
