@@ -138,6 +138,8 @@ class TreeSizes:
         cut = self._cut.pop(rows.sequence.request_id, None)
         if cut is not None:
             num_nodes, accepted = known_outcome(cut, tokens)
+        if not num_nodes:
+            return
         history = drafting.history(rows.sequence)
         self.policy.record(history, num_nodes, accepted, rows.confidence, brought)
 

@@ -9,7 +9,7 @@ from verify_service.drafts.chosen_sizes import ChosenSizes
 from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.several import Drafts
 from verify_service.drafts.tree_sizes import TreeSizes
-from verify_service.engine.live_requests import Live, LiveRequests
+from verify_service.engine.live_requests import LiveRequests
 from verify_service.outputs import StepOutput, VerifiedTree
 from verify_service.scheduling.request import Sequence
 from verify_service.scheduling.scheduler import Scheduler
@@ -70,7 +70,8 @@ class Outcomes:
         """
         sequence, tree, verified = rows.sequence, rows.tree, outcome.verified
         live = self._live[sequence]
-        accepted = [row - 1 for row in verified.path[1:]]
+        path = verified.path
+        accepted = [row - 1 for row in path[1:]] if len(path) > 1 else []
         num_kept, reason = sequence.append_tokens(verified.tokens)
         if sequence.grammar is not None and sequence.grammar.failure is not None:
             error = InvalidRequest("grammar", sequence.grammar.failure)
@@ -80,41 +81,27 @@ class Outcomes:
         tokens = verified.tokens[:num_kept]
         self._scheduler.on_committed(sequence, num_chunk_tokens or num_kept)
         figures = self._speculation.of(self._sizes.draft_of(sequence))
-        if not live.request.is_probe:
+        request = live.request
+        if not request.is_probe:
             self._speculation.generated(num_kept)
+        num_accepted = min(len(accepted), num_kept)
         if num_chunk_tokens is None:
-            self._record(live, rows, accepted, tokens, outcome.is_lossy, figures)
-        output = StepOutput(
-            live.request.tag,
-            tokens,
-            [i < len(accepted) for i in range(num_kept)],
-            outcome.logprobs[:num_kept],
-            VerifiedTree(tree.tokens, tree.parents, accepted, figures.algorithm)
-            if live.request.return_provenance and tree.tokens
-            else None,
-        )
+            sequence.count_step(len(tree.tokens), num_accepted)
+            if not request.is_probe:
+                figures.verified(len(tree.tokens), len(accepted), outcome.is_lossy)
+            live.count(len(accepted), outcome.is_lossy)
+            self._sizes.record(rows, accepted, tokens)
+        verified_tree = None
+        if request.return_provenance and tree.tokens:
+            verified_tree = VerifiedTree(tree.tokens, tree.parents, accepted, figures.algorithm)
+        drafted = [True] * num_accepted + [False] * (num_kept - num_accepted)
+        logprobs = outcome.logprobs[:num_kept]
+        output = StepOutput(request.tag, tokens, drafted, logprobs, verified_tree)
         if reason is None:
             self._live.queue(live, output)
             return
         self._scheduler.finish(sequence)
         self.finish(sequence, reason, output=output)
-
-    def _record(
-        self,
-        live: Live,
-        rows: VerifyRows,
-        accepted: list[int],
-        tokens: list[int],
-        is_lossy: bool,
-        figures: metrics.SpeculationMetrics,
-    ) -> None:
-        """Counts one verification, for the policy, the metrics and the request's account."""
-        num_nodes, num_accepted = len(rows.tree), min(len(accepted), len(tokens))
-        rows.sequence.count_step(num_nodes, num_accepted)
-        if not live.request.is_probe:
-            figures.verified(num_nodes, len(accepted), is_lossy)
-        live.count(len(accepted), is_lossy)
-        self._sizes.record(rows, accepted, tokens)
 
     def finish(
         self,
