@@ -131,6 +131,8 @@ class SamplingParams:
                 raise InvalidRequest(name, f"{message}, not {value}")
         if self.logprobs is not None and not 0 <= self.logprobs <= min(MAX_LOGPROBS, vocab_size):
             raise InvalidRequest("logprobs", f"must be in [0, {MAX_LOGPROBS}], not {self.logprobs}")
+        if len(self.stop_token_ids) > vocab_size:
+            raise InvalidRequest("stop_token_ids", "there are more than the vocabulary has")
         for token in self.stop_token_ids:
             if not 0 <= token < vocab_size:
                 raise InvalidRequest("stop_token_ids", f"{token} is not in the vocabulary")

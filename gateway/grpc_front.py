@@ -18,7 +18,7 @@ from foredraft.types import (
 from gateway.decoding import Chunk, Completion, OutputToken
 from gateway.errors import RequestTimeout, SlowClient, UnknownModel
 from gateway.generation import Job
-from gateway.grpc_tools import CallFinder, function_use, message
+from gateway.grpc_tools import CallFinder, function_use, messages
 from gateway.http import naming
 from gateway.openai.response_format import ANY_OBJECT
 from gateway.openai.tools import Convention, ToolUse, convention_of, told
@@ -177,11 +177,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if kind == "token_ids":
             return list(request.token_ids.ids)
         if kind == "chat":
-            if not request.chat.messages:
-                raise InvalidRequest("messages", "it has no messages")
-            messages = [message(given) for given in request.chat.messages]
-            messages, variables = told(messages, use, convention)
-            return await self._serving.encode_chat(messages, **variables)
+            found, variables = told(messages(request.chat), use, convention)
+            return await self._serving.encode_chat(found, **variables)
         raise InvalidRequest("prompt", "give one of text, chat, token_ids")
 
 

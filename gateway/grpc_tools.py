@@ -1,5 +1,6 @@
 """Functions in the public gRPC: the chat messages' fields as the OpenAI routes know them, and calls in answers."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +10,10 @@ from pydantic import ValidationError
 from foredraft.api.inference.v1 import inference_pb2
 from foredraft.errors import InvalidRequest
 from gateway.decoding import Chunk
+from gateway.http import MAX_OBJECTS
 from gateway.openai.tool_parser import CallDeltas
 from gateway.openai.tools import (
+    MAX_TOOLS,
     Convention,
     Function,
     NamedChoice,
@@ -32,6 +35,10 @@ def function_use(chat: inference_pb2.ChatMessages) -> ToolUse | None:
     Raises:
         InvalidRequest: A field is wrong.
     """
+    if len(chat.functions) > MAX_TOOLS:
+        raise InvalidRequest(
+            "chat.functions", f"at most {MAX_TOOLS} functions, not {len(chat.functions)}"
+        )
     choice: str | NamedChoice = _CHOICES.get(chat.function_use, "auto")
     if chat.function_name:
         named = NamedFunction(name=chat.function_name)
@@ -55,8 +62,23 @@ def _tool(given: inference_pb2.Function) -> Tool:
     return Tool(type="function", function=function)
 
 
-def message(given: inference_pb2.ChatMessage) -> dict[str, Any]:
-    """A message as chat templates expect it."""
+def messages(chat: inference_pb2.ChatMessages) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them.
+
+    Raises:
+        InvalidRequest: There are none, or more than can be a conversation: an empty one takes two bytes on the wire.
+    """
+    if not chat.messages:
+        raise InvalidRequest("messages", "it has no messages")
+    parts = len(chat.messages) + sum(
+        len(each.calls) for each in itertools.islice(chat.messages, MAX_OBJECTS)
+    )
+    if parts > MAX_OBJECTS:
+        raise InvalidRequest("messages", f"at most {MAX_OBJECTS} messages and calls are taken")
+    return [_message(each) for each in chat.messages]
+
+
+def _message(given: inference_pb2.ChatMessage) -> dict[str, Any]:
     found: dict[str, Any] = {"role": given.role, "content": given.content}
     if given.calls:
         found["tool_calls"] = [

@@ -140,6 +140,7 @@ TABLE: dict[str, list[Bad]] = {
         Bad(COMPLETIONS, completion(stop=["a"] * 33), 400, "stop", "stop: at most 32 stop strings, not 33"),
         Bad(COMPLETIONS, completion(stop="a" * 2000), 400, "stop", "stop: a stop string has 1 to 1024 characters"),
         Bad(COMPLETIONS, completion(stop_token_ids=[600]), 400, "stop_token_ids", "stop_token_ids: 600 is not in the vocabulary"),
+        Bad(COMPLETIONS, completion(stop_token_ids=[5] * 601), 400, "stop_token_ids", "stop_token_ids: there are more than the vocabulary has"),
         Bad(COMPLETIONS, completion(stop_token_ids=[-1]), 400, "stop_token_ids", "stop_token_ids: -1 is not in the vocabulary"),
         Bad(COMPLETIONS, completion(speculation={"num_steps": 0}), 400, "speculation.num_steps", "speculation.num_steps: must be in [1, 1024], not 0"),
         Bad(COMPLETIONS, completion(request_id="x" * 1000), 400, "request_id", "request_id: must have at most 128 characters, all printable"),

@@ -166,6 +166,26 @@ def test_wrong_prompts(stub: Any, kind: str) -> None:
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("chat", "field"),
+    [
+        ({"messages": 65_537}, "chat.messages"),
+        ({"messages": 1, "calls": 65_536}, "chat.messages"),
+        ({"messages": 1, "functions": 129}, "chat.functions"),
+    ],
+)
+def test_empty_messages_by_the_thousand(stub: Any, chat: dict[str, int], field: str) -> None:
+    """They take two bytes each on the wire, and far more here."""
+    found = inference_pb2.ChatMessages(
+        messages=[inference_pb2.ChatMessage()] * chat["messages"],
+        functions=[inference_pb2.Function()] * chat.get("functions", 0),
+    )
+    found.messages[0].calls.extend([inference_pb2.FunctionCall()] * chat.get("calls", 0))
+    with pytest.raises(grpc.RpcError, match=f"{field}: at most") as refused:
+        list(stub.Generate(inference_pb2.GenerateRequest(chat=found)))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+
+
 def test_deadline_and_cancellation_free_the_place(stub: Any, http: httpx.Client) -> None:
     long = request(sampling={"max_new_tokens": 480, "ignore_eos": True, "n": 8})
     with pytest.raises(grpc.RpcError) as late:
