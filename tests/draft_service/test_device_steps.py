@@ -16,14 +16,8 @@ from foredraft.errors import AttachRefused, InvalidRequest, Unavailable
 from foredraft.runner.draft_graphs import DraftGraphs
 from foredraft.transport.base import RowFormat
 from foredraft.transport.device_exchange import StepSizes
-from tests.draft_service.test_graph_drafting import (
-    SAMPLINGS,
-    SHAPES,
-    drafters,  # noqa: F401
-    limits_of,
-    target,  # noqa: F401
-)
 from tests.support.device_drafts import Driver, LocalExchange, LocalReader, Turn, schedule
+from tests.support.draft_cases import SAMPLINGS, SHAPES, limits_of
 from tests.support.draft_heads import VOCAB
 from tests.support.drafts import attach_request
 from tests.support.head_verifier import request_of
@@ -35,7 +29,7 @@ PAGE, NUM_PAGES, MAX_BATCH = 4, 320, 8
 @contextmanager
 def driver(
     drafter: PagedDrafter,
-    target: Path,  # noqa: F811
+    target: Path,
     shape: tuple[int, int, int],
     ordering: str = "coupled",
     max_batch: int = MAX_BATCH,
@@ -90,10 +84,7 @@ def committed_kv(made: Driver) -> dict[int, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "standalone", "windowed"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_same_trees_and_kv_as_by_value(
-    kind: str,
-    shape: str,
-    drafters: dict[str, PagedDrafter],  # noqa: F811
-    target: Path,  # noqa: F811
+    kind: str, shape: str, drafters: dict[str, PagedDrafter], target: Path
 ) -> None:
     turns = schedule(len(kind) + len(shape), 24, SHAPES[shape][0], VOCAB, 70)
     assert sum(turn.on_device for turn in turns) > 8
@@ -110,10 +101,7 @@ def test_the_same_trees_and_kv_as_by_value(
         assert torch.equal(data, device_kv[slot]), slot
 
 
-def test_batches_larger_than_a_graph(
-    drafters: dict[str, PagedDrafter],  # noqa: F811
-    target: Path,  # noqa: F811
-) -> None:
+def test_batches_larger_than_a_graph(drafters: dict[str, PagedDrafter], target: Path) -> None:
     turns = schedule(3, 16, 3, VOCAB, 70)
     found = []
     for max_batch in (8, 2):
@@ -122,10 +110,7 @@ def test_batches_larger_than_a_graph(
     assert found[0] == found[1]
 
 
-def test_nothing_committed_changes_nothing(
-    drafters: dict[str, PagedDrafter],  # noqa: F811
-    target: Path,  # noqa: F811
-) -> None:
+def test_nothing_committed_changes_nothing(drafters: dict[str, PagedDrafter], target: Path) -> None:
     with driver(drafters["eagle"], target, SHAPES["chain"]) as made:
         turns = schedule(5, 3, 3, VOCAB, 70)
         made.run(turns, lambda turn: False)
@@ -144,8 +129,7 @@ def test_nothing_committed_changes_nothing(
 
 
 def test_a_path_beyond_the_page_table_is_cut(
-    drafters: dict[str, PagedDrafter],  # noqa: F811
-    target: Path,  # noqa: F811
+    drafters: dict[str, PagedDrafter], target: Path
 ) -> None:
     """A sequence that has ended may be told of once more; one that goes on for ever writes nothing outside."""
     with driver(drafters["standalone"], target, SHAPES["tree"]) as made:
@@ -174,10 +158,7 @@ def test_a_path_beyond_the_page_table_is_cut(
     ],
 )
 def test_steps_that_break_the_protocol(
-    changes: dict,
-    field: str,
-    drafters: dict[str, PagedDrafter],  # noqa: F811
-    target: Path,  # noqa: F811
+    changes: dict, field: str, drafters: dict[str, PagedDrafter], target: Path
 ) -> None:
     with driver(drafters["standalone"], target, SHAPES["tree"]) as made:
         request = draft_pb2.StepRequest(step=1)
@@ -194,8 +175,8 @@ def test_steps_that_break_the_protocol(
 
 
 def test_a_verifier_that_stands_still(
-    drafters: dict[str, PagedDrafter],  # noqa: F811
-    target: Path,  # noqa: F811
+    drafters: dict[str, PagedDrafter],
+    target: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(graph_drafting, "STEP_SECONDS", 0.05)
@@ -215,8 +196,7 @@ def test_a_verifier_that_stands_still(
 
 
 def test_an_exchange_of_another_shape_is_refused(
-    drafters: dict[str, PagedDrafter],  # noqa: F811
-    target: Path,  # noqa: F811
+    drafters: dict[str, PagedDrafter], target: Path
 ) -> None:
     drafter = drafters["standalone"]
     drafter.graphs = GraphSettings(None, captures=False)
@@ -228,8 +208,7 @@ def test_an_exchange_of_another_shape_is_refused(
 
 
 def test_without_an_exchange_there_are_no_such_steps(
-    drafters: dict[str, PagedDrafter],  # noqa: F811
-    target: Path,  # noqa: F811
+    drafters: dict[str, PagedDrafter], target: Path
 ) -> None:
     drafter = drafters["standalone"]
     drafter.graphs = GraphSettings(None, captures=False)

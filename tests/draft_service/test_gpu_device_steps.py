@@ -16,9 +16,8 @@ from foredraft.rpc.channel import channel
 from foredraft.transport import choice
 from foredraft.transport.base import HiddenWriter, Region, RowFormat
 from foredraft.transport.device_exchange import DeviceExchange, StepSizes
-from tests.draft_service.test_gpu_drafts import NAMES
-from tests.draft_service.test_graph_drafting import SAMPLINGS, limits_of
 from tests.support.device_drafts import Driver, Turn, fill, schedule
+from tests.support.draft_cases import NAMES, SAMPLINGS, limits_of
 from tests.support.drafts import DraftProcess, DraftStream, attach_request, open_stream
 
 pytestmark = [

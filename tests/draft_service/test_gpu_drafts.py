@@ -14,7 +14,7 @@ from foredraft.models.config import ModelConfig
 from foredraft.models.registry import resolve_model_path
 from foredraft.transport.base import RowFormat
 from foredraft.transport.inline import InlineReader
-from tests.draft_service.test_graph_drafting import SAMPLINGS, limits_of
+from tests.support.draft_cases import NAMES, SAMPLINGS, limits_of
 from tests.support.drafts import attach_request
 from tests.support.head_verifier import Verifier, text
 
@@ -22,12 +22,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-NAMES = {
-    "EAGLE3": "foredraft-demo-eagle3",
-    "EAGLE": "foredraft-demo-eagle",
-    "MTP": "foredraft-demo-mtp",
-    "STANDALONE": "foredraft-demo-draft",
-}
 
 
 def make(algorithm: str, device: str, **flags: Any) -> PagedDrafter:

@@ -7,67 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from draft_service.drafters.graph_drafting import GraphSettings, cut
 from draft_service.drafters.heads import HeadDrafter
 from draft_service.drafters.paged import PagedDrafter
-from draft_service.drafters.standalone import StandaloneDrafter
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.config.services import DraftConfig
 from foredraft.errors import InvalidRequest
 from foredraft.transport import codec
 from foredraft.transport.base import RowFormat
 from foredraft.transport.inline import InlineReader
-from tests.draft_service.test_heads import KINDS
-from tests.support.checkpoints import make_checkpoint
-from tests.support.draft_heads import save_head
+from tests.support.draft_cases import SAMPLINGS, SHAPES, limits_of
 from tests.support.drafts import attach_request
 from tests.support.head_verifier import Verifier, request_of, text
 from tests.support.plan_attention import PlanAttention
-
-SHAPES = {"chain": (3, 1, 4), "tree": (3, 3, 9), "bushy": (2, 4, 30), "one": (1, 3, 4)}
-SAMPLINGS = [
-    {"top_p": 1.0},
-    {"temperature": 0.9, "top_p": 1.0, "seed": 2**63 + 5},
-    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 6},
-]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_checkpoint(tmp_path_factory.mktemp("target"), seed=5)
-
-
-@pytest.fixture(scope="module")
-def drafters(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, PagedDrafter]:
-    made: dict[str, PagedDrafter] = {}
-    for kind in ("eagle", "eagle3", "mtp"):
-        folder = save_head(KINDS[kind], tmp_path_factory.mktemp(kind))
-        made[kind] = HeadDrafter.load(
-            DraftConfig(
-                model_path=str(target),
-                speculative_algorithm=KINDS[kind].algorithm,
-                speculative_draft_model_path=str(folder),
-                num_threads=1,
-                device="cpu",
-            )
-        )
-    for kind, architecture in (
-        ("standalone", "LlamaForCausalLM"),
-        ("windowed", "Gemma3ForCausalLM"),
-    ):
-        folder = make_checkpoint(tmp_path_factory.mktemp(kind), architecture, seed=8)
-        made[kind] = StandaloneDrafter.load(
-            DraftConfig(
-                speculative_algorithm="STANDALONE",
-                speculative_draft_model_path=str(folder),
-                num_threads=1,
-                device="cpu",
-            )
-        )
-    return made
 
 
 @contextmanager
@@ -92,11 +44,6 @@ def attached(
     yield verifier
     proposer.close()
     drafter.attention = ordinary
-
-
-def limits_of(shape: tuple[int, int, int]) -> draft_pb2.TreeLimits:
-    steps, topk, tokens = shape
-    return draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens)
 
 
 def life(verifier: Verifier, shape: tuple[int, int, int], seed: int) -> list[Any]:

@@ -17,7 +17,7 @@ from foredraft.speculation.noise import gumbel
 from foredraft.speculation.seeds import to_int64
 from foredraft.types import SamplingParams
 from tests.speculation.speculation_reference import distribution
-from tests.support.checkpoints import make_checkpoint
+from tests.support.draft_cases import KINDS
 from tests.support.draft_heads import (
     VOCAB,
     HeadReference,
@@ -29,33 +29,9 @@ from tests.support.draft_heads import (
 )
 from tests.support.head_verifier import NUM_PAGES, Verifier, ask, attached, request_of, text
 
-KINDS: dict[str, TinyHead] = {
-    "eagle": tiny_head("EAGLE", 1),
-    "eagle-qwen2-two-layers": tiny_head(
-        "EAGLE", 2, num_layers=2, architecture="Qwen2ForCausalLMEagle"
-    ),
-    "eagle3": tiny_head("EAGLE3", 3),
-    "eagle3.1-qwen3": tiny_head(
-        "EAGLE3",
-        4,
-        architecture="Qwen3ForCausalLMEagle3",
-        fc_norm=True,
-        norm_before_fc=True,
-        norm_output=True,
-    ),
-    "mtp": tiny_head("MTP", 5),
-}
 MODULES = tiny_head("MTP", 6, num_layers=4)
 CHAIN = (4, 1, 5)
 BUSHY = (3, 3, 9)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_checkpoint(tmp_path_factory.mktemp("target"), seed=5)
-
-
 Make = Callable[..., HeadDrafter]
 
 

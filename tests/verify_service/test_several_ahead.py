@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.verify_service.test_run_ahead import NODES, PAGE, VOCAB, OracleDraft, Run
+from tests.support.oracle_draft import NODES, PAGE, VOCAB, OracleDraft, Run
 from verify_service.drafts.chosen_sizes import SizeRules
 from verify_service.drafts.proposals import Drafted, Tried, Wanted
 from verify_service.drafts.several import Drafts
