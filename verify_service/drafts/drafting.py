@@ -5,7 +5,6 @@ target's step under way will commit, and puts its trees there. Nothing here can 
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -124,7 +123,7 @@ class Drafting:
             self._ahead.clear()
             exchange = self._exchange = self._hidden.attach(epoch)
             # To read more would take a GPU as long as a trial may cost; the newest will do.
-            self._hidden.most_kept = math.inf if exchange is None else MOST_KEPT
+            self._hidden.most_kept = float("inf") if exchange is None else MOST_KEPT
             if exchange is not None and exchange.trees.is_cuda:
                 memory = torch.cuda.get_device_properties(exchange.trees.device).total_memory
                 self._hidden.most_kept = max(MOST_KEPT, int(KEPT_SHARE * memory))
@@ -164,10 +163,9 @@ class Drafting:
         gathered: Gathered | None = None,
     ) -> None:
         """Takes the hidden states that a step committed; see `HiddenStates.keep`. None where others' were gathered."""
-        if gathered is None:
-            self._hidden.keep(output, committed)
-        elif self._hidden.reader in gathered:
-            self._hidden.keep(output, committed, gathered[self._hidden.reader])
+        rows = None if gathered is None else gathered.get(self._hidden.reader)
+        if gathered is None or rows is not None:
+            self._hidden.keep(output, committed, rows)
 
     def keep_step(
         self, sequences: list[RequestSequence], starts: list[int], gathered: Gathered
@@ -335,8 +333,8 @@ class Drafting:
         known = not reads_hidden or all(self._hidden.run(w.sequence) is not None for w in wanted)
         nobody_joins = known and not extending
         # Where one follows on the device, all do; and the step behind one without drafts may be followed.
-        is_asked = any(w.max_nodes for w in wanted) or not self.is_resting
-        may_wait = nobody_joins and not (self._exchange and is_asked)
+        must_follow = any(w.max_nodes for w in wanted) or not self.is_resting
+        may_wait = nobody_joins and not (self._exchange and must_follow)
         may_rest = self._may_rest(wanted, extending)
         budget, num_read = self._refill_tokens, 0
         for want in wanted:
@@ -354,15 +352,16 @@ class Drafting:
             num_read += num_tokens
             # A draft that reads hidden states proposes after the last one that it is given.
             may_ask = num_tokens > 0 or not reads_hidden
-            if want.max_nodes > 0 and may_ask and self._news.has_caught_up(want.sequence):
+            is_asked = want.max_nodes > 0 and may_ask and self._news.has_caught_up(want.sequence)
+            if is_asked:
                 steps, topk = self._shape(want.sequence)
                 # Deeper than the output may grow would be drafted in vain.
                 steps = min(steps, want.max_nodes, want.sequence.num_output_left - 1)
                 num_nodes = self._ahead.num_nodes(want)
                 news.propose.CopyFrom(wish(steps, topk, num_nodes))
-            if num_tokens or news.HasField("propose") or news.HasField("begin"):
+            if num_tokens or is_asked or news.HasField("begin"):
                 self._wire.add_rows(want.sequence, news)
-            if news.HasField("propose"):
+            if is_asked:
                 self._wire.ask(news.slot, Asked(want, len(want.sequence.tokens), num_nodes))
         if may_rest and self.is_resting and self._exchange is None:
             return

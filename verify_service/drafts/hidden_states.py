@@ -262,7 +262,8 @@ class HiddenStates:
 
     def run(self, sequence: RequestSequence) -> Run | None:
         """What is kept of a sequence."""
-        self._settle()
+        if self._steps.num_rows:  # asked for several times in every step
+            self._settle()
         return self._runs.get(sequence.request_id)
 
     def begun(self, sequence: RequestSequence) -> Run | None:

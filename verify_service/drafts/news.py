@@ -249,8 +249,9 @@ class DraftNews:
 
 
 def _tell_pages(sequence: RequestSequence, told: Told, news: draft_pb2.SequenceStep) -> None:
-    news.first_page = told.num_pages
-    news.new_pages.extend(sequence.pages[told.num_pages :])
+    if told.num_pages < len(sequence.pages):
+        news.first_page = told.num_pages
+        news.new_pages.extend(sequence.pages[told.num_pages :])
     told.num_pages = len(sequence.pages)
 
 

@@ -53,7 +53,7 @@ class Member:
     num_nodes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
     """A sequence that a tree was asked for.
 
@@ -181,9 +181,8 @@ class Proposals:
             if one is None:
                 self._complain(1, f"a proposal for slot {proposal.slot}, which asked for none")
                 continue
-            tree, num_bad = sanitize(
-                proposal.tokens, proposal.parents, self._vocab_size, one.num_nodes
-            )
+            tokens, parents = list(proposal.tokens), list(proposal.parents)
+            tree, num_bad = sanitize(tokens, parents, self._vocab_size, one.num_nodes)
             if num_bad:
                 self._complain(num_bad, f"{num_bad} unusable nodes for slot {proposal.slot}")
             self._take(one, Drafted(tree, proposal.confidence), is_due)

@@ -1,5 +1,6 @@
 """Step messages to a draft and its answers: put together, numbered, cut where the arena is full, and kept in step."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from foredraft.api.draft.v1 import draft_pb2
@@ -141,6 +142,7 @@ class DraftWire:
             self.own_time, self.usual_seconds = own, own.usual
 
 
+@functools.lru_cache(maxsize=64)
 def wish(num_steps: int, topk: int, num_nodes: int) -> draft_pb2.TreeLimits:
-    """What asks for a tree."""
+    """What asks for a tree; not to be changed, since there are few and each is asked for all the time."""
     return draft_pb2.TreeLimits(num_steps=num_steps, topk=topk, num_draft_tokens=num_nodes + 1)

@@ -1,6 +1,6 @@
 """Page tables of sequences: how they grow, shrink, and share pages through the prefix tree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from foredraft.kvcache.page_pool import PagePool
 from foredraft.kvcache.prefix_tree import PrefixNode, PrefixTree, page_keys
@@ -107,6 +107,20 @@ class PageTables:
             near = seq.pages[-1] if seq.pages else None
             seq.pages += self._pool.allocate(min(missing, self._pool.num_free), near)
         return len(seq.pages) * self._pool.page_size
+
+    def grow_all(self, wanted: Iterable[tuple[Sequence, int]]) -> bool:
+        """Lengthens tables to so many keys each; none of them, and False, where pages are short for all."""
+        missing, growing = 0, []
+        for seq, num_keys in wanted:
+            num_missing = self._pool.pages_for(num_keys) - len(seq.pages)
+            if num_missing > 0:
+                missing += num_missing
+                growing.append((seq, num_keys))
+        if missing > self._pool.num_free + self._pool.num_idle:
+            return False
+        for seq, num_keys in growing:
+            self.grow(seq, num_keys)
+        return True
 
     def truncate(self, seq: Sequence, num_pages: int) -> None:
         """Gives back all but the first `num_pages`."""

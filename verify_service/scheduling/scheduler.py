@@ -202,18 +202,8 @@ class Scheduler:
             return "prompt"
         if not going:
             return "ends"
-        missing, growing = 0, []
-        for seq in going:
-            num_keys = len(seq.tokens) + seq.num_in_flight + num_nodes
-            num_missing = self.pool.pages_for(num_keys) - len(seq.pages)
-            if num_missing > 0:
-                missing += num_missing
-                growing.append((seq, num_keys))
-        if missing > self.num_available_pages:
-            return "pages"
-        for seq, num_keys in growing:
-            self._tables.grow(seq, num_keys)
-        return None
+        wanted = [(seq, len(seq.tokens) + seq.num_in_flight + num_nodes) for seq in going]
+        return None if self._tables.grow_all(wanted) else "pages"
 
     def on_committed(self, seq: Sequence, num_tokens: int) -> None:
         """Notes that the KV of `num_tokens` more tokens of `seq.tokens` is in its pages.
