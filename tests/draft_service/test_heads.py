@@ -16,7 +16,6 @@ from foredraft.errors import AttachRefused, CheckpointError, ConfigError, Invali
 from foredraft.speculation.noise import gumbel
 from foredraft.speculation.seeds import to_int64
 from foredraft.types import SamplingParams
-from tests.speculation.speculation_reference import distribution
 from tests.support.draft_cases import KINDS
 from tests.support.draft_heads import (
     VOCAB,
@@ -28,6 +27,7 @@ from tests.support.draft_heads import (
     tiny_head,
 )
 from tests.support.head_verifier import NUM_PAGES, Verifier, ask, attached, request_of, text
+from tests.support.speculation_reference import distribution
 
 MODULES = tiny_head("MTP", 6, num_layers=4)
 CHAIN = (4, 1, 5)

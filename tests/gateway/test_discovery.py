@@ -1,31 +1,18 @@
 """Verifiers behind a name that is looked up again and again."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 
-from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
+from foredraft.api.verify.v1 import verify_pb2_grpc
 from foredraft.rpc.address import Address
 from foredraft.telemetry import metrics
 from gateway import discovery
 from gateway.verifier_pool import VerifierPool
-
-
-class Verifier(verify_pb2_grpc.VerifyServiceServicer):
-    """Says what it serves and how loaded it is, and nothing else."""
-
-    async def GetModelInfo(
-        self, request: object, context: object
-    ) -> verify_pb2.GetModelInfoResponse:
-        return verify_pb2.GetModelInfoResponse(model="m", vocab_size=8)
-
-    async def Run(self, requests: object, context: object) -> AsyncIterator[verify_pb2.RunResponse]:
-        load = verify_pb2.Load(waiting=3, free_pages=25, total_pages=100)
-        yield verify_pb2.RunResponse(load=load)
-        await asyncio.Event().wait()
+from tests.support.bare_verifiers import Verifier, eventually
 
 
 @asynccontextmanager
@@ -38,12 +25,6 @@ async def verifier(host: str, port: int = 0) -> AsyncIterator[tuple[grpc.aio.Ser
         yield server, port
     finally:
         await server.stop(0)
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def test_a_name_is_looked_up_for_all_its_addresses() -> None:

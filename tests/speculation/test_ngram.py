@@ -7,10 +7,10 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ngram_reference import ReferenceTrie, propose
 
 from foredraft.speculation.draft_tree import EMPTY, DraftTree, paths
 from foredraft.speculation.ngram import NgramDrafter, NgramRules
+from tests.support.ngram_reference import ReferenceTrie, propose
 from tests.support.ngram_trie import NgramTrie
 
 

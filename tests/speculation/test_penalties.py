@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from speculation_reference import penalised
 
 from foredraft.speculation.penalties import PenaltyState, needed
 from foredraft.types import SamplingParams
+from tests.support.speculation_reference import penalised
 
 VOCAB = 24
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from speculation_reference import distribution
 
 from foredraft.speculation import noise, sampling
 from foredraft.speculation.sampling import SamplingRows
 from foredraft.types import SamplingParams
+from tests.support.speculation_reference import distribution
 
 GRID = [
     SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from foredraft.speculation.noise import gumbel
 from foredraft.speculation.seeds import to_int64
 from foredraft.types import SamplingParams
-from tests.speculation.speculation_reference import distribution, penalised
+from tests.support.speculation_reference import distribution, penalised
 
 
 class Reference:

@@ -13,9 +13,9 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.speculation.noise import gumbel
 from foredraft.speculation.seeds import to_int64
 from foredraft.types import SamplingParams
-from tests.speculation.speculation_reference import distribution
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.drafts import attach_request
+from tests.support.speculation_reference import distribution
 
 PAGE = 4
 NUM_PAGES = 400
