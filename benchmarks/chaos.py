@@ -1,7 +1,7 @@
 """What breaks when things break? Runs `foredraft serve` under load, does seeded faults to it, and checks every answer.
 
-python benchmarks/chaos.py --faults 500 --seed 1
-python benchmarks/chaos.py --list
+python -m benchmarks.chaos --faults 500 --seed 1
+python -m benchmarks.chaos --list
 """
 
 import argparse
@@ -13,8 +13,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tqdm import tqdm
 
@@ -39,7 +37,7 @@ def main() -> int:
     if arguments.list:
         print("\n".join(f"{fault.weight:3} {fault.name}" for fault in FAULTS))
         return 0
-    reason = room.enter([os.path.abspath(__file__), *sys.argv[1:]])
+    reason = room.enter(["-m", "benchmarks.chaos", *sys.argv[1:]])
     if reason:
         print(f"left out, what fills file systems: {reason}", file=sys.stderr)
     faults = plan(arguments.only, arguments.faults, arguments.seed)

@@ -1,15 +1,12 @@
 """How much of an engine step goes into counting? Times the metric calls of steps of a given length.
 
-python benchmarks/metrics_overhead.py --batch 8 --step-ms 2
+python -m benchmarks.metrics_overhead --batch 8 --step-ms 2
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from foredraft.telemetry import metrics as telemetry
 from verify_service import metrics

@@ -31,7 +31,7 @@ CASE = Case("prompt", 4, 0.0, 7, (1, 2, 3, 4))
 @pytest.mark.slow
 def test_a_short_run_loses_nothing_that_it_must_not(tmp_path: Path) -> None:
     output, log = tmp_path / "chaos.json", tmp_path / "chaos.log"
-    command = [sys.executable, "benchmarks/chaos.py", "--quiet", "--seed", "2"]
+    command = [sys.executable, "-m", "benchmarks.chaos", "--quiet", "--seed", "2"]
     command += ["--faults", str(len(SHORT)), "--only", *SHORT, "--algorithms", "NGRAM"]
     command += ["--clients", "3", "--output", str(output), "--log", str(log)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
