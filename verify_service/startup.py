@@ -296,6 +296,8 @@ def _target_step(
     graphs = DecodeGraphs(step)
     layers = max((tuple(info.hidden.layers) for info in infos), default=())
     graphs.warm_up(layers)
+    logger.info("captured %d CUDA graphs in %.1f s", len(graphs.shapes), time.monotonic() - started)
+    started = time.monotonic()
     mixed = MixedGraphs(
         runner.model,
         runner.kv,
@@ -306,8 +308,9 @@ def _target_step(
         pool=graphs.pool,
     )
     mixed.warm_up(layers, has_branches=tree_limits[1] > 1 and limits.max_nodes > 1)
-    num_graphs = len(graphs.shapes) + mixed.num_graphs
-    logger.info("captured %d CUDA graphs in %.1f s", num_graphs, time.monotonic() - started)
+    logger.info(
+        "captured %d more for prompts in %.1f s", mixed.num_graphs, time.monotonic() - started
+    )
     return GraphStep(runner, chooser, graphs, mixed, simulated)
 
 
