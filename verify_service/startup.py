@@ -271,6 +271,7 @@ def _target_step(
         simulated = SimulatedAcceptance(config.simulate_accept_length, tree_limits[0])
     device = runner.model.device
     chooser = Chooser(limits.vocab_size, device, limits.eos_token_ids, thresholds, simulated)
+    chooser.warm_up()
     if device.type == "cpu" or config.disable_cuda_graph:
         return TargetStep(runner, chooser)
     from foredraft.runner.decode_graphs import DecodeGraphs  # needs triton

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from foredraft.speculation import pruning
@@ -20,6 +21,11 @@ from foredraft.types import SamplingParams
 
 # Below this many entries the dense rule is the faster one on a CPU.
 _MIN_PRUNED_VOCAB = 4096
+# Rows at a time by kernels, which keep a number for each token of each, and programs of each.
+_KERNEL_ROWS, _KERNEL_PARTS = 128, 8
+_ALIGNED = (
+    4  # float32 numbers in 16 bytes: a kernel is compiled anew for tensors that begin elsewhere
+)
 
 
 @dataclass(slots=True)
@@ -54,29 +60,26 @@ class SamplingRows:
         device: torch.device | str = "cpu",
     ) -> "SamplingRows":
         """One row for each pair of parameters and position."""
-
         # Two copies to a device, not six, each of which waits for it.
-        floats = torch.tensor(
-            [
-                [p.temperature for p in params],
-                [p.top_p for p in params],
-                [p.min_p for p in params],
-            ],
-            dtype=torch.float32,
-            device=device,
+        count = len(params)
+        floats = np.zeros((3, -(-count // _ALIGNED) * _ALIGNED), dtype=np.float32)
+        ints = np.zeros(floats.shape, dtype=np.int64)
+        for row, name in enumerate(("temperature", "top_p", "min_p")):
+            floats[row, :count] = [getattr(p, name) for p in params]
+        ints[:, :count] = (
+            [p.top_k for p in params],
+            [to_int64(p.seed) for p in params],
+            positions,
         )
-        ints = torch.tensor(
-            [[p.top_k for p in params], [to_int64(p.seed) for p in params], list(positions)],
-            dtype=torch.int64,
-            device=device,
-        )
+        temperature, top_p, min_p = torch.from_numpy(floats).to(device)[:, :count]
+        top_k, seed, position = torch.from_numpy(ints).to(device)[:, :count]
         return cls(
-            temperature=floats[0],
-            top_p=floats[1],
-            min_p=floats[2],
-            top_k=ints[0],
-            seed=ints[1],
-            position=ints[2],
+            temperature=temperature,
+            top_p=top_p,
+            min_p=min_p,
+            top_k=top_k,
+            seed=seed,
+            position=position,
             any_sampled=any(p.temperature > 0 for p in params),
             any_ranked=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
         )
@@ -108,13 +111,11 @@ def choose(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     Returns:
         int64 [R], the chosen tokens.
     """
+    if logits.is_cuda and rows.any_sampled:
+        return _choose_by_kernels(logits, rows)
     logits = scrub(logits)
     if not rows.any_sampled:
         return greedy(logits)
-    if logits.is_cuda:
-        # Both for every row: no value on the host decides what is launched.
-        sampled = perturbed_top(logits, rows, 1)[0][:, 0]
-        return torch.where(rows.temperature > 0, sampled, greedy(logits))
     is_sampled = rows.temperature > 0
     if bool(is_sampled.all()):
         return perturbed_top(logits, rows, 1)[0][:, 0]
@@ -122,6 +123,21 @@ def choose(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     if bool(is_sampled.any()):
         chosen[is_sampled] = perturbed_top(logits[is_sampled], rows.take(is_sampled), 1)[0][:, 0]
     return chosen
+
+
+def _choose_by_kernels(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    from foredraft.speculation.triton_sampling import choose_tokens
+
+    fields = (rows.temperature, rows.seed, rows.position, rows.top_k, rows.top_p, rows.min_p)
+    parts = [
+        choose_tokens(
+            logits[first : first + _KERNEL_ROWS],
+            *(field[first : first + _KERNEL_ROWS] for field in fields),
+            num_parts=_KERNEL_PARTS,
+        )
+        for first in range(0, len(rows), _KERNEL_ROWS)
+    ]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def scrub(logits: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ def choose_tokens(
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
+    num_parts: int | None = None,
 ) -> torch.Tensor:
     """As `sampling.choose`: in one pass for rows without top-k, top-p and min-p, in two more for those that have some.
 
@@ -43,6 +44,7 @@ def choose_tokens(
         seed: int64 [R].
         position: int64 [R].
         top_k, top_p, min_p: Integers, float32 and float32 [R], as in `SamplingRows`; all three or none of them.
+        num_parts: Programs of a row, each number of which compiles a kernel; by default as many as keep a GPU busy.
 
     Returns:
         int64 [R]; of equal scores the lowest token.
@@ -51,8 +53,8 @@ def choose_tokens(
 
     num_rows, vocab = logits.shape
     blocks = -(-vocab // _BLOCK)
-    parts = min(blocks, _MAX_PARTS, max(4, -(-_PROGRAMS // max(1, num_rows))))
-    tiles = -(-blocks // parts)
+    wanted = num_parts or max(4, -(-_PROGRAMS // max(1, num_rows)))
+    tiles = -(-blocks // min(blocks, _MAX_PARTS, wanted))
     parts = -(-blocks // tiles)
     floats = torch.empty(2, num_rows, parts, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)

@@ -21,6 +21,7 @@ from foredraft.speculation.triton_sampling import (
     prepare_trees,
     walk_trees,
 )
+from foredraft.types import SamplingParams
 from tests.support.static_trees import ancestors
 from tests.support.triton_device import DEVICE, INTERPRETED, needs_triton
 
@@ -91,6 +92,26 @@ def test_chooses_as_the_rule(vocab, dtype):
         for row in (got != want).nonzero()[:, 0].tolist():
             assert rows.temperature[row] > 0
             assert abs(scores[row, got[row]] - scores[row, want[row]]) < 1e-5
+
+
+def test_rows_in_parts_with_any_filters():
+    """As the steps that are not captured whole choose, on a GPU."""
+    count = sampling._KERNEL_ROWS + 3
+    params = [
+        SamplingParams(
+            temperature=(0.0, 0.7, 1.3)[i % 3],
+            top_p=(1.0, 0.8)[i % 2],
+            top_k=(0, 5, 40)[i // 2 % 3],
+            min_p=(0.0, 0.1)[i // 3 % 2],
+            seed=i,
+        )
+        for i in range(count)
+    ]
+    logits = 3 * torch.randn(count, 300, generator=torch.Generator().manual_seed(5))
+    want = sampling.choose(logits.clone(), SamplingRows.from_params(params, range(count)))
+    rows = SamplingRows.from_params(params, range(count), DEVICE)
+    got = sampling._choose_by_kernels(logits.to(DEVICE), rows)
+    assert got.tolist() == want.tolist()
 
 
 def test_ties_go_to_the_lowest_id_and_nan_counts_as_nothing():

@@ -12,6 +12,7 @@ from foredraft.speculation.draft_tree import DraftTree, depths, paths
 from foredraft.speculation.noise import coins
 from foredraft.speculation.sampling import SamplingRows, choose, log_probs, probabilities
 from foredraft.speculation.verification import Verified, walk, walk_batch, walk_lossy
+from foredraft.types import SamplingParams
 from verify_service.grammar.masks import allow_only, side_by_side
 from verify_service.outputs import TokenLogprob
 from verify_service.scheduling.request import Sequence as RequestSequence
@@ -93,6 +94,13 @@ class Chooser:
     def is_lossy(self) -> bool:
         """Whether a token may be accepted that the rule did not choose."""
         return self._thresholds.lossy
+
+    def warm_up(self) -> None:
+        """Has a GPU's kernels compiled, which would hold up the first step that samples here."""
+        if self._device.type == "cuda":
+            filtered = SamplingParams(temperature=1.0, top_p=0.9)
+            logits = torch.zeros(1, self._vocab_size, device=self._device)
+            choose(logits, SamplingRows.from_params([filtered], [0], self._device))
 
     def forget(self, sequence: RequestSequence) -> None:
         """Drops the state of a sequence that ended."""
