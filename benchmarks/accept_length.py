@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.real_prompts import real_prompts
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
@@ -83,7 +84,7 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     target = resolve_model_path("foredraft-demo")
-    prompts = _prompts(Tokenizer.from_dir(target))
+    prompts = real_prompts(Tokenizer.from_dir(target))
     results = Results(args.out / "accept_length.json", prompts)
     ends = time.monotonic() + 60 * args.max_minutes
     # One batch size of everything first: the others are to show that they give the same.
@@ -139,11 +140,6 @@ class Results:
         of_case = self._kept["accept_length"].setdefault(case.name, {})
         of_case[f"T={temperature}, batch {batch}"] = round(length, 4)
         self._file.write_text(json.dumps(self._kept, indent=1) + "\n")
-
-
-def _prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    texts = json.loads((Path(__file__).parent / "accept_length_prompts.json").read_text())
-    return [tokenizer.encode(text)[:200] for text in texts]
 
 
 def _measure(

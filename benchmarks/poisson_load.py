@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engine_steps import EngineSteps, report
+from benchmarks.real_prompts import real_prompts
 from foredraft.cli import mps
 from foredraft.errors import Overloaded
-from foredraft.models.registry import resolve_model_path
+from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support.engines import Harness, running_engine
@@ -38,13 +39,6 @@ from verify_service.outputs import Load, StepOutput
 LOADS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 SHORTEST, LONGEST = 32, 256  # tokens of an answer
 SETTINGS = ("plain", "adaptive", "always")
-DRAFTS = {
-    "EAGLE3": "foredraft-demo-eagle3",
-    "EAGLE": "foredraft-demo-eagle",
-    "MTP": "foredraft-demo-mtp",
-    "STANDALONE": "foredraft-demo-draft",
-    "NGRAM": "",
-}
 
 
 @dataclass(slots=True)
@@ -75,7 +69,7 @@ def main() -> int:
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--loads", type=float, nargs="+", default=list(LOADS))
     add("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
-    add("--draft", default="EAGLE3", choices=list(DRAFTS))
+    add("--draft", default="EAGLE3", choices=["NGRAM", *BUNDLED_DRAFTS])
     add("--seconds", type=float, default=6.0, help="of each load and round")
     add("--rounds", type=int, default=1, help="of each load, all settings in each")
     add("--running", type=int, default=32, help="--max-running-requests; as many may wait")
@@ -93,8 +87,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     path = resolve_model_path("foredraft-demo")
     tokenizer = Tokenizer.from_dir(path)
-    texts = json.loads((Path(__file__).parent / "accept_length_prompts.json").read_text())
-    prompts = [tokenizer.encode(text)[:200] for text in texts]
+    prompts = real_prompts(tokenizer)
     rows: list[dict[str, Any]] = []
     rate = 0.0
     with mps.running(args.mps) as variables, contextlib.ExitStack() as stack:
@@ -150,7 +143,7 @@ def _engine(
         "draft_step_timeout": 30.0,
         "speculative_adaptive": setting == "adaptive",
     }
-    if model := DRAFTS.get(algorithm):
+    if model := BUNDLED_DRAFTS.get(algorithm):
         flags["speculative_draft_model_path"] = str(resolve_model_path(model))
     return running_engine(path, algorithm, **flags)
 

@@ -14,17 +14,12 @@ import random
 import statistics
 import time
 
-from foredraft.models.registry import resolve_model_path
+from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support.engines import Job, running_engine
 
 KINDS = ("NONE", "NGRAM", "EAGLE3", "EAGLE3,NGRAM")
-MODELS = {
-    "EAGLE3": "foredraft-demo-eagle3",
-    "MTP": "foredraft-demo-mtp",
-    "STANDALONE": "foredraft-demo-draft",
-}
 LIST = " ".join(f"item {i}: value {random.Random(i).randrange(1000)};" for i in range(20))
 TEXTS = {
     "prose": "Once upon a time there was a little girl named Lily. She lived with her mother and",
@@ -51,7 +46,11 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         engines = {}
         for kind in args.kinds:
-            models = [f"{name}={MODELS[name]}" for name in kind.split(",") if name in MODELS]
+            models = [
+                f"{name}={BUNDLED_DRAFTS[name]}"
+                for name in kind.split(",")
+                if name in BUNDLED_DRAFTS
+            ]
             engines[kind] = stack.enter_context(
                 running_engine(
                     target,

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.real_prompts import real_prompts
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
@@ -36,16 +37,15 @@ def main() -> int:
     args = parser.parse_args()
     path = resolve_model_path("foredraft-demo")
     tokenizer = Tokenizer.from_dir(path)
-    texts = json.loads((Path(__file__).parents[1] / "accept_length_prompts.json").read_text())
     jobs = [
         Job(
-            tokenizer.encode(text)[:200],
+            prompt,
             SamplingParams(
                 temperature=temperature, seed=i, max_new_tokens=args.tokens, ignore_eos=True
             ),
         )
         for temperature in (0.0, 1.0)
-        for i, text in enumerate(texts[: args.prompts])
+        for i, prompt in enumerate(real_prompts(tokenizer)[: args.prompts])
     ]
     reference = Reference(path)
     plain, _ = _texts(path, jobs, "NONE", args)

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.real_prompts import real_prompts
 from foredraft.cli import mps
 from foredraft.config.options import to_flags
 from foredraft.models.registry import resolve_model_path
@@ -83,8 +84,7 @@ def _measure_all(args: argparse.Namespace, folder: Path) -> list[Row]:
         name: resolve_model_path(head) for name, head in (one.split("=", 1) for one in args.heads)
     }
     tokenizer = Tokenizer.from_dir(path)
-    texts = json.loads((Path(__file__).parents[1] / "accept_length_prompts.json").read_text())
-    prompts = [tokenizer.encode(text)[:200] for text in texts[: args.prompts]]
+    prompts = real_prompts(tokenizer)[: args.prompts]
     rows: list[Row] = []
     with _drafts(args.algorithms, path, heads, folder) as drafts, _until_interrupted():
         for algorithm in ("NONE", *args.algorithms):

@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.gpu.long_run_verdict import TIE, problems_of, verdict_of
 from benchmarks.gpu.plain_texts import PlainTexts
+from benchmarks.real_prompts import real_prompts
 from foredraft.cli import mps
 from foredraft.models.registry import resolve_model_path
 from foredraft.telemetry.metrics import value
@@ -118,9 +119,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 def make_jobs(demo: Path, rng: random.Random, device: str) -> list[Job]:
     """Requests of every kind, some with a beginning in common."""
-    texts = json.loads((Path(__file__).parents[1] / "accept_length_prompts.json").read_text())
-    tokenizer = Tokenizer.from_dir(demo)
-    encoded = [tokenizer.encode(text) for text in texts]
+    prompts = real_prompts(Tokenizer.from_dir(demo))
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0},
@@ -130,7 +129,7 @@ def make_jobs(demo: Path, rng: random.Random, device: str) -> list[Job]:
     ]
     jobs = []
     for seed in range(NUM_JOBS[device]):
-        prompt = rng.choice(encoded)[: rng.randrange(4, 160)]
+        prompt = rng.choice(prompts)[: rng.randrange(4, 160)]
         # Most can be chosen for on the GPU, so that most steps run ahead.
         kind = kinds[rng.choice((0, 0, 0, 1, 1, 1, 2, 2, 3, 4))]
         sampling = SamplingParams(

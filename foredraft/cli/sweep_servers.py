@@ -15,13 +15,8 @@ from foredraft.bench.sweep import Setting
 from foredraft.cli import serve, stack
 from foredraft.config.speculation import ALGORITHMS
 from foredraft.errors import ConfigError, ForedraftError
+from foredraft.models.registry import BUNDLED_DRAFTS
 
-BUNDLED = {
-    "STANDALONE": "foredraft-demo-draft",
-    "EAGLE": "foredraft-demo-eagle",
-    "EAGLE3": "foredraft-demo-eagle3",
-    "MTP": "foredraft-demo-mtp",
-}
 _START_SECONDS = 600.0
 _ATTACH_SECONDS = 60.0
 
@@ -44,7 +39,9 @@ class StartedServers:
 
     def settings(self, arguments: argparse.Namespace) -> list[Setting]:
         """The grid of the flags."""
-        drafts = dict(BUNDLED if self.model == "foredraft-demo" and not arguments.draft else {})
+        drafts = dict(
+            BUNDLED_DRAFTS if self.model == "foredraft-demo" and not arguments.draft else {}
+        )
         for pair in arguments.draft:
             algorithm, separator, path = pair.partition("=")
             if algorithm not in ALGORITHMS or not separator or not path:

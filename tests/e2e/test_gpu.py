@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foredraft.config.options import to_flags
-from foredraft.models.registry import resolve_model_path
+from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
@@ -26,15 +26,6 @@ TEXTS = (
     "Once upon a time there was",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
 )
-DRAFTS = {
-    "NGRAM": {},
-    "STANDALONE": {"speculative_draft_model_path": "foredraft-demo-draft"},
-    "EAGLE3": {"speculative_draft_model_path": "foredraft-demo-eagle3"},
-    "EAGLE": {"speculative_draft_model_path": "foredraft-demo-eagle"},
-    "MTP": {"speculative_draft_model_path": "foredraft-demo-mtp"},
-}
-
-
 FILTERS: dict[int, dict[str, float]] = {
     1: {"top_p": 0.9},
     3: {"top_k": 40, "top_p": 0.95, "min_p": 0.02},
@@ -90,6 +81,19 @@ def texts_of(
         return [result.tokens for result in results]
 
 
+def draft_flags(algorithm: str, shape: tuple[int, int, int]) -> dict[str, object]:
+    """Flags for a bundled draft and trees of so many steps, topk and tokens."""
+    steps, topk, tokens = shape
+    if algorithm == "NGRAM":
+        return {"speculative_num_draft_tokens": tokens}
+    return {
+        "speculative_draft_model_path": str(resolve_model_path(BUNDLED_DRAFTS[algorithm])),
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": tokens,
+    }
+
+
 def assert_same(
     path: Path, got: list[list[int]], expected: list[list[int]], work: list[Job] | None = None
 ) -> None:
@@ -122,20 +126,9 @@ def test_plain_decoding_equals_the_cpus(demo, expected, graphs):
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 4), (4, 4, 12)], ids=["chain", "tree"])
-@pytest.mark.parametrize("algorithm", list(DRAFTS))
+@pytest.mark.parametrize("algorithm", ["NGRAM", *BUNDLED_DRAFTS])
 def test_speculation_changes_no_token(demo, expected, algorithm, shape):
-    steps, topk, tokens = shape
-    if algorithm == "NGRAM":
-        flags = {"speculative_num_draft_tokens": tokens}
-    else:
-        flags = {
-            "speculative_draft_model_path": str(
-                resolve_model_path(DRAFTS[algorithm]["speculative_draft_model_path"])
-            ),
-            "speculative_num_steps": steps,
-            "speculative_eagle_topk": topk,
-            "speculative_num_draft_tokens": tokens,
-        }
+    flags = draft_flags(algorithm, shape)
     assert_same(demo, texts_of(demo, algorithm, "cuda", **flags), expected)
 
 
@@ -147,18 +140,9 @@ def expected_of_long(demo: Path) -> list[list[int]]:
 @pytest.mark.parametrize("shape", [(3, 1, 4), (4, 4, 12)], ids=["chain", "tree"])
 @pytest.mark.parametrize("algorithm", ["NONE", "STANDALONE", "EAGLE3", "EAGLE", "MTP"])
 def test_steps_that_run_ahead_change_no_token(demo, expected_of_long, algorithm, shape):
-    steps, topk, tokens = shape
     flags = {}
     if algorithm != "NONE":
-        flags = {
-            "speculative_draft_model_path": str(
-                resolve_model_path(DRAFTS[algorithm]["speculative_draft_model_path"])
-            ),
-            "speculative_num_steps": steps,
-            "speculative_eagle_topk": topk,
-            "speculative_num_draft_tokens": tokens,
-            "require_transport": "cuda_ipc",
-        }
+        flags = {**draft_flags(algorithm, shape), "require_transport": "cuda_ipc"}
     work = plain_jobs(demo, 64, 8)
     before = OVERLAPPED_STEPS._value.get()
     got = texts_of(demo, algorithm, "cuda", work, **flags)
@@ -169,26 +153,18 @@ def test_steps_that_run_ahead_change_no_token(demo, expected_of_long, algorithm,
 
 @pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE3"])
 def test_adaptive_speculation_changes_no_token(demo, expected_of_long, algorithm):
-    head = resolve_model_path(DRAFTS[algorithm]["speculative_draft_model_path"])
     work = plain_jobs(demo, 64, 8)
-    got = texts_of(
-        demo,
-        algorithm,
-        "cuda",
-        work,
-        speculative_draft_model_path=str(head),
-        speculative_num_steps=5,
-        speculative_eagle_topk=4,
-        speculative_num_draft_tokens=16,
-        speculative_adaptive=True,
-    )
+    flags = draft_flags(algorithm, (5, 4, 16))
+    got = texts_of(demo, algorithm, "cuda", work, speculative_adaptive=True, **flags)
     assert_same(demo, got, expected_of_long, work)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE3"])
 def test_a_draft_that_comes_after_the_start_is_verified(demo, expected, algorithm, adaptive):
-    flags = {"device": "cuda", "dtype": "float32", **DRAFTS[algorithm]}
+    flags = {"device": "cuda", "dtype": "float32"}
+    if algorithm != "NGRAM":
+        flags["speculative_draft_model_path"] = BUNDLED_DRAFTS[algorithm]
     target = {"model_path": str(demo), "speculative_algorithm": algorithm}
     draft = DraftProcess(*to_flags(flags | target))
     settings = {

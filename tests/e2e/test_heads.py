@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from foredraft.models.registry import BUNDLED_DRAFTS
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support.engines import Collector, Harness, Job, Result, accept_length, running_engine
@@ -22,11 +23,7 @@ from verify_service.outputs import Load, StepOutput
 
 MODELS = Path(__file__).parents[2] / "models"
 TARGET = MODELS / "foredraft-demo"
-HEADS = {
-    "EAGLE": MODELS / "foredraft-demo-eagle",
-    "EAGLE3": MODELS / "foredraft-demo-eagle3",
-    "MTP": MODELS / "foredraft-demo-mtp",
-}
+HEADS = {name: MODELS / BUNDLED_DRAFTS[name] for name in ("EAGLE", "EAGLE3", "MTP")}
 STEPS, TOPK, NODES = 3, 3, 8
 CHAIN = {
     "speculative_num_steps": STEPS,

@@ -19,13 +19,6 @@ KINDS: dict[str, TinyHead] = {
     ),
     "mtp": tiny_head("MTP", 5),
 }
-# Bundled models, by algorithm.
-NAMES = {
-    "EAGLE3": "foredraft-demo-eagle3",
-    "EAGLE": "foredraft-demo-eagle",
-    "MTP": "foredraft-demo-mtp",
-    "STANDALONE": "foredraft-demo-draft",
-}
 # Steps, topk and tokens of a tree, the root included.
 SHAPES = {"chain": (3, 1, 4), "tree": (3, 3, 9), "bushy": (2, 4, 30), "one": (1, 3, 4)}
 SAMPLINGS = [
