@@ -13,7 +13,7 @@ import uvicorn
 from foredraft.api.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from foredraft.config.options import parse
 from foredraft.config.services import GatewayConfig
-from foredraft.errors import ConfigError, ForedraftError
+from foredraft.errors import CheckpointError, ConfigError, ForedraftError
 from foredraft.rpc import lifetime
 from foredraft.rpc.server import RpcServer, serve
 from foredraft.rpc.tls import service_identity
@@ -95,9 +95,9 @@ async def _serve(config: GatewayConfig) -> int:
         follow.append(tls.reload)
     http = _HttpServer(http_config)
     http_task = asyncio.create_task(http.serve([listener]))
-    health_task = asyncio.create_task(_follow_health(serving, rpc))
-    files_task = asyncio.create_task(_follow_files(follow))
     stop = lifetime.stop_event()
+    health_task = asyncio.create_task(_follow_health(serving, rpc, stop))
+    files_task = asyncio.create_task(_follow_files(follow))
 
     async def drain() -> None:
         health_task.cancel()
@@ -109,11 +109,14 @@ async def _serve(config: GatewayConfig) -> int:
     await http_task
     await serving.close()
     await pool.close()
-    return 0
+    return 1 if health_task.done() and not health_task.cancelled() else 0
 
 
-async def _follow_health(serving: Serving, rpc: RpcServer) -> None:
-    """Opens the fronts once a verifier has answered, then says SERVING while one is usable."""
+async def _follow_health(serving: Serving, rpc: RpcServer, stop: asyncio.Event) -> None:
+    """Opens the fronts once a verifier has answered, then says SERVING while one is usable.
+
+    Ends, and sets `stop`, only where the tokenizer is missing or broken.
+    """
     opened = was_ready = False
     while True:
         if not opened and serving.pool.info is not None:
@@ -121,6 +124,10 @@ async def _follow_health(serving: Serving, rpc: RpcServer) -> None:
                 await serving.open()
                 opened = True
                 _relieve_collector()
+            except CheckpointError as error:
+                logger.error("cannot start: %s", error)
+                stop.set()
+                return
             except (ForedraftError, OSError):
                 logger.exception("the tokenizer cannot be loaded; trying again")
                 await asyncio.sleep(2.0)

@@ -10,9 +10,16 @@ from typing import Any
 
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.config.services import GatewayConfig
-from foredraft.errors import InvalidRequest, PromptTooLong, Unavailable
+from foredraft.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidRequest,
+    PromptTooLong,
+    Unavailable,
+)
 from foredraft.models.hub import tokenizer_directory
 from foredraft.speculation.seeds import random_seed
+from foredraft.text.chat_template import ChatTemplate
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams, SpeculationParams
 from gateway.encoding.pool import EncodingPool
@@ -29,10 +36,15 @@ MAX_BATCH = 256
 
 
 class Serving:
-    """The model behind the fronts. `open` it once a verifier has said what it serves."""
+    """The model behind the fronts. `open` it once a verifier has said what it serves.
+
+    Raises:
+        ConfigError: --chat-template cannot be read.
+    """
 
     def __init__(self, config: GatewayConfig, pool: VerifierPool) -> None:
         self.config = config
+        self._template = _read_template(config.chat_template)
         self.pool = pool
         self._opened: tuple[Tokenizer, Generator, EncodingPool] | None = None
         self._draining = False
@@ -67,9 +79,7 @@ class Serving:
         )
 
     def _load(self, path: str) -> Tokenizer:
-        template = self.config.chat_template
-        source = Path(template).read_text(encoding="utf-8") if template else None
-        tokenizer = Tokenizer.from_dir(path, source)
+        tokenizer = Tokenizer.from_dir(path, self._template)
         # Found once, which takes a look through the vocabulary: no request should wait for it.
         _ = tokenizer.longest_token
         return tokenizer
@@ -229,6 +239,18 @@ class Serving:
         if self._opened is None:
             raise Unavailable("no verifier has answered yet")
         return self._opened
+
+
+def _read_template(path: str) -> str | None:
+    """The Jinja source of --chat-template; None where it is not given."""
+    if not path:
+        return None
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+        ChatTemplate(source, {})
+    except (OSError, ValueError, CheckpointError) as error:
+        raise ConfigError(f"--chat-template {path}: {error}") from None
+    return source
 
 
 def check_choices(num_choices: int) -> None:

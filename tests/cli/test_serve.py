@@ -180,6 +180,27 @@ def test_a_broken_checkpoint_is_told_and_nothing_is_left(checkpoint: Path, tmp_p
     assert children_of(process.pid) == {}
 
 
+def test_a_missing_tokenizer_or_template_is_told(checkpoint: Path, tmp_path: Path) -> None:
+    """The verifier needs neither."""
+    mute = tmp_path / "Mute"
+    shutil.copytree(checkpoint, mute)
+    (mute / "tokenizer.json").unlink()
+    (tmp_path / "broken.jinja").write_text("{% for %}")
+    asked = (
+        ((mute,), "tokenizer.json: not found"),
+        ((checkpoint, "--chat-template=/nowhere"), "--chat-template /nowhere: "),
+        ((checkpoint, f"--chat-template={tmp_path / 'broken.jinja'}"), "does not compile"),
+    )
+    for arguments, said in asked:
+        with serving(*arguments, "--speculative-algorithm=NONE") as process:
+            _, log = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "gateway exited with status 1" in log
+        assert said in log
+        assert "Traceback" not in log
+        assert children_of(process.pid) == {}
+
+
 def test_json_logs_stay_objects(checkpoint: Path) -> None:
     with serving(checkpoint, "--log-format=json", "--speculative-algorithm=NONE") as process:
         assert process.stderr
