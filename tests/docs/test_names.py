@@ -73,3 +73,13 @@ def test_metrics_exist(page: Path) -> None:
     known = set(METRIC.findall((ROOT / "docs/metrics.md").read_text()))
     named = {re.sub("_(bucket|sum|count)$", "", name) for name in METRIC.findall(page.read_text())}
     assert named <= known
+
+
+def test_every_benchmark_is_listed() -> None:
+    text = (ROOT / "docs/benchmarks.md").read_text()
+    folder = ROOT / "benchmarks"
+    for path in (*folder.glob("*.py"), *folder.glob("gpu/*.py")):
+        name = ".".join(path.relative_to(folder).with_suffix("").parts)
+        usage = rf"^ *python -m benchmarks\.{re.escape(name)}\b"
+        if re.search(usage, path.read_text(), re.MULTILINE):
+            assert f"`{name}`" in text, name
