@@ -2,9 +2,11 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from foredraft.types import SamplingParams, SpeculationParams
 from tests.support.checkpoints import make_checkpoint
@@ -12,7 +14,8 @@ from tests.support.engines import Job
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
 from tests.support.hidden_work import FLAGS, WIDTH, jobs, run, texts
 from tests.support.stack import eventually
-from verify_service.drafts import drafting
+from verify_service.drafts import drafting, telling
+from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.tree_sizes import TreeSizes
 from verify_service.policy.messages import Plan
 
@@ -125,7 +128,7 @@ def test_a_draft_that_rests_is_told_nothing_until_it_is_asked(
 ) -> None:
     """Then it is told all, in an order in which no page is read before it was filled, whoever shares it."""
     monkeypatch.setattr(drafting, "MOST_KEPT", kept_bytes)
-    monkeypatch.setattr(drafting, "MOST_READ", 100)
+    monkeypatch.setattr(telling, "MOST_READ", 100)
     plan, rng, num_resting = TreeSizes.plan, random.Random(4), 0
 
     def now_and_then(self: TreeSizes, sequences: Any, other_rows: int = 0) -> Plan:
@@ -153,3 +156,43 @@ def test_a_draft_that_rests_is_told_nothing_until_it_is_asked(
     if kept_bytes > 1 << 20:
         assert len(told) < 0.6 * num_resting
     assert drafter.check(target) > 1000
+
+
+def test_steps_with_prompts_put_off_what_a_draft_is_told(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where steps follow on the device: as if they did, but for the following."""
+    attach, plan, rng, told = HiddenStates.attach, TreeSizes.plan, random.Random(5), []
+
+    def as_on_a_gpu(self: HiddenStates, epoch: int) -> Any:
+        attach(self, epoch)
+        return SimpleNamespace(trees=torch.zeros(1, 2, 4)) if epoch else None
+
+    def spared(self: TreeSizes, sequences: Any, other_rows: int = 0) -> Plan:
+        """Drafts now and then, mostly not beside prompts, and rests for a while."""
+        whole = plan(self, sequences, other_rows)
+        assert self._drafting is not None
+        self._drafting.is_resting = len(told) // 40 % 3 == 2
+        is_plain = rng.random() < (0.9 if other_rows else 0.3) or self._drafting.is_resting
+        return Plan([0] * len(whole.nodes), 1) if is_plain else whole
+
+    def tell(self: telling.Telling, *args: Any) -> None:
+        usual(self, *args)
+        wanted, extending = args[:2]
+        is_asked = any(want.max_nodes for want in wanted)
+        told.append((bool(extending), is_asked, len(self._wire._request.sequences)))
+
+    usual = telling.Telling.tell
+    work = jobs(40, num_new=30)
+    drafter = HiddenDrafter(WIDTH, weight_bytes=1)
+    drafter.texts = texts(target, work)
+    monkeypatch.setattr(HiddenStates, "attach", as_on_a_gpu)
+    monkeypatch.setattr(TreeSizes, "plan", spared)
+    monkeypatch.setattr(telling.Telling, "tell", tell)
+    with engine_with(drafter, target, **{**FLAGS, "max_total_tokens": 8 * 60}) as harness:
+        assert run(harness, drafter, work) > 1.1
+        harness.check_nothing_left()
+    assert drafter.check(target) > 1000
+    beside = [count for has_prompts, is_asked, count in told if has_prompts and not is_asked]
+    assert len(beside) > 20
+    assert sum(beside) < 0.5 * len(beside)

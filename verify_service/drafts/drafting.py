@@ -19,8 +19,9 @@ from foredraft.transport.device_exchange import DeviceExchange
 from verify_service.drafts.ask_ahead import AskAhead
 from verify_service.drafts.client import DraftClient
 from verify_service.drafts.hidden_states import CommittedRows, Gathered, HiddenStates
-from verify_service.drafts.news import PATIENCE, DraftNews
-from verify_service.drafts.proposals import Asked, Drafted, Member, OwnTime, Tried, Wanted
+from verify_service.drafts.news import DraftNews
+from verify_service.drafts.proposals import Drafted, Member, OwnTime, Tried, Wanted
+from verify_service.drafts.telling import Telling
 from verify_service.drafts.wire import DraftWire, wish
 from verify_service.metrics import DRAFTS_AHEAD, SpeculationMetrics
 from verify_service.policy.acceptance import DraftHistory
@@ -29,7 +30,6 @@ from verify_service.target.target_step import DeviceOutcome
 
 logger = logging.getLogger(__name__)
 
-MOST_READ = 512  # tokens that sequences left out until now make a step read, if there are several
 # Bytes of hidden states that a draft is not told of while it is not asked; of a GPU's memory, a share.
 MOST_KEPT, KEPT_SHARE = 128 << 20, 0.01
 
@@ -74,6 +74,9 @@ class Drafting:
         self._exchange: DeviceExchange | None = None
         self._ahead = AskAhead()
         self._wire = DraftWire(client, vocab_size, metrics, hidden, self._keep_tree)
+        self._telling = Telling(
+            self._news, self._wire, hidden, self._ahead, tree_shape, refill_tokens
+        )
         self.is_resting = False
 
     @property
@@ -122,6 +125,7 @@ class Drafting:
             self._released.clear()
             self._ahead.clear()
             exchange = self._exchange = self._hidden.attach(epoch)
+            self._telling.attach(self.is_cheap, exchange is not None)
             # To read more would take a GPU as long as a trial may cost; the newest will do.
             self._hidden.most_kept = float("inf") if exchange is None else MOST_KEPT
             if exchange is not None and exchange.trees.is_cuda:
@@ -225,7 +229,7 @@ class Drafting:
                 self._wire.drain()
             trees = self._ahead.take(wanted) if self.is_cheap else None
             self._begin_request(is_awaited=trees is None)
-            self._tell(wanted, extending)
+            self._telling.tell(wanted, extending, self.is_resting, self.keeps_much)
             if self._wire.has_news:
                 self._wire.send()
             if trees is not None:
@@ -325,64 +329,6 @@ class Drafting:
         self._metrics.failures.inc()
         self._wire.proposals.reset()
 
-    def _tell(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
-        """Puts all news into the request; sends it where the hidden states of one step do not fit the arena."""
-        reads_hidden = self._hidden.layers is not None
-        # While drafting does not pay, a draft costs less now and then than every step. But whoever joins may stand on
-        # pages that are marked as told.
-        known = not reads_hidden or all(self._hidden.run(w.sequence) is not None for w in wanted)
-        nobody_joins = known and not extending
-        # Where one follows on the device, all do; and the step behind one without drafts may be followed.
-        must_follow = any(w.max_nodes for w in wanted) or not self.is_resting
-        may_wait = nobody_joins and not (self._exchange and must_follow)
-        may_rest = self._may_rest(wanted, extending)
-        budget, num_read = self._refill_tokens, 0
-        for want in wanted:
-            if may_rest and (want.max_nodes == 0 or num_read):
-                behind = self._news.behind(want.sequence)
-                is_left_out = want.max_nodes == 0 and (self.is_resting or behind > PATIENCE)
-                # On a CPU, of those that have been left out long, a few at a time: they make everyone wait.
-                is_much = behind > PATIENCE and num_read + behind > MOST_READ
-                if is_left_out or (is_much and self._exchange is None):
-                    continue
-            if may_wait and want.max_nodes == 0 and self._news.may_wait(want.sequence):
-                continue
-            news, num_tokens = self._news.news(want.sequence, budget)
-            budget -= num_tokens
-            num_read += num_tokens
-            # A draft that reads hidden states proposes after the last one that it is given.
-            may_ask = num_tokens > 0 or not reads_hidden
-            is_asked = want.max_nodes > 0 and may_ask and self._news.has_caught_up(want.sequence)
-            if is_asked:
-                steps, topk = self._shape(want.sequence)
-                # Deeper than the output may grow would be drafted in vain.
-                steps = min(steps, want.max_nodes, want.sequence.num_output_left - 1)
-                num_nodes = self._ahead.num_nodes(want)
-                news.propose.CopyFrom(wish(steps, topk, num_nodes))
-            if num_tokens or is_asked or news.HasField("begin"):
-                self._wire.add_rows(want.sequence, news)
-            if is_asked:
-                self._wire.ask(news.slot, Asked(want, len(want.sequence.tokens), num_nodes))
-        if may_rest and self.is_resting and self._exchange is None:
-            return
-        for sequence in extending:
-            news, num_tokens = self._news.news(sequence, budget)
-            budget -= num_tokens
-            if num_tokens or news.HasField("begin"):
-                self._wire.add_rows(sequence, news)
-
-    def _may_rest(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> bool:
-        """Whether those for whom nothing is asked need not be told of, however much they have read.
-
-        Not where others follow on the device: then all do.
-        """
-        if self.is_cheap or self.keeps_much or (self._exchange is not None and not self.is_resting):
-            return False
-        told = [want.sequence for want in wanted if want.max_nodes]
-        if self._exchange is not None:
-            told += extending  # a prompt is read soonest together with the target
-        return all(map(self._news.stands_alone, told))
-
     def _begin_request(self, is_awaited: bool = True) -> None:
         self._wire.begin(self._released, is_awaited)
         if self._released:
@@ -392,8 +338,3 @@ class Drafting:
     def _keep_tree(self, sequence: RequestSequence, position: int, drafted: Drafted) -> None:
         if self.is_cheap:
             self._ahead.keep(sequence, position, drafted)
-
-    def _shape(self, sequence: RequestSequence) -> tuple[int, int]:
-        steps, topk = self._tree_shape
-        asked = sequence.speculation
-        return min(asked.num_steps or steps, steps), min(asked.topk or topk, topk)

@@ -100,7 +100,8 @@ class DraftNews:
         """
         told = self.of(sequence)
         is_new = told.run is None or told.run is not self._hidden.run(sequence)
-        return self._hidden.layers is None or not is_new or sequence.num_cached == 0
+        has_found = sequence.num_cached > 0 or sequence.num_preemptions > 0
+        return self._hidden.layers is None or not is_new or not has_found
 
     def may_wait(self, sequence: RequestSequence) -> bool:
         """Whether news are few enough to be told later."""
