@@ -2,6 +2,7 @@
 
 import bisect
 import math
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,12 @@ class Ladder:
         starts = (0, *self.sizes[:-1])
         self.widths = tuple(end - start for start, end in zip(starts, self.sizes, strict=True))
         self.rung_of = [bisect.bisect_right(self.sizes, node) for node in range(self.sizes[-1])]
+        # By number of nodes: of how many rungs a tree tells. One that ends within a rung tells of it too: there was no more
+        # to be had.
+        nodes = range(1, self.sizes[-1] + 1)
+        self.num_told = [0, *(bisect.bisect_left(self.sizes, node) + 1 for node in nodes)]
+        # What an accepted node of each rung adds to the square of a chain's accepted nodes.
+        self.squares = [2 * a - b for a, b in zip(self.sizes, self.widths, strict=True)]
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -106,7 +113,7 @@ class Acceptance:
     def __init__(self, ladder: Ladder) -> None:
         self.ladder = ladder
         self._pools: dict[tuple[int, int], _Pool] = {}  # by group and confidence
-        self._nothing = [0.0] * len(ladder)
+        self._nothing = Track([0.0] * len(ladder), [0.0] * len(ladder))
         # By acceptance in percent: what each rung brings of what the one before it brings, in a chain of such nodes.
         self._chains = [_chain(ladder, max(percent, 1) / 100) for percent in range(101)]
         self._doubted = -math.inf
@@ -126,9 +133,12 @@ class Acceptance:
     def gains(self, history: DraftHistory, confidence: int, now: float) -> list[float]:
         """Expected accepted nodes of each rung; per node never more than of the rung before it."""
         pool, track = self._pool(history, confidence), history.tracks.get(confidence)
-        seen, outcomes, kept = self._nothing, self._nothing, 0.0
-        if track is not None:
-            seen, outcomes, kept = track.accepted, track.outcomes, self._kept(track, now)
+        if track is None:
+            return self._gains(self._nothing, 0.0, pool, confidence)
+        return self._gains(track, self._kept(track, now), pool, confidence)
+
+    def _gains(self, track: Track, kept: float, pool: _Pool, confidence: int) -> list[float]:
+        seen, outcomes = track.accepted, track.outcomes
         ratio = (pool.accepted[0] + POOL_OUTCOMES * pool.first) / (pool.before[0] + POOL_OUTCOMES)
         gain = (seen[0] * kept + PRIOR_OUTCOMES * ratio) / (outcomes[0] * kept + PRIOR_OUTCOMES)
         gain = min(gain, self.ladder.widths[0])
@@ -155,25 +165,20 @@ class Acceptance:
     ) -> None:
         """Takes the outcome of the first `num_nodes` nodes of a tree, those of `accepted` were right."""
         ladder = self.ladder
-        whole = ladder.num_within(num_nodes)
-        # A tree that ends within a rung tells of it too: there was no more to be had.
-        count = min(
-            whole + (whole < len(ladder) and num_nodes > (whole and ladder.sizes[whole - 1])),
-            len(ladder),
-        )
+        count = ladder.num_told[min(num_nodes, ladder.sizes[-1])]
         hits = [0] * len(ladder)
         for node in accepted:
             if node < num_nodes:
                 hits[ladder.rung_of[node]] += 1
+        track, pool = self.track(history, confidence), self._pool(history, confidence)
+        kept = self._kept(track, now)
         if confidence == 0:
-            self._expect(history, hits, count, now)
-        track = self.track(history, confidence)
-        kept = self._kept(track, now) * (1 - 1 / MEMORY)
-        for i in range(len(ladder)):
-            track.accepted[i] *= kept
-            track.outcomes[i] *= kept
+            self._expect(self._gains(track, kept, pool, 0), hits, count)
+            self._newest.append((history, hits, count))
+        kept *= 1 - 1 / MEMORY
+        track.accepted = [kept * one for one in track.accepted]
+        track.outcomes = [kept * one for one in track.outcomes]
         track.seen = history.seen = now
-        pool = self._pool(history, confidence)
         if now > pool.seen:  # while little is drafted, few outcomes come
             pool.keep(math.exp((pool.seen - now) / SECONDS))
             pool.seen = now
@@ -188,15 +193,14 @@ class Acceptance:
             pool.before[i] += before - pool.before[i] / POOL_MEMORY
             before = hits[i]
 
-    def _expect(self, history: DraftHistory, hits: list[int], count: int, now: float) -> None:
+    def _expect(self, gains: Sequence[float], hits: Sequence[int], count: int) -> None:
         """Compares an outcome with what was expected of it."""
-        gains, sizes = self.gains(history, 0, now), self.ladder.sizes
-        mean = sum(gains[:count])
+        gains = gains[:count]
+        mean = sum(gains)
         # As of a chain; of a tree it is less, so that a change is noticed later.
-        square = sum(gains[i] * (2 * sizes[i] - self.ladder.widths[i]) for i in range(count))
+        square = sum(map(operator.mul, gains, self.ladder.squares))
         self._surplus += sum(hits) - mean
         self._variance += min(square - mean * mean, mean * (1 + mean))
-        self._newest.append((history, hits, count))
 
     def judge(self, now: float) -> bool:
         """Looks whether the outcomes of the newest step agree with what was expected; if not, acceptance has changed.
