@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foredraft.models.registry import resolve_model_path
-from tests.e2e.test_gpu import DRAFTS, plain_jobs, texts_of
+from tests.support.family_texts import draft_flags, plain_jobs, texts_of
 from tests.support.reference import Reference
 from tests.support.rounding_cache import RoundingCache
 
@@ -42,13 +42,7 @@ def test_every_token_is_the_rules_over_rounded_keys(demo, algorithm, graphs):
     work = [job for job in plain_jobs(demo) if job.sampling.temperature == 0]
     flags = {"kv_cache_dtype": "fp8_e4m3", "disable_cuda_graph": not graphs}
     if algorithm != "NONE":
-        head = resolve_model_path(DRAFTS[algorithm]["speculative_draft_model_path"])
-        flags |= {
-            "speculative_draft_model_path": str(head),
-            "speculative_num_steps": 4,
-            "speculative_eagle_topk": 4,
-            "speculative_num_draft_tokens": 12,
-        }
+        flags |= draft_flags(algorithm, (4, 4, 12))
     found = texts_of(demo, algorithm, "cuda", work, **flags)
     reference = RoundedReference(demo)
     ties = sum(

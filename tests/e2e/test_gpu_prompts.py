@@ -10,8 +10,8 @@ from foredraft.models.registry import resolve_model_path
 from foredraft.runner.mixed_graphs import MixedGraphs
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.e2e.test_gpu import assert_same, texts_of
 from tests.support.engines import Job
+from tests.support.family_texts import assert_same, texts_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from foredraft.models.registry import resolve_model_path
-from tests.e2e.test_gpu import DRAFTS, assert_same, plain_jobs, texts_of
+from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from tests.support.engines import Harness, running_engine
+from tests.support.family_texts import assert_same, plain_jobs, texts_of
 from verify_service.drafts.hidden_states import HiddenStates, Run
 from verify_service.metrics import OVERLAPPED_STEPS
 from verify_service.policy.choice import ChoiceHistory
@@ -76,7 +76,7 @@ def test_whichever_drafts_the_texts_are_those_of_plain_decoding(
 
     monkeypatch.setattr(HiddenStates, "_begin", count_cut)
     work = plain_jobs(demo, NUM_TOKENS)
-    paths = {name: DRAFTS[name].get("speculative_draft_model_path") for name in names.split(",")}
+    paths = {name: BUNDLED_DRAFTS.get(name) for name in names.split(",")}
     flags = {
         "device": "cuda",
         "dtype": "float32",
@@ -113,7 +113,7 @@ def test_the_one_that_follows_is_killed(demo: Path, expected: list[list[int]]) -
         "max_total_tokens": 16384,
         "max_running_requests": 8,
         "speculative_adaptive": False,
-        **DRAFTS["EAGLE3"],
+        "speculative_draft_model_path": BUNDLED_DRAFTS["EAGLE3"],
     }
     with running_engine(demo, "EAGLE3,NGRAM", **flags) as harness:
         harness.drafts["EAGLE3"].kill()
