@@ -178,6 +178,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             return list(request.token_ids.ids)
         if kind == "chat":
             found, variables = told(messages(request.chat), use, convention)
+            if request.chat.continue_final_message:
+                variables["continue_final_message"] = True
             return await self._serving.encode_chat(found, **variables)
         raise InvalidRequest("prompt", "give one of text, chat, token_ids")
 
@@ -201,6 +203,7 @@ def _names(request: inference_pb2.GenerateRequest) -> dict[str, str]:
         **{name: f"sampling.{name}" for name in fields},
         "prompt": request.WhichOneof("prompt") or "prompt",
         "messages": "chat.messages",
+        "continue_final_message": "chat.continue_final_message",
         "tools": "chat.functions",
         "tool_choice": "chat.function_name",
         **({"grammar": "chat.functions"} if request.chat.functions else {}),

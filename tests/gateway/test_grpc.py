@@ -81,6 +81,19 @@ def test_every_form_of_prompt(stub: Any) -> None:
     assert completion.prompt_tokens == len(templated)
 
 
+def test_a_message_can_be_continued(stub: Any, http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ab a"}]
+    asked = request(chat={"messages": messages, "continueFinalMessage": True}, text=None)
+    body = {"messages": messages, "continue_final_message": True, "seed": 7, "max_tokens": 30}
+    expected = http.post("/v1/chat/completions", json={**body, "temperature": 0.8}).json()
+    text, _, end = collected(stub.Generate(asked))
+    assert text == expected["choices"][0]["message"]["content"]
+    assert end.prompt_tokens == expected["usage"]["prompt_tokens"]
+    asked.chat.messages.pop()
+    with pytest.raises(grpc.RpcError, match=r"chat\.continue_final_message: the last message"):
+        list(stub.Generate(asked))
+
+
 def test_provenance_and_log_probabilities(stub: Any) -> None:
     asked = request(
         text="ab ab ab ab", return_provenance=True, sampling={"logprobs": 2, "max_new_tokens": 60}

@@ -61,18 +61,20 @@ class GenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., return_provenance: bool = ..., priority: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ChatMessages(_message.Message):
-    __slots__ = ("messages", "functions", "function_use", "function_name", "parallel_calls")
+    __slots__ = ("messages", "functions", "function_use", "function_name", "parallel_calls", "continue_final_message")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     FUNCTIONS_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_USE_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_NAME_FIELD_NUMBER: _ClassVar[int]
     PARALLEL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     functions: _containers.RepeatedCompositeFieldContainer[Function]
     function_use: FunctionUse
     function_name: str
     parallel_calls: bool
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., functions: _Optional[_Iterable[_Union[Function, _Mapping]]] = ..., function_use: _Optional[_Union[FunctionUse, str]] = ..., function_name: _Optional[str] = ..., parallel_calls: bool = ...) -> None: ...
+    continue_final_message: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., functions: _Optional[_Iterable[_Union[Function, _Mapping]]] = ..., function_use: _Optional[_Union[FunctionUse, str]] = ..., function_name: _Optional[str] = ..., parallel_calls: bool = ..., continue_final_message: bool = ...) -> None: ...
 
 class Function(_message.Message):
     __slots__ = ("name", "description", "parameters")
