@@ -19,11 +19,9 @@ from foredraft.transport.device_exchange import DeviceExchange, StepSizes
 from tests.support.device_drafts import Driver, Turn, fill, schedule
 from tests.support.draft_cases import SAMPLINGS, limits_of
 from tests.support.drafts import DraftProcess, DraftStream, attach_request, open_stream
+from tests.support.triton_device import needs_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 GPU = torch.device("cuda", 0)
 IPC = tensor_pb2.TRANSPORT_CUDA_IPC
 MAX_BATCH, PAGE, VOCAB = 8, 4, 6000

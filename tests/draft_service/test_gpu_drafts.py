@@ -17,11 +17,9 @@ from foredraft.transport.inline import InlineReader
 from tests.support.draft_cases import SAMPLINGS, limits_of
 from tests.support.drafts import attach_request
 from tests.support.head_verifier import Verifier, text
+from tests.support.triton_device import needs_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 
 def make(algorithm: str, device: str, **flags: Any) -> PagedDrafter:

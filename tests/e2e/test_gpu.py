@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from foredraft.config.options import to_flags
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
@@ -12,12 +11,10 @@ from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
 from tests.support.drafts import DraftProcess
 from tests.support.engines import Job, running_engine
 from tests.support.family_texts import assert_same, draft_flags, jobs, plain_jobs, texts_of
+from tests.support.triton_device import needs_gpu
 from verify_service.metrics import OVERLAPPED_STEPS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 
 @pytest.fixture(scope="module")

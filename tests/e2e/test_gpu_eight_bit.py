@@ -7,11 +7,9 @@ from foredraft.models.registry import resolve_model_path
 from tests.support.family_texts import draft_flags, plain_jobs, texts_of
 from tests.support.reference import Reference
 from tests.support.rounding_cache import RoundingCache
+from tests.support.triton_device import needs_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 
 @pytest.fixture(scope="module")

@@ -27,11 +27,9 @@ from tests.support.engines import Harness, Job, running_engine
 from tests.support.fault_cases import BlockCount, FaultyDraft, do_fault
 from tests.support.faulty_draft import FaultFile
 from tests.support.stack import eventually, running_stack
+from tests.support.triton_device import needs_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 AVAILABLE = "foredraft_draft_available"
 FLAGS = {
     "device": "cuda",

@@ -11,12 +11,10 @@ from foredraft.types import SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.draft_heads import save_head, tiny_head
 from tests.support.engines import Job, running_engine
+from tests.support.triton_device import needs_gpu
 
 DEVICE = "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 SHAPE = {
     "head_dim": 256,
     "query_pre_attn_scalar": 256,

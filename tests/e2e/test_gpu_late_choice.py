@@ -5,21 +5,18 @@ from pathlib import Path
 
 import llguidance
 import pytest
-import torch
 
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import GrammarKind, SamplingParams
 from tests.support.engines import Job, Result, running_engine
+from tests.support.triton_device import needs_gpu
 from verify_service.grammar.matcher import CompiledGrammar
 from verify_service.grammar.source import to_llguidance
 from verify_service.grammar.vocabulary import LIMITS, load_vocabulary
 from verify_service.metrics import LATE_MASKS, OVERLAPPED_STEPS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 SCHEMA = {
     "type": "object",
     "properties": {

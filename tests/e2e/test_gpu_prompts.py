@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from foredraft.models.registry import resolve_model_path
 from foredraft.runner.mixed_graphs import MixedGraphs
@@ -12,11 +11,9 @@ from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support.engines import Job
 from tests.support.family_texts import assert_same, texts_of
+from tests.support.triton_device import needs_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 TEXTS = Path(__file__).parents[2] / "benchmarks" / "accept_length_prompts.json"
 TREE = {
     "speculative_draft_model_path": "foredraft-demo-eagle3",

@@ -8,6 +8,7 @@ import torch
 from scipy import stats
 
 from foredraft.speculation import noise, seeds
+from tests.support.triton_device import needs_gpu
 
 MASK32 = 2**32 - 1
 MASK64 = 2**64 - 1
@@ -143,7 +144,7 @@ def test_integers_stay_what_they_are() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@needs_gpu
 def test_the_same_noise_on_a_gpu() -> None:
     seed, position = torch.arange(64) * 0x123456789ABC - 2**40, torch.arange(64) * 1001
     tokens = torch.arange(0, 262144, 7)

@@ -14,6 +14,7 @@ from foredraft.speculation import noise, sampling
 from foredraft.speculation.sampling import SamplingRows
 from foredraft.types import SamplingParams
 from tests.support.speculation_reference import distribution
+from tests.support.triton_device import needs_gpu
 
 GRID = [
     SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
@@ -198,7 +199,7 @@ def test_log_probs() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@needs_gpu
 def test_the_same_tokens_on_a_gpu() -> None:
     params = [SamplingParams(temperature=0.0), *GRID]
     logits = torch.randn(len(params), 6000, generator=torch.Generator().manual_seed(3)) * 3

@@ -1,4 +1,4 @@
-"""Where tests of Triton kernels run: on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1) on the CPU."""
+"""Which tests need a GPU, and where those of Triton kernels run: on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1) on the CPU."""
 
 import importlib.util
 import os
@@ -12,6 +12,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Kernels run on the GPU where there is one; without it they need Triton and its interpreter.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or (DEVICE.type == "cpu" and not INTERPRETED),
     reason="needs Triton and a GPU, or TRITON_INTERPRET=1",

@@ -17,11 +17,9 @@ from foredraft.transport.base import ArenaError, Region, RowFormat
 from foredraft.transport.device_exchange import DeviceExchange, StepSizes
 from foredraft.transport.process import own_identity
 from tests.support.pipe_process import PipeProcess
+from tests.support.triton_device import needs_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 GPU = torch.device("cuda", 0)
 ROW = RowFormat(24, torch.bfloat16)
 IPC = tensor_pb2.TRANSPORT_CUDA_IPC

@@ -10,11 +10,9 @@ import torch
 from foredraft.errors import ConfigError
 from foredraft.models.registry import resolve_model_path
 from tests.support.engines import running_engine
+from tests.support.triton_device import needs_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 
 @pytest.fixture

@@ -167,8 +167,8 @@ def test_what_never_fits_is_refused():
 def test_a_full_queue_refuses():
     scheduler = make_scheduler(max_queue=2, max_running_requests=3)
     for burst in (5, 3):  # at first there are free slots, too
-        for number in range(burst):
-            scheduler.add(make_sequence(f"{burst} {number}", 4))
+        for index in range(burst):
+            scheduler.add(make_sequence(f"{burst} {index}", 4))
         with pytest.raises(Overloaded):
             scheduler.add(make_sequence("more", 4))
         while scheduler.num_waiting:
