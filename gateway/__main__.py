@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,8 @@ DESCRIPTION = """The gateway: takes text over HTTP (OpenAI-compatible and native
 FILES_SECONDS = 1.0  # between looks at files that may change
 # New objects until the youngest are looked through, and how many times until the older ones are.
 COLLECTOR_THRESHOLDS = (20_000, 20, 20)
+# Sockets and files at most: a connection is one, and many systems start processes with 1024.
+MAX_FILES = 65_536
 HEALTH_SECONDS = 0.5  # between looks at health where no verifier says anything
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ def main() -> int:
     telemetry_logging.setup("gateway", config.log_level, config.log_format)
     try:
         tracing.setup("gateway", config.otlp_traces_endpoint)
+        _allow_files()
         return lifetime.run(lambda: _serve(config))
     except ForedraftError as error:
         logger.error("cannot start: %s", error)
@@ -146,6 +150,14 @@ def _relieve_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
+
+
+def _allow_files() -> None:
+    """Raises the limit of open files as far as the system lets it, and no further than there is use for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _follow_files(reloads: Sequence[Callable[[], None]]) -> None:

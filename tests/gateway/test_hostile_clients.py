@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import json
+import resource
 import socket
 import statistics
 import threading
@@ -186,3 +187,18 @@ def test_a_flood_of_bad_requests(http: httpx.Client, stack: LocalStack) -> None:
         f"median of a good request: {seconds[0] * 1000:.0f} ms alone, {seconds[1] * 1000:.0f} ms beside "
         f"{sent[0]} bad ones (clients and server share this machine's cores)"
     )
+
+
+def test_more_connections_than_a_shell_allows_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as opened:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        try:
+            http, _ = opened.enter_context(stacks.running_gateway("127.0.0.1:1"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        where = urlsplit(http)
+        for _ in range(300):
+            connection = socket.create_connection((where.hostname, where.port), timeout=20)
+            opened.enter_context(contextlib.closing(connection))
+        assert httpx.get(http + "/metrics", timeout=20).status_code == 200
