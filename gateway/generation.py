@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from foredraft.api.verify.v1 import verify_pb2
@@ -38,6 +38,7 @@ class Job:
 
     Attributes:
         name: Unique among those that run; for logs and for aborting.
+        call: Name of the request that it is one prompt of, by which all of them are aborted; empty where it has none.
         prompt: Token ids.
         sampling: With the seed set.
         stop: Stop strings.
@@ -52,6 +53,7 @@ class Job:
     name: str
     prompt: Sequence[int]
     sampling: SamplingParams
+    call: str = ""
     stop: tuple[str, ...] = ()
     num_choices: int = 1
     skip_special_tokens: bool = True
@@ -103,7 +105,7 @@ class Generator:
         name = (job.caller.name, job.name)
         if name in self._running:
             raise InvalidRequest("request_id", f"{job.name!r} is running already")
-        running = self._running[name] = _Running()
+        running = self._running[name] = _Running(job.call)
         self._idle.clear()
         try:
             most = job.sampling.max_new_tokens * job.num_choices
@@ -149,17 +151,22 @@ class Generator:
                 found[i].append(chunk)
         return [sorted(chunks, key=lambda chunk: chunk.index) for chunks in found]
 
-    def abort(self, name: str) -> bool:
-        """Ends a job of the current caller; its continuations finish as cancelled. Returns whether it was running."""
-        running = self._running.get((current_caller().name, name))
-        if running is not None:
-            running.abort()
-        return running is not None
+    def abort(self, name: str) -> int:
+        """Ends the jobs of the current caller with this name of their own or of their call; their continuations finish
+        as cancelled. Returns how many there were."""
+        return self._abort(lambda own, call: name in (own, call))
 
     def abort_all(self) -> int:
         """Ends all jobs of the current caller; returns how many there were."""
+        return self._abort(lambda own, call: True)
+
+    def _abort(self, is_meant: Callable[[str, str], bool]) -> int:
         mine = current_caller().name
-        jobs = [running for (owner, _), running in self._running.items() if owner == mine]
+        jobs = [
+            running
+            for (owner, name), running in self._running.items()
+            if owner == mine and is_meant(name, running.call)
+        ]
         for running in jobs:
             running.abort()
         return len(jobs)
@@ -256,7 +263,8 @@ class Generator:
 class _Running:
     """The tickets of a job that runs, so that it can be aborted from elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: str) -> None:
+        self.call = call
         self._tickets: set[Ticket] = set()
         self._aborted = False
 

@@ -159,6 +159,7 @@ class Serving:
         prompt_field: str = "prompt",
         max_new_tokens_given: bool = True,
         name: str = "",
+        call: str = "",
         stop: Sequence[str] = (),
         num_choices: int = 1,
         skip_special_tokens: bool = True,
@@ -223,6 +224,7 @@ class Serving:
             )
         return Job(
             name=name or uuid.uuid4().hex,
+            call=call,
             prompt=prompt,
             sampling=fitting,
             stop=tuple(stop),

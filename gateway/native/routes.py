@@ -81,7 +81,7 @@ def make_router(serving: Serving) -> APIRouter:
             return {"aborted": serving.generator.abort_all()}
         if not body.rid:
             raise InvalidRequest("rid", "give a request's id, or abort_all: true")
-        return {"aborted": int(serving.generator.abort(body.rid))}
+        return {"aborted": serving.generator.abort(body.rid)}
 
     @router.get("/flush_cache")
     @router.post("/flush_cache")
@@ -206,6 +206,7 @@ def _job(
         prompt_field=field,
         max_new_tokens_given=given.max_new_tokens is not None,
         name=name,
+        call=body.rid if isinstance(body.rid, str) else "",
         stop=stop,
         num_choices=given.n,
         skip_special_tokens=given.skip_special_tokens,

@@ -95,6 +95,7 @@ async def _completion_call(serving: Serving, body: CompletionBody) -> Call:
                 body.truncated(ids),
                 sampling,
                 f"{call_id}-{i}" if i else call_id,
+                call_id,
                 body.max_tokens is not None,
             )
         )
@@ -130,7 +131,7 @@ async def _chat_call(serving: Serving, body: ChatBody) -> Call:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = body.sampling(max_tokens, logprobs, grammar)
     call_id = body.request_id or f"chatcmpl-{uuid.uuid4().hex}"
-    job = _job(serving, body, ids, sampling, call_id, given is not None, "messages")
+    job = _job(serving, body, ids, sampling, call_id, call_id, given is not None, "messages")
     reply = replies.ChatReply(serving.tokenizer, use, convention)
     return Call(call_id, int(time.time()), body, [job], reply)
 
@@ -141,6 +142,7 @@ def _job(
     ids: list[int],
     sampling: Any,
     name: str,
+    call: str,
     max_given: bool,
     field: str = "prompt",
 ) -> Job:
@@ -150,6 +152,7 @@ def _job(
         prompt_field=field,
         max_new_tokens_given=max_given,
         name=name,
+        call=call,
         stop=body.stops,
         num_choices=1 if body.n is None else body.n,
         skip_special_tokens=body.skip_special_tokens is not False,

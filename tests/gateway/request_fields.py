@@ -56,7 +56,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     *_rows(
         (CHAT,), "OpenAI", "honoured",
-        ("messages", [{"role": "user", "content": "b"}], "rendered by the model's chat template; parts of type text alone"),
+        ("messages", [{"role": "user", "content": "b"}], "rendered by the model's chat template, a developer's as the system's where it knows none; parts of type text alone"),
         ("max_completion_tokens", 3, "most tokens of the answer; the rest of the context when absent"),
         ("logprobs", True, "log-probabilities of the tokens"),
         ("top_logprobs", 2, "0 to 20 alternatives of each token", (("logprobs", True),)),
@@ -114,7 +114,7 @@ FIELDS: tuple[Field, ...] = (
         ("input_ids", [65, 66], "token ids, or a list of lists; or text"),
         ("sampling_params", {"max_new_tokens": 3}, "an object, or one for each prompt"),
         ("stream", True, "events, each with the whole answer so far"),
-        ("rid", "a-name", "a name for /abort_request, or one for each prompt"),
+        ("rid", "a-name", "a name for /abort_request, of all prompts, or one for each prompt"),
         ("return_logprob", True, "output_token_logprobs in meta_info"),
         ("logprob_start_len", -1, "-1, the output alone; others are refused", (("return_logprob", True),)),
         ("top_logprobs_num", 2, "0 to 20", (("return_logprob", True),)),

@@ -147,6 +147,28 @@ def test_abort_by_name(http: httpx.Client) -> None:
     assert http.post("/abort_request", json={"abort_all": True}).json() == {"aborted": 0}
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_the_name_of_a_batch_aborts_all_of_it(http: httpx.Client, path: str) -> None:
+    bodies: dict[str, Any] = {
+        "/generate": {
+            "text": [TEXT] * 3,
+            "rid": "many",
+            "sampling_params": {"max_new_tokens": 490, "ignore_eos": True},
+        },
+        "/v1/completions": {
+            "prompt": [TEXT] * 3,
+            "request_id": "many",
+            "max_tokens": 490,
+            "ignore_eos": True,
+        },
+    }
+    with http.stream("POST", path, json={**bodies[path], "stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert http.post("/abort_request", json={"rid": "many"}).json() == {"aborted": 3}
+        assert sum("abort" in line for line in lines) == 3
+
+
 def test_a_name_that_runs_cannot_be_taken(http: httpx.Client) -> None:
     sampling = {"max_new_tokens": 400, "ignore_eos": True}
     body = {"text": TEXT, "rid": "taken", "sampling_params": sampling, "stream": True}
