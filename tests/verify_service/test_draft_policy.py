@@ -75,7 +75,7 @@ def test_acceptance_that_changes_is_followed(model: StepModel, batch: int) -> No
     for load in loads:
         span = load.start + 2, load.start + 4
         assert trace.of_plain(*span) > 0.95
-        assert trace.of_best(*span, load.acceptance[0]) > 0.92
+        assert trace.of_best(*span, load.acceptance[0]) > 0.91
 
 
 @pytest.mark.parametrize("model", [GPU_CHAIN, GPU_TREE], ids=["chain", "tree"])

@@ -59,7 +59,7 @@ class Telling:
         may_wait = not extending and self._all_are_kept(wanted)
         # Where one follows on the device, all do; and the step behind one without drafts may be followed.
         may_wait &= not (self._can_follow and (is_asked or not is_resting))
-        may_rest = self._may_rest(wanted, extending, is_resting, must_tell)
+        may_rest = self._may_rest(wanted, is_resting, must_tell)
         budget, num_read = self._refill_tokens, 0
         for want in wanted:
             sequence = want.sequence
@@ -77,7 +77,7 @@ class Telling:
             num_tokens = self._tell_one(want, budget)
             budget -= num_tokens
             num_read += num_tokens
-        if may_rest and is_resting and not self._can_follow:
+        if may_rest and is_resting:
             return
         for sequence in extending:
             if not (is_put_off and self._can_put_off(sequence)):
@@ -111,23 +111,14 @@ class Telling:
             return True
         return all(self._hidden.run(want.sequence) is not None for want in wanted)
 
-    def _may_rest(
-        self,
-        wanted: Sequence[Wanted],
-        extending: Sequence[RequestSequence],
-        is_resting: bool,
-        must_tell: bool,
-    ) -> bool:
+    def _may_rest(self, wanted: Sequence[Wanted], is_resting: bool, must_tell: bool) -> bool:
         """Whether those for whom nothing is asked need not be told of, however much they have read.
 
         Not where others follow on the device: then all do.
         """
         if self._is_cheap or must_tell or (self._can_follow and not is_resting):
             return False
-        told = [want.sequence for want in wanted if want.max_nodes]
-        if self._can_follow:
-            told += extending  # a prompt is read soonest together with the target
-        return all(map(self._news.stands_alone, told))
+        return all(self._news.stands_alone(want.sequence) for want in wanted if want.max_nodes)
 
     def _shape(self, sequence: RequestSequence) -> tuple[int, int]:
         steps, topk = self._tree_shape

@@ -54,6 +54,9 @@ class TreeSizes:
         drafting = self._drafting
         if drafting is None or not drafting.available:
             return Plan([0] * len(sequences), 1)
+        if self.policy.rests_on and not any(map(self._is_probe, sequences)):
+            drafting.is_resting = True
+            return Plan([0] * len(sequences), 1)
         wanted = [
             Want(
                 self._history(drafting, one),

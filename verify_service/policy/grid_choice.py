@@ -1,7 +1,7 @@
 """How many rows each sequence gets where steps are padded to captured shapes and follow one another on the device, as on a GPU."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from verify_service.policy.acceptance import Acceptance
 from verify_service.policy.interruptions import Interruptions
@@ -14,12 +14,12 @@ CHANGE_MARGIN = 1.02  # and another size of trees before it is taken instead
 TRIAL_SEQUENCES = 8  # drafted for at a time to find out
 # Seconds that a draft takes to read a token, about, and within how many what it has to read must have paid.
 READ_SECONDS, PAYS_WITHIN = 4e-6, 4.0
-MUCH_READING = (
-    0.02  # seconds of it for all sequences, above which drafting starts for a part of them
-)
+# Steps that a trial goes on for, while the best size promises so much, as a factor.
+TRIAL_STEPS, OPEN = 4, (0.9, 1.12)
 # Drafting steps after which larger trees are tried once; each time in vain doubles them.
 GROW_STEPS, MOST_GROW_STEPS = 24, 192
 TRIAL_ACCEPTANCE = 0.8  # of every node, that the size of a trial's trees is best for
+LOOK_SECONDS = 0.01  # for which nothing is considered anew while drafting rests
 LEAD_WEIGHT = 0.3  # of one step that began with the host, in what its beginning takes
 # Seconds, and times what is known, that one beginning may count as.
 MOST_LEAD, MOST_LEAD_TIMES = 1e-3, 2.0
@@ -52,17 +52,25 @@ class GridChoice:
         self._depth = depth
         self._interruptions = Interruptions()
         self._steps_to_grow = self._grow_steps = GROW_STEPS
+        self._look_at = 0.0  # when to choose anew, while drafting rests
         self._price = 0.0  # seconds of a token of steps that nothing interrupts
         self._leads = [
             0.0,
             0.0,
         ]  # seconds before the target's part where the host begins, without drafts and with
         self._is_spared = False  # a step decodes plainly, lest the host wait, and the one behind was not started yet
-        self._num_tried = TRIAL_SEQUENCES  # in the last step that was planned after the outcome of the one before it
+        self._num_trials = 0  # steps of the present trial
         self._num_waited = 0  # steps with drafts that were waited for, since the last that was not
         self.rows = 1
         self.is_trial = False
         self.follows = False
+
+    @property
+    def rests_on(self) -> bool:
+        """Whether nothing is to be found out by the next plan: what it would be told of was considered just now."""
+        probing = self._probing
+        is_busy = self._num_trials or probing.is_due
+        return self.rows == 1 and not is_busy and probing.now < self._look_at
 
     def plan(
         self, times: GridTimes, wanted: Sequence[Want], has_prompts: bool, is_ahead: bool
@@ -78,30 +86,26 @@ class GridChoice:
             for rows in shapes
         }
         best = max(rates, key=rates.__getitem__)
-        num_tried = 0  # in this step, to begin with
+        is_usual = not has_prompts and not self._interruptions.is_settling
+        goes_on = not is_ahead and is_usual and self._goes_on(rates)
         if probing.is_stopped:
             current = 1
-        elif best != current:
+        elif best != current and not goes_on:
             margin = 1.0 if best == 1 else CHANGE_MARGIN
-            reading = READ_SECONDS * sum(want.behind for want in wanted) * (current == 1)
             if current == 1:
+                reading = READ_SECONDS * sum(want.behind for want in wanted)
                 margin = START_MARGIN + reading / PAYS_WITHIN
             if rates[best] > margin * rates[current]:
-                # Twice as many at a time, so that what a few showed is not believed at the price of reading for all.
-                if reading > MUCH_READING and 2 * self._num_tried < batch:
-                    num_tried = 2 * self._num_tried
-                else:
-                    current, self._grow_steps = best, GROW_STEPS
+                current, self._grow_steps = best, GROW_STEPS
         self.rows, self._price = current, 1 / raw[current]
+        self._look_at = probing.now + LOOK_SECONDS
         rows, self.is_trial = current, False
-        is_usual = not has_prompts and not self._interruptions.is_settling
         tried: Sequence[int] = range(batch)
         if current == 1:
-            if is_usual and (num_tried or probing.may_try()):
-                rows, self.is_trial = best if num_tried else self._trial_rows(times, batch), True
-                num_tried = num_tried or TRIAL_SEQUENCES
+            if goes_on or (is_usual and probing.may_try()):
+                rows, self.is_trial = self._trial_rows(times, batch), True
                 # A draft has less to read for a few.
-                tried = sorted(tried, key=lambda i: wanted[i].behind)[:num_tried]
+                tried = sorted(tried, key=lambda i: wanted[i].behind)[:TRIAL_SEQUENCES]
         elif (is_usual and probing.must_check(rates[current] / rates[1])) or (
             not is_ahead and self._spares(times, batch, current, totals, has_prompts)
         ):
@@ -113,7 +117,7 @@ class GridChoice:
                 rows, self._steps_to_grow = larger[0], self._grow_steps
                 self._grow_steps = min(2 * self._grow_steps, MOST_GROW_STEPS)
         if not is_ahead:  # else a trial cannot be started yet
-            self._num_tried = num_tried if self.is_trial else TRIAL_SEQUENCES
+            self._num_trials = self._num_trials + 1 if self.is_trial else 0
         nodes = [0] * batch
         for i in tried:
             nodes[i] = min(wanted[i].limit, rows - 1)
@@ -178,6 +182,13 @@ class GridChoice:
             for a, b in itertools.pairwise(sizes)
         ]
         return max(times.rows(batch)[1:], key=lambda rows: self.rate(times, batch, rows, chain))
+
+    def _goes_on(self, rates: Mapping[int, float]) -> bool:
+        """Whether what a trial showed leaves open if drafting pays; once its sequences were read for, its next steps cost little."""
+        if not 0 < self._num_trials < TRIAL_STEPS:
+            return False
+        best = max(rate for rows, rate in rates.items() if rows > 1)
+        return OPEN[0] * rates[1] < best < OPEN[1] * rates[1]
 
     def _spares(
         self, times: GridTimes, batch: int, rows: int, totals: Sequence[float], has_prompts: bool

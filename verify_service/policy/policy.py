@@ -63,6 +63,12 @@ class DraftPolicy:
             return False
         return self._grid.rows == 1 if self._times.is_padded else not self._is_drafting
 
+    @property
+    def rests_on(self) -> bool:
+        """Whether the next plan is one without drafts surely, so that it need not be asked for."""
+        is_padded = self._times is not None and self._times.is_padded
+        return is_padded and not self._is_asked and self._grid.rests_on
+
     def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
         """What to draft in the coming step.
 
@@ -138,8 +144,7 @@ class DraftPolicy:
             # Captured steps draft all levels, but which shape was verified is known by the rows alone.
             levels = min(step.wait.levels, step.rows - 1)
             step = replace(step, wait=step.wait._replace(levels=levels))
-        is_asked = self._asked_first is not None and self._asked_first.is_used
-        if times.is_padded and not is_asked and self._grid.settles(step):
+        if times.is_padded and not self._is_asked and self._grid.settles(step):
             self._probing.pass_time(step.seconds + step.wait.lead)
             return
         batch = step.batch
@@ -195,8 +200,7 @@ class DraftPolicy:
             times.observe(step.batch, step.rows, step.seconds)
             self._draft_times.take_out((times.per_token - known) / times.unit)
         else:
-            is_apart = self._asked_first is None or not self._asked_first.is_used
-            times.observe(step.batch, step.rows, step.seconds, is_apart)
+            times.observe(step.batch, step.rows, step.seconds, not self._is_asked)
         is_usual = step.wait.seconds is None or not self._grid.follows
         # After a pause a draft catches up first.
         if levels and is_usual and not is_changed:
@@ -285,6 +289,11 @@ class DraftPolicy:
             nodes = [offer.num_nodes for offer in offers]
             return Plan(nodes, 1 + max(nodes, default=0))
         return Plan(*self._asked_first.trim(offers))
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether the draft is one that is asked first."""
+        return self._asked_first is not None and self._asked_first.is_used
 
     def _everything(self, wanted: Sequence[Want]) -> Plan:
         nodes = [want.limit for want in wanted]

@@ -38,6 +38,11 @@ class Probing:
         """Whether drafting lost so much lately that it rests."""
         return self.now < self._stopped_until
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `may_try` would be so."""
+        return self._waiting > 0 or (self._balance >= 0 and not self.is_stopped)
+
     def may_try(self, is_urgent: bool = False) -> bool:
         """Whether there is time to lose, or a trial goes on because nothing came of it yet; asked once per plan.
 
