@@ -8,6 +8,7 @@ from foredraft.api.verify.v1 import verify_pb2
 from foredraft.text.tokenizer import Tokenizer
 from gateway.decoding import OutputToken, SequenceDecoder
 from tests.support import tiny_tokenizers
+from tests.support.whole_text import byte_tokens
 
 BUILT = {
     name: Tokenizer(tiny_tokenizers.FAMILIES[name]()) for name in ("byte_level", "llama_2", "gemma")
@@ -28,14 +29,30 @@ def run(
     return "".join(pieces) + text, [*tokens, *final], pieces
 
 
+def fewest_tokens(
+    tokenizer: Tokenizer, prompt: list[int], tokens: list[int], stops: list[str]
+) -> int:
+    """How many tokens it takes until one of the stop strings is there."""
+    for count in range(1, len(tokens)):
+        text = run(SequenceDecoder(tokenizer, prompt, [], 0, False, True), [tokens[:count]])[0]
+        if any(stop in text for stop in stops):
+            return count
+    return len(tokens)
+
+
 @pytest.mark.parametrize("family", list(BUILT))
 @given(data=st.data())
 def test_equals_a_search_in_the_whole_text(family: str, data: st.DataObject) -> None:
     tokenizer = BUILT[family]
     known = tokenizer.encode(WORDS, False)
-    ids = st.sampled_from(known) | st.integers(0, tokenizer.vocab_size - 1)
+    newlines = byte_tokens(tokenizer)[10:11] or known
+    ids = (
+        st.sampled_from(known)
+        | st.integers(0, tokenizer.vocab_size - 1)
+        | st.sampled_from(newlines)
+    )
     messages = data.draw(st.lists(st.lists(ids, max_size=5), max_size=8))
-    stops = data.draw(st.lists(st.text("ab é🙂", min_size=1, max_size=3), max_size=3))
+    stops = data.draw(st.lists(st.text("ab é🙂\n", min_size=1, max_size=3), max_size=3))
     keep = data.draw(st.booleans())
     flat = [token for message in messages for token in message]
     prompt = tokenizer.encode("x", False)
@@ -52,6 +69,7 @@ def test_equals_a_search_in_the_whole_text(family: str, data: st.DataObject) -> 
         first = min(ends.values())
         stop = max((s for s, end in ends.items() if end == first), key=len)
         assert decoder.stop_text == stop
+        assert decoder.num_tokens == fewest_tokens(tokenizer, prompt, flat, stops)
         assert text == whole[: first if keep else first - len(stop)]
     # No message may have shown what is no part of the text, and the tokens cover it exactly.
     assert text.startswith("".join(pieces))
