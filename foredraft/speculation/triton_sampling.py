@@ -34,6 +34,7 @@ def choose_tokens(
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
+    *,
     num_parts: int | None = None,
 ) -> torch.Tensor:
     """As `sampling.choose`: in one pass for rows without top-k, top-p and min-p, in two more for those that have some.
