@@ -28,13 +28,14 @@ Gathered = Mapping[
 ]  # hidden states of a step's first rows, by the number of the draft that reads them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CommittedRows:
-    """Rows of a forward whose tokens were committed to a sequence, from position `start` on."""
+    """Rows of a forward whose tokens were committed to a sequence, from position `start` on; of its prompt, or decoded."""
 
     sequence: RequestSequence
     start: int
     rows: Sequence[int]
+    is_prompt: bool = False
 
 
 @dataclass(slots=True)
@@ -180,8 +181,20 @@ class HiddenStates:
         """
         if self._layers is None or not committed:
             return
-        self._settle()
         source = self.source(output) if gathered is None else gathered
+        decoded = [one for one in committed if not one.is_prompt]
+        if all(len(one.rows) == 1 for one in decoded):
+            if decoded:
+                rows = _rows(source, [one.rows[0] for one in decoded])
+                starts = [one.start for one in decoded]
+                self.keep_step([one.sequence for one in decoded], starts, rows)
+            committed = [one for one in committed if one.is_prompt]
+            if any(self._steps.has_dropped(one.sequence) for one in committed):
+                self._settle()  # it gets rows anew
+        else:
+            self._settle()
+        if not committed:
+            return
         rows = _rows(source, [row for one in committed for row in one.rows])
         for one, part in zip(
             committed, rows.split([len(one.rows) for one in committed]), strict=True
@@ -255,6 +268,9 @@ class HiddenStates:
     def drop(self, sequence: RequestSequence) -> None:
         """The sequence ended or lost its pages; rows that the draft was not sent will never be."""
         self._steps.drop(sequence)
+        self._drop_run(sequence)
+
+    def _drop_run(self, sequence: RequestSequence) -> None:
         run = self._runs.pop(sequence.request_id, None)
         if run is not None:
             for page in run.unsent_pages:
@@ -314,7 +330,7 @@ class HiddenStates:
         return end * self._page_size
 
     def _begin(self, sequence: RequestSequence, start: int) -> Run:
-        self.drop(sequence)
+        self._drop_run(sequence)
         run = self._runs[sequence.request_id] = Run(start, start, start)
         run.num_appended = sequence.request_id % MERGE_STEPS  # not all are put together at a time
         return run
@@ -368,7 +384,8 @@ def committed_rows(
         sequence = chunk.seq
         if sequence.status is Status.RUNNING:
             num_kept = min(chunk.num_tokens, sequence.num_computed - chunk.start)
-            committed.append(CommittedRows(sequence, chunk.start, range(first, first + num_kept)))
+            rows = range(first, first + num_kept)
+            committed.append(CommittedRows(sequence, chunk.start, rows, is_prompt=True))
     return committed
 
 

@@ -42,6 +42,10 @@ class KeptSteps:
         if self._steps:
             self._gone.add(sequence.request_id)
 
+    def has_dropped(self, sequence: RequestSequence) -> bool:
+        """Whether rows of a sequence are kept that are no longer its own."""
+        return sequence.request_id in self._gone
+
     def clear(self) -> None:
         """Forgets everything."""
         self._steps.clear()
