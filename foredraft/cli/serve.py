@@ -17,7 +17,7 @@ from rich.text import Text
 
 from foredraft.cli import stack
 from foredraft.cli.supervisor import ChildState, Supervisor
-from foredraft.config.options import add_arguments, given_values
+from foredraft.config.options import add_arguments, given_values, misspelt
 from foredraft.config.services import (
     GatewayConfig,
     LogConfig,
@@ -73,6 +73,8 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         parser.error(str(error))
     setup("serve", config.log_level, config.log_format)
+    for name, near in misspelt(stack.ServeConfig).items():
+        logger.warning("%s is read by nothing; did you mean %s?", name, near)
     terminal = Terminal(plain=config.log_format == "json")
     try:
         return _serve(values, terminal)

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import logging
 import os
 import types
@@ -180,6 +181,14 @@ def given_values(
         _check_bounds(value, field.metadata["least"], field.metadata["most"], source)
         values[field.name] = value
     return values
+
+
+def misspelt(config: type, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that no field of a configuration reads, each with the one that was probably meant."""
+    known = {variable_of(field.name) for field in dataclasses.fields(config)}
+    unknown = [name for name in environ if name.startswith("FOREDRAFT_") and name not in known]
+    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.9) for name in unknown}
+    return {name: found[0] for name, found in near.items() if found}
 
 
 def describe_bounds(least: float | None, most: float | None) -> str:

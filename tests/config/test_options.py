@@ -14,6 +14,7 @@ from foredraft.config.options import (
     describe_default,
     flag_of,
     given_values,
+    misspelt,
     option,
     parse,
     to_flags,
@@ -52,6 +53,13 @@ def test_what_is_not_given_is_absent() -> None:
 def test_flags_are_converted() -> None:
     values = read("--name", "a b", "--size=16", "--limit", "3", "--share", "1e-2", "--shy")
     assert values == {"name": "a b", "size": 16, "limit": 3, "share": 0.01, "shy": True}
+
+
+def test_a_misspelt_variable_is_guessed() -> None:
+    environ = dict.fromkeys(
+        ("FOREDRAFT_HEAD_PAHT", "FOREDRAFT_SIZE", "FOREDRAFT_OTHER", "HEAD_PAHT"), "x"
+    )
+    assert misspelt(Sample, environ) == {"FOREDRAFT_HEAD_PAHT": "FOREDRAFT_HEAD_PATH"}
 
 
 def test_an_alias_means_the_same() -> None:
