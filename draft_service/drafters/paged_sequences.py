@@ -34,7 +34,7 @@ class PagedSequence:
     pages: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Extension:
     """Committed tokens of one sequence whose KV is to be computed, and the tree wanted after them.
 
