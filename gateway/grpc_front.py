@@ -103,9 +103,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest
     ) -> tuple[ToolUse | None, Convention | None]:
         """What is asked of functions, and how the model writes calls."""
-        template = self._serving.tokenizer.chat_template
-        convention = None if template is None else convention_of(template.source)
-        return function_use(request.chat), convention
+        use = function_use(request.chat)
+        template = self._serving.tokenizer.template_for(use is not None)
+        return use, None if template is None else convention_of(template.source)
 
     async def _job(
         self,

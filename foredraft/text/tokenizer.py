@@ -32,6 +32,7 @@ class Tokenizer:
         backend: The library's tokenizer.
         special_tokens: Texts by role, such as bos_token; templates see them.
         chat_template: Jinja source, None for a model without one.
+        tool_template: Jinja source for conversations with tools, None where that is the same.
 
     Attributes:
         decoder: The `decoder` entry of tokenizer.json.
@@ -44,6 +45,7 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
     ) -> None:
         self._backend = backend
         backend.no_truncation()
@@ -55,6 +57,7 @@ class Tokenizer:
             token for token, added in backend.get_added_tokens_decoder().items() if added.special
         )
         self.chat_template = ChatTemplate(chat_template, roles) if chat_template else None
+        self._tool_template = ChatTemplate(tool_template, roles) if tool_template else None
         self.vocab_size: int = backend.get_vocab_size()
         self._settled_texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
         self._token = functools.lru_cache(maxsize=2**16)(backend.id_to_token)
@@ -79,7 +82,10 @@ class Tokenizer:
         backend, config = _load_backend(folder)
         roles = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
         _mark_special(backend, [*roles.values(), *_additional_special_tokens(config)])
-        return cls(backend, roles, chat_template or _find_chat_template(folder, config))
+        if chat_template:
+            return cls(backend, roles, chat_template)
+        found = _find_chat_templates(folder, config)
+        return cls(backend, roles, found.get("default"), found.get("tool_use"))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; the tokenizer's own post-processor adds BOS or EOS when asked to."""
@@ -92,9 +98,14 @@ class Tokenizer:
         Raises:
             InvalidRequest: There is no template, or it refuses the messages.
         """
-        if self.chat_template is None:
+        template = self.template_for(bool(variables.get("tools")))
+        if template is None:
             raise InvalidRequest("messages", "the model has no chat template")
-        return self.encode(self.chat_template.render(messages, **variables), False)
+        return self.encode(template.render(messages, **variables), False)
+
+    def template_for(self, has_tools: bool) -> ChatTemplate | None:
+        """The template of a conversation: some models have one of its own for conversations with tools."""
+        return (self._tool_template if has_tools else None) or self.chat_template
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids outside the vocabulary read as nothing."""
@@ -225,14 +236,21 @@ def _mark_special(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
             )
 
 
-def _find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, chat_template.json or tokenizer_config.json, in the order of transformers."""
+def _find_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Sources by name, of which `default` and `tool_use` have a meaning: chat_template.jinja with additional_chat_templates,
+    chat_template.json or tokenizer_config.json, in the order of transformers."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+        files = {"default": file, **{other.stem: other for other in others}}
+        return {name: each.read_text(encoding="utf-8") for name, each in files.items()}
     template = _read_json(folder / "chat_template.json").get("chat_template")
     template = template or config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    if isinstance(template, str):
+        return {"default": template}
+    entries = template if isinstance(template, list) else []
+    return {
+        entry["name"]: entry["template"]
+        for entry in entries
+        if isinstance(entry, Mapping) and isinstance(entry.get("template"), str) and "name" in entry
+    }

@@ -109,7 +109,7 @@ async def _chat_call(serving: Serving, body: ChatBody) -> Call:
     serving.check_model(body.model)
     body.check()
     use = body.tool_use()
-    template = serving.tokenizer.chat_template
+    template = serving.tokenizer.template_for(use is not None)
     convention = None if template is None else convention_of(template.source)
     messages, variables = told([message.rendered() for message in body.messages], use, convention)
     grammar = body.grammar()

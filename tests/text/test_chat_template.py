@@ -150,6 +150,29 @@ def test_files_of_a_directory(tmp_path: pathlib.Path) -> None:
         Tokenizer.from_dir(tmp_path)
 
 
+@pytest.mark.parametrize("where", ["list", "files"])
+def test_a_template_of_its_own_for_tools(tmp_path: pathlib.Path, where: str) -> None:
+    templates = {"default": "plain", "tool_use": "x{{ tools | length }}", "rag": "{{ documents }}"}
+    tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path, chat_template=None)
+    if where == "list":
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": n, "template": t} for n, t in templates.items()]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    else:
+        (tmp_path / "chat_template.jinja").write_text(templates["default"])
+        (tmp_path / "additional_chat_templates").mkdir()
+        for name in ("tool_use", "rag"):
+            file = tmp_path / "additional_chat_templates" / f"{name}.jinja"
+            file.write_text(templates[name])
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert tokenizer.decode(tokenizer.encode_chat(USER)) == "plain"
+    assert tokenizer.decode(tokenizer.encode_chat(USER, tools=[])) == "plain"
+    assert tokenizer.decode(tokenizer.encode_chat(USER, tools=[{}, {}])) == "x2"
+    assert tokenizer.template_for(True).source == templates["tool_use"]  # type: ignore[union-attr]
+    other = Tokenizer.from_dir(tmp_path, "other")
+    assert other.decode(other.encode_chat(USER, tools=[{}])) == "other"
+
+
 def test_missing_or_broken_files(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer.from_dir(tmp_path)
