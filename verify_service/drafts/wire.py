@@ -11,6 +11,8 @@ from verify_service.drafts.proposals import Asked, Drafted, OwnTime, Proposals
 from verify_service.metrics import DRAFT_SECONDS, SpeculationMetrics
 from verify_service.scheduling.request import Sequence as RequestSequence
 
+MOST_UNREAD = 64  # answers; where nobody is asked for, nothing is in them
+
 
 class DraftWire:
     """Belongs to the engine's thread. All that sends or receives raises DraftError when the draft is lost.
@@ -116,6 +118,8 @@ class DraftWire:
         self._num_unread += not is_on_device
         self.proposals.expect(self._request, self._asking, self._is_awaited)
         self._request, self._asking = draft_pb2.StepRequest(), {}
+        if self._num_unread > MOST_UNREAD:  # the oldest came long ago
+            self._receive()
 
     def drain(self) -> None:
         """Reads all that was asked for in steps before: it has come."""

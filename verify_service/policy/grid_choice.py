@@ -54,10 +54,8 @@ class GridChoice:
         self._steps_to_grow = self._grow_steps = GROW_STEPS
         self._look_at = 0.0  # when to choose anew, while drafting rests
         self._price = 0.0  # seconds of a token of steps that nothing interrupts
-        self._leads = [
-            0.0,
-            0.0,
-        ]  # seconds before the target's part where the host begins, without drafts and with
+        # Seconds before the target's part where the host begins, without drafts and with.
+        self._leads = [0.0, 0.0]
         self._is_spared = False  # a step decodes plainly, lest the host wait, and the one behind was not started yet
         self._num_trials = 0  # steps of the present trial
         self._num_waited = 0  # steps with drafts that were waited for, since the last that was not
