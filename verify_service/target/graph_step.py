@@ -3,6 +3,7 @@
 import struct
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -40,6 +41,42 @@ from verify_service.target.target_step import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """Sequences of a step, and what of their records stays the same while they go on together.
+
+    Attributes:
+        slots: Theirs.
+        sampling: int32 [n, words], of their headers.
+        is_late: Whether somebody asks for more than the rule.
+        is_filtered: Whether top-k, top-p or min-p of somebody are obeyed.
+    """
+
+    sequences: list[RequestSequence]
+    slots: list[int]
+    sampling: np.ndarray
+    is_late: bool
+    is_filtered: bool
+
+    @classmethod
+    def of(cls, sequences: list[RequestSequence], slots: list[int]) -> "_Members":
+        samplings = [sequence.sampling for sequence in sequences]
+        words = b"".join(
+            struct.pack("<fffiQ", s.temperature, s.top_p, s.min_p, s.top_k, s.seed)
+            for s in samplings
+        )
+        return cls(
+            sequences,
+            slots,
+            np.frombuffer(words, np.int32).reshape(len(sequences), -1),
+            any(map(is_late, sequences)),
+            any(map(_is_filtered, samplings)),
+        )
+
+
+_NOBODY = _Members([], [], np.zeros((0, 0), np.int32), is_late=False, is_filtered=False)
+
+
 class GraphStep(TargetStep):
     """Runs a step by captured graphs where it can.
 
@@ -63,6 +100,7 @@ class GraphStep(TargetStep):
         self._graphs, self._mixed = graphs, mixed
         self._simulated = simulated
         self._vocab_size = runner.model.config.vocab_size
+        self._members = _NOBODY  # of the newest step
         self._tables = SlotTables(graphs.late, chooser.eos_token_ids, self._vocab_size)
 
     def measure(self) -> GridTimes:
@@ -107,7 +145,7 @@ class GraphStep(TargetStep):
         header[:, NUM_ROWS] = [1 if rows.tree is None else num_rows for rows in batch]
         _force_no_more_than_trees(header)
         arrays.parents[:] = PAD
-        if any(map(is_late, sequences)):
+        if self._members.is_late:
             capture = capture or self._graphs.capture
             self._graphs.prepare_late(len(batch), num_rows, capture, _has_logprobs(sequences))
         self._graphs.upload(len(batch))
@@ -171,9 +209,8 @@ class GraphStep(TargetStep):
         # Hidden states that are captured anyway cost no second set of graphs.
         capture = capture or graphs.capture
         where = graphs.accepted[:count], graphs.accepted_index
-        if not any(map(is_late, sequences)):
-            is_filtered = any(_is_filtered(sequence.sampling) for sequence in sequences)
-            running = graphs.start(count, num_rows, capture, is_filtered)
+        if not self._members.is_late:
+            running = graphs.start(count, num_rows, capture, self._members.is_filtered)
             outcome = DeviceOutcome(count, *where, running.output)
             return GraphRun(running, num_rows, outcome, self._vocab_size)
         step = graphs.start_late(count, num_rows, capture, _has_logprobs(sequences))
@@ -182,19 +219,17 @@ class GraphStep(TargetStep):
             graphs, self._tables, step, sequences, trees, rows, outcome, self._vocab_size
         )
 
-    def _fill(self, sequences: Sequence[RequestSequence], num_rows: int) -> StepArrays:
+    def _fill(self, sequences: list[RequestSequence], num_rows: int) -> StepArrays:
         """Everything of the records but roots and trees."""
         arrays = self._graphs.arrays(len(sequences), num_rows)
         self._update_pages(sequences)
         header = arrays.header
-        header[:, SLOT] = [sequence.slot or 0 for sequence in sequences]
-        samplings = [sequence.sampling for sequence in sequences]
-        words = b"".join(
-            struct.pack("<fffiQ", s.temperature, s.top_p, s.min_p, s.top_k, s.seed)
-            for s in samplings
-        )
-        header[:, SAMPLING] = np.frombuffer(words, np.int32).reshape(len(sequences), -1)
-        if any(map(is_late, sequences)):
+        slots = [sequence.slot or 0 for sequence in sequences]
+        if self._members.sequences != sequences or self._members.slots != slots:
+            self._members = _Members.of(sequences, slots)
+        header[:, SLOT] = slots
+        header[:, SAMPLING] = self._members.sampling
+        if self._members.is_late:
             fill_adjustments(header, sequences, num_rows)
         header[:, FORCED] = 0 if self._simulated is None else self._simulated.draw(len(sequences))
         return arrays
