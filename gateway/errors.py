@@ -25,6 +25,10 @@ class BodyTooLarge(ForedraftError):
     """The HTTP body is over --max-body-bytes."""
 
 
+class CrossSite(ForedraftError):
+    """A page of another site has a browser send the request."""
+
+
 class RequestTimeout(ForedraftError):
     """The request's deadline passed."""
 
@@ -73,6 +77,7 @@ HTTP_ERRORS: tuple[tuple[type[ForedraftError], HttpError], ...] = (
         Unauthenticated,
         HttpError(401, "UNAUTHENTICATED", "invalid_request_error", "invalid_api_key"),
     ),
+    (CrossSite, HttpError(403, "PERMISSION_DENIED", "invalid_request_error", "cross_site")),
     (
         RateLimited,
         HttpError(

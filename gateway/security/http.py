@@ -6,6 +6,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foredraft.errors import ForedraftError
+from gateway.errors import CrossSite
 from gateway.http import error_response
 from gateway.security.gate import Gate
 
@@ -19,7 +20,7 @@ UNCOUNTED = frozenset({"/abort_request", "/flush_cache"})
 
 
 class GateMiddleware:
-    """Answers 401, 429 and 503 itself; everything behind it acts for a caller."""
+    """Answers 401, 403, 429 and 503 itself; everything behind it acts for a caller."""
 
     def __init__(self, app: ASGIApp, gate: Gate, protect_metrics: bool) -> None:
         self._app = app
@@ -30,12 +31,17 @@ class GateMiddleware:
         if scope["type"] != "http" or self._is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
-        path = scope["path"]
+        path, headers = scope["path"], Headers(scope=scope)
+        # Browsers say so of what a page of another site sends, which needs no CORS to make a server of this machine work.
+        if headers.get("sec-fetch-site") == "cross-site":
+            refusal = CrossSite("pages of other sites may not use this server")
+            await error_response(refusal)(scope, receive, send)
+            return
         counts = path == PROBE or (scope["method"] != "GET" and path not in UNCOUNTED)
         with ExitStack() as admission:
             try:
                 admission.enter_context(
-                    self._gate.admit(Headers(scope=scope).get("authorization", ""), counts=counts)
+                    self._gate.admit(headers.get("authorization", ""), counts=counts)
                 )
             except ForedraftError as error:
                 await error_response(error)(scope, receive, send)

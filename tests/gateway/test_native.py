@@ -230,6 +230,22 @@ def test_head_is_get_without_a_body(http: httpx.Client, path: str) -> None:
     assert http.get("/health").json()["status"] == "ok"  # the connection is in order
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/generate"), ("GET", "/flush_cache"), ("POST", "/abort_request")],
+)
+def test_pages_of_other_sites_cannot_use_it(http: httpx.Client, method: str, path: str) -> None:
+    for site, status in (("cross-site", 403), ("same-origin", 200), ("none", 200)):
+        body = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
+        if path != "/generate":
+            body = {"abort_all": True}
+        answer = http.request(method, path, json=body, headers={"sec-fetch-site": site})
+        assert answer.status_code == status
+        if status == 403:
+            assert answer.json()["error"]["code"] == "cross_site"
+    assert http.get("/", headers={"sec-fetch-site": "cross-site"}).status_code == 200
+
+
 def test_metrics(http: httpx.Client) -> None:
     def value(line: str) -> float:
         return metric(http.get("/metrics").text, line)
