@@ -1,5 +1,6 @@
 """Draft trees as plain data (torch-free): the tree itself, its check on arrival, its depths and paths. Masks live in `tree`."""
 
+import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,14 +98,18 @@ def _is_clean(
 ) -> bool:
     """Whether nothing has to be dropped: what nearly every proposal is, told without a loop in Python."""
     size = len(tokens)
-    return (
-        0 < size == len(parents) <= max_nodes
-        and min(tokens) >= 0
-        and max(tokens) < vocab_size
-        and min(parents) >= -1
+    if not 0 < size == len(parents) <= max_nodes or min(tokens) < 0 or max(tokens) >= vocab_size:
+        return False
+    return parents == _parents_of_chain(size) or (
+        min(parents) >= -1
         and all(map(operator.lt, parents, range(size)))
         and len(set(zip(parents, tokens, strict=True))) == size
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _parents_of_chain(size: int) -> list[int]:
+    return list(range(-1, size - 1))
 
 
 def depths(parents: Sequence[int]) -> list[int]:
