@@ -14,8 +14,8 @@ CHANGE_MARGIN = 1.02  # and another size of trees before it is taken instead
 TRIAL_SEQUENCES = 8  # drafted for at a time to find out
 # Seconds that a draft takes to read a token, about, and within how many what it has to read must have paid.
 READ_SECONDS, PAYS_WITHIN = 4e-6, 4.0
-# Steps that a trial goes on for, while the best size promises so much, as a factor.
-TRIAL_STEPS, OPEN = 4, (0.9, 1.12)
+# Outcomes for which a trial goes on, while the best size promises so much, as a factor.
+TRIAL_OUTCOMES, OPEN = 32, (0.9, 1.12)
 # Drafting steps after which larger trees are tried once; each time in vain doubles them.
 GROW_STEPS, MOST_GROW_STEPS = 24, 192
 TRIAL_ACCEPTANCE = 0.8  # of every node, that the size of a trial's trees is best for
@@ -57,7 +57,7 @@ class GridChoice:
         # Seconds before the target's part where the host begins, without drafts and with.
         self._leads = [0.0, 0.0]
         self._is_spared = False  # a step decodes plainly, lest the host wait, and the one behind was not started yet
-        self._num_trials = 0  # steps of the present trial
+        self._num_outcomes = 0  # of the present trial, those that are on the way included
         self._num_waited = 0  # steps with drafts that were waited for, since the last that was not
         self.rows = 1
         self.is_trial = False
@@ -67,7 +67,7 @@ class GridChoice:
     def rests_on(self) -> bool:
         """Whether nothing is to be found out by the next plan: what it would be told of was considered just now."""
         probing = self._probing
-        is_busy = self._num_trials or probing.is_due
+        is_busy = self._num_outcomes or probing.is_due
         return self.rows == 1 and not is_busy and probing.now < self._look_at
 
     def plan(
@@ -85,7 +85,9 @@ class GridChoice:
         }
         best = max(rates, key=rates.__getitem__)
         is_usual = not has_prompts and not self._interruptions.is_settling
-        goes_on = not is_ahead and is_usual and self._goes_on(rates)
+        # Where not all are asked, nobody can follow: a trial is not started ahead.
+        is_next = not is_ahead or batch <= TRIAL_SEQUENCES
+        goes_on = is_usual and is_next and self._goes_on(rates)
         if probing.is_stopped:
             current = 1
         elif best != current and not goes_on:
@@ -114,8 +116,9 @@ class GridChoice:
             if self._steps_to_grow <= 0 and larger:
                 rows, self._steps_to_grow = larger[0], self._grow_steps
                 self._grow_steps = min(2 * self._grow_steps, MOST_GROW_STEPS)
-        if not is_ahead:  # else a trial cannot be started yet
-            self._num_trials = self._num_trials + 1 if self.is_trial else 0
+        if is_next:
+            asked = min(batch, TRIAL_SEQUENCES)
+            self._num_outcomes = self._num_outcomes + asked if self.is_trial else 0
         nodes = [0] * batch
         for i in tried:
             nodes[i] = min(wanted[i].limit, rows - 1)
@@ -183,7 +186,7 @@ class GridChoice:
 
     def _goes_on(self, rates: Mapping[int, float]) -> bool:
         """Whether what a trial showed leaves open if drafting pays; once its sequences were read for, its next steps cost little."""
-        if not 0 < self._num_trials < TRIAL_STEPS:
+        if not 0 < self._num_outcomes < TRIAL_OUTCOMES:
             return False
         best = max(rate for rows, rate in rates.items() if rows > 1)
         return OPEN[0] * rates[1] < best < OPEN[1] * rates[1]
