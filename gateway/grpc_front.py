@@ -7,7 +7,8 @@ import grpc
 
 from foredraft import __version__
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
-from foredraft.errors import InvalidRequest
+from foredraft.errors import ForedraftError, InvalidRequest
+from foredraft.rpc import errors
 from foredraft.types import (
     FinishReason,
     Grammar,
@@ -16,7 +17,7 @@ from foredraft.types import (
     SpeculationParams,
 )
 from gateway.decoding import Chunk, Completion, OutputToken
-from gateway.errors import RequestTimeout, SlowClient, UnknownModel
+from gateway.errors import RequestTimeout, SlowClient, UnknownModel, http_error
 from gateway.generation import Job
 from gateway.grpc_tools import CallFinder, function_use, messages
 from gateway.http import naming
@@ -52,12 +53,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         if calls:
                             calls.rewrite(response, chunk)
                         await self._write(context, response)
-        except RequestTimeout as error:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
-        except SlowClient as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except UnknownModel as error:
-            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        except (RequestTimeout, SlowClient, UnknownModel) as error:
+            await _abort(context, error)
 
     async def _write(
         self, context: grpc.aio.ServicerContext, response: inference_pb2.GenerateResponse
@@ -84,7 +81,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         try:
             self._serving.check_model(request.model)
         except UnknownModel as error:
-            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+            await _abort(context, error)
         info = self._serving.info
         return inference_pb2.GetModelInfoResponse(
             model=info.model,
@@ -182,6 +179,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 variables["continue_final_message"] = True
             return await self._serving.encode_chat(found, **variables)
         raise InvalidRequest("prompt", "give one of text, chat, token_ids")
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: ForedraftError) -> None:
+    """Ends a call with an error of the gateway's own, as `gateway.errors` says it."""
+    said = http_error(error)
+    number = grpc.StatusCode[said.grpc].value[0]
+    await errors.abort(context, errors.to_status(error, (said.code or "").upper(), number))
 
 
 def _grammar(given: inference_pb2.Grammar) -> Grammar | None:

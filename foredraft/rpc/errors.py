@@ -37,9 +37,20 @@ _CODES: tuple[tuple[type[ForedraftError], str, int], ...] = (
 _STATUS_BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 
-def to_status(error: ForedraftError) -> status_pb2.Status:
-    """The status of an error raised on purpose: ErrorInfo always, BadRequest and RetryInfo where they apply."""
-    reason, code = next((reason, code) for kind, reason, code in _CODES if isinstance(error, kind))
+def to_status(
+    error: ForedraftError, reason: str = "", code: int | None = None
+) -> status_pb2.Status:
+    """The status of an error raised on purpose: ErrorInfo always, BadRequest and RetryInfo where they apply.
+
+    Args:
+        error: Of a kind of `foredraft.errors`, or of a service's own that is derived from one of these.
+        reason: For ErrorInfo, where a service's own kind has another; `code` likewise, a number of google.rpc.Code.
+        code: See `reason`.
+    """
+    usual, number = next(
+        (usual, number) for kind, usual, number in _CODES if isinstance(error, kind)
+    )
+    reason, code = reason or usual, number if code is None else code
     status = status_pb2.Status(code=code, message=str(error))
     _add_detail(status, error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
     if isinstance(error, InvalidRequest | AttachRefused):

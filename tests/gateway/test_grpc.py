@@ -128,9 +128,20 @@ def test_models(stub: Any) -> None:
     info = stub.GetModelInfo(inference_pb2.GetModelInfoRequest(model="tiny"))
     assert info.speculative_algorithm == "NGRAM"
     assert info.has_chat_template
-    with pytest.raises(grpc.RpcError) as unknown:
-        stub.GetModelInfo(inference_pb2.GetModelInfoRequest(model="other"))
-    assert unknown.value.code() == grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+    for ask in (
+        lambda: stub.GetModelInfo(inference_pb2.GetModelInfoRequest(model="other")),
+        lambda: list(stub.Generate(request(model="other"))),
+    ):
+        with pytest.raises(grpc.RpcError) as unknown:
+            ask()
+        status = rpc_status.from_call(unknown.value)
+        assert status is not None
+        assert status.code == grpc.StatusCode.NOT_FOUND.value[0]
+        info, details = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+        assert status.details[0].Unpack(info)
+        assert status.details[1].Unpack(details)
+        assert info.reason == "MODEL_NOT_FOUND"
+        assert details.field_violations[0].field == "model"
 
 
 @pytest.mark.parametrize(
