@@ -79,7 +79,8 @@ class RunAhead:
             return _drained("draft")
         going = self._scheduler.going_on(flight.sequences)
         nodes, num_rows = plan(going)
-        nodes = [_followed(*pair, num_rows) for pair in zip(going, nodes, strict=True)]
+        if any(nodes):
+            nodes = [_followed(*pair, num_rows) for pair in zip(going, nodes, strict=True)]
         num_rows = num_rows if any(nodes) else 1
         reads_hidden = drafting is not None and drafting.capture is not None
         if any(nodes):
