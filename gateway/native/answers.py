@@ -1,14 +1,50 @@
 """Answers of /generate in SGLang's shape."""
 
+import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason
 from gateway.decoding import Chunk
 from gateway.generation import Job
+from gateway.http import encode_event
 from gateway.native.schemas import GenerateBody
 from gateway.openai.replies import finite, provenance
+
+# Of the time of a stream, the part that may go into encoding its events.
+ENCODING_SHARE = 1 / 50
+
+
+class Pace:
+    """How often an answer is sent that is whole each time: a longer one less often, or the work would grow as its square.
+
+    Args:
+        clock: Seconds that only grow.
+        spent: Seconds that this thread has worked.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        spent: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._clock = clock
+        self._spent = spent
+        self._due = -math.inf
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next event may be sent; its text may also wait for the one after it."""
+        return self._clock() >= self._due
+
+    def encode(self, answer: dict[str, Any]) -> bytes:
+        """An answer as an event."""
+        before = self._spent()
+        event = encode_event(answer)
+        self._due = self._clock() + (self._spent() - before) / ENCODING_SHARE
+        return event
 
 
 class Answer:

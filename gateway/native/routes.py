@@ -12,7 +12,7 @@ from foredraft.errors import InvalidRequest
 from foredraft.types import SamplingParams
 from gateway.generation import Job
 from gateway.http import event_stream, naming, read, refuse, unless_disconnected
-from gateway.native.answers import Answer
+from gateway.native.answers import Answer, Pace
 from gateway.native.schemas import (
     REFUSED,
     REFUSED_SAMPLING,
@@ -229,16 +229,20 @@ async def _whole(serving: Serving, body: GenerateBody, jobs: list[Job]) -> list[
 
 async def _events(
     serving: Serving, body: GenerateBody, jobs: list[Job], is_batch: bool
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Each chunk holds the whole answer so far, and its index in a batch."""
+) -> AsyncGenerator[bytes, None]:
+    """Each event holds the whole answer so far, and its index in a batch."""
     answers = [
-        [Answer(job, body, serving.tokenizer) for _ in range(job.num_choices)] for job in jobs
+        [(Answer(job, body, serving.tokenizer), Pace()) for _ in range(job.num_choices)]
+        for job in jobs
     ]
     async with contextlib.aclosing(serving.generator.stream_all(jobs)) as chunks:
         async for i, chunk in chunks:
-            answer = answers[i][chunk.index].add(chunk)
+            answer, pace = answers[i][chunk.index]
+            so_far = answer.add(chunk)
+            if chunk.completion is None and not pace.is_due:
+                continue
             index = sum(job.num_choices for job in jobs[:i]) + chunk.index
-            yield {"index": index, **answer} if is_batch else answer
+            yield pace.encode({"index": index, **so_far} if is_batch else so_far)
 
 
 def _is_nested(tokens: list[int] | list[list[int]]) -> bool:

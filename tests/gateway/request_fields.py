@@ -113,7 +113,7 @@ FIELDS: tuple[Field, ...] = (
         ("text", "b", "a text or a list of them; or input_ids"),
         ("input_ids", [65, 66], "token ids, or a list of lists; or text"),
         ("sampling_params", {"max_new_tokens": 3}, "an object, or one for each prompt"),
-        ("stream", True, "events, each with the whole answer so far"),
+        ("stream", True, "events, each with the whole answer so far; large ones less often than tokens come"),
         ("rid", "a-name", "a name for /abort_request, of all prompts, or one for each prompt"),
         ("return_logprob", True, "output_token_logprobs in meta_info"),
         ("logprob_start_len", -1, "-1, the output alone; others are refused", (("return_logprob", True),)),

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from foredraft.text.tokenizer import Tokenizer
+from gateway.native.answers import Pace
 from tests.support import tiny_tokenizers
 from tests.support.stack import CONTEXT_LENGTH, VOCAB_SIZE, eventually, metric
 
@@ -70,6 +71,25 @@ def test_streams_are_cumulative(http: httpx.Client) -> None:
     assert chunks[-1]["output_ids"] == whole["output_ids"]
     assert chunks[-1]["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
     assert len(chunks) > 1
+
+
+def test_long_answers_are_sent_less_often() -> None:
+    now = 0.0
+    work = iter([1.0, 1.001, 2.0, 2.1])  # a millisecond for the first event, 100 for the second
+    pace = Pace(clock=lambda: now, spent=lambda: next(work))
+    due = []
+    for step in range(1000):
+        now = step * 0.01
+        if pace.is_due:
+            due.append(step)
+            assert pace.encode({"text": "é"}) == 'data: {"text":"é"}\n\n'.encode()
+        if len(due) == 2:
+            break
+    assert due == [0, 5]
+    now = 0.05 + 4.99
+    assert not pace.is_due
+    now += 0.02
+    assert pace.is_due
 
 
 def test_batches(http: httpx.Client) -> None:
