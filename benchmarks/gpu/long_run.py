@@ -39,6 +39,7 @@ from foredraft.types import FinishReason, SamplingParams
 from tests.support import counted_draft, engines
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.fault_cases import BlockCount, GraphCount, device_bytes, num_descriptors
+from tests.support.segments import segments
 from tests.support.standby_drafts import StandbyDraft
 from tests.support.ties import first_difference
 from verify_service import metrics
@@ -311,7 +312,7 @@ class Run:
             "graphs": self._graphs.num_captured,
             "descriptors": num_descriptors(),
             "threads": threading.active_count(),
-            "segments": len(list(Path("/dev/shm").glob(f"foredraft-{os.getpid()}-*"))),
+            "segments": len(segments()),
             "pages_lost": pool.num_pages - pool.num_free,
             "driver": used.get(os.getpid()),
         }

@@ -18,6 +18,7 @@ from foredraft.transport.base import RowFormat
 from foredraft.transport.shared_memory import SharedMemoryWriter
 from tests.support.drafts import DraftProcess, attach_request, open_stream
 from tests.support.hidden_drafts import HiddenDraft, HiddenDrafter
+from tests.support.segments import segments
 
 WIDTH = 32
 ROW = RowFormat(WIDTH, torch.float32)
@@ -32,10 +33,6 @@ def drafter() -> HiddenDrafter:
 def draft(drafter: HiddenDrafter) -> Iterator[HiddenDraft]:
     with HiddenDraft(drafter) as service:
         yield service
-
-
-def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob(f"foredraft-{os.getpid()}-*")}
 
 
 def maps() -> int:

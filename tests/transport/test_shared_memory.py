@@ -18,17 +18,13 @@ from foredraft.errors import InvalidRequest
 from foredraft.transport import choice, shared_memory
 from foredraft.transport.base import ArenaError, HiddenReader, HiddenWriter, RowFormat
 from foredraft.transport.shared_memory import SharedMemoryReader, SharedMemoryWriter
+from tests.support.segments import segments
 
 ROOT = Path(__file__).parents[2]
 ROW = RowFormat(48, torch.float32)
 EPOCH = 7
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="needs /dev/shm")
-
-
-def segments(pid: int | None = None) -> set[str]:
-    """Names of the segments that a process made."""
-    return {path.name for path in Path("/dev/shm").glob(f"foredraft-{pid or os.getpid()}-*")}
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Exchange regions by attach: which transport, how large, and when they end."""
 
 import mmap
-import os
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from foredraft.types import SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import Job
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
+from tests.support.segments import segments
 from tests.support.stack import eventually
 from verify_service.drafts.arena import Arena, is_same_host
 
@@ -39,10 +39,6 @@ def info(**needs: object) -> draft_pb2.GetDraftInfoResponse:
     return draft_pb2.GetDraftInfoResponse(
         hidden=draft_pb2.HiddenNeeds(**hidden), transports=[SHM, INLINE]
     )
-
-
-def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob(f"foredraft-{os.getpid()}-*")}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.errors import DraftError
 from tests.support.drafts import DraftProcess, attach_request
+from tests.support.stack import eventually
 from verify_service.drafts import client as draft_client
 from verify_service.drafts.client import DraftClient
 
@@ -49,7 +49,7 @@ class Client:
         self.client.close()
 
     def attached(self) -> int:
-        until(lambda: self.client.epoch > 0)
+        eventually(lambda: self.client.epoch > 0)
         self._num_steps = 0
         return self.client.epoch
 
@@ -65,14 +65,6 @@ class Client:
     def step(self) -> list[int]:
         self.client.send(self.request())
         return list(self.client.receive().proposals[0].tokens)
-
-
-def until(condition: Callable[[], bool], timeout: float = 30.0) -> None:
-    """Waits for what another thread or process does."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 def usage() -> tuple[int, int]:
@@ -106,14 +98,14 @@ def test_nothing_is_attached_before_it_is_allowed(draft: DraftProcess) -> None:
     with pytest.raises(DraftError, match="no draft"):
         client.send(draft_pb2.StepRequest(step=1))
     client.allow_attach()
-    until(lambda: client.epoch == 1)
+    eventually(lambda: client.epoch == 1)
     client.close()
 
 
 def test_waiting_for_a_draft_that_is_not_there_ends(tmp_path: Path) -> None:
     with Client(f"unix:{tmp_path}/no.sock") as verifier:
         assert verifier.client.wait(0.2) is None
-        until(lambda: bool(verifier.states))
+        eventually(lambda: bool(verifier.states))
         assert verifier.states[0].startswith("not reachable")
 
 
@@ -142,7 +134,7 @@ def test_a_killed_draft_is_noticed_and_comes_back() -> None:
             assert verifier.step() == [8, 9, 10]
             process.kill()
             # Without a step as well: health has to know.
-            until(lambda: verifier.client.epoch == 0)
+            eventually(lambda: verifier.client.epoch == 0)
             process.start(ready=False)
         assert verifier.attached() == 4
     assert [state for state in verifier.states if state == "attached"] == ["attached"] * 4
@@ -204,7 +196,7 @@ def test_a_refused_step_costs_the_attach_only(draft: DraftProcess) -> None:
 def test_a_refused_attach_is_said_once_and_tried_again(draft: DraftProcess) -> None:
     with Client(draft.target, max_batch=0) as verifier:
         assert verifier.client.wait(10) is not None
-        until(lambda: verifier.client._last_epoch >= 3)
+        eventually(lambda: verifier.client._last_epoch >= 3)
         assert len(verifier.states) == 1
         assert verifier.states[0].startswith("not attached: max_batch")
 
@@ -295,7 +287,7 @@ def test_a_nonsensical_answer_drops_the_draft(nonsense: Any, answer: Any) -> Non
 )
 def test_a_nonsensical_attach_is_no_attach(nonsense: Any, answer: Any) -> None:
     with Client(nonsense(lambda request: answer)) as verifier:
-        until(lambda: verifier.client._last_epoch >= 2)
+        eventually(lambda: verifier.client._last_epoch >= 2)
         assert verifier.client.epoch == 0
 
 
@@ -304,7 +296,7 @@ def test_a_listener_that_never_speaks_is_left(monkeypatch: pytest.MonkeyPatch) -
     with socket.create_server(("127.0.0.1", 0)) as listener:
         target = f"127.0.0.1:{listener.getsockname()[1]}"
         with Client(target) as verifier:
-            until(lambda: bool(verifier.states))
+            eventually(lambda: bool(verifier.states))
             assert verifier.states[0].startswith("not reachable")
 
 
@@ -323,14 +315,14 @@ def test_cycles_leave_no_thread_and_no_descriptor(
                 verifier.client.send(request)
                 with pytest.raises(DraftError):
                     verifier.client.receive()
-                until(lambda epoch=epoch: verifier.client.epoch > epoch)
+                eventually(lambda epoch=epoch: verifier.client.epoch > epoch)
 
         cycle(10)
         (descriptors, threads), num_draft = usage(), draft.num_descriptors()
         cycle(100)
         # gRPC ends a stream's threads and sockets a moment after the stream.
-        until(lambda: usage()[0] <= descriptors + 2 and usage()[1] <= threads + 2)
-        until(lambda: draft.num_descriptors() <= num_draft + 2)
+        eventually(lambda: usage()[0] <= descriptors + 2 and usage()[1] <= threads + 2)
+        eventually(lambda: draft.num_descriptors() <= num_draft + 2)
 
 
 def test_clients_leave_no_thread_and_no_descriptor(draft: DraftProcess) -> None:
@@ -343,4 +335,4 @@ def test_clients_leave_no_thread_and_no_descriptor(draft: DraftProcess) -> None:
     use(5)
     descriptors, threads = usage()
     use(40)
-    until(lambda: usage()[0] <= descriptors + 2 and usage()[1] <= threads)
+    eventually(lambda: usage()[0] <= descriptors + 2 and usage()[1] <= threads)
