@@ -1,14 +1,18 @@
 """uvicorn's HTTP/1.1 protocol with bounds that it lacks: size of a request's head, time for it to arrive, time for an
-answer to be taken."""
+answer to be taken. Requests that offer an upgrade are answered as they are."""
 
 import asyncio
 import logging
+import sys
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
+# What an offer of another protocol consists of.
+_OFFER = (b"upgrade", b"http2-settings")
 
 
 def bounded_protocol(seconds: float) -> type[HttpToolsProtocol]:
@@ -24,6 +28,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _write_timer: asyncio.TimerHandle | None = None
     _timer: asyncio.TimerHandle | None = None
+    _read = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,12 +49,39 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
+        self._read = data
         super().data_received(data)
+        self._read = b""
         if self._timer is None:  # the body comes
             return
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The request's head is too large.")
+
+    def _should_upgrade(self) -> bool:
+        return self._get_upgrade() is not None and self.parser.get_method() != b"CONNECT"
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Says nothing: a client may do it with every request."""
+
+    def handle_websocket_upgrade(self) -> None:
+        """Reads a request anew without its offer of an upgrade, with which the parser takes no body.
+
+        Java's HTTP client offers HTTP/2 with every first request of a connection, as curl does when asked to.
+        """
+        end_of_head = sys.exc_info()[1]
+        assert isinstance(end_of_head, httptools.HttpParserUpgrade)
+        version = self.parser.get_http_version().encode()
+        head = [self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n"]
+        for name, value in self.headers:
+            if name == b"connection":
+                kept = [part for part in value.split(b",") if part.strip().lower() not in _OFFER]
+                value = b",".join(kept)
+            if name not in _OFFER and value:
+                head += [name, b": ", value, b"\r\n"]
+        rest = self._read[end_of_head.args[0] :]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"".join([*head, b"\r\n", rest]))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
