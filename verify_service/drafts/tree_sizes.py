@@ -138,9 +138,11 @@ class TreeSizes:
         if drafting is None:
             return
         num_nodes, brought = len(rows.tree), len(accepted)
-        cut = self._cut.pop(rows.sequence.request_id, None)
+        cut = self._cut.pop(rows.sequence.request_id, None) if self._cut else None
         if cut is not None:
             num_nodes, accepted = known_outcome(cut, tokens)
+        if not num_nodes:
+            return
         if not num_nodes:
             return
         history = drafting.history(rows.sequence)
