@@ -70,7 +70,7 @@ class Drafting:
         self._metrics = metrics
         self._hidden = hidden
         self._news = DraftNews(marks, page_size, scope, hidden)
-        self._released: list[int] = []
+        self._released: set[int] = set()
         self._exchange: DeviceExchange | None = None
         self._ahead = AskAhead()
         self._wire = DraftWire(client, vocab_size, metrics, hidden, self._keep_tree)
@@ -136,7 +136,7 @@ class Drafting:
 
     def release(self, slots: Iterable[int]) -> None:
         """Slots that sequences gave back; told with the next step."""
-        self._released.extend(slots)
+        self._released.update(slots)
 
     def forget(self, sequence: RequestSequence) -> None:
         """The sequence has ended."""
@@ -224,6 +224,8 @@ class Drafting:
         if self._wire.epoch == 0:
             self._released.clear()
             return
+        if self._telling.is_silent(wanted, self.is_resting, self.keeps_much):
+            return  # not even of slots that were given back
         try:
             if any(want.max_nodes for want in wanted):
                 self._wire.drain()

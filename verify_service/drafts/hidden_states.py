@@ -181,20 +181,11 @@ class HiddenStates:
         """
         if self._layers is None or not committed:
             return
+        if not all(
+            one.is_prompt and not self._steps.has_dropped(one.sequence) for one in committed
+        ):
+            self._settle()  # what comes now comes after it
         source = self.source(output) if gathered is None else gathered
-        decoded = [one for one in committed if not one.is_prompt]
-        if all(len(one.rows) == 1 for one in decoded):
-            if decoded:
-                rows = _rows(source, [one.rows[0] for one in decoded])
-                starts = [one.start for one in decoded]
-                self.keep_step([one.sequence for one in decoded], starts, rows)
-            committed = [one for one in committed if one.is_prompt]
-            if any(self._steps.has_dropped(one.sequence) for one in committed):
-                self._settle()  # it gets rows anew
-        else:
-            self._settle()
-        if not committed:
-            return
         rows = _rows(source, [row for one in committed for row in one.rows])
         for one, part in zip(
             committed, rows.split([len(one.rows) for one in committed]), strict=True

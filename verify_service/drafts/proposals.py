@@ -25,7 +25,7 @@ class Drafted:
 NOTHING = Drafted(EMPTY, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wanted:
     """A sequence that decodes in the coming step.
 

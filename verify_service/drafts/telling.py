@@ -37,6 +37,12 @@ class Telling:
         """Another draft is attached: whether asking it costs next to nothing, and whether it can follow on the device."""
         self._is_cheap, self._can_follow = is_cheap, can_follow
 
+    def is_silent(self, wanted: Sequence[Wanted], is_resting: bool, must_tell: bool) -> bool:
+        """Whether nothing is to be told at all: whoever is asked for is told then; see `tell` for the arguments."""
+        if not is_resting or must_tell or self._is_cheap:
+            return False
+        return not any(want.max_nodes for want in wanted)
+
     def tell(
         self,
         wanted: Sequence[Wanted],

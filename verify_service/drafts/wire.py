@@ -1,7 +1,7 @@
 """Step messages to a draft and its answers: put together, numbered, cut where the arena is full, and kept in step."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from foredraft.api.draft.v1 import draft_pb2
 from verify_service.drafts.client import DraftClient
@@ -55,7 +55,7 @@ class DraftWire:
         self.epoch, self.step, self._num_unread = epoch, 0, 0
         self.proposals.reset()
 
-    def begin(self, released: Sequence[int], is_awaited: bool = True) -> None:
+    def begin(self, released: Iterable[int], is_awaited: bool = True) -> None:
         """A request that asks for nothing yet, but tells which slots were released.
 
         Args:

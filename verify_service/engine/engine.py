@@ -21,7 +21,6 @@ from foredraft.types import FinishReason
 from verify_service import metrics
 from verify_service.drafts.chosen_sizes import SizeRules, sizes_of
 from verify_service.drafts.drafting import Drafting
-from verify_service.drafts.hidden_states import committed_rows
 from verify_service.drafts.proposals import NOTHING, Drafted, Wanted
 from verify_service.drafts.several import Drafts
 from verify_service.engine.live_requests import EngineRequest, Live, LiveRequests
@@ -316,11 +315,10 @@ class Engine:
             self._sizes.interrupted(len(decoded), verified - drafted, tokens, wait)
         else:
             self._sizes.observe(len(batch), result.num_logit_rows, verified - drafted, tokens, wait)
-        if self._drafting is not None and capture is not None:
+        if capture is not None:
             decoding = [slot.seq for slot in plan.decode]
-            paths = [outcome.verified.path for outcome in result.outcomes[: len(decoding)]]
-            committed = committed_rows(decoding, plan.prefill, result.first_rows, starts, paths)
-            self._drafting.keep(result.output, committed)
+            paths = [outcome.verified.path for outcome in decoded]
+            self._ahead.keep(result, decoding, plan.prefill, starts, paths)
         metrics.FORWARD_SECONDS.observe(result.forward_seconds)
         metrics.VERIFY_SECONDS.observe(verified - drafted - result.forward_seconds)
         self._ended(started)

@@ -19,6 +19,7 @@ from verify_service.drafts.several import Drafts
 from verify_service.policy.messages import NO_WAIT, Plan, Wait
 from verify_service.scheduling.request import Sequence, Status
 from verify_service.scheduling.scheduler import Scheduler
+from verify_service.scheduling.step_plan import PrefillChunk
 from verify_service.target.chooser import VerifyRows
 from verify_service.target.target_step import AheadRows, StartedStep, StepResult, TargetStep
 
@@ -160,6 +161,24 @@ class RunAhead:
         else:
             committed = committed_rows(flight.sequences, (), result.first_rows, starts, paths)
             drafting.keep(result.output, committed, flight.gathered)
+
+    def keep(
+        self,
+        result: StepResult,
+        decoding: list[Sequence],
+        chunks: list[PrefillChunk],
+        starts: list[int],
+        paths: list[list[int]],
+    ) -> None:
+        """Takes the hidden states that a step committed which was waited for; see `committed_rows` for the arguments."""
+        drafting, first_rows, count = self._drafting, result.first_rows, len(decoding)
+        assert drafting is not None
+        if count and first_rows[count - 1] == count - 1 and len(paths[-1]) == 1:
+            # They have one row each.
+            drafting.keep_step(decoding, starts, drafting.gather(result.output, count))
+            decoding, starts, paths, first_rows = [], [], [], first_rows[count:]
+        committed = committed_rows(decoding, chunks, first_rows, starts, paths)
+        drafting.keep(result.output, committed)
 
     def _await(self, flight: Flight, is_over: Callable[[], bool]) -> None:
         """Waits for something of a step that needs a draft's trees; a draft that does not come is not waited for."""
