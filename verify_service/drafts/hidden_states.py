@@ -164,8 +164,7 @@ class HiddenStates:
         self._epoch = epoch
         self._layers = exchange.layers if exchange is not None else None
         self._writer = exchange.writer if exchange is not None else None
-        self._runs.clear()
-        self._steps.clear()
+        self.drop_all()
         return exchange.device if exchange is not None else None
 
     def keep(
@@ -181,9 +180,7 @@ class HiddenStates:
         """
         if self._layers is None or not committed:
             return
-        if not all(
-            one.is_prompt and not self._steps.has_dropped(one.sequence) for one in committed
-        ):
+        if not all(one.is_prompt for one in committed):
             self._settle()  # what comes now comes after it
         source = self.source(output) if gathered is None else gathered
         rows = _rows(source, [row for one in committed for row in one.rows])
@@ -251,21 +248,26 @@ class HiddenStates:
     def drop_all(self) -> None:
         """Rows that the draft was not sent will never be: it will see the sequences from here on."""
         for run in self._runs.values():
-            for page in run.unsent_pages:
-                self._marks.clear(page)
+            self._lose(run)
         self._runs.clear()
         self._steps.clear()
 
     def drop(self, sequence: RequestSequence) -> None:
         """The sequence ended or lost its pages; rows that the draft was not sent will never be."""
-        self._steps.drop(sequence)
+        if sequence.status is not Status.FINISHED:
+            self._settle()  # it may run again, with other rows; what waits is nobody's
         self._drop_run(sequence)
 
     def _drop_run(self, sequence: RequestSequence) -> None:
         run = self._runs.pop(sequence.request_id, None)
         if run is not None:
-            for page in run.unsent_pages:
-                self._marks.clear(page)
+            self._lose(run)
+
+    def _lose(self, run: Run) -> None:
+        """Frees rows: who was told of the run may still know it."""
+        for page in run.unsent_pages:
+            self._marks.clear(page)
+        run.parts.clear()
 
     def run(self, sequence: RequestSequence) -> Run | None:
         """What is kept of a sequence."""

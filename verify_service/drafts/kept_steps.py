@@ -20,7 +20,6 @@ class KeptSteps:
 
     def __init__(self) -> None:
         self._steps: list[tuple[list[RequestSequence], list[int], torch.Tensor]] = []
-        self._gone: set[int] = set()  # requests
         self.num_rows = 0
 
     def __len__(self) -> int:
@@ -37,24 +36,17 @@ class KeptSteps:
         self._steps.append((sequences, starts, rows))
         self.num_rows += len(sequences)
 
-    def drop(self, sequence: RequestSequence) -> None:
-        """Rows that a sequence was given until now are no longer its own."""
-        if self._steps:
-            self._gone.add(sequence.request_id)
-
-    def has_dropped(self, sequence: RequestSequence) -> bool:
-        """Whether rows of a sequence are kept that are no longer its own."""
-        return sequence.request_id in self._gone
-
     def clear(self) -> None:
         """Forgets everything."""
         self._steps.clear()
-        self._gone.clear()
         self.num_rows = 0
 
     def take(self) -> Iterator[tuple[RequestSequence, int, torch.Tensor]]:
-        """Everything, as (sequence, first position, rows [n, width]), a sequence's rows in order; nothing is left then."""
-        steps, gone = list(self._steps), set(self._gone)
+        """Everything of sequences that run, as (sequence, first position, rows [n, width]), a sequence's rows in order.
+
+        Nothing is left then.
+        """
+        steps = list(self._steps)
         self.clear()
         first = 0
         while first < len(steps):
@@ -64,7 +56,7 @@ class KeptSteps:
                 end += 1
             together = torch.stack([rows for _, _, rows in steps[first:end]], 1)
             for sequence, start, rows in zip(sequences, starts, together, strict=True):
-                if sequence.status is Status.RUNNING and sequence.request_id not in gone:
+                if sequence.status is Status.RUNNING:
                     # Many must not keep the memory of their neighbours.
                     yield sequence, start, rows.clone() if end - first == MOST_STEPS else rows
             first = end

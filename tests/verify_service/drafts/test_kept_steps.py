@@ -1,6 +1,7 @@
 """Hidden states that are kept as steps gave them, against a twin that gives each step's to its sequences at once."""
 
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -150,3 +151,51 @@ def test_what_is_kept_is_bounded() -> None:
     assert run is not None
     assert run.end == 300
     assert run.first > 200
+
+
+def test_a_preempted_sequence_keeps_what_it_is_given_afterwards() -> None:
+    """Also where all its pages were cached, so that no prompt is computed before."""
+    pool = PagePool(NUM_PAGES, PAGE)
+    hidden = Twin(pool).hidden
+    sequence, other = (Sequence(number, [1], SamplingParams()) for number in range(2))
+    for one in (sequence, other):
+        one.status, one.pages = Status.RUNNING, pool.allocate(4)
+    starts = [0, 0]
+    for position in range(PAGE):
+        starts = [position, position]
+        hidden.keep_step([sequence, other], starts, rows_of([sequence, other], starts))
+    sequence.status = Status.WAITING
+    hidden.drop(sequence)
+    sequence.status = Status.RUNNING
+    starts = [PAGE, PAGE]
+    hidden.keep_step([sequence, other], starts, rows_of([sequence, other], starts))
+    run, whole = hidden.run(sequence), hidden.run(other)
+    assert run is not None
+    assert whole is not None
+    assert (run.start, run.end) == (PAGE, PAGE + 1)
+    assert (whole.start, whole.end) == (0, PAGE + 1)
+    assert torch.equal(run.rows(PAGE), rows_of([sequence], [PAGE]))
+
+
+def test_nothing_stays_of_sequences_that_end() -> None:
+    pool = PagePool(NUM_PAGES, PAGE)
+    hidden = Twin(pool).hidden
+    sequence = Sequence(0, [1], SamplingParams())
+    sequence.status, sequence.pages = Status.RUNNING, pool.allocate(20)
+    for start in range(33):
+        hidden.keep_step([sequence], [start], torch.zeros(1, 2))
+    run = hidden.run(sequence)
+    assert run is not None
+    hidden.keep_step([sequence], [33], torch.zeros(1, 2))
+    before = size_of(hidden)
+    for number in range(1, 1000):  # of one token each, so that no step follows
+        ended = Sequence(number, [1], SamplingParams())
+        ended.status = Status.FINISHED
+        hidden.drop(ended)
+    assert size_of(hidden) == before
+    hidden.drop_all()
+    assert not run.parts  # whoever has been told of it may still know it
+
+
+def size_of(hidden: HiddenStates) -> int:
+    return sum(map(sys.getsizeof, [*vars(hidden).values(), *vars(hidden._steps).values()]))
