@@ -143,8 +143,6 @@ class TreeSizes:
             num_nodes, accepted = known_outcome(cut, tokens)
         if not num_nodes:
             return
-        if not num_nodes:
-            return
         history = drafting.history(rows.sequence)
         self.policy.record(history, num_nodes, accepted, rows.confidence, brought)
 

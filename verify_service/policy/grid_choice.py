@@ -128,7 +128,7 @@ class GridChoice:
         self, times: GridTimes, batch: int, tokens: int, seconds: float, wait: Wait
     ) -> None:
         """Takes a step with prompts; see `DraftPolicy.interrupted`."""
-        lost = wait.lead - tokens * self._price
+        lost = wait.lead - tokens * self._price_now(times, batch)
         if batch and wait.levels:
             lost += times.seconds(batch, 1 + wait.levels) - times.seconds(batch, 1)
         if batch:
@@ -136,7 +136,7 @@ class GridChoice:
         self._interruptions.step(wait.lead + seconds, tokens)
         self._interruptions.begin(self.rows > 1, lost)
 
-    def settles(self, step: Observed) -> bool:
+    def settles(self, times: GridTimes, step: Observed) -> bool:
         """Takes a step that only decoded, and says whether it belongs to an interruption, so that nothing else is learnt of it."""
         wait, interruptions = step.wait, self._interruptions
         seconds = step.seconds + wait.lead
@@ -151,7 +151,7 @@ class GridChoice:
         interruptions.step(seconds, step.tokens)
         if not interruptions.is_settling or self.is_trial:
             return False
-        interruptions.settle(seconds - step.tokens * self._price)
+        interruptions.settle(seconds - step.tokens * self._price_now(times, step.batch))
         return True
 
     def rate(self, times: GridTimes, batch: int, rows: int, totals: Sequence[float]) -> float:
@@ -171,6 +171,10 @@ class GridChoice:
             for i in range(ladder.num_within(want.limit)):
                 totals[i] += gains[i]
         return totals
+
+    def _price_now(self, times: GridTimes, batch: int) -> float:
+        """Seconds of a token; while drafting rests the newest plan may be old, and its batch another one."""
+        return self._price if self.rows > 1 or not batch else times.seconds(batch, 1) / batch
 
     def _brought(self, totals: Sequence[float], rows: int) -> float:
         return sum(totals[: self._acceptance.ladder.num_within(rows - 1)])

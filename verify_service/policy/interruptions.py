@@ -69,9 +69,10 @@ class Interruptions:
         Args:
             is_start: Drafting would have to start.
         """
-        lost = self._lost[is_drafting] * self._events / max(self._tokens, 1.0)
-        if is_start:
-            lost *= START_MARGIN
+        lost = self._lost[is_drafting]
+        if is_start:  # tokens that came beside a prompt may be worth more than all that was lost
+            lost += (START_MARGIN - 1) * max(lost - min(self._lost[False], 0.0), 0.0)
+        lost *= self._events / max(self._tokens, 1.0)
         return rate / max(1 + lost * rate, LEAST_SHARE)
 
     def _close(self) -> None:

@@ -144,7 +144,7 @@ class DraftPolicy:
             # Captured steps draft all levels, but which shape was verified is known by the rows alone.
             levels = min(step.wait.levels, step.rows - 1)
             step = replace(step, wait=step.wait._replace(levels=levels))
-        if times.is_padded and not self._is_asked and self._grid.settles(step):
+        if isinstance(times, GridTimes) and not self._is_asked and self._grid.settles(times, step):
             self._probing.pass_time(step.seconds + step.wait.lead)
             return
         batch = step.batch

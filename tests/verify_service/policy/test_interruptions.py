@@ -49,3 +49,11 @@ def test_a_hiccup_tells_little() -> None:
     usual = what.rate(1000, True)
     interrupt(what, True, 1.0)
     assert what.rate(1000, True) == pytest.approx(usual, rel=0.01)
+
+
+def test_drafting_must_cost_less_to_start_where_tokens_come_beside_prompts() -> None:
+    """A large model: what a step with prompts decodes is worth more than the host takes, and each seems to win time."""
+    what = Interruptions()
+    interrupt(what, False, -6e-3, 60)
+    interrupt(what, True, -2e-3, 60)
+    assert what.rate(1000, True, is_start=True) < what.rate(1000, True) < what.rate(1000, False)

@@ -10,8 +10,12 @@ import pytest
 from tests.support.policy_simulation import FixedNodes, Load, simulate
 from tests.support.step_model import StepModel
 from tests.support.step_trace import Trace
-from verify_service.policy.messages import Wait
+from verify_service.policy.acceptance import Acceptance, DraftHistory, Ladder
+from verify_service.policy.grid_choice import GridChoice
+from verify_service.policy.messages import Observed, Wait, Want
 from verify_service.policy.policy import DraftPolicy
+from verify_service.policy.probing import Probing
+from verify_service.policy.step_time import DraftTimes, GridTimes
 
 
 def model_of(
@@ -100,3 +104,31 @@ def test_a_step_with_prompts_is_drafted_for_where_that_pays(
     assert not policy.is_resting
     late = policy.drafted[len(policy.drafted) // 2 :]
     assert sum(late) > 0.9 * len(late) if pays else sum(late) < 0.1 * len(late)
+
+
+@pytest.mark.parametrize("is_asked_in_between", [False, True])
+def test_drafting_starts_again_however_many_joined_while_it_rested(
+    is_asked_in_between: bool,
+) -> None:
+    """What an interruption of many costs is not reckoned by what a token of one took: nobody plans while drafting rests."""
+    times = GridTimes(
+        {(batch, rows): 5e-4 + 4e-6 * batch * rows for batch in (1, 32) for rows in (1, 4)}
+    )
+    acceptance, probing = Acceptance(Ladder([3])), Probing(is_padded=True)
+    probing.drafted_step(1.0, 0.0, was_trial=True)  # nothing is tried for some time
+    choice = GridChoice(acceptance, DraftTimes(is_padded=True), probing, 3)
+    histories = [DraftHistory() for _ in range(32)]
+    wants = [Want(history, 3, False, 0, 1000, 100) for history in histories]
+    for _ in range(100):
+        acceptance.record(histories[0], 3, [], 0, probing.now)
+    assert choice.plan(times, wants[:1], False, False).rows == 1
+    for _ in range(50):
+        if is_asked_in_between:
+            choice.plan(times, [wants[0]] * 32, True, False)
+        choice.interrupted(times, 32, 32, 2e-3, Wait(lead=1e-4))
+        for _ in range(20):
+            choice.settles(times, Observed(32, 1, 6.5e-4, 32, Wait(lead=1e-4)))
+    for history in histories:
+        for _ in range(100):
+            acceptance.record(history, 3, [0, 1, 2], 0, probing.now)
+    assert choice.plan(times, wants, False, False).rows == 4
