@@ -22,10 +22,8 @@ _lives = itertools.count(1)
 MAX_BUFFERED_OUTPUTS = 1024  # engine steps that a client may lag behind before it is cancelled
 MAX_LIVE_REQUESTS = 4096  # of one gateway at one verifier
 INFO_TIMEOUT = 5.0
-MIN_BACKOFF, MAX_BACKOFF = (
-    0.1,
-    0.5,
-)  # a restarted verifier is found soon; asking costs next to nothing
+# A restarted verifier is found soon; asking costs next to nothing.
+MIN_BACKOFF, MAX_BACKOFF = 0.1, 0.5
 AVOID_SECONDS = 1.0
 # A verifier says something twice a second, however long its steps take; a silent one is asked only if no other is left.
 SILENT_SECONDS = 5.0

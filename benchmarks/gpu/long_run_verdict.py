@@ -4,9 +4,8 @@ from collections import Counter
 from typing import Any
 
 TIE = 1e-4  # of logits: nearer than this, rounding in batches of other sizes may decide
-GRAPH_BYTES = (
-    1 << 20
-)  # of what a graph holds for itself; those of rare steps are captured when they first come
+# Of what a graph holds for itself; those of rare steps are captured when they first come.
+GRAPH_BYTES = 1 << 20
 # What may not grow from the middle to the end, and by how much it may differ: the driver loads kernels when they first run. Of
 # the draft, while it is the same process.
 VERIFIER = {

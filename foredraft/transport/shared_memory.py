@@ -33,9 +33,8 @@ from foredraft.transport.layout import describe, ring_spec
 from foredraft.transport.process import pid_namespace, start_time
 
 FOLDER = Path("/dev/shm")
-_NAME = re.compile(
-    r"foredraft-(\d+)-(\d+)-(\d+)-[0-9a-f]{16}"
-)  # pid, its start time, pid namespace
+# Pid, its start time, pid namespace.
+_NAME = re.compile(r"foredraft-(\d+)-(\d+)-(\d+)-[0-9a-f]{16}")
 _HEADER = struct.Struct("<8sQQ")  # magic, epoch, size of the segment
 _MAGIC = b"foredra1"
 _FIRST_ROW = mmap.PAGESIZE  # offset of row 0, behind the header

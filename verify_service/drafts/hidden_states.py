@@ -23,9 +23,8 @@ from verify_service.scheduling.step_plan import PrefillChunk
 
 MERGE_STEPS = 32  # after which the rows that a sequence was given one by one are put together
 
-Gathered = Mapping[
-    int, torch.Tensor
-]  # hidden states of a step's first rows, by the number of the draft that reads them
+# Hidden states of a step's first rows, by the number of the draft that reads them.
+Gathered = Mapping[int, torch.Tensor]
 
 
 @dataclass(slots=True)

@@ -6,10 +6,8 @@ SETTLING = 2  # steps after one with prompts that are not as usual: the first is
 MEMORY = 16  # interruptions that what one costs rests on
 FREQUENT_SECONDS = 1.0  # in which two thirds of how often they came are forgotten
 FORGET_SECONDS = 30.0  # likewise of what they cost in the state that is not the present one, so that it is tried again
-MOST_MORE, MOST_TIMES = (
-    4e-3,
-    3.0,
-)  # seconds, and times what is known, that one may cost more: a hiccup tells little
+# Seconds, and times what is known, that one may cost more: a hiccup tells little.
+MOST_MORE, MOST_TIMES = 4e-3, 3.0
 START_MARGIN = 1.3  # times what they seem to cost, before drafting starts: how many come is luck
 LEAST_SHARE = 0.1  # of the time that decoding is left with at least, as far as that is believed
 
@@ -22,10 +20,8 @@ class Interruptions:
     """
 
     def __init__(self) -> None:
-        self._lost = [
-            0.0,
-            0.0,
-        ]  # seconds of an interruption while nothing is drafted, and while something is
+        # Seconds of an interruption while nothing is drafted, and while something is.
+        self._lost = [0.0, 0.0]
         self._counts = [0, 0]
         self._events = self._tokens = 0.0  # lately
         self._since = 0.0  # seconds since the newest one
