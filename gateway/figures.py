@@ -151,9 +151,8 @@ def _scrape(host: str, port: int) -> list[Metric] | None:
         if response.status != 200:
             return None
         page = b""
-        deadline = (
-            time.monotonic() + SCRAPE_SECONDS
-        )  # the connection's own timeout is for each read
+        # The connection's own timeout is for each read.
+        deadline = time.monotonic() + SCRAPE_SECONDS
         while chunk := response.read1(1 << 16):
             page += chunk
             if len(page) > MAX_PAGE_BYTES or time.monotonic() > deadline:

@@ -92,9 +92,8 @@ def load_target(config: VerifyConfig) -> Target:
     path = resolve_model_path(config.model_path, config.revision)
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if dtype is None and device.type == "cpu":
-        dtype = (
-            torch.float32
-        )  # bf16 is slow on most CPUs and gains nothing from verifying several rows
+        # bf16 is slow on most CPUs and gains nothing from verifying several rows.
+        dtype = torch.float32
     started = time.monotonic()
     model = load_model(path, dtype=dtype, device=device, load_format=config.load_format)
     num_parameters = sum(p.numel() for p in model.parameters())

@@ -251,10 +251,8 @@ def step_of(hosts: Sequence[Times], gpu: float, lag: float, has_draft: bool) -> 
         gpu: Of the step's graphs and the hand-overs between them.
         lag: From their end until the host knows.
     """
-    known, ended = (
-        0.0,
-        0.0,
-    )  # the outcome of the step but one before; the GPU's part of the step before
+    # The outcome of the step but one before; the GPU's part of the step before.
+    known, ended = 0.0, 0.0
     for host, ask, answer in hosts:
         started = max(ended, known + (ask + answer if has_draft else host))
         known, ended = max(known + host, ended + lag), started + gpu

@@ -21,9 +21,8 @@ class _Span:
     first_row: int
     end_row: int
     keys: slice | torch.Tensor  # consecutive slots, or any
-    mask: (
-        torch.Tensor | None
-    )  # added to scores: [num_rows * group_size, num_keys]; None: all are seen
+    # Added to scores: [num_rows * group_size, num_keys]; None: all are seen.
+    mask: torch.Tensor | None
 
 
 @dataclass(slots=True)

@@ -276,9 +276,8 @@ def _prepare_socket(path: Path) -> None:
     if not stat.S_ISSOCK(mode):
         raise ConfigError(f"cannot listen on unix:{path}: it exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(
-            False
-        )  # or a server that stands still, with many waiting, would hold this up
+        # Or a server that stands still, with many waiting, would hold this up.
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
