@@ -1,9 +1,12 @@
-"""Runs something once for real on a stream of its own, as it has to be before it is captured as a CUDA graph."""
+"""CUDA graphs: what is captured runs once for real on a stream of its own before."""
 
 import functools
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def run_aside(run: Callable[[], object], device: torch.device) -> None:
@@ -13,6 +16,19 @@ def run_aside(run: Callable[[], object], device: torch.device) -> None:
     with torch.cuda.stream(side):
         run()
     current.wait_stream(side)
+
+
+def capture_graph(run: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of what `run` puts into the current stream, and what `run` gives.
+
+    Args:
+        pool: Memory that graphs share which never run at the same time.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # Other threads of this process may use CUDA meanwhile: a draft may be attached at any time.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = run()
+    return graph, result
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from foredraft.models.decoder import ModelOutput
-from foredraft.runner.aside import run_aside
+from foredraft.runner.aside import capture_graph, run_aside
 from foredraft.runner.decode_step import DecodeStep, StepKind
 from foredraft.runner.step_buffers import UNDER_WAY, RunningStep, StepArrays, pinned
 from foredraft.speculation.triton_sampling import PAD
@@ -281,11 +281,7 @@ class DecodeGraphs:
         self._step.state.copy_(state)
 
     def _capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may use CUDA meanwhile: a draft may be attached at any time.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            result = run()
-        return graph, result
+        return capture_graph(run, self.pool)
 
 
 def batch_sizes(max_batch: int) -> list[int]:

@@ -19,7 +19,7 @@ from foredraft.attention.base import Batch
 from foredraft.kernel_launch import overlapped
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner import draft_hand_on, draft_plan, draft_uploads
-from foredraft.runner.aside import run_aside
+from foredraft.runner.aside import capture_graph, run_aside
 from foredraft.runner.draft_batches import DraftBatches
 from foredraft.runner.draft_hand_on import HandedOn
 from foredraft.runner.draft_plan import DraftPlan, Known
@@ -244,11 +244,7 @@ class DraftGraphs:
         if graph is None:
             # Once for real, which compiles what is not compiled yet and is this step's result.
             run_aside(run, self._device)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads of this process may use CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                run()
-            self._graphs[key] = graph
+            self._graphs[key], _ = capture_graph(run, self._pool)
             return
         graph.replay()
 

@@ -15,7 +15,7 @@ from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.attention.paged_triton import TritonPlan, folded_rows_of_a_block, splits_for
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel, ModelOutput
-from foredraft.runner.aside import run_aside
+from foredraft.runner.aside import capture_graph, run_aside
 from foredraft.runner.batch import ancestor_mask
 from foredraft.speculation.draft_tree import depths
 
@@ -237,11 +237,7 @@ class MixedGraphs:
         """Runs once for real, which compiles what is not compiled yet, then captures."""
         self._make_room(kind)
         run_aside(lambda: self.compute(kind), self._hidden.device)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may use CUDA meanwhile: a draft may be attached at any time.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self.compute(kind)
-        return graph
+        return capture_graph(lambda: self.compute(kind), self._pool)[0]
 
     def _make_room(self, kind: MixedKind) -> None:
         """Memory for the streams, outside that of the graphs."""
