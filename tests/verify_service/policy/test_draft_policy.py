@@ -36,11 +36,10 @@ def run(
 
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.3, 0.5, 0.7, 0.9])
-@pytest.mark.parametrize("batch", [1, 8, 32, 64])
+@pytest.mark.parametrize("batch", [1, 4, 8, 16, 32, 64])
 def test_a_chain_on_a_gpu_is_near_the_best_setting(batch: int, acceptance: float) -> None:
-    seconds = (
-        6.0 if batch > 4 else 12.0
-    )  # of few sequences, what happens to be accepted varies much
+    # Of few sequences, what happens to be accepted varies much.
+    seconds = 6.0 if batch > 4 else 12.0
     trace = run(GPU_CHAIN, [Load(0, batch, (acceptance, acceptance))], seconds)
     assert trace.of_plain(1.0, seconds) > 0.966  # stalls cost 0.004, and plain decoding too
     assert trace.of_best(1.0, seconds, acceptance) > 0.95
@@ -75,7 +74,7 @@ def test_acceptance_that_changes_is_followed(model: StepModel, batch: int) -> No
     for load in loads:
         span = load.start + 2, load.start + 4
         assert trace.of_plain(*span) > 0.95
-        assert trace.of_best(*span, load.acceptance[0]) > 0.91
+        assert trace.of_best(*span, load.acceptance[0]) > 0.919
 
 
 @pytest.mark.parametrize("model", [GPU_CHAIN, GPU_TREE], ids=["chain", "tree"])
