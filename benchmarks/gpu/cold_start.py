@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.cold_start --speculative-algorithm EAGLE3 --speculative-draft-model-path foredraft-demo-eagle3
 
-All flags are those of `foredraft serve`. Prints seconds until all three are healthy, and how many kernels were compiled.
+All flags are those of `foredraft serve`, which --help lists. Prints seconds until all three are healthy, and how many kernels were compiled.
 """
 
 import os
@@ -15,11 +15,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+SERVE = (sys.executable, "-m", "foredraft.cli.main", "serve")
 STARTS = ("empty cache", "kept cache", "kept cache")
 
 
 def main(flags: Sequence[str]) -> int:
     """Exit status 0 when the later starts compiled nothing."""
+    if not {"-h", "--help"}.isdisjoint(flags):
+        print(__doc__)
+        return subprocess.run([*SERVE, "--help"]).returncode
     # So that the first start does not also read torch from a cold disk.
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     compiled = []
@@ -36,8 +40,7 @@ def main(flags: Sequence[str]) -> int:
 
 def _start(flags: Sequence[str], cache: str) -> float:
     """Seconds until the services were healthy; they are stopped again."""
-    command = [sys.executable, "-m", "foredraft.cli.main", "serve", "--device=cuda", "--port=0"]
-    command += ["--grpc-port=0", *flags]
+    command = [*SERVE, "--device=cuda", "--port=0", "--grpc-port=0", *flags]
     environment = {**os.environ, "TRITON_CACHE_DIR": cache}
     started = time.monotonic()
     with subprocess.Popen(

@@ -174,7 +174,7 @@ def _lag(target, waits, offset):
     return float(np.median(lags)) if lags else 0.0
 
 
-def main() -> None:
+def _answer_questions(socket: str) -> None:
     from draft_service.drafters.graph_drafting import GraphDrafting
 
     stamps, steps = Stamps(), []
@@ -187,7 +187,7 @@ def main() -> None:
     GraphDrafting.proceed = timed
 
     def answer():
-        with Listener(os.environ["STAGES_SOCKET"], "AF_UNIX") as listener:
+        with Listener(socket, "AF_UNIX") as listener:
             while True:
                 with listener.accept() as line:
                     if line.recv() == "start":
@@ -200,6 +200,11 @@ def main() -> None:
                     steps.clear()
 
     threading.Thread(target=answer, daemon=True).start()
+
+
+def main() -> None:
+    if "STAGES_SOCKET" in os.environ:
+        _answer_questions(os.environ["STAGES_SOCKET"])
     runpy.run_module("draft_service", run_name="__main__")
 
 
