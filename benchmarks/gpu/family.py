@@ -9,7 +9,7 @@ the end of the step after their prompt on, in which a draft reads the prompt; no
 measured in runs of their own (`benchmarks.gpu.stages`), which take turns with these. The prediction is accept length x a plain
 step / the step that the stages give (`step_of`): the target's graph, the draft's graphs and the hand-overs follow each other on the
 GPU; the verifier's host works beside them, one step ahead; the draft is asked for a step when the outcome of the step but one
-before is known, and its host has to put the step into its stream before it can run. N-grams are asked for while the GPU waits:
+before is known, and its host has to put each graph into its stream before that can run. N-grams are asked for while the GPU waits:
 there a step is the host's part and the target's graph, one after the other.
 """
 
@@ -41,8 +41,8 @@ HEADS = {"STANDALONE": "draft", "EAGLE": "eagle", "EAGLE3": "eagle3", "MTP": "mt
 TREES = {"chain": (3, 1, 4), "tree": (5, 4, 8)}
 ROUNDS, TOKENS, STAGE_TOKENS = 5, 64, 36
 MOST_OF_REPLAY, TOLERANCE = 1.3, 0.1
-COLUMNS = ("target", "draft", "idle", "lag", "host", "ask", "answer")
-Times = tuple[float, float, float]
+HOSTS = ("host", "ask", "answer", "rest")
+COLUMNS = ("target", "extend", "draft", "idle", "lag", *HOSTS)
 Row = dict[str, Any]
 
 
@@ -220,8 +220,8 @@ def _measure(
     row["steps"] = [one["step"] for one in found]
     row |= stages.graphs(lambda: harness.run(jobs(STAGE_TOKENS)[:4]), draft)
     every = [times for own in hosts for times in own]
-    medians = np.median(np.array(every).reshape(-1, 3), axis=0).tolist()
-    row |= dict(zip(("host", "ask", "answer"), medians, strict=True))
+    medians = np.median(np.array(every).reshape(-1, len(HOSTS)), axis=0).tolist()
+    row |= dict(zip(HOSTS, medians, strict=True))
     row["hosts"] = [[[round(one, 4) for one in times] for times in own] for own in hosts]
     return row
 
@@ -242,20 +242,24 @@ def speed(blocks: list[list[tuple[float, int]]]) -> Row:
     }
 
 
-def step_of(hosts: Sequence[Times], gpu: float, lag: float, has_draft: bool) -> float:
+def step_of(hosts: Sequence[Sequence[float]], row: Row, handing_over: float, lag: float) -> float:
     """What a step takes on average, all in milliseconds.
 
     Args:
-        hosts: (host, ask, answer) of each step, see `Stages.hosts`, in their order: one that takes long is made up for only as far
-            as the step ahead reaches.
-        gpu: Of the step's graphs and the hand-overs between them.
+        hosts: `HOSTS` of each step, see `Stages.hosts`, in their order: one that takes long is made up for only as far as the
+            step ahead reaches.
+        row: With the times of the graphs.
+        handing_over: Between the graphs of the two processes.
         lag: From their end until the host knows.
     """
+    has_draft = row["draft"] > 0
     # The outcome of the step but one before; the GPU's part of the step before.
     known, ended = 0.0, 0.0
-    for host, ask, answer in hosts:
-        started = max(ended, known + (ask + answer if has_draft else host))
-        known, ended = max(known + host, ended + lag), started + gpu
+    for host, ask, answer, rest in hosts:
+        launched = known + (ask + answer if has_draft else host)
+        extended = max(ended, launched) + row["extend"]
+        drafted = max(extended, launched + rest) + row["draft"]
+        known, ended = max(known + host, ended + lag), drafted + handing_over + row["target"]
     return ended / len(hosts)
 
 
@@ -274,10 +278,8 @@ def predict(rows: list[Row]) -> None:
         if row["algorithm"] == "NGRAM":
             step = row["host"] + row["target"] + row["lag"]
         else:
-            has_draft = row["draft"] > 0
-            gpu = row["target"] + row["draft"] + (idle if has_draft else row["idle"])
-            waits = lag if has_draft else row["lag"]
-            rounds = [step_of(hosts, gpu, waits, has_draft) for hosts in row["hosts"] if hosts]
+            between = (idle, lag) if row["draft"] > 0 else (row["idle"], row["lag"])
+            rounds = [step_of(hosts, row, *between) for hosts in row["hosts"] if hosts]
             step = float(np.median(rounds))
         row["ratio"] = row["tokens_per_second"] / one["tokens_per_second"]
         row["predicted_step"] = step

@@ -43,8 +43,8 @@ class StagedDraft:
         self._ask("start")
 
     def take(self) -> dict[str, list[tuple[float, float]]]:
-        """Stamps no more. Gives what was seen since the last call: spans of the graphs, and the steps on the device as numbers
-        with the times at which the host had put each into the stream."""
+        """Stamps no more. Gives what was seen since the last call: spans of the graphs, and of the steps on the device their numbers
+        and when the host had put the first and the last graph of each into the stream."""
         return self._ask("take")
 
     def _ask(self, what: str):
@@ -61,7 +61,7 @@ class Stages:
 
     def hosts(
         self, run: Callable[[], object], draft: StagedDraft | None = None
-    ) -> list[tuple[float, float, float]]:
+    ) -> list[tuple[float, float, float, float]]:
         """What the hosts take for each step, in milliseconds.
 
         Args:
@@ -69,13 +69,13 @@ class Stages:
             draft: Whose steps stay on the device, if there is one.
 
         Returns:
-            Of each step (host, ask, answer). host: The verifier's work between two waits for the GPU. ask: Its part from an
+            Of each step (host, ask, answer, rest). host: The verifier's work between two waits for the GPU. ask: Its part from an
             outcome to the message for the draft's step after the next. answer: From that message until the draft's host has put
-            the step into its stream.
+            the step's first graph into its stream. rest: From then until it has put in the last.
         """
         with watched_waits() as waits, _watched_sends() as sends, _watched_prompts() as prompts:
             run()
-        done = dict(draft.take()["steps"]) if draft else {}
+        done = {step: times for step, *times in draft.take()["steps"]} if draft else {}
         return _hosts(waits, sends if draft else None, done, prompts)
 
     def graphs(
@@ -84,7 +84,7 @@ class Stages:
         """Milliseconds of the GPU, with stamps around every graph, which make the hosts slower.
 
         Returns:
-            target, draft: Medians of their graphs. idle: The shortest hand-overs there and back. lag: From the end of a step
+            target, extend, draft: Medians of their graphs. idle: The shortest hand-overs there and back. lag: From the end of a step
             on the GPU until the verifier's host, which waits for it, knows.
         """
         self._stamps.start()
@@ -138,28 +138,31 @@ def _hosts(waits, sends, done, prompts):
     for (_, before), (after, _) in itertools.pairwise(waits):
         if np.searchsorted(prompts, before) < np.searchsorted(prompts, after):
             continue
-        times = [(after - before, 0.0, 0.0)]
+        times = [(after - before, 0.0, 0.0, 0.0)]
         if sends is not None:
-            own = [one for one in sends if before < one[1] < after and one[0] in done]
-            times = [(after - before, at - before, done[step] - at) for step, at in own]
+            own = [(at, *done[step]) for step, at in sends if before < at < after and step in done]
+            times = [
+                (after - before, at - before, first - at, last - first) for at, first, last in own
+            ]
         found += [tuple(1e3 * part for part in one) for one in times]
     return found
 
 
 def _graphs(target, draft):
     """Medians of the graphs' times, and the shortest hand-overs; `target` and `draft` in microseconds, in order."""
-    drafting, there, back = [], [], []
+    extending, drafting, there, back = [], [], [], []
     for (_, end), (following, _) in itertools.pairwise(target):
         own = [span for span in draft if end <= span[0] < following]
         if len(own) == 2:  # extended once and drafted: no prompt was read
-            drafting.append(sum(b - a for a, b in own))
+            for times, (begin, stop) in zip((extending, drafting), own, strict=True):
+                times.append(stop - begin)
             there.append(own[0][0] - end)
             back.append(following - own[-1][1])
     idle = min(there) + min(back) if there else 0.0
     if not draft:
         idle = min((b[0] - a[1] for a, b in itertools.pairwise(target)), default=0.0)
-    times = {"target": [b - a for a, b in target], "draft": drafting}
-    medians = {name: float(np.median(one)) * 1e-3 if one else 0.0 for name, one in times.items()}
+    found = {"target": [b - a for a, b in target], "extend": extending, "draft": drafting}
+    medians = {name: float(np.median(one)) * 1e-3 if one else 0.0 for name, one in found.items()}
     return medians | {"idle": idle * 1e-3}
 
 
@@ -176,15 +179,19 @@ def _lag(target, waits, offset):
 
 def _answer_questions(socket: str) -> None:
     from draft_service.drafters.graph_drafting import GraphDrafting
+    from foredraft.runner.draft_graphs import DraftGraphs
 
-    stamps, steps = Stamps(), []
+    stamps, steps, launched = Stamps(), [], []
     proceed = GraphDrafting.proceed
 
     def timed(self, step, continuations):
+        launched.clear()
         proceed(self, step, continuations)
-        steps.append((step, time.perf_counter()))
+        steps.append((step, launched[0], launched[-1]))
 
     GraphDrafting.proceed = timed
+    for name in ("extend", "draft"):
+        _note_ends(DraftGraphs, name, launched)
 
     def answer():
         with Listener(socket, "AF_UNIX") as listener:
@@ -200,6 +207,17 @@ def _answer_questions(socket: str) -> None:
                     steps.clear()
 
     threading.Thread(target=answer, daemon=True).start()
+
+
+def _note_ends(owner, name, ends):
+    """Appends to `ends` when each call of a method was over."""
+    method = getattr(owner, name)
+
+    def noted(self, *args):
+        method(self, *args)
+        ends.append(time.perf_counter())
+
+    setattr(owner, name, noted)
 
 
 def main() -> None:
