@@ -9,7 +9,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 
 .PHONY: serve test check lint format protos docs clean
 
-$(BIN)/.ready: pyproject.toml foredraft/speculation/_ngram.c
+$(BIN)/.ready: pyproject.toml $(wildcard foredraft/speculation/_ngram*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
 	touch $@

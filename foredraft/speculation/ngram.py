@@ -1,4 +1,4 @@
-"""Drafting from text that was seen before (torch-free). The data structures are in C, in `_ngram.c`.
+"""Drafting from text that was seen before (torch-free). The data structures are in C (`_ngram.h`).
 
 Two sources are matched by the longest suffix of a sequence. A trie holds every window of `branch_length` tokens that the
 sequences of a scope have seen; one pool of nodes serves all scopes, bounded by `capacity`, and the least recently used leaf

@@ -1,4 +1,4 @@
-"""The n-gram store in dictionaries and lists: slow, and by another route than `_ngram.c`."""
+"""The n-gram store in dictionaries and lists: slow, and by another route than the one in C."""
 
 import heapq
 from collections.abc import Callable, Sequence
