@@ -24,10 +24,12 @@ from benchmarks.engine_steps import Step
 from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
 from benchmarks.gpu.step_costs import Costs, Meter, mean_tokens, rate_of
 from foredraft.cli import mps
+from foredraft.speculation.draft_tree import DraftTree
 from tests.support.engines import Harness, running_engine
 from verify_service.engine.engine import Engine
 from verify_service.policy.messages import Plan, Want
 from verify_service.policy.policy import DraftPolicy
+from verify_service.target.simulation import SimulatedAcceptance
 
 ACCEPTANCES = (0.1, 0.3, 0.5, 0.7, 0.9)
 POOL_TOKENS = 4000  # of each sequence
@@ -70,14 +72,13 @@ class Bench:
     def of(cls, harness: Harness) -> "Bench":
         """For a running engine."""
         engine = harness.engine
+        engine._sizes.trial.judge = lambda tree, tokens: _drawn(engine, tree)
         return cls(engine, engine._sizes.policy, Meter(engine), engine._sizes.depth)
 
     def use(self, policy: DraftPolicy, acceptance: float) -> None:
         """Between two steps."""
         self.engine._inbox.put(lambda: setattr(self.engine._sizes, "policy", policy))
-        target: Any = self.engine._target
-        simulated = getattr(target, "_simulated", None) or target._chooser._simulated
-        simulated.acceptance = acceptance
+        _simulated(self.engine).acceptance = acceptance
 
     def run(self, policy: DraftPolicy, acceptance: float, seconds: float) -> list[Step]:
         """The steps of some seconds under a policy."""
@@ -171,6 +172,18 @@ class Bench:
             "steps_by_rows": dict(Counter(step.rows for step in steps)),
             "slowest_ms": [round(s.seconds * 1e3, 1) for s in sorted(steps, key=by_seconds)[-4:]],
         }
+
+
+def _simulated(engine: Engine) -> SimulatedAcceptance:
+    target: Any = engine._target
+    found: SimulatedAcceptance = getattr(target, "_simulated", None) or target._chooser._simulated
+    return found
+
+
+def _drawn(engine: Engine, tree: DraftTree) -> tuple[int, list[int]]:
+    """The outcome of a tree that is not verified."""
+    [num_tokens] = _simulated(engine).draw(1)
+    return len(tree), list(range(min(num_tokens - 1, len(tree))))
 
 
 def main() -> int:

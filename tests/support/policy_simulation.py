@@ -7,10 +7,12 @@ from typing import Protocol
 
 from tests.support.step_model import StepModel, accepted_nodes, tree_shape
 from tests.support.step_trace import Trace, TraceStep
+from verify_service.drafts.trial import answer_seconds
 from verify_service.policy.acceptance import DraftHistory
 from verify_service.policy.messages import NO_WAIT, Observed, Plan, Wait, Want
 from verify_service.policy.policy import DraftPolicy
 
+BRIEF = 24  # tokens of a sequence that a draft reads in no time
 PROMPT = 256  # tokens, which a draft reads with the first tree that it is asked for
 
 
@@ -50,6 +52,9 @@ class Chooses(Protocol):
         """See `DraftPolicy`."""
 
     def record(self, history: DraftHistory, num_nodes: int, accepted: list[int]) -> None:
+        """See `DraftPolicy`."""
+
+    def ended_trial(self, num_outcomes: int) -> None:
         """See `DraftPolicy`."""
 
     def observe(self, step: Observed) -> None:
@@ -132,6 +137,10 @@ class _Run:
         self._shape = tree_shape(model.tree)
         self._was_drafted = False
         self._unread = 0  # tokens that the draft was told of and has not read
+        self._trial: list[tuple[DraftHistory, int, list[int]]] = []  # outcomes of one beside steps
+        self._look_at = self._busy_until = (
+            0.0  # when they are looked for, and until when the draft works at it
+        )
         # What the policy is told of the newest step, which is under way.
         self._late: Callable[[], None] | None = None
 
@@ -169,6 +178,9 @@ class _Run:
                 lead = model.change_seconds(0, 0)
             if not is_drafted and not policy.is_resting:  # the draft is told, and reads meanwhile
                 self._unread = sum(one.behind for one in answers)
+        late = max(self._busy_until - self.now, 0.0)
+        if is_drafted:
+            lead += late
         factor = max(0.7, self._rng.gauss(1, self._noise))
         outcomes = [self._commit(*pair) for pair in zip(answers, nodes, strict=True)]
         tokens = sum(len(path) + 1 for _, _, path in outcomes)
@@ -184,6 +196,8 @@ class _Run:
             target += model.change_seconds(0, self._unread) - model.change_seconds(0, 0)
             self._unread = 0
         levels = min(max(nodes), model.tree[0])
+        if late and not is_drafted:
+            factor *= 1 + model.beside
         target = factor * target + model.stall * (self._rng.random() < 0.002)
         draft = factor * model.draft_seconds(num_asked, levels) + lead
         self.now += target + draft
@@ -223,7 +237,36 @@ class _Run:
             )
             for one in self._answers
         ]
-        return self._policy.plan(wanted, num_prompts, is_ahead)
+        if self._trial and self.now > self._look_at:
+            # Whatever has not come is waited for.
+            self.now = max(self.now, self._busy_until)
+            trial, self._trial = self._trial, []
+            for outcome in trial:
+                self._policy.record(*outcome)
+            self._policy.ended_trial(len(trial))
+        plan = self._policy.plan(wanted, num_prompts, is_ahead)
+        if plan.tried:
+            self._try([self._answers[i] for i in plan.tried])
+        return plan
+
+    def _try(self, tried: Sequence[Answer]) -> None:
+        """Asks for whole trees beside steps."""
+        model = self._model
+        # A few tokens of each are read as quickly as what a step commits.
+        num_unread = sum(one.behind for one in tried if one.behind > BRIEF)
+        seconds = model.change_seconds(0, num_unread) - model.change_seconds(0, 0)
+        self._look_at = self.now + answer_seconds(sum(one.behind for one in tried))
+        self._busy_until = self.now + (1 + model.beside) * seconds
+        nodes, (parents, ranks) = model.tree[2], self._shape
+        for one in tried:
+            one.behind = 0
+            path = accepted_nodes(parents, ranks, self._rate(one), self._rng)
+            self._trial.append((one.history, nodes, path))
+
+    def _rate(self, one: Answer) -> float:
+        if one.rate is None:
+            one.rate = self._rng.uniform(*self._acceptance)
+        return one.rate
 
     def _land(self) -> None:
         if self._late is not None:
@@ -233,11 +276,10 @@ class _Run:
     def _commit(self, one: Answer, num: int) -> tuple[DraftHistory, int, list[int]]:
         """What a tree of so many nodes brings a sequence."""
         path: list[int] = []
-        if one.rate is None:
-            one.rate = self._rng.uniform(*self._acceptance)
+        rate = self._rate(one)
         if num:
             parents, ranks = self._shape
-            path = accepted_nodes(parents[:num], ranks[:num], one.rate, self._rng)
+            path = accepted_nodes(parents[:num], ranks[:num], rate, self._rng)
             path = path[: one.num_left - 1]
         tokens = len(path) + 1
         one.num_left -= tokens

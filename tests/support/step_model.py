@@ -30,6 +30,7 @@ class StepModel:
         context: Seconds that a token of context adds to a step.
         change: Seconds of a change between steps with drafts and without, and besides for each sequence asked.
         read: Seconds of letting a draft read what it was not told of, and of each token.
+        beside: Share by which a step is slower while the draft reads or drafts beside it, and the draft likewise.
         prompt: Seconds of the target's part of a step with prompts.
         stall: Seconds that one step in 500 takes more.
     """
@@ -43,6 +44,7 @@ class StepModel:
     context: float = 0.0
     change: tuple[float, float] = (0.0, 0.0)
     read: tuple[float, float] = (0.0, 0.0)
+    beside: float = 0.3
     prompt: float = 0.0
     stall: float = 0.01
 

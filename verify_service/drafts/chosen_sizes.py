@@ -8,7 +8,8 @@ from foredraft.speculation.draft_tree import DraftTree
 from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.proposals import Drafted, Tried
 from verify_service.drafts.several import Drafts
-from verify_service.drafts.tree_sizes import TreeSizes, known_outcome
+from verify_service.drafts.tree_sizes import TreeSizes
+from verify_service.drafts.trial import known_outcome
 from verify_service.metrics import MIXED_STEPS, AnyMetrics
 from verify_service.policy.choice import ChoiceHistory, DraftChoice
 from verify_service.policy.messages import NO_WAIT, Offer, Plan, Wait
@@ -159,6 +160,8 @@ class ChosenSizes:
         """Name of the draft that drafted for a sequence last."""
         return self._drafts.names[self._drafts.proposer(sequence)]
 
+    records_all = True  # `record` wants outcomes of steps without a tree too
+
     def record(self, rows: VerifyRows, accepted: Sequence[int], tokens: Sequence[int]) -> None:
         """Takes the outcome of one verification; see `TreeSizes.record`."""
         sequence, num_nodes = rows.sequence, len(rows.tree)
@@ -254,7 +257,7 @@ class ChosenSizes:
         if (own := drafting.take_own_time()) is not None:
             self._choice.answered(number, own.sequences, own.usual, own.whole)
         policy, left = self._each[number].policy, []
-        for tried in (*self._tried[number], *drafting.take_tried()):
+        for tried in (*self._tried[number], *self._each[number].take_tried()):
             sequence, drafted = tried.sequence, tried.drafted
             history = self._histories.get(sequence.request_id)
             if history is None:

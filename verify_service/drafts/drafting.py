@@ -248,6 +248,13 @@ class Drafting:
             self._lost(error)
             return {}
 
+    def await_tried(self) -> None:
+        """Waits for what was asked for to find out."""
+        try:
+            self._wire.drain()
+        except (DraftError, ArenaError) as error:
+            self._lost(error)
+
     def take_tried(self) -> list[Tried]:
         """What came of trials since the last call."""
         return self._wire.proposals.take_tried()

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 from foredraft.speculation.draft_tree import DraftTree
 from verify_service.drafts.drafting import Drafting
-from verify_service.drafts.proposals import NOTHING, Drafted
+from verify_service.drafts.proposals import NOTHING, Drafted, Tried
+from verify_service.drafts.trial import Trial, known_outcome
 from verify_service.metrics import AnyMetrics
 from verify_service.policy.acceptance import DraftHistory
 from verify_service.policy.messages import NO_WAIT, Observed, Offer, Plan, Wait, Want
@@ -25,6 +26,7 @@ class TreeSizes:
 
     Attributes:
         policy: How much to draft.
+        trial: What is tried beside steps.
     """
 
     def __init__(
@@ -41,6 +43,8 @@ class TreeSizes:
         self._is_probe = is_probe
         self._serves = serves
         self._cut: dict[int, DraftTree] = {}  # proposals that were verified in part
+        self.trial = Trial()
+        self._trying = policy  # that wants to know what comes of it
 
     def plan(
         self, sequences: Sequence[RequestSequence], other_rows: int = 0, is_ahead: bool = False
@@ -54,6 +58,7 @@ class TreeSizes:
         drafting = self._drafting
         if drafting is None or not drafting.available:
             return Plan([0] * len(sequences), 1)
+        self._end_trial(drafting)
         if self.policy.rests_on and not any(map(self._is_probe, sequences)):
             drafting.is_resting = True
             return Plan([0] * len(sequences), 1)
@@ -72,6 +77,9 @@ class TreeSizes:
             return self.policy.ask(wanted)
         plan = self.policy.plan(wanted, other_rows, is_ahead)
         drafting.is_resting = self.policy.is_resting
+        if plan.tried:
+            self._trying = self.policy
+            self.trial.begin(drafting, sequences, {i: wanted[i].limit for i in plan.tried})
         return plan
 
     def trees(self, slots: Sequence[DecodeSlot], drafted: dict[int, Drafted]) -> list[DraftTree]:
@@ -166,6 +174,20 @@ class TreeSizes:
         """Takes a step with prompts, in which `batch` sequences decoded and committed `tokens`."""
         self.policy.interrupted(batch, tokens, seconds, wait)
 
+    def take_tried(self) -> list[Tried]:
+        """What came of trials that others have begun; see `Drafting.take_tried`."""
+        return [] if self._drafting is None else self.trial.take(self._drafting)
+
+    def _end_trial(self, drafting: Drafting) -> None:
+        """Records what has come of a trial, once all of it is known."""
+        outcomes = self.trial.outcomes(drafting)
+        if outcomes is None:
+            return
+        for sequence, num_nodes, accepted, confidence in outcomes:
+            history = self._history(drafting, sequence)
+            self._trying.record(history, num_nodes, accepted, confidence)
+        self._trying.ended_trial(len(outcomes))
+
     def _history(self, drafting: Drafting, sequence: RequestSequence) -> DraftHistory:
         history = drafting.history(sequence)
         # Guesses at what is sampled are right less often.
@@ -180,27 +202,3 @@ class TreeSizes:
         if asked.num_draft_tokens is None:
             return self._max_nodes
         return min(self._max_nodes, asked.num_draft_tokens - 1)
-
-
-def known_outcome(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, list[int]]:
-    """What tokens say of a tree that was not verified, or in part: they follow its root.
-
-    Returns:
-        How many leading nodes they judge, and the nodes that were right.
-    """
-    children = {
-        (parent, token): node
-        for node, (token, parent) in reversed(
-            list(enumerate(zip(tree.tokens, tree.parents, strict=True)))
-        )
-    }
-    at = -1
-    right: list[int] = []
-    for token in tokens:
-        node = children.get((at, token))
-        if node is None:
-            return len(tree), right
-        right.append(node)
-        at = node
-    num_known = next((i for i, parent in enumerate(tree.parents) if parent == at), len(tree))
-    return num_known, right

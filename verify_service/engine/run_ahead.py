@@ -79,7 +79,7 @@ class RunAhead:
         if drafting is not None and drafting.is_stale:
             return _drained("draft")
         going = self._scheduler.going_on(flight.sequences)
-        nodes, num_rows = plan(going)
+        nodes, num_rows, _ = plan(going)
         if any(nodes):
             nodes = [_followed(*pair, num_rows) for pair in zip(going, nodes, strict=True)]
         num_rows = num_rows if any(nodes) else 1

@@ -1,6 +1,5 @@
 """How many rows each sequence gets where steps are padded to captured shapes and follow one another on the device, as on a GPU."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 from verify_service.policy.acceptance import Acceptance
@@ -11,15 +10,15 @@ from verify_service.policy.step_time import DraftTimes, GridTimes
 
 START_MARGIN = 1.03  # by which drafting must be faster before it starts
 CHANGE_MARGIN = 1.02  # and another size of trees before it is taken instead
-TRIAL_SEQUENCES = 8  # drafted for at a time to find out
+TRIAL_SEQUENCES = 16  # drafted for at a time to find out, at most
+TRIAL_TOKENS = 2000  # that their draft has to read first, of several
 # Seconds that a draft takes to read a token, about, and within how many what it has to read must have paid.
 READ_SECONDS, PAYS_WITHIN = 4e-6, 4.0
-# Outcomes for which a trial goes on, while the best size promises so much, as a factor.
-TRIAL_OUTCOMES, OPEN = 32, (0.9, 1.12)
+# Outcomes for which trials go on, while the best size promises so much, as a factor.
+TRIAL_OUTCOMES, OPEN = 64, (0.9, 1.12)
 # Drafting steps after which larger trees are tried once; each time in vain doubles them.
 GROW_STEPS, MOST_GROW_STEPS = 24, 192
-TRIAL_ACCEPTANCE = 0.8  # of every node, that the size of a trial's trees is best for
-LOOK_SECONDS = 0.01  # for which nothing is considered anew while drafting rests
+LOOK_SECONDS = 0.04  # for which nothing is considered anew while drafting rests
 LEAD_WEIGHT = 0.3  # of one step that began with the host, in what its beginning takes
 # Seconds, and times what is known, that one beginning may count as.
 MOST_LEAD, MOST_LEAD_TIMES = 1e-3, 2.0
@@ -34,12 +33,14 @@ class GridChoice:
     a prompt is computed and in the step after it, the host would wait for the draft: there it decodes plainly, unless the wait
     pays. Meanwhile the draft reads, so that it can follow in the step behind.
 
+    While drafting rests, a few sequences' draft is asked beside plain steps now and then, and nobody waits for it.
+
     Args:
         depth: Levels of the largest tree.
 
     Attributes:
         rows: That steps have now, but for trials and the like; 1 while drafting rests.
-        is_trial: Whether the newest step is one.
+        has_trial: Whether the outcome of a trial is to come.
         follows: Whether drafts follow on the device.
     """
 
@@ -57,18 +58,18 @@ class GridChoice:
         # Seconds before the target's part where the host begins, without drafts and with.
         self._leads = [0.0, 0.0]
         self._is_spared = False  # a step decodes plainly, lest the host wait, and the one behind was not started yet
-        self._num_outcomes = 0  # of the present trial, those that are on the way included
+        self._num_outcomes = 0  # of trials that have left open whether drafting pays
         self._num_waited = 0  # steps with drafts that were waited for, since the last that was not
         self.rows = 1
-        self.is_trial = False
+        self.has_trial = False
         self.follows = False
 
     @property
     def rests_on(self) -> bool:
         """Whether nothing is to be found out by the next plan: what it would be told of was considered just now."""
         probing = self._probing
-        is_busy = self._num_outcomes or probing.is_due
-        return self.rows == 1 and not is_busy and probing.now < self._look_at
+        is_due = not self.has_trial and probing.has_time(self._num_outcomes > 0)
+        return self.rows == 1 and not is_due and probing.now < self._look_at
 
     def plan(
         self, times: GridTimes, wanted: Sequence[Want], has_prompts: bool, is_ahead: bool
@@ -85,12 +86,9 @@ class GridChoice:
         }
         best = max(rates, key=rates.__getitem__)
         is_usual = not has_prompts and not self._interruptions.is_settling
-        # Where not all are asked, nobody can follow: a trial is not started ahead.
-        is_next = not is_ahead or batch <= TRIAL_SEQUENCES
-        goes_on = is_usual and is_next and self._goes_on(rates)
         if probing.is_stopped:
             current = 1
-        elif best != current and not goes_on:
+        elif best != current:
             margin = 1.0 if best == 1 else CHANGE_MARGIN
             if current == 1:
                 reading = READ_SECONDS * sum(want.behind for want in wanted)
@@ -99,13 +97,11 @@ class GridChoice:
                 current, self._grow_steps = best, GROW_STEPS
         self.rows, self._price = current, 1 / raw[current]
         self._look_at = probing.now + LOOK_SECONDS
-        rows, self.is_trial = current, False
-        tried: Sequence[int] = range(batch)
+        rows, tried = current, []
         if current == 1:
-            if goes_on or (is_usual and probing.may_try()):
-                rows, self.is_trial = self._trial_rows(times, batch), True
-                # A draft has less to read for a few.
-                tried = sorted(tried, key=lambda i: wanted[i].behind)[:TRIAL_SEQUENCES]
+            if is_usual and not self.has_trial and probing.has_time(self._is_open(rates)):
+                tried = _least_behind(wanted)
+                self.has_trial = bool(tried)
         elif (is_usual and probing.must_check(rates[current] / rates[1])) or (
             not is_ahead and self._spares(times, batch, current, totals, has_prompts)
         ):
@@ -116,13 +112,12 @@ class GridChoice:
             if self._steps_to_grow <= 0 and larger:
                 rows, self._steps_to_grow = larger[0], self._grow_steps
                 self._grow_steps = min(2 * self._grow_steps, MOST_GROW_STEPS)
-        if is_next:
-            asked = min(batch, TRIAL_SEQUENCES)
-            self._num_outcomes = self._num_outcomes + asked if self.is_trial else 0
-        nodes = [0] * batch
-        for i in tried:
-            nodes[i] = min(wanted[i].limit, rows - 1)
-        return Plan(nodes, rows)
+        return Plan([min(want.limit, rows - 1) for want in wanted], rows, tried)
+
+    def ended_trial(self, num_outcomes: int) -> None:
+        """So many outcomes of the trial were recorded."""
+        self.has_trial, self._look_at = False, 0.0
+        self._num_outcomes += num_outcomes
 
     def interrupted(
         self, times: GridTimes, batch: int, tokens: int, seconds: float, wait: Wait
@@ -144,12 +139,12 @@ class GridChoice:
             if not self.follows:
                 self._draft_times.clear()  # the host's wait is another one
             self.follows, self._is_spared, self._num_waited = True, False, 0
-        elif not self.is_trial:
+        else:
             self._learn_lead(wait)
             self._num_waited += wait.levels > 0 and not interruptions.is_settling
             self.follows &= self._num_waited < WAITED_STEPS
         interruptions.step(seconds, step.tokens)
-        if not interruptions.is_settling or self.is_trial:
+        if not interruptions.is_settling:
             return False
         interruptions.settle(seconds - step.tokens * self._price_now(times, step.batch))
         return True
@@ -179,21 +174,13 @@ class GridChoice:
     def _brought(self, totals: Sequence[float], rows: int) -> float:
         return sum(totals[: self._acceptance.ladder.num_within(rows - 1)])
 
-    def _trial_rows(self, times: GridTimes, batch: int) -> int:
-        """Rows that would be best if drafts were good, which is what a trial asks."""
-        sizes = (0, *self._acceptance.ladder.sizes)
-        chain = [
-            batch * sum(TRIAL_ACCEPTANCE ** (i + 1) for i in range(a, min(b, self._depth)))
-            for a, b in itertools.pairwise(sizes)
-        ]
-        return max(times.rows(batch)[1:], key=lambda rows: self.rate(times, batch, rows, chain))
-
-    def _goes_on(self, rates: Mapping[int, float]) -> bool:
-        """Whether what a trial showed leaves open if drafting pays; once its sequences were read for, its next steps cost little."""
-        if not 0 < self._num_outcomes < TRIAL_OUTCOMES:
-            return False
-        best = max(rate for rows, rate in rates.items() if rows > 1)
-        return OPEN[0] * rates[1] < best < OPEN[1] * rates[1]
+    def _is_open(self, rates: Mapping[int, float]) -> bool:
+        """Whether what trials showed leaves open if drafting pays; once its sequences were read for, others cost little."""
+        best = max((rate for rows, rate in rates.items() if rows > 1), default=0.0)
+        is_open = OPEN[0] * rates[1] < best < OPEN[1] * rates[1]
+        if not is_open or self._num_outcomes >= TRIAL_OUTCOMES:
+            self._num_outcomes = 0
+        return self._num_outcomes > 0
 
     def _spares(
         self, times: GridTimes, batch: int, rows: int, totals: Sequence[float], has_prompts: bool
@@ -217,3 +204,16 @@ class GridChoice:
             known = self._leads[wait.levels > 0]
             lead = min(wait.lead, MOST_LEAD_TIMES * known + MOST_LEAD)
             self._leads[wait.levels > 0] += LEAD_WEIGHT * (lead - known)
+
+
+def _least_behind(wanted: Sequence[Want]) -> list[int]:
+    """Whom to try: a draft has less to read for a few, least for those whom it was told of last."""
+    order = sorted((want.behind, i) for i, want in enumerate(wanted) if want.limit)
+    num_tokens = 0
+    tried: list[int] = []
+    for behind, i in order[:TRIAL_SEQUENCES]:
+        num_tokens += behind
+        if tried and num_tokens > TRIAL_TOKENS:
+            break
+        tried.append(i)
+    return tried

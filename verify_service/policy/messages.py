@@ -1,5 +1,6 @@
 """What the policy is asked and told about a step, and what it answers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,10 +40,13 @@ class Plan(NamedTuple):
     Attributes:
         nodes: To draft and verify, by sequence.
         rows: Of every sequence, the root included, where steps are padded; 1 without drafts.
+        tried: Sequences whose draft is asked for whole trees beside the steps that follow, which do not wait: the tokens that come
+            judge them.
     """
 
     nodes: list[int]
     rows: int
+    tried: Sequence[int] = ()
 
 
 class Wait(NamedTuple):

@@ -86,7 +86,6 @@ class DraftPolicy:
         _look_at(times, wanted)
         if isinstance(times, GridTimes):
             plan = self._grid.plan(times, wanted, other_rows > 0, is_ahead)
-            self._is_trial = self._grid.is_trial
         else:
             plan = self._plan_rows(times, wanted, other_rows)
         if any(want.forced for want in wanted):
@@ -94,7 +93,7 @@ class DraftPolicy:
                 want.limit if want.forced else num
                 for want, num in zip(wanted, plan.nodes, strict=True)
             ]
-            plan = Plan(nodes, self._row_bucket(len(wanted), max(nodes) + 1))
+            plan = plan._replace(nodes=nodes, rows=self._row_bucket(len(wanted), max(nodes) + 1))
         return plan
 
     def record(
@@ -117,6 +116,10 @@ class DraftPolicy:
             )
             if self._asked_first is not None:
                 self._asked_first.record(history, len(accepted) if brought is None else brought)
+
+    def ended_trial(self, num_outcomes: int) -> None:
+        """So many outcomes of a trial beside other steps were recorded."""
+        self._grid.ended_trial(num_outcomes)
 
     def tried(
         self, offer: Offer, num_known: int, right: Collection[int], batch: int
@@ -173,8 +176,9 @@ class DraftPolicy:
             if self._probing.drafted_step(seconds, plain, self._is_trial):
                 self._acceptance.doubt(self._probing.now)
         else:
-            is_late = is_changed and times.is_padded
-            loss = max(seconds - times.seconds(batch, step.rows), 0.0) if is_late else 0.0
+            loss = 0.0
+            if times.is_padded and (is_changed or self._grid.has_trial):
+                loss = max(seconds - times.seconds(batch, step.rows), 0.0)
             self._probing.plain_step(seconds, loss)
 
     def interrupted(self, batch: int, tokens: int, seconds: float, wait: Wait) -> None:
@@ -189,8 +193,9 @@ class DraftPolicy:
             self._grid.interrupted(self._times, batch, tokens, seconds, wait)
 
     def _learn(self, times: StepTimes, step: Observed, is_changed: bool) -> None:
-        if is_changed and times.is_padded:
-            return  # where steps run ahead, one after a change takes longer than those that follow it
+        if times.is_padded and (is_changed or self._grid.has_trial):
+            # Where steps run ahead, one after a change takes longer than those that follow it, and one beside a trial too.
+            return
         levels, sequences, wait = step.wait.levels, step.wait.sequences, step.wait.seconds
         context = times.context if isinstance(times, GridTimes) else 0
         if wait is None:
@@ -200,7 +205,7 @@ class DraftPolicy:
             times.observe(step.batch, step.rows, step.seconds)
             self._draft_times.take_out((times.per_token - known) / times.unit)
         else:
-            times.observe(step.batch, step.rows, step.seconds, not self._is_asked)
+            times.observe(step.batch, step.rows, step.seconds)
         is_usual = step.wait.seconds is None or not self._grid.follows
         # After a pause a draft catches up first.
         if levels and is_usual and not is_changed:

@@ -41,7 +41,11 @@ class Probing:
     @property
     def is_due(self) -> bool:
         """Whether `may_try` would be so."""
-        return self._waiting > 0 or (self._balance >= 0 and not self.is_stopped)
+        return self._waiting > 0 or self.has_time()
+
+    def has_time(self, is_urgent: bool = False) -> bool:
+        """Whether there is time to lose; see `may_try`."""
+        return self._balance >= (-MOST_SAVED if is_urgent else 0) and not self.is_stopped
 
     def may_try(self, is_urgent: bool = False) -> bool:
         """Whether there is time to lose, or a trial goes on because nothing came of it yet; asked once per plan.
@@ -52,7 +56,7 @@ class Probing:
         if self._waiting:
             self._waiting -= 1
             return True
-        if self._balance < (-MOST_SAVED if is_urgent else 0) or self.is_stopped:
+        if not self.has_time(is_urgent):
             return False
         self._waiting = PATIENCE
         return True
@@ -66,7 +70,7 @@ class Probing:
         return self._steps_since_check >= self._check_steps + CHECK_COST * (advantage - 1)
 
     def plain_step(self, seconds: float, loss: float = 0.0) -> None:
-        """Takes the time of a step without drafts, and what of it is owed to a step with drafts before it."""
+        """Takes the time of a step without drafts, and what of it is owed to drafts before it or beside it."""
         self.now += seconds
         self._lost = max(self._lost - FORGIVEN * seconds, 0.0)
         self._balance = min(self._balance + SHARE * seconds - min(loss, MOST_SAVED), MOST_SAVED)
