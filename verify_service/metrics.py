@@ -199,6 +199,14 @@ class SpeculationMetrics:
             self._num_nodes += num_nodes
         self._num_lossy += is_lossy
 
+    def decoded(self, num_tokens: int) -> None:
+        """Notes so many verifications without a tree: each gave a token of another sequence."""
+        if num_tokens:
+            if not self._by_accepted:
+                self._by_accepted.append(0)
+            self._by_accepted[0] += num_tokens
+            self._num_generated += num_tokens
+
     def generated(self, num_tokens: int) -> None:
         """Notes output tokens of one sequence."""
         self._num_generated += num_tokens

@@ -129,7 +129,7 @@ class DecodeStep:
     def forward(self, kind: StepKind) -> Forward:
         """The first half: up to the logits."""
         inputs = self.inputs[: kind.batch]
-        begun = begin_step(inputs, self.max_rows, kind.rows, self.state, self.trees)
+        begun = begin_step(inputs, self.max_rows, kind.rows, self.state, self.trees, self.tables)
         batch, tables = self._batch(kind, inputs, begun)
         output = self._model.forward(batch, self._kv, self._attention, kind.capture)
         return Forward(output, begun, batch.positions, tables)

@@ -7,9 +7,9 @@ import triton.language as tl
 
 @triton.jit
 def begin(
-    records_ptr, state_ptr, trees_ptr, tokens_ptr, parents_ptr, committed_ptr,
-    record_stride, rows, num_nodes,
-    SLOT: tl.constexpr, COMMITTED: tl.constexpr, TREE: tl.constexpr,
+    records_ptr, state_ptr, trees_ptr, tokens_ptr, parents_ptr, committed_ptr, tables_ptr,
+    record_stride, rows, num_nodes, table_stride,
+    SLOT: tl.constexpr, COMMITTED: tl.constexpr, TREE: tl.constexpr, ENTRY: tl.constexpr, NEW_PAGE: tl.constexpr,
     FIRST_TOKEN: tl.constexpr, FIRST_PARENT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Root, tree and committed keys of one sequence, from its record or from where the device has them."""
@@ -18,6 +18,9 @@ def begin(
     inside = offsets < rows
     record = records_ptr + sequence * record_stride
     slot = tl.load(record + SLOT)
+    new_page = tl.load(record + NEW_PAGE)
+    if new_page > 0:
+        tl.store(tables_ptr + slot * table_stride + tl.load(record + ENTRY), new_page - 1)
     committed = tl.load(record + COMMITTED)
     root = tl.load(record + FIRST_TOKEN)
     if committed < 0:

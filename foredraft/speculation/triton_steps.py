@@ -32,8 +32,10 @@ from foredraft.speculation.sampling import SamplingRows
     REPETITION,
     FREQUENCY,
     PRESENCE,
-) = range(17)
-HEADER = 18
+    ENTRY,  # of the slot's page table, that is set before anything is read
+    NEW_PAGE,  # 1 + what it is set to, 0 for nothing
+) = range(19)
+HEADER = 20
 SAMPLING = slice(TEMPERATURE, SEED_HIGH + 1)
 ADJUSTMENT = slice(ADJUSTED, PRESENCE + 1)
 FILLER = 100  # the token that pretended paths consist of
@@ -55,9 +57,14 @@ class Begun:
 
 
 def begin_step(
-    records: torch.Tensor, max_rows: int, num_rows: int, state: torch.Tensor, trees: torch.Tensor
+    records: torch.Tensor,
+    max_rows: int,
+    num_rows: int,
+    state: torch.Tensor,
+    trees: torch.Tensor,
+    tables: torch.Tensor,
 ) -> Begun:
-    """Reads the records.
+    """Reads the records, and sets the entries of page tables that they name.
 
     Args:
         records: int32 [B, HEADER + 2 * max_rows], contiguous in the last dimension.
@@ -65,6 +72,7 @@ def begin_step(
         state: int32 [slots, 2]: committed keys and newest token of each slot.
         trees: int32 [n, 2, N], tokens and parent nodes (-1 for the root's children) as a draft wrote them; read once. What
             makes no sense there stands for nothing.
+        tables: int32 [slots, pages].
     """
     from foredraft.speculation import step_kernels
 
@@ -73,9 +81,9 @@ def begin_step(
     parents = torch.empty_like(tokens)
     committed = torch.empty(batch, dtype=torch.int32, device=device)
     step_kernels.begin[(batch,)](
-        records, state, trees, tokens, parents, committed,
-        records.stride(0), num_rows, trees.shape[2],
-        SLOT=SLOT, COMMITTED=COMMITTED, TREE=TREE,
+        records, state, trees, tokens, parents, committed, tables,
+        records.stride(0), num_rows, trees.shape[2], tables.stride(0),
+        SLOT=SLOT, COMMITTED=COMMITTED, TREE=TREE, ENTRY=ENTRY, NEW_PAGE=NEW_PAGE,
         FIRST_TOKEN=HEADER, FIRST_PARENT=HEADER + max_rows, ROWS=power_of_two(num_rows), num_warps=1,
     )  # fmt: skip
     return Begun(tokens, parents, committed)

@@ -8,9 +8,11 @@ import torch
 
 from foredraft.speculation.triton_steps import (
     COMMITTED,
+    ENTRY,
     FILLER,
     FORCED,
     HEADER,
+    NEW_PAGE,
     SAMPLING,
     SLOT,
     TREE,
@@ -45,7 +47,16 @@ def test_records_say_where_a_step_begins(num_rows):
         records, [3, 0, 4, 1], [-1, 17, -1, 0], [2, -1, -1, 1], strict=True
     ):
         record[SLOT], record[COMMITTED], record[TREE] = slot, committed, tree
-    begun = begin_step(on_device(records), max_rows, num_rows, on_device(state), on_device(trees))
+    tables = [[rng.randrange(100) for _ in range(7)] for _ in range(slots)]
+    set_tables = on_device(tables)
+    for record, entry, page in zip(records, [0, 6, 3, 2], [8, 0, 1, 100], strict=True):
+        record[ENTRY], record[NEW_PAGE] = entry, page
+        if page:
+            tables[record[SLOT]][entry] = page - 1
+    begun = begin_step(
+        on_device(records), max_rows, num_rows, on_device(state), on_device(trees), set_tables
+    )
+    assert set_tables.tolist() == tables
     for i, record in enumerate(records):
         is_ahead, tree = record[COMMITTED] < 0, record[TREE]
         want = state[record[SLOT]] if is_ahead else [record[COMMITTED], record[HEADER]]

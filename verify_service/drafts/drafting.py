@@ -26,6 +26,7 @@ from verify_service.drafts.wire import DraftWire, wish
 from verify_service.metrics import DRAFTS_AHEAD, SpeculationMetrics
 from verify_service.policy.acceptance import DraftHistory
 from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.scheduling.step_plan import PrefillChunk
 from verify_service.target.target_step import DeviceOutcome
 
 logger = logging.getLogger(__name__)
@@ -172,12 +173,16 @@ class Drafting:
             self._hidden.keep(output, committed, rows)
 
     def keep_step(
-        self, sequences: list[RequestSequence], starts: list[int], gathered: Gathered
+        self,
+        sequences: list[RequestSequence],
+        starts: list[int],
+        gathered: Gathered,
+        chunks: Sequence[PrefillChunk] = (),
     ) -> None:
-        """Takes those of a step with one row for each sequence; see `HiddenStates.keep_step`."""
+        """Takes those of a step with one row for each sequence, and prompts behind them; see `HiddenStates.keep_step`."""
         rows = gathered.get(self._hidden.reader)
         if rows is not None:
-            self._hidden.keep_step(sequences, starts, rows)
+            self._hidden.keep_step(sequences, starts, rows, chunks)
 
     @property
     def keeps_much(self) -> bool:

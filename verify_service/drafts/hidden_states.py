@@ -5,9 +5,8 @@ they reach the draft is the arena's.
 """
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -16,12 +15,13 @@ from foredraft.runner.model_runner import ForwardOutput
 from foredraft.transport.base import HiddenWriter
 from foredraft.transport.device_exchange import DeviceExchange
 from verify_service.drafts.arena import Arena
-from verify_service.drafts.kept_steps import MOST_STEPS, KeptSteps
+from verify_service.drafts.kept_steps import KeptSteps, select_rows
+from verify_service.drafts.run import MERGE_STEPS, Run
 from verify_service.scheduling.request import Sequence as RequestSequence
 from verify_service.scheduling.request import Status
 from verify_service.scheduling.step_plan import PrefillChunk
 
-MERGE_STEPS = 32  # after which the rows that a sequence was given one by one are put together
+LONG_PROMPT = 1024  # rows of a step that a sequence is given at once
 
 # Hidden states of a step's first rows, by the number of the draft that reads them.
 Gathered = Mapping[int, torch.Tensor]
@@ -29,78 +29,11 @@ Gathered = Mapping[int, torch.Tensor]
 
 @dataclass(slots=True)
 class CommittedRows:
-    """Rows of a forward whose tokens were committed to a sequence, from position `start` on; of its prompt, or decoded."""
+    """Rows of a forward whose tokens were committed to a sequence, from position `start` on."""
 
     sequence: RequestSequence
     start: int
     rows: Sequence[int]
-    is_prompt: bool = False
-
-
-@dataclass(slots=True)
-class Run:
-    """Hidden states of consecutive positions of one sequence.
-
-    Attributes:
-        start: First position that was captured; what lies before, pages may have.
-        first: First position that is still kept.
-        end: Position after the last.
-        parts: Their rows, in pieces: the first position of each, and its rows.
-        resend_from: The draft's slots from here on have to be filled again: they are on another page now.
-        unsent_pages: Pages marked as complete on the strength of rows that the draft has not been sent.
-        num_appended: Pieces since some were made one.
-    """
-
-    start: int
-    first: int
-    end: int
-    parts: deque[tuple[int, torch.Tensor]] = field(default_factory=deque)
-    resend_from: int | None = None
-    unsent_pages: list[int] = field(default_factory=list)
-    num_appended: int = 0
-
-    def append(self, rows: torch.Tensor, count: int) -> None:
-        """Takes the rows after the last, `count` of them."""
-        self.parts.append((self.end, rows))
-        self.end += count
-        self.num_appended += 1
-
-    def merge(self) -> None:
-        """Makes one piece of the newest small ones, which are quicker to find and to copy then."""
-        self.num_appended = 0
-        small = []
-        while self.parts and len(self.parts[-1][1]) < MERGE_STEPS:
-            small.append(self.parts.pop())
-        small.reverse()
-        if len(small) > 1:
-            small = [(small[0][0], torch.cat([rows for _, rows in small]))]
-        self.parts.extend(small)
-
-    def skip(self, count: int) -> None:
-        """Counts rows after the last that are not kept, nor those before them."""
-        self.parts.clear()
-        self.end += count
-        self.first = self.end
-
-    def rows(self, first: int) -> torch.Tensor:
-        """Rows of positions [first, end), at least one."""
-        assert self.first <= first < self.end
-        start, last = self.parts[-1]
-        if first >= start:  # nearly always: what the last step committed
-            return last[first - start :] if first > start else last
-        taken = []
-        for start, rows in reversed(self.parts):
-            taken.append(rows[max(first - start, 0) :])
-            if start <= first:
-                break
-        return torch.cat(taken[::-1])
-
-    def drop_before(self, position: int) -> None:
-        """Forgets rows before a position, as far as whole parts go."""
-        parts = self.parts
-        while parts and (parts[1][0] if len(parts) > 1 else self.end) <= position:
-            parts.popleft()
-        self.first = parts[0][0] if parts else self.end
 
 
 class HiddenStates:
@@ -179,8 +112,7 @@ class HiddenStates:
         """
         if self._layers is None or not committed:
             return
-        if not all(one.is_prompt for one in committed):
-            self._settle()  # what comes now comes after it
+        self._settle()  # what comes now comes after it
         source = self.source(output) if gathered is None else gathered
         rows = _rows(source, [row for one in committed for row in one.rows])
         for one, part in zip(
@@ -190,11 +122,33 @@ class HiddenStates:
         self._bound()
 
     def keep_step(
-        self, sequences: list[RequestSequence], starts: list[int], gathered: torch.Tensor
+        self,
+        sequences: list[RequestSequence],
+        starts: list[int],
+        gathered: torch.Tensor,
+        chunks: Sequence[PrefillChunk] = (),
     ) -> None:
-        """Takes a step that committed its only row to each sequence that goes on; see `KeptSteps.add`."""
-        self._steps.add(sequences, starts, gathered)
-        if len(self._steps) == MOST_STEPS:
+        """Takes a step that committed its only row to each sequence that goes on, and prompts; see `KeptSteps.add`.
+
+        Args:
+            gathered: [n, width], of the sequences, then of the prompts.
+        """
+        self._row_bytes = gathered.shape[1] * gathered.element_size()
+        if sequences:
+            self._steps.add(sequences, starts, gathered[: len(sequences)] if chunks else gathered)
+        first = len(sequences)
+        for chunk in chunks:
+            end = first + chunk.num_tokens
+            rows = gathered[first:end]
+            if chunk.num_tokens < LONG_PROMPT:
+                self._steps.add_prompt(chunk.seq, chunk.start, rows)
+            elif chunk.seq.status is Status.RUNNING:
+                self._settle()
+                own = rows if len(rows) == len(gathered) else rows.clone()
+                self._give(chunk.seq, chunk.start, own, chunk.num_tokens)
+                self._bound()
+            first = end
+        if self._steps.is_full:
             self._settle()
             self._bound()
 
@@ -204,7 +158,7 @@ class HiddenStates:
 
     def _settle(self) -> None:
         """Gives the rows of steps to the runs of their sequences."""
-        if self._steps:
+        if self._steps.num_rows:
             for sequence, start, rows in self._steps.take():
                 self._give(sequence, start, rows, len(rows))
 
@@ -253,7 +207,9 @@ class HiddenStates:
 
     def drop(self, sequence: RequestSequence) -> None:
         """The sequence ended or lost its pages; rows that the draft was not sent will never be."""
-        if sequence.status is not Status.FINISHED:
+        if sequence.status is Status.FINISHED:
+            self._steps.forget(sequence)
+        else:
             self._settle()  # it may run again, with other rows; what waits is nobody's
         self._drop_run(sequence)
 
@@ -274,9 +230,12 @@ class HiddenStates:
             self._settle()
         return self._runs.get(sequence.request_id)
 
-    def begun(self, sequence: RequestSequence) -> Run | None:
-        """The same, for looking at where it begins; the newest rows may be missing."""
-        return self._runs.get(sequence.request_id)
+    def untold_from(self, sequence: RequestSequence, told: Run | None) -> int | None:
+        """First position that is kept of a sequence, if its draft was told of another run or none."""
+        run = self._runs.get(sequence.request_id)
+        if run is None:
+            return self._steps.begin_of(sequence)
+        return None if run is told else run.start
 
     @property
     def kept_bytes(self) -> int:
@@ -377,7 +336,7 @@ def committed_rows(
         if sequence.status is Status.RUNNING:
             num_kept = min(chunk.num_tokens, sequence.num_computed - chunk.start)
             rows = range(first, first + num_kept)
-            committed.append(CommittedRows(sequence, chunk.start, rows, is_prompt=True))
+            committed.append(CommittedRows(sequence, chunk.start, rows))
     return committed
 
 
@@ -385,7 +344,4 @@ def _rows(source: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Rows in memory that holds nothing else; without waiting for a GPU."""
     if rows and rows == list(range(rows[0], rows[0] + len(rows))):  # as of steps without trees
         return source[rows[0] : rows[0] + len(rows)].clone()
-    index = torch.tensor(rows)
-    if source.is_cuda:
-        index = index.pin_memory().to(source.device, non_blocking=True)
-    return source.index_select(0, index)
+    return select_rows(source, rows)

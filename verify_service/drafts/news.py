@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.kvcache.draft_marks import DraftMarks
-from verify_service.drafts.hidden_states import HiddenStates, Run
+from verify_service.drafts.hidden_states import HiddenStates
+from verify_service.drafts.run import Run
 from verify_service.policy.acceptance import DraftHistory
 from verify_service.scheduling.request import Sequence as RequestSequence
 
@@ -87,10 +88,9 @@ class DraftNews:
         told = self.of(sequence)
         is_known = told.epoch == self._epoch and told.slot == sequence.slot
         if self._hidden.layers is not None:
-            run = self._hidden.begun(sequence)
-            if run is not None and told.run is not run:
-                # A new one may have a hole before it.
-                return sequence.num_computed - run.start
+            start = self._hidden.untold_from(sequence, told.run)
+            if start is not None:  # there may be a hole before it
+                return sequence.num_computed - start
         return len(sequence.tokens) - (told.num_tokens if is_known else 0)
 
     def stands_alone(self, sequence: RequestSequence) -> bool:

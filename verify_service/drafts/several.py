@@ -14,6 +14,7 @@ from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.hidden_states import CommittedRows, Gathered
 from verify_service.drafts.proposals import Drafted, Member, Wanted
 from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.scheduling.step_plan import PrefillChunk
 from verify_service.target.target_step import DeviceOutcome
 
 
@@ -105,11 +106,15 @@ class Drafts:
             one.keep(output, committed, gathered)
 
     def keep_step(
-        self, sequences: list[RequestSequence], starts: list[int], gathered: Gathered
+        self,
+        sequences: list[RequestSequence],
+        starts: list[int],
+        gathered: Gathered,
+        chunks: Sequence[PrefillChunk] = (),
     ) -> None:
-        """The same of a step with one row for each sequence."""
+        """The same of a step with one row for each sequence, and prompts behind them."""
         for one in self.each:
-            one.keep_step(sequences, starts, gathered)
+            one.keep_step(sequences, starts, gathered, chunks)
 
     @property
     def keeps_much(self) -> bool:

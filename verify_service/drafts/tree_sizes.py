@@ -140,13 +140,18 @@ class TreeSizes:
         """Levels of a tree that is drafted on the device."""
         return self._drafting.depth if self._drafting is not None else 0
 
+    @property
+    def records_all(self) -> bool:
+        """Whether `record` wants outcomes of steps without a tree too."""
+        return bool(self._cut)
+
     def record(self, rows: VerifyRows, accepted: Sequence[int], tokens: Sequence[int]) -> None:
         """Takes the outcome of one verification: which nodes were right, and all tokens that it gave."""
         drafting = self._drafting
-        if drafting is None:
+        if drafting is None or not (rows.tree.tokens or self._cut):  # as in most plain steps
             return
         num_nodes, brought = len(rows.tree), len(accepted)
-        cut = self._cut.pop(rows.sequence.request_id, None) if self._cut else None
+        cut = self._cut.pop(rows.sequence.request_id, None)
         if cut is not None:
             num_nodes, accepted = known_outcome(cut, tokens)
         if not num_nodes:

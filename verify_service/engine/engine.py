@@ -29,7 +29,7 @@ from verify_service.engine.run_ahead import Flight, RunAhead
 from verify_service.engine.self_test import SelfTest
 from verify_service.outputs import Load
 from verify_service.policy.policy import DraftPolicy
-from verify_service.scheduling.request import Sequence, Status
+from verify_service.scheduling.request import Sequence
 from verify_service.scheduling.scheduler import Scheduler
 from verify_service.scheduling.step_plan import StepPlan
 from verify_service.target.chooser import VerifyRows
@@ -304,12 +304,14 @@ class Engine:
         for chunk in plan.prefill:
             if not chunk.is_last:
                 self._scheduler.on_committed(chunk.seq, chunk.num_tokens)
-        num_chunk_tokens = {chunk.seq.request_id: chunk.num_tokens for chunk in plan.prefill}
-        for verify_rows, outcome in zip(batch, result.outcomes, strict=True):
-            self._outcomes.commit(
-                verify_rows, outcome, num_chunk_tokens.get(verify_rows.sequence.request_id)
-            )
-        decoded = result.outcomes[: len(plan.decode)]
+        num_decoding = len(plan.decode)
+        decoded = result.outcomes[:num_decoding]
+        self._outcomes.commit_all(batch[:num_decoding], decoded)
+        last_chunks = [chunk for chunk in plan.prefill if chunk.is_last]
+        for chunk, rows, outcome in zip(
+            last_chunks, batch[num_decoding:], result.outcomes[num_decoding:], strict=True
+        ):
+            self._outcomes.commit(rows, outcome, chunk.num_tokens)
         tokens = sum(len(outcome.verified.tokens) for outcome in decoded)
         if plan.prefill:
             self._sizes.interrupted(len(decoded), verified - drafted, tokens, wait)
@@ -326,15 +328,10 @@ class Engine:
     def _land(self, flight: Flight) -> None:
         """Takes the outcome of a step that was started."""
         result, trees = self._ahead.finish(flight)
-        paths: list[list[int]] = []
-        starts: list[int] = []
-        for sequence, tree, confidence, outcome in zip(
-            flight.sequences, trees, flight.confidences, result.outcomes, strict=True
-        ):
-            starts.append(sequence.num_computed)
-            paths.append(outcome.verified.path)
-            if sequence.status is Status.RUNNING:
-                self._outcomes.commit(VerifyRows(sequence, tree, confidence), outcome, None)
+        starts = [sequence.num_computed for sequence in flight.sequences]
+        paths = [outcome.verified.path for outcome in result.outcomes]
+        batch = map(VerifyRows, flight.sequences, trees, flight.confidences)
+        self._outcomes.commit_all(batch, result.outcomes)
         if self._flight is not None:
             self._ahead.choose(self._flight)
         self._ahead.tell(flight, result, starts, paths)
@@ -342,7 +339,7 @@ class Engine:
             len(flight.sequences),
             result.num_logit_rows,
             time.perf_counter() - max(flight.started_at, self._ended_at),
-            sum(len(outcome.verified.tokens) for outcome in result.outcomes),
+            sum(map(len, paths)),
             flight.wait,
         )
         metrics.OVERLAPPED_STEPS.inc(self._flight is not None)

@@ -39,7 +39,11 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class Live:
-    """What the engine keeps beside a sequence while it lives."""
+    """What the engine keeps beside a sequence while it lives.
+
+    Attributes:
+        histogram: Verifications that accepted 1, 2, ... drafted tokens.
+    """
 
     request: EngineRequest
     submitted: float
@@ -50,9 +54,14 @@ class Live:
     def count(self, num_accepted: int, is_lossy: bool) -> None:
         """Counts one verification."""
         self.is_lossy |= is_lossy
-        while len(self.histogram) <= num_accepted:
-            self.histogram.append(0)
-        self.histogram[num_accepted] += 1
+        if num_accepted:
+            missing = num_accepted - len(self.histogram)
+            self.histogram += [0] * missing
+            self.histogram[num_accepted - 1] += 1
+
+    def histogram_of(self, num_steps: int) -> tuple[int, ...]:
+        """How many of so many verifications accepted 0, 1, ... drafted tokens."""
+        return (num_steps - sum(self.histogram), *self.histogram) if num_steps else ()
 
 
 class LiveRequests:
@@ -93,7 +102,7 @@ class LiveRequests:
             preemptions=sequence.num_preemptions,
             queue_seconds=live.queue_seconds,
             lossy=live.is_lossy,
-            accepted_histogram=tuple(live.histogram),
+            accepted_histogram=live.histogram_of(sequence.num_steps),
         )
         last = output or StepOutput(live.request.tag)
         self.queue(live, dataclasses.replace(last, finish=finish))

@@ -1,6 +1,7 @@
 """What becomes of a step's outcome: tokens kept, sequences that end or leave, their accounts, and news for submitters."""
 
 import time
+from collections.abc import Iterable
 
 from foredraft.errors import ForedraftError, InvalidRequest
 from foredraft.types import FinishReason
@@ -11,7 +12,7 @@ from verify_service.drafts.several import Drafts
 from verify_service.drafts.tree_sizes import TreeSizes
 from verify_service.engine.live_requests import LiveRequests
 from verify_service.outputs import StepOutput, VerifiedTree
-from verify_service.scheduling.request import Sequence
+from verify_service.scheduling.request import Sequence, Status
 from verify_service.scheduling.scheduler import Scheduler
 from verify_service.scheduling.step_plan import StepPlan
 from verify_service.target.chooser import Outcome, VerifyRows
@@ -60,6 +61,36 @@ class Outcomes:
         for sequence in plan.ended:
             assert sequence.finish_reason is not None
             self.finish(sequence, sequence.finish_reason)
+
+    def commit_all(self, batch: Iterable[VerifyRows], outcomes: Iterable[Outcome]) -> None:
+        """Takes what the rule gave for sequences that decode; those that have ended meanwhile are left out."""
+        num_decoded, running = 0, Status.RUNNING
+        is_looked_at = self._sizes.records_all
+        for rows, outcome in zip(batch, outcomes, strict=True):
+            sequence = rows.sequence
+            if sequence.status is not running:
+                continue
+            if is_looked_at or rows.tree.tokens or sequence.grammar is not None or outcome.is_lossy:
+                self.commit(rows, outcome, None)
+            else:
+                num_decoded += self._commit_token(sequence, outcome)
+        if num_decoded:
+            self._speculation.of("").decoded(num_decoded)
+
+    def _commit_token(self, sequence: Sequence, outcome: Outcome) -> bool:
+        """`commit` of a step without a tree; gives whether it is in the metrics."""
+        tokens, live = outcome.verified.tokens, self._live.by_number[sequence.request_id]
+        reason = sequence.append_token(tokens[0])
+        self._scheduler.on_token(sequence)
+        sequence.num_steps += 1
+        request = live.request
+        output = StepOutput(request.tag, tokens, [False], outcome.logprobs)
+        if reason is None:
+            self._live.queue(live, output)
+        else:
+            self._scheduler.finish(sequence)
+            self.finish(sequence, reason, output=output)
+        return not request.is_probe
 
     def commit(self, rows: VerifyRows, outcome: Outcome, num_chunk_tokens: int | None) -> None:
         """Takes what the rule gave for one sequence.

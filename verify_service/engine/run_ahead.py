@@ -171,14 +171,17 @@ class RunAhead:
         paths: list[list[int]],
     ) -> None:
         """Takes the hidden states that a step committed which was waited for; see `committed_rows` for the arguments."""
-        drafting, first_rows, count = self._drafting, result.first_rows, len(decoding)
+        drafting, count = self._drafting, len(decoding)
         assert drafting is not None
-        if count and first_rows[count - 1] == count - 1 and len(paths[-1]) == 1:
-            # They have one row each.
-            drafting.keep_step(decoding, starts, drafting.gather(result.output, count))
-            decoding, starts, paths, first_rows = [], [], [], first_rows[count:]
-        committed = committed_rows(decoding, chunks, first_rows, starts, paths)
-        drafting.keep(result.output, committed)
+        # Where the prompts begin, or the last of the others.
+        row = count if chunks else count - 1
+        if result.first_rows[row] == row and all(len(path) == 1 for path in paths):
+            # Who decodes has one row.
+            count += sum(chunk.num_tokens for chunk in chunks)
+            drafting.keep_step(decoding, starts, drafting.gather(result.output, count), chunks)
+        else:
+            committed = committed_rows(decoding, chunks, result.first_rows, starts, paths)
+            drafting.keep(result.output, committed)
 
     def _await(self, flight: Flight, is_over: Callable[[], bool]) -> None:
         """Waits for something of a step that needs a draft's trees; a draft that does not come is not waited for."""

@@ -179,6 +179,16 @@ class Sequence:
             self.finish_reason = FinishReason.LENGTH
         return Appended(min(len(tokens), num_left), self.finish_reason)
 
+    def append_token(self, token: int) -> FinishReason | None:
+        """`append_tokens` of a single one, where no grammar is followed."""
+        self.tokens.append(token)
+        if token in self._stops:
+            self.stop_token = token
+            self.finish_reason = FinishReason.STOP
+        elif len(self.tokens) - len(self.prompt) >= self.sampling.max_new_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        return self.finish_reason
+
     def count_step(self, num_drafted: int, num_accepted: int) -> None:
         """Counts one verification: of `num_drafted` nodes, `num_accepted` became output."""
         self.num_steps += 1

@@ -180,7 +180,8 @@ class Scheduler:
 
     def going_on(self, flying: list[Sequence]) -> list[Sequence]:
         """Those of a step under way that surely take part in the step after it."""
-        return [seq for seq in flying if seq.status is Status.RUNNING and seq.num_output_left > 1]
+        running = Status.RUNNING
+        return [seq for seq in flying if seq.status is running and seq.num_output_left > 1]
 
     def schedule_ahead(self, going: list[Sequence], num_nodes: int) -> str | None:
         """Plans a step that decodes only, behind one whose outcome is not known yet, and reserves its pages.
@@ -202,7 +203,12 @@ class Scheduler:
             return "prompt"
         if not going:
             return "ends"
-        wanted = [(seq, len(seq.tokens) + seq.num_in_flight + num_nodes) for seq in going]
+        size = self.pool.page_size
+        wanted = [
+            (seq, num_keys)
+            for seq in going
+            if (num_keys := len(seq.tokens) + seq.num_in_flight + num_nodes) > len(seq.pages) * size
+        ]
         return None if self._tables.grow_all(wanted) else "pages"
 
     def on_committed(self, seq: Sequence, num_tokens: int) -> None:
@@ -215,6 +221,12 @@ class Scheduler:
         if not 0 <= num_tokens < seq.num_uncomputed:
             raise ValueError(f"{num_tokens} of {seq.num_uncomputed} uncomputed tokens committed")
         self._tables.commit(seq, num_tokens)
+
+    def on_token(self, seq: Sequence) -> None:
+        """`on_committed` of one token, as of nearly every step."""
+        seq.num_computed += 1
+        if seq.num_computed % self.pool.page_size == 0:
+            self._tables.commit(seq, 0)
 
     def finish(self, seq: Sequence, reason: FinishReason | None = None) -> None:
         """Ends a live sequence and releases slot and pages; its full pages stay cached.

@@ -42,14 +42,19 @@ class GraphRun(StartedStep):
     def finish(self) -> tuple[StepResult, list[DraftTree]]:
         """See StartedStep."""
         chosen = self.running.chosen()
-        outcomes = [
-            Outcome(Verified(path[:length], tokens[:length]))
-            for length, path, tokens in zip(
-                chosen.lengths.tolist(), chosen.paths.tolist(), chosen.tokens.tolist(), strict=True
-            )
-        ]
-        trees = [EMPTY] * len(outcomes)
-        if self.num_rows > 1:
+        trees = [EMPTY] * len(chosen.lengths)
+        if self.num_rows == 1:
+            outcomes = [Outcome(Verified([0], tokens)) for tokens in chosen.tokens.tolist()]
+        else:
+            outcomes = [
+                Outcome(Verified(path[:length], tokens[:length]))
+                for length, path, tokens in zip(
+                    chosen.lengths.tolist(),
+                    chosen.paths.tolist(),
+                    chosen.tokens.tolist(),
+                    strict=True,
+                )
+            ]
             sizes = np.count_nonzero(chosen.tree_parents >= 0, axis=1).tolist()
             parents = (chosen.tree_parents[:, 1:] - 1).tolist()
             trees = [

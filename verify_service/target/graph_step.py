@@ -18,7 +18,9 @@ from foredraft.speculation.draft_tree import EMPTY, DraftTree
 from foredraft.speculation.triton_sampling import PAD, ROOT
 from foredraft.speculation.triton_steps import (
     COMMITTED,
+    ENTRY,
     FORCED,
+    NEW_PAGE,
     NUM_ROWS,
     SAMPLING,
     SLOT,
@@ -141,9 +143,12 @@ class GraphStep(TargetStep):
         arrays = self._fill(sequences, num_rows)
         header = arrays.header
         header[:, COMMITTED] = -1
-        header[:, TREE] = [-1 if rows.tree is None else rows.tree for rows in batch]
-        header[:, NUM_ROWS] = [1 if rows.tree is None else num_rows for rows in batch]
-        _force_no_more_than_trees(header)
+        if fetch is None:
+            header[:, TREE], header[:, NUM_ROWS] = -1, 1
+        else:
+            header[:, TREE] = [-1 if rows.tree is None else rows.tree for rows in batch]
+            header[:, NUM_ROWS] = [1 if rows.tree is None else num_rows for rows in batch]
+        self._force(header)
         arrays.parents[:] = PAD
         if self._members.is_late:
             capture = capture or self._graphs.capture
@@ -222,8 +227,8 @@ class GraphStep(TargetStep):
     def _fill(self, sequences: list[RequestSequence], num_rows: int) -> StepArrays:
         """Everything of the records but roots and trees."""
         arrays = self._graphs.arrays(len(sequences), num_rows)
-        self._update_pages(sequences)
         header = arrays.header
+        self._fill_pages(header, sequences)
         slots = [sequence.slot or 0 for sequence in sequences]
         if self._members.sequences != sequences or self._members.slots != slots:
             self._members = _Members.of(sequences, slots)
@@ -231,7 +236,6 @@ class GraphStep(TargetStep):
         header[:, SAMPLING] = self._members.sampling
         if self._members.is_late:
             fill_adjustments(header, sequences, num_rows)
-        header[:, FORCED] = 0 if self._simulated is None else self._simulated.draw(len(sequences))
         return arrays
 
     def _fill_values(self, batch: Sequence[VerifyRows], num_rows: int) -> None:
@@ -240,13 +244,33 @@ class GraphStep(TargetStep):
         header = arrays.header
         header[:, COMMITTED] = [sequence.num_computed for sequence in sequences]
         header[:, NUM_ROWS] = [1 + len(rows.tree) for rows in batch]
-        _force_no_more_than_trees(header)
+        self._force(header)
         header[:, TREE] = -1
         arrays.tokens[:, 0] = [sequence.tokens[-1] for sequence in sequences]
         arrays.parents[:, 0] = ROOT
         if num_rows > 1:
             _fill_trees(arrays, batch, num_rows)
         self._graphs.upload(len(batch))
+
+    def _force(self, header: np.ndarray) -> None:
+        """Where outcomes are simulated, says them; who verifies nothing gets one token all the same."""
+        header[:, FORCED] = 0
+        if self._simulated is not None:
+            header[:, FORCED] = np.minimum(self._simulated.draw(len(header)), header[:, NUM_ROWS])
+
+    def _fill_pages(self, header: np.ndarray, sequences: Sequence[RequestSequence]) -> None:
+        """Puts what is new of page tables into the records where it is an entry of each, as nearly always."""
+        header[:, NEW_PAGE] = 0
+        others = []
+        for record, sequence in enumerate(sequences):
+            first, size = sequence.device_pages_from, len(sequence.pages)
+            if first + 1 == size:
+                header[record, ENTRY], header[record, NEW_PAGE] = first, 1 + sequence.pages[first]
+                sequence.device_pages_from = size
+            elif first < size:
+                others.append(sequence)
+        if others:
+            self._update_pages(others)
 
     def _update_pages(self, sequences: Sequence[RequestSequence]) -> None:
         updates = []
@@ -285,11 +309,6 @@ def _chunk_rows(chunk: PrefillChunk) -> MixedRows:
     tokens = sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]
     logits: Literal["last", "none"] = "last" if chunk.is_last else "none"
     return MixedRows(sequence.slot, chunk.start, tokens, None, logits)
-
-
-def _force_no_more_than_trees(header: np.ndarray) -> None:
-    """Who verifies nothing gets one token, simulated or not."""
-    header[:, FORCED] = np.minimum(header[:, FORCED], header[:, NUM_ROWS])
 
 
 def _fill_trees(arrays: StepArrays, batch: Sequence[VerifyRows], num_rows: int) -> None:

@@ -20,7 +20,7 @@ from tests.support.stack import eventually
 from verify_service import startup
 from verify_service.drafts import links as draft_links
 from verify_service.drafts.arena import Arena
-from verify_service.drafts.hidden_states import Run
+from verify_service.drafts.run import Run
 from verify_service.drafts.tree_sizes import TreeSizes
 from verify_service.policy.messages import Plan
 

@@ -10,10 +10,20 @@ import torch
 from foredraft.kvcache.draft_marks import DraftMarks
 from foredraft.kvcache.page_pool import PagePool
 from foredraft.types import SamplingParams
+from verify_service.drafts import hidden_states, kept_steps
 from verify_service.drafts.hidden_states import CommittedRows, HiddenStates
 from verify_service.scheduling.request import Sequence, Status
+from verify_service.scheduling.step_plan import PrefillChunk
 
 PAGE, NUM_PAGES = 4, 400
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are put together after so few that a test sees it often."""
+    monkeypatch.setattr(kept_steps, "MOST_ROWS", 97)
+    monkeypatch.setattr(kept_steps, "MANY_ROWS", 6)
+    monkeypatch.setattr(hidden_states, "LONG_PROMPT", 5)
 
 
 class Twin:
@@ -65,20 +75,42 @@ def test_rows_runs_and_marks_are_those_of_rows_given_at_once(seed: int) -> None:
     for _ in range(150):
         if len(running) < 4 and rng.random() < 0.1:
             sequence = (
-                waiting.pop() if waiting else Sequence(num_joined, [1, 1, 1], SamplingParams())
+                waiting.pop() if waiting else Sequence(num_joined, [1] * 20, SamplingParams())
             )
             num_joined += 1
             sequence.status = Status.RUNNING
+            before = list(running)
             running.append(sequence)
-            commit(sequence, rng.randrange(1, 1 + len(sequence.tokens)), pool, rng)
-            for hidden in both:
-                source = SimpleNamespace(
-                    hidden=rows_of(
-                        [sequence] * sequence.num_computed, [*range(sequence.num_computed)]
-                    )
+            starts = [one.num_computed for one in before]
+            for one in before:
+                one.tokens.append(2)
+                commit(one, 1, pool, rng)
+            chunks, has_ended = [], False
+            for _ in range(rng.randrange(1, 3)):  # in one step, or in two
+                count = rng.randrange(1, 8)
+                chunks.append(PrefillChunk(sequence, sequence.num_computed, count))
+                commit(sequence, count, pool, rng)
+                if has_ended := rng.random() < 0.1:  # as with its first token
+                    break
+            for i, chunk in enumerate(chunks):
+                own = [] if i else before
+                positions = [*range(chunk.start, chunk.start + chunk.num_tokens)]
+                rows = rows_of(
+                    own + [sequence] * len(positions), (starts if own else []) + positions
                 )
-                rows = range(sequence.num_computed)
-                hidden.keep(source, [CommittedRows(sequence, 0, rows, is_prompt=True)])  # type: ignore[arg-type]
+                committed = [
+                    CommittedRows(one, at, [j])
+                    for j, (one, at) in enumerate(zip(own, starts, strict=False))
+                ]
+                where = range(len(own), len(rows))
+                committed.append(CommittedRows(sequence, chunk.start, where))
+                eager.hidden.keep(SimpleNamespace(hidden=rows), committed)  # type: ignore[arg-type]
+                late.hidden.keep_step(own, starts if own else [], rows, [chunk])
+            if has_ended:
+                running.pop()
+                sequence.status = Status.FINISHED
+                for hidden in both:
+                    hidden.drop(sequence)
         flying = list(running)
         if rng.random() < 0.1 and flying:
             gone = running.pop(rng.randrange(len(running)))
@@ -105,8 +137,7 @@ def test_rows_runs_and_marks_are_those_of_rows_given_at_once(seed: int) -> None:
             if sequence.status is Status.RUNNING
         ]
         eager.hidden.keep(SimpleNamespace(hidden=gathered), committed)  # type: ignore[arg-type]
-        eager.hidden._settle()
-        if rng.random() < 0.5:
+        if rng.random() < 0.8:
             late.hidden.keep_step(flying, starts, gathered)
         else:
             late.hidden.keep(SimpleNamespace(hidden=gathered), committed)  # type: ignore[arg-type]
@@ -146,11 +177,11 @@ def test_what_is_kept_is_bounded() -> None:
     for start in range(300):
         sequence.num_computed = start + 1
         hidden.keep_step([sequence], [start], torch.zeros(1, 2))
-        assert hidden.kept_bytes <= (70 + 32) * 2 * 4
+        assert hidden.kept_bytes <= (70 + 97) * 2 * 4
     run = hidden.run(sequence)
     assert run is not None
     assert run.end == 300
-    assert run.first > 200
+    assert run.first > 100
 
 
 def test_a_preempted_sequence_keeps_what_it_is_given_afterwards() -> None:
