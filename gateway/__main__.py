@@ -26,6 +26,7 @@ from gateway.http import DirectSend
 from gateway.protocol import bounded_protocol
 from gateway.security.certificates import HttpContext, public_identity
 from gateway.security.gate import Gate
+from gateway.security.hosts import is_local
 from gateway.serving import Serving
 from gateway.verifier_pool import VerifierPool
 
@@ -66,7 +67,7 @@ class _HttpServer(uvicorn.Server):
 
 async def _serve(config: GatewayConfig) -> int:
     gate = Gate(config)
-    if not gate.asks_for_keys and config.host not in ("127.0.0.1", "::1", "localhost"):
+    if not gate.asks_for_keys and not is_local(config.host):
         logger.warning("no API keys: whoever reaches %s may use it", config.host)
     identity = public_identity(config)
     pool = VerifierPool(config.verifier, service_identity(config))

@@ -35,7 +35,7 @@ def make_app(serving: Serving, gate: Gate) -> FastAPI:
     app.include_router(native.make_router(serving))
     app.include_router(pages.make_router(serving))
     _add_health(app, serving)
-    app.add_middleware(GateMiddleware, gate=gate, protect_metrics=serving.config.protect_metrics)
+    app.add_middleware(GateMiddleware, gate=gate, config=serving.config)
     _add_errors(app)
     app.add_middleware(HeadAsGet)
     openapi.install(app, BODIES)

@@ -29,6 +29,10 @@ class CrossSite(ForedraftError):
     """A page of another site has a browser send the request."""
 
 
+class UnknownHost(ForedraftError):
+    """The request calls the server by a name that --allowed-host does not give."""
+
+
 class RequestTimeout(ForedraftError):
     """The request's deadline passed."""
 
@@ -78,6 +82,10 @@ HTTP_ERRORS: tuple[tuple[type[ForedraftError], HttpError], ...] = (
         HttpError(401, "UNAUTHENTICATED", "invalid_request_error", "invalid_api_key"),
     ),
     (CrossSite, HttpError(403, "PERMISSION_DENIED", "invalid_request_error", "cross_site")),
+    (
+        UnknownHost,
+        HttpError(403, "PERMISSION_DENIED", "invalid_request_error", "host_not_allowed"),
+    ),
     (
         RateLimited,
         HttpError(

@@ -249,6 +249,12 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
     port: int = option(30000, "HTTP port.", least=0, most=65535)
+    allowed_host: tuple[str, ...] = option(
+        (),
+        "Name that HTTP requests may call the server by (their Host), `*.name` for all under one, `*` for any; may be given "
+        "several times. Addresses and localhost always may. Without it every name may, save where the server listens on this "
+        "machine's own addresses and has no keys.",
+    )
     grpc_port: int = option(50051, "Port of the public gRPC.", least=0, most=65535)
     verifier: tuple[str, ...] = option(
         ("127.0.0.1:50052",),

@@ -9,6 +9,7 @@ from foredraft.config.services import GatewayConfig
 from foredraft.errors import ConfigError, Unauthenticated, Unavailable
 from gateway import metrics
 from gateway.security import keys
+from gateway.security.hosts import is_local
 from gateway.security.limits import Caller, Limits, acting_for
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,13 @@ class Gate:
     def asks_for_keys(self) -> bool:
         """Whether there are any keys."""
         return bool(self._keys)
+
+    @property
+    def checks_hosts(self) -> bool:
+        """Whether requests must call the server by a known name: where names are given, or where only being on this machine
+        gives access."""
+        config = self._config
+        return bool(config.allowed_host) or (not self._keys and is_local(config.host))
 
     def identify(self, authorization: str) -> Caller:
         """Who sends a request with this Authorization header.

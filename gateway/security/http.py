@@ -5,13 +5,16 @@ from contextlib import ExitStack
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from foredraft.config.services import GatewayConfig
 from foredraft.errors import ForedraftError
-from gateway.errors import CrossSite
+from gateway.errors import CrossSite, UnknownHost
 from gateway.http import error_response
 from gateway.security.gate import Gate
+from gateway.security.hosts import is_allowed
 
+HEALTH = "/health"
 # Pages and their files hold nothing of anybody's; whether the server lives may be asked by all.
-OPEN = frozenset({"/", "/dashboard", "/health"})
+OPEN = frozenset({"/", "/dashboard", HEALTH})
 OPEN_FOLDER = "/web/"
 METRICS = frozenset({"/metrics", "/dashboard/figures"})
 PROBE = "/health_generate"  # generates a token
@@ -22,16 +25,27 @@ UNCOUNTED = frozenset({"/abort_request", "/flush_cache"})
 class GateMiddleware:
     """Answers 401, 403, 429 and 503 itself; everything behind it acts for a caller."""
 
-    def __init__(self, app: ASGIApp, gate: Gate, protect_metrics: bool) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate, config: GatewayConfig) -> None:
         self._app = app
         self._gate = gate
-        self._open = OPEN if protect_metrics else OPEN | METRICS
+        self._hosts = config.allowed_host
+        self._open = OPEN if config.protect_metrics else OPEN | METRICS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_open(scope["path"]):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         path, headers = scope["path"], Headers(scope=scope)
+        host = headers.get("host", "")
+        if path != HEALTH and self._gate.checks_hosts and not is_allowed(host, self._hosts):
+            unknown = UnknownHost(
+                f"this server does not go by the name {host[:100]!r}; if it should, start it with --allowed-host NAME"
+            )
+            await error_response(unknown)(scope, receive, send)
+            return
+        if self._is_open(path):
+            await self._app(scope, receive, send)
+            return
         # Browsers say so of what a page of another site sends, which needs no CORS to make a server of this machine work.
         if headers.get("sec-fetch-site") == "cross-site":
             refusal = CrossSite("pages of other sites may not use this server")
