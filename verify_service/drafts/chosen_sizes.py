@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from foredraft.speculation.draft_tree import DraftTree
@@ -58,7 +59,7 @@ class ChosenSizes:
 
     Args:
         rules: `times` must be there.
-        is_probe: Whether a sequence is the engine's own, for which everything is drafted.
+        probes: Numbers of requests that are the engine's own, for which everything is drafted.
         named: The draft that a sequence asks for by name, if any.
     """
 
@@ -66,7 +67,7 @@ class ChosenSizes:
         self,
         rules: SizeRules,
         drafts: Drafts,
-        is_probe: Callable[[RequestSequence], bool],
+        probes: AbstractSet[int],
         named: Callable[[RequestSequence], str],
     ) -> None:
         assert rules.times is not None
@@ -80,7 +81,7 @@ class ChosenSizes:
         self._planned: Sequence[RequestSequence] = ()
         self._num_changes = [0] * len(drafts.each)
         self._each = [
-            TreeSizes(policy, drafting, nodes, is_probe, self._serving(number))
+            TreeSizes(policy, drafting, nodes, probes, self._serving(number))
             for number, (policy, drafting, (nodes, _)) in enumerate(
                 zip(rules.policies(), drafts.each, rules.shapes, strict=True)
             )
@@ -281,12 +282,12 @@ def sizes_of(
     rules: DraftPolicy | SizeRules,
     drafting: Drafting | Drafts | None,
     max_nodes: int,
-    is_probe: Callable[[RequestSequence], bool],
+    probes: AbstractSet[int],
     named: Callable[[RequestSequence], str],
 ) -> TreeSizes | ChosenSizes:
     """What the engine asks how much to draft, for one draft or none, or for several."""
     if isinstance(drafting, Drafts):
         assert isinstance(rules, SizeRules)
-        return ChosenSizes(rules, drafting, is_probe, named)
+        return ChosenSizes(rules, drafting, probes, named)
     assert isinstance(rules, DraftPolicy)
-    return TreeSizes(rules, drafting, max_nodes, is_probe)
+    return TreeSizes(rules, drafting, max_nodes, probes)

@@ -1,6 +1,7 @@
 """Between engine and policy: who may be drafted for, what of a proposal is verified, what came of it."""
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 from foredraft.speculation.draft_tree import DraftTree
 from verify_service.drafts.drafting import Drafting
@@ -21,7 +22,7 @@ class TreeSizes:
     Args:
         drafting: The draft's side, or None for plain decoding.
         max_nodes: Of a tree.
-        is_probe: Whether a sequence is the engine's own, for which everything is drafted.
+        probes: Numbers of requests that are the engine's own, for which everything is drafted.
         serves: Whether this is the draft of a sequence, where there are several.
 
     Attributes:
@@ -34,13 +35,13 @@ class TreeSizes:
         policy: DraftPolicy,
         drafting: Drafting | None,
         max_nodes: int,
-        is_probe: Callable[[RequestSequence], bool],
+        probes: AbstractSet[int],
         serves: Callable[[RequestSequence], bool] = lambda sequence: True,
     ) -> None:
         self.policy = policy
         self._drafting = drafting
         self._max_nodes = max_nodes
-        self._is_probe = is_probe
+        self._probes = probes
         self._serves = serves
         self._cut: dict[int, DraftTree] = {}  # proposals that were verified in part
         self.trial = Trial()
@@ -59,14 +60,14 @@ class TreeSizes:
         if drafting is None or not drafting.available:
             return Plan([0] * len(sequences), 1)
         self._end_trial(drafting)
-        if self.policy.rests_on and not any(map(self._is_probe, sequences)):
+        if self.policy.rests_on and not self._probes:
             drafting.is_resting = True
             return Plan([0] * len(sequences), 1)
         wanted = [
             Want(
                 self._history(drafting, one),
                 self.limit(one) if self._serves(one) else 0,
-                self._is_probe(one),
+                one.request_id in self._probes,
                 drafting.behind(one),
                 one.num_output_left,
                 len(one.tokens),
@@ -94,7 +95,7 @@ class TreeSizes:
                 drafting.history(slot.seq),
                 len(proposal.tree),
                 proposal.confidence,
-                self._is_probe(slot.seq),
+                slot.seq.request_id in self._probes,
             )
             if self._serves(slot.seq)
             else Offer(drafting.history(slot.seq), 0, asked=False)

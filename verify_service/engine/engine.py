@@ -84,7 +84,7 @@ class Engine:
             policy,
             drafting,
             limits.max_nodes,
-            lambda one: self._live[one].request.is_probe,
+            self._live.probes,
             lambda one: self._live[one].request.draft,
         )
         self._outcomes = Outcomes(target, scheduler, drafting, self._sizes, speculation, self._live)
@@ -242,10 +242,9 @@ class Engine:
     def _add(self, number: int, request: EngineRequest) -> None:
         now = time.monotonic()
         if not request.is_probe and any(test.interrupt() for test in self._self_tests):
-            for other, live in self._live.by_number.items():
-                if live.request.is_probe:
-                    self._scheduler.cancel(other)
-        self._live.by_number[number] = Live(request, now)
+            for other in self._live.probes:
+                self._scheduler.cancel(other)
+        self._live.add(number, Live(request, now))
         room = max(1, self._scheduler.max_sequence_tokens - len(request.prompt))
         sampling = request.sampling
         if sampling.max_new_tokens > room:

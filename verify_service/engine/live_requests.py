@@ -65,14 +65,25 @@ class Live:
 
 
 class LiveRequests:
-    """Requests by the engine's numbers, and their outputs of the current step."""
+    """Requests by the engine's numbers, and their outputs of the current step.
+
+    Attributes:
+        probes: Numbers of the engine's own.
+    """
 
     def __init__(self) -> None:
         self.by_number: dict[int, Live] = {}
+        self.probes: set[int] = set()
         self._outputs: dict[Sink, list[StepOutput]] = {}
 
     def __getitem__(self, sequence: Sequence) -> Live:
         return self.by_number[sequence.request_id]
+
+    def add(self, number: int, live: Live) -> None:
+        """Takes a request."""
+        self.by_number[number] = live
+        if live.request.is_probe:
+            self.probes.add(number)
 
     def queue(self, live: Live, output: StepOutput) -> None:
         """Keeps an output for `emit`."""
@@ -87,7 +98,9 @@ class LiveRequests:
     ) -> None:
         """Queues the last output of a sequence that has left the scheduler, and forgets it."""
         live = self.by_number.pop(sequence.request_id)
-        if not live.request.is_probe:
+        if live.request.is_probe:
+            self.probes.discard(sequence.request_id)
+        else:
             metrics.REQUESTS.labels(reason.value).inc()
         finish = Finish(
             reason=reason,
@@ -113,6 +126,7 @@ class LiveRequests:
             finish = Finish(FinishReason.ERROR, error=error)
             self.queue(live, StepOutput(live.request.tag, finish=finish))
         self.by_number.clear()
+        self.probes.clear()
 
     def emit(self, load: Load) -> None:
         """Hands each submitter what was queued."""
