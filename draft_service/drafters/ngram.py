@@ -13,8 +13,8 @@ from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import AttachRefused
 from foredraft.speculation import ngram
 
-# Lengths of a match at which the confidence of a proposal rises by one.
-CONFIDENT_LENGTHS = (2, 3, 4, 6, 9)
+# Lengths of a match at which the confidence of a proposal rises by one; 0 is a model's, of which nothing is known.
+CONFIDENT_LENGTHS = (1, 2, 3, 4, 6, 9)
 _BRIEF_TOKENS = 256  # so many are inserted in well under a millisecond
 
 

@@ -60,17 +60,16 @@ class RowTimes:
         self._measured = [min(wall, least * cpu) for wall, cpu in pairs]
         self._seconds = rising(self._measured)
 
-    def observe(self, batch: int, rows: int, seconds: float, is_apart: bool = True) -> None:
+    def observe(self, batch: int, rows: int, seconds: float) -> None:
         """Takes the time of a real forward of `rows` decoding rows in all.
 
         A plain step moves all widths in proportion, since a machine that has become slower or faster has become so for
         all of them. A step with drafts teaches what such steps take beyond the table, and little of plain ones: else these
-        would seem to take longer the longer something is drafted, and whatever is drafted would seem to pay. Not `is_apart`: all
-        steps count as plain ones, where nothing runs beside them and those with drafts are few.
+        would seem to take longer the longer something is drafted, and whatever is drafted would seem to pay.
         """
         expected = self._level * self._with_drafts(batch, rows)
         surprise = _surprise(seconds, expected, 0.5)
-        if rows <= batch or not is_apart:
+        if rows <= batch:
             self._steps_alike += 1
             self._more *= 1 - 1 / FORGET_STEPS
             self._level *= 1 + max(LEVEL_WEIGHT, FIRST_WEIGHT / self._steps_alike) * surprise

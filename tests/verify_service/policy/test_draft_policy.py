@@ -41,7 +41,7 @@ def test_a_chain_on_a_gpu_is_near_the_best_setting(batch: int, acceptance: float
     # Of few sequences, what happens to be accepted varies much.
     seconds = 6.0 if batch > 4 else 12.0
     trace = run(GPU_CHAIN, [Load(0, batch, (acceptance, acceptance))], seconds)
-    assert trace.of_plain(1.0, seconds) > 0.966  # stalls cost 0.004, and plain decoding too
+    assert trace.of_plain(1.0, seconds) > 0.97
     assert trace.of_best(1.0, seconds, acceptance) > 0.95
 
 
@@ -74,7 +74,7 @@ def test_acceptance_that_changes_is_followed(model: StepModel, batch: int) -> No
     for load in loads:
         span = load.start + 2, load.start + 4
         assert trace.of_plain(*span) > 0.95
-        assert trace.of_best(*span, load.acceptance[0]) > 0.919
+        assert trace.of_best(*span, load.acceptance[0]) > 0.92
 
 
 @pytest.mark.parametrize("model", [GPU_CHAIN, GPU_TREE], ids=["chain", "tree"])
@@ -167,7 +167,7 @@ def test_what_is_expected_comes_from_the_sequence_and_before_that_from_others() 
     assert acceptance.gains(good, 0, 0.6) == pytest.approx([1.0, 2.0, 0.0], abs=0.15)
     assert sum(acceptance.gains(bad, 0, 0.6)) < 0.1
     assert acceptance.gains(DraftHistory(), 0, 0.6)[0] == pytest.approx(0.5, abs=0.1)
-    assert acceptance.gains(DraftHistory(), 3, 0.6)[0] == pytest.approx(0.6)  # another confidence
+    assert acceptance.gains(DraftHistory(), 4, 0.6)[0] == pytest.approx(0.6)  # another confidence
 
 
 def test_a_change_of_all_sequences_is_noticed_in_one_step() -> None:
