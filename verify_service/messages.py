@@ -19,9 +19,12 @@ def engine_request(submit: verify_pb2.SubmitRequest, traceparent: str, sink: Sin
     """What a gateway asks for, its grammar not compiled; 0 stands for what is not given.
 
     Raises:
-        InvalidRequest: A wish for speculation is out of range.
+        InvalidRequest: A wish for speculation is out of range, or the timeout is no time.
     """
     given, asked = submit.sampling, submit.speculation
+    # One that is NaN would be the earliest of all deadlines for ever, and no other would be seen.
+    if not submit.timeout_seconds >= 0:
+        raise InvalidRequest("timeout_seconds", f"must be at least 0, not {submit.timeout_seconds}")
     return EngineRequest(
         tag=submit.id,
         prompt=list(submit.prompt),

@@ -53,9 +53,11 @@ class Peer:
                 self.close()
         except ProcessLookupError:
             return  # dead already
-        except OSError:
+        except (OSError, OverflowError):
             self.close()
-            self._was_found = False  # without a descriptor, say, nothing is known
+            self._was_found = (
+                False  # without a descriptor, or of no possible number, nothing is known
+            )
 
     @property
     def is_gone(self) -> bool:

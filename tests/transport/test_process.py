@@ -50,6 +50,10 @@ def test_nothing_is_known_of_a_process_that_cannot_be_seen() -> None:
     identity.pid_namespace += 1
     assert not Peer(identity).is_gone
     assert not Peer(tensor_pb2.Process()).is_gone
+    # A draft may say anything.
+    identity = own_identity()
+    identity.pid = 2**32 - 1
+    assert not Peer(identity).is_gone
 
 
 def test_watching_costs_no_descriptor_in_the_end() -> None:

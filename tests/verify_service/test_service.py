@@ -1,6 +1,7 @@
 """A gateway's stream, where it goes otherwise than requests and answers."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -101,3 +102,13 @@ def test_a_grammar_that_cannot_be_compiled_for_whatever_reason_is_answered() -> 
     [output] = [output for message in said for output in message.outputs]
     assert output.id == 3
     assert output.finish.error.code == verify_pb2.ERROR_CODE_INTERNAL
+
+
+@pytest.mark.parametrize("timeout", [math.nan, -1.0])
+def test_a_timeout_that_is_no_time_is_refused(timeout: float) -> None:
+    request = submit(4)
+    request.submit.timeout_seconds = timeout
+    said = messages(Engine(), [request], ends=True)
+    [output] = [output for message in said for output in message.outputs]
+    assert output.finish.error.code == verify_pb2.ERROR_CODE_INVALID_ARGUMENT
+    assert output.finish.error.field == "timeout_seconds"

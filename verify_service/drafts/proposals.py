@@ -10,6 +10,7 @@ from verify_service.metrics import SpeculationMetrics
 from verify_service.scheduling.request import Sequence as RequestSequence
 
 USUAL_TOKENS = 3  # of a sequence that a step commits
+MOST_CONFIDENCE = 15  # acceptance is kept by confidence, and a draft must not make that grow
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +186,8 @@ class Proposals:
             tree, num_bad = sanitize(tokens, parents, self._vocab_size, one.num_nodes)
             if num_bad:
                 self._complain(num_bad, f"{num_bad} unusable nodes for slot {proposal.slot}")
-            self._take(one, Drafted(tree, proposal.confidence), is_due)
+            confidence = min(proposal.confidence, MOST_CONFIDENCE)
+            self._take(one, Drafted(tree, confidence), is_due)
         for one in asked.values():
             self._take(one, NOTHING, is_due)
         return own
