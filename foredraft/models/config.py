@@ -29,6 +29,7 @@ REFUSED_KEYS = {
     "kv_lora_rank": "multi-head latent attention (MLA)",
     "vision_config": "vision",
     "audio_config": "audio",
+    "text_config": "multimodal",
 }
 
 
@@ -159,8 +160,11 @@ def _parse(reader: Reader, generation: Mapping[str, Any]) -> ModelConfig:
     layer_types = _layer_types(reader, family, num_layers)
     window = _window(reader, family)
     if window is None and "sliding_attention" in layer_types:
+        if family.sliding == "none":
+            raise reader.fail(f"layer_types: {architecture} has no sliding_attention")
         raise reader.fail("layer_types names sliding_attention but sliding_window is not set")
-    activation = raw.get("hidden_activation") or raw.get("hidden_act") or family.activation
+    activation = raw.get("hidden_activation" if family.gemma else "hidden_act")
+    activation = activation or family.activation
     if activation not in ACTIVATIONS:
         raise reader.fail(f"activation {activation!r} is not supported")
     scale = reader.number("query_pre_attn_scalar", 256) if family.gemma else head_dim
@@ -306,16 +310,22 @@ def _ropes(
 ) -> tuple[RopeConfig, ...]:
     """One per layer; reads the old keys (rope_theta, rope_scaling) and transformers 5's rope_parameters."""
     raw = reader.raw
-    given = raw.get("rope_parameters") or {}
-    nested = {kind: given.get(kind) or {} for kind in set(layer_types) if kind in given}
+    given, scaling = reader.mapping("rope_parameters"), reader.mapping("rope_scaling")
+    is_nested = any(kind in given for kind in ("full_attention", "sliding_attention"))
+    if family.gemma and given and not is_nested:
+        raise reader.fail(
+            "rope_parameters must be by layer type (full_attention, sliding_attention)"
+        )
     by_type: dict[str, RopeConfig] = {}
     for kind in set(layer_types):
         local = family.gemma and kind == "sliding_attention"
-        if nested:
-            parameters = dict(nested.get(kind, {}))
+        if is_nested:
+            parameters = dict(Reader(given, reader.where).mapping(kind))
         else:
+            parameters = {} if local else dict(scaling or given)
+        if family.gemma and not local:
             # Scaling is for Gemma's full layers alone; its sliding layers have a theta of their own.
-            parameters = {} if local else dict(raw.get("rope_scaling") or given)
+            parameters |= scaling
         if local:
             theta = reader.number("rope_local_base_freq", 10_000.0)
         else:

@@ -44,6 +44,13 @@ class Reader:
         value = self.raw.get(key)
         return default if value is None else bool(value)
 
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """An object; empty where there is none."""
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.fail(f"{key} must be an object, not {value!r}")
+        return value or {}
+
 
 def read_json(file: Path) -> dict[str, Any]:
     """A file's JSON object.

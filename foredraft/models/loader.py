@@ -57,6 +57,8 @@ def load_model(
     scales = scale_targets(model.kv_scales)
     copy_checkpoint(directory, checkpoint_targets(model), ignored, scales)
     check_scales(model.kv_scales, str(directory))
+    if config.tie_word_embeddings:
+        _check_tied_head(directory, model.embedding.weight)
     if config.norm_offset:
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -169,6 +171,17 @@ def copy_checkpoint(
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{directory}: missing tensor {', '.join(missing[:3])}{more}")
+
+
+def _check_tied_head(directory: Path, embedding: torch.Tensor) -> None:
+    """Raises CheckpointError when there is an LM head all the same, and it is not the embedding: which one is meant?"""
+    for file in open_checkpoint(directory):
+        entry = file.entries.get("lm_head.weight")
+        if entry is not None and not file.equals(entry, embedding):
+            raise CheckpointError(
+                f"{file.path}: lm_head.weight is not model.embed_tokens.weight, but config.json ties them: "
+                "set tie_word_embeddings to false, or remove lm_head.weight"
+            )
 
 
 def fill_randomly(model: torch.nn.Module) -> None:

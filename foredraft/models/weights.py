@@ -87,13 +87,27 @@ class SafetensorsFile:
         if not entry.shape:
             target.copy_(self._view(entry, entry.begin, 1)[0])
             return
+        for first, values in self._blocks(entry):
+            target[first : first + len(values)].copy_(values)
+
+    def equals(self, entry: TensorEntry, tensor: torch.Tensor) -> bool:
+        """Whether `copy_to` would leave `tensor`, one of at least one dimension, as it is."""
+        if entry.shape != tuple(tensor.shape):
+            return False
+        return all(
+            torch.equal(values.to(tensor), tensor[first : first + len(values)])
+            for first, values in self._blocks(entry)
+        )
+
+    def _blocks(self, entry: TensorEntry) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, some rows) of a tensor, one block after the other; pages are forgotten as it goes on."""
         row_bytes = (entry.end - entry.begin) // entry.shape[0]
         rows_at_once = max(1, COPY_BYTES // max(1, row_bytes))
         for row in range(0, entry.shape[0], rows_at_once):
             count = min(rows_at_once, entry.shape[0] - row)
             begin = entry.begin + row * row_bytes
             values = self._view(entry, begin, count * row_bytes // entry.dtype.itemsize)
-            target[row : row + count].copy_(values.view(count, *entry.shape[1:]))
+            yield row, values.view(count, *entry.shape[1:])
             del values
             self._forget(begin, begin + count * row_bytes)
 
@@ -136,21 +150,22 @@ def checkpoint_files(directory: Path) -> list[Path]:
     """
     if files := weight_files(directory, "model.safetensors"):
         return files
-    others = sorted(directory.glob("*.bin"))
+    others = sorted(directory.glob("pytorch_model*.bin"))
     hint = f" (it has {others[0].name}; convert it to safetensors)" if others else ""
     raise CheckpointError(f"{directory}: no model.safetensors and no index of several{hint}")
 
 
 def weight_files(directory: Path, name: str) -> list[Path]:
-    """The files that `<name>.index.json` lists, else the file `name`, else none.
+    """The file `name`, else those that `<name>.index.json` lists, else none; an index beside the one file is a leftover.
 
     Raises:
         CheckpointError: The index is broken.
     """
-    index = directory / f"{name}.index.json"
+    single, index = directory / name, directory / f"{name}.index.json"
+    if single.is_file():
+        return [single]
     if not index.is_file():
-        single = directory / name
-        return [single] if single.is_file() else []
+        return []
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

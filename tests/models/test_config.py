@@ -100,6 +100,11 @@ def test_gemma3_with_old_and_new_keys():
     assert old.tie_word_embeddings
     assert old.embedding_scale == 8.0
     assert old.activation == "gelu_tanh"
+    # As transformers: Gemma's activation has a key of its own, and scaling in the old key is the full layers'.
+    assert parse(**gemma, hidden_act="silu").activation == "gelu_tanh"
+    assert parse(**gemma, hidden_activation="silu", hidden_act="gelu").activation == "silu"
+    mixed = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    assert parse(**gemma, rope_parameters=mixed, rope_scaling=linear) == old
 
 
 def test_num_parameters_counts_every_weight(variant):
@@ -126,6 +131,17 @@ def test_num_parameters_counts_every_weight(variant):
         ({"quantization_config": {"quant_method": "fp8"}}, r"\(fp8\)"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_scaling": {"rope_type": "linear"}}, "no factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_parameters": [1e4]}, "rope_parameters must be an object"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"rope_theta": 1e6}},
+            "rope_parameters must be by layer type",
+        ),
+        ({"text_config": {"vocab_size": 100}}, "multimodal.*text_config"),
+        (
+            {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8},
+            "layer_types: LlamaForCausalLM has no sliding_attention",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "relu2"}, "relu2"),
         ({"vocab_size": None}, "vocab_size is missing"),

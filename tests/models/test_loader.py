@@ -60,6 +60,8 @@ def test_indexed_checkpoint(copy):
     index.write_text(json.dumps({"weight_map": {"x": "../b.safetensors"}}))
     with pytest.raises(CheckpointError, match="not a file beside the index"):
         load_model(directory)
+    save(directory, tensors)  # what was in parts is put together, and the index forgotten
+    load_model(directory)
 
 
 def test_missing_tensors_are_named(copy):
@@ -118,7 +120,11 @@ def test_truncated_and_foreign_files(copy):
     with pytest.raises(CheckpointError, match="broken"):
         load_model(directory)
     file.unlink()
-    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+    (directory / "training_args.bin").touch()
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors and no index of several$"):
+        load_model(directory)
+    (directory / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"it has pytorch_model\.bin"):
         load_model(directory)
 
 
@@ -170,6 +176,13 @@ def test_tied_head_in_the_file_is_skipped(checkpoints, tmp_path):
     save(tmp_path, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     model = load_model(tmp_path)
     assert model.lm_head.weight is model.embedding.weight
+    # In another type than the weights are kept in, it may still be the same.
+    load_model(tmp_path, torch.bfloat16)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][-1, -1] += 1
+    save(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        load_model(tmp_path)
 
 
 MEASURE = """
