@@ -7,7 +7,6 @@ import bisect
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,11 +15,12 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     generate_latest,
-    start_http_server,
+    make_wsgi_app,
 )
 
 from foredraft import __version__
 from foredraft.errors import ConfigError
+from foredraft.telemetry.metrics_page import PageServer
 
 REGISTRY = CollectorRegistry(auto_describe=True)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -159,9 +159,10 @@ def render() -> bytes:
 class MetricsServer:
     """A running /metrics page. `stop()` frees the port."""
 
-    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+    def __init__(self, server: PageServer) -> None:
         self._server = server
-        self._thread = thread
+        self._thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
         self.host, self.port = str(server.server_address[0]), int(server.server_address[1])
 
     @property
@@ -182,10 +183,11 @@ def start_metrics_server(port: int, host: str = "127.0.0.1") -> MetricsServer:
         ConfigError: The port cannot be had.
     """
     try:
-        server, thread = start_http_server(port, addr=host, registry=REGISTRY)
+        server = PageServer(host, port)
     except OSError as error:
         raise ConfigError(f"--metrics-port {port}: {error.strerror or error}") from error
-    return MetricsServer(server, thread)
+    server.set_app(make_wsgi_app(REGISTRY))
+    return MetricsServer(server)
 
 
 def _declare(family: Family) -> None:

@@ -1,7 +1,11 @@
 """Metrics are declared, counted and scraped."""
 
+import contextlib
 import itertools
 import re
+import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -11,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from foredraft.errors import ConfigError
 from foredraft.telemetry import metrics
+from foredraft.telemetry.metrics_page import MOST_CONNECTIONS
 
 STEPS = metrics.counter("foredraft_testing_steps_total", "Steps.", ["algorithm"])
 SECONDS = metrics.histogram("foredraft_testing_seconds", "Seconds.", metrics.TOKEN_BUCKETS)
@@ -59,6 +64,25 @@ def test_a_port_in_use_is_refused() -> None:
     try:
         with pytest.raises(ConfigError, match=r"--metrics-port \d+"):
             metrics.start_metrics_server(server.port)
+    finally:
+        server.stop()
+
+
+def test_connections_that_say_nothing_take_neither_threads_nor_the_page() -> None:
+    server = metrics.start_metrics_server(0)
+    before = threading.active_count()
+    try:
+        with contextlib.ExitStack() as stack:
+            for number in range(4 * MOST_CONNECTIONS):
+                address = (server.host, server.port)
+                silent = stack.enter_context(socket.create_connection(address, timeout=5))
+                silent.sendall(b"GET /metr"[: number % 9])
+            assert scrape(server.url)["foredraft_testing_depth[]"] >= 0
+            # The last of them was taken before the scrape; those that gave way to others end by themselves.
+            deadline = time.monotonic() + 20
+            while threading.active_count() > before + MOST_CONNECTIONS:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
     finally:
         server.stop()
 
