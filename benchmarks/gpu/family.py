@@ -10,7 +10,7 @@ measured in runs of their own (`benchmarks.gpu.stages`), which take turns with t
 step / the step that the stages give (`step_of`): the target's graph, the draft's graphs and the hand-overs follow each other on the
 GPU; the verifier's host works beside them, one step ahead; the draft is asked for a step when the outcome of the step but one
 before is known, and its host has to put each graph into its stream before that can run. N-grams are asked for while the GPU waits:
-there a step is the host's part and the target's graph, one after the other.
+there a step is the host's part until the target's graph is in its stream, and that graph, one after the other.
 """
 
 import argparse
@@ -276,7 +276,8 @@ def predict(rows: list[Row]) -> None:
     for row in rows:
         one = plain[row["T"]]
         if row["algorithm"] == "NGRAM":
-            step = row["host"] + row["target"] + row["lag"]
+            asks = [np.mean([ask for _, ask, *_ in hosts]) for hosts in row["hosts"]]
+            step = float(np.median(asks)) + row["target"] + row["lag"]
         else:
             between = (idle, lag) if row["draft"] > 0 else (row["idle"], row["lag"])
             rounds = [step_of(hosts, row, *between) for hosts in row["hosts"] if hosts]

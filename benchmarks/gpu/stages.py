@@ -15,6 +15,7 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from benchmarks.gpu.runs import watched_waits
 from benchmarks.gpu.stamps import Stamps
@@ -70,13 +71,21 @@ class Stages:
 
         Returns:
             Of each step (host, ask, answer, rest). host: The verifier's work between two waits for the GPU. ask: Its part from an
-            outcome to the message for the draft's step after the next. answer: From that message until the draft's host has put
-            the step's first graph into its stream. rest: From then until it has put in the last.
+            outcome to the message for the draft's step after the next; without a draft on the GPU, to the target's graph in its
+            stream. answer: From that message until the draft's host has put the step's first graph into its stream. rest: From
+            then until it has put in the last.
         """
-        with watched_waits() as waits, _watched_sends() as sends, _watched_prompts() as prompts:
+        with (
+            watched_waits() as waits,
+            _watched_sends() as sends,
+            _watched_prompts() as prompts,
+            _watched_replays() as replays,
+        ):
             run()
-        done = {step: times for step, *times in draft.take()["steps"]} if draft else {}
-        return _hosts(waits, sends if draft else None, done, prompts)
+        if draft is None:
+            return _hosts(waits, [(at, at, at) for at in replays], prompts)
+        done = {step: times for step, *times in draft.take()["steps"]}
+        return _hosts(waits, [(at, *done[step]) for step, at in sends if step in done], prompts)
 
     def graphs(
         self, run: Callable[[], object], draft: StagedDraft | None = None
@@ -117,6 +126,22 @@ def _watched_sends():
 
 
 @contextlib.contextmanager
+def _watched_replays():
+    """When each graph of this process was in its stream, while it lasts."""
+    ends, replay = [], torch.cuda.CUDAGraph.replay
+
+    def timed(graph):
+        replay(graph)
+        ends.append(time.perf_counter())
+
+    torch.cuda.CUDAGraph.replay = timed
+    try:
+        yield ends
+    finally:
+        torch.cuda.CUDAGraph.replay = replay
+
+
+@contextlib.contextmanager
 def _watched_prompts():
     """When steps began that are not started ahead, as those with prompts, while it lasts."""
     begun, run = [], GraphStep.run
@@ -132,18 +157,20 @@ def _watched_prompts():
         GraphStep.run = run
 
 
-def _hosts(waits, sends, done, prompts):
-    """A row for each wait that followed another one, without a prompt between them: with a draft, where it was sent a message."""
+def _hosts(waits, asked, prompts):
+    """A row for each wait that followed another one, without a prompt between them, and in which something was asked for.
+
+    Args:
+        waits: Begin and end of each, seconds as all times.
+        asked: When what was asked for was sent, and when its first and its last graph were in their stream.
+        prompts: When steps with prompts began.
+    """
     found = []
     for (_, before), (after, _) in itertools.pairwise(waits):
         if np.searchsorted(prompts, before) < np.searchsorted(prompts, after):
             continue
-        times = [(after - before, 0.0, 0.0, 0.0)]
-        if sends is not None:
-            own = [(at, *done[step]) for step, at in sends if before < at < after and step in done]
-            times = [
-                (after - before, at - before, first - at, last - first) for at, first, last in own
-            ]
+        own = [one for one in asked if before < one[0] < after]
+        times = [(after - before, at - before, first - at, last - first) for at, first, last in own]
         found += [tuple(1e3 * part for part in one) for one in times]
     return found
 
