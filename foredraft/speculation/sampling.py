@@ -41,6 +41,7 @@ class SamplingRows:
         position: int64 [R]; the index of the token being chosen (prompt and output counted together, from 0).
         any_sampled: False promises that every temperature is 0.
         any_ranked: False promises that no row has a top-k or top-p.
+        any_filtered: False promises that no row has a top-k, top-p or min-p.
     """
 
     temperature: torch.Tensor
@@ -51,6 +52,7 @@ class SamplingRows:
     position: torch.Tensor
     any_sampled: bool = True
     any_ranked: bool = True
+    any_filtered: bool = True
 
     @classmethod
     def from_params(
@@ -60,7 +62,7 @@ class SamplingRows:
         device: torch.device | str = "cpu",
     ) -> "SamplingRows":
         """One row for each pair of parameters and position."""
-        # Two copies to a device, not six, each of which waits for it.
+        # Two copies to a device, not six.
         count = len(params)
         floats = np.zeros((3, -(-count // _ALIGNED) * _ALIGNED), dtype=np.float32)
         ints = np.zeros(floats.shape, dtype=np.int64)
@@ -71,8 +73,10 @@ class SamplingRows:
             [to_int64(p.seed) for p in params],
             positions,
         )
-        temperature, top_p, min_p = torch.from_numpy(floats).to(device)[:, :count]
-        top_k, seed, position = torch.from_numpy(ints).to(device)[:, :count]
+        temperature, top_p, min_p = _send(floats, device)[:, :count]
+        top_k, seed, position = _send(ints, device)[:, :count]
+        sampled = [p for p in params if p.temperature > 0]
+        any_ranked = any(p.top_k > 0 or p.top_p < 1 for p in sampled)
         return cls(
             temperature=temperature,
             top_p=top_p,
@@ -80,8 +84,9 @@ class SamplingRows:
             top_k=top_k,
             seed=seed,
             position=position,
-            any_sampled=any(p.temperature > 0 for p in params),
-            any_ranked=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
+            any_sampled=bool(sampled),
+            any_ranked=any_ranked,
+            any_filtered=any_ranked or any(p.min_p > 0 for p in sampled),
         )
 
     def __len__(self) -> int:
@@ -98,7 +103,16 @@ class SamplingRows:
             self.position[index],
             self.any_sampled,
             self.any_ranked,
+            self.any_filtered,
         )
+
+
+def _send(values: np.ndarray, device: torch.device | str) -> torch.Tensor:
+    """To a device; a GPU that is busy is not waited for."""
+    sent = torch.from_numpy(values)
+    if torch.device(device).type == "cpu":
+        return sent
+    return sent.pin_memory().to(device, non_blocking=True)
 
 
 def choose(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -128,7 +142,9 @@ def choose(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def _choose_by_kernels(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     from foredraft.speculation.triton_sampling import choose_tokens
 
-    fields = (rows.temperature, rows.seed, rows.position, rows.top_k, rows.top_p, rows.min_p)
+    fields = [rows.temperature, rows.seed, rows.position]
+    if rows.any_filtered:
+        fields += [rows.top_k, rows.top_p, rows.min_p]
     parts = [
         choose_tokens(
             logits[first : first + _KERNEL_ROWS],

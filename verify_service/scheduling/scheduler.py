@@ -290,16 +290,19 @@ class Scheduler:
             The sequences that got it, and whether pages sufficed for all.
         """
         decoding = []
-        has_room = True
+        has_room, size = True, self.pool.page_size
         for seq in list(self._running):
             if seq.status is not Status.RUNNING or not seq.is_decoding:
                 continue
-            missing = self.pool.pages_for(len(seq.tokens)) - len(seq.pages)
-            if missing > self.num_available_pages:
-                has_room = False
-                self._take_back(missing, seq, plan)
-            if self._tables.grow(seq, len(seq.tokens)) >= len(seq.tokens):
-                decoding.append(seq)
+            num_tokens = len(seq.tokens)
+            if num_tokens > len(seq.pages) * size:
+                missing = self.pool.pages_for(num_tokens) - len(seq.pages)
+                if missing > self.num_available_pages:
+                    has_room = False
+                    self._take_back(missing, seq, plan)
+                if self._tables.grow(seq, num_tokens) < num_tokens:
+                    continue
+            decoding.append(seq)
         return decoding, has_room
 
     def _admit(self, plan: StepPlan, decoding: list[Sequence]) -> None:

@@ -50,6 +50,9 @@ class PartOracle(OracleDraft):
     def collect(self) -> dict[int, Drafted]:
         return self._trees
 
+    def await_tried(self) -> None:
+        pass
+
     def take_tried(self) -> list[Tried]:
         tried, self._tried = self._tried, []
         return tried
