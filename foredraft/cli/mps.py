@@ -10,8 +10,12 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+
+from foredraft.cli.leftovers import of_the_dead
 
 CONTROL = "nvidia-cuda-mps-control"
+_PREFIX = "foredraft-mps-"
 SECONDS = 30.0
 CLIENT_SECONDS = 5  # for clients that have not ended; then they are thrown out
 
@@ -21,38 +25,42 @@ logger = logging.getLogger(__name__)
 class Mps:
     """One daemon and the directory that it and its clients meet in.
 
+    Args:
+        directory: Of a daemon that runs; none is started yet when empty.
+
     Attributes:
         variables: For the environment of its clients; empty where there is no daemon.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, directory: str = "") -> None:
         self.variables: dict[str, str] = {}
         self._directory = ""
+        if directory:
+            self._use(directory)
 
     def start(self) -> bool:
-        """Starts the daemon; False, with a warning that says what it costs, where this machine has none."""
+        """Starts the daemon; False, with a warning that says what it costs, where this machine has none.
+
+        Ends those of processes that were killed: a daemon is nobody's child and would run for ever.
+        """
         if shutil.which(CONTROL) is None:
             logger.warning(
                 "--mps: there is no %s here; every hand-over between verifier and draft costs about 0.16 ms more",
                 CONTROL,
             )
             return False
-        self._directory = tempfile.mkdtemp(prefix="foredraft-mps-")
-        self.variables = {
-            "CUDA_MPS_PIPE_DIRECTORY": self._directory,
-            "CUDA_MPS_LOG_DIRECTORY": self._directory,
-        }
-        done = subprocess.run(
-            [CONTROL, "-d"],
-            env={**os.environ, **self.variables},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-        if done.returncode == 0:
-            return True
-        logger.warning("--mps: %s did not start: %s", CONTROL, (done.stderr or done.stdout).strip())
+        for old in of_the_dead(Path(tempfile.gettempdir()), _PREFIX):
+            Mps(str(old)).stop()
+        self._use(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        try:
+            done = self._control("-d")
+        except subprocess.TimeoutExpired:
+            reason = f"nothing after {SECONDS:g} s"
+        else:
+            if done.returncode == 0:
+                return True
+            reason = (done.stderr or done.stdout).strip()
+        logger.warning("--mps: %s did not start: %s", CONTROL, reason)
         self._remove()
         return False
 
@@ -61,16 +69,26 @@ class Mps:
         if not self.variables:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(
-                [CONTROL],
-                input=f"quit -t {CLIENT_SECONDS}\n",
-                env={**os.environ, **self.variables},
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-                check=False,
-            )
+            self._control(words=f"quit -t {CLIENT_SECONDS}\n")
         self._remove()
+
+    def _use(self, directory: str) -> None:
+        self._directory = directory
+        self.variables = {
+            "CUDA_MPS_PIPE_DIRECTORY": directory,
+            "CUDA_MPS_LOG_DIRECTORY": directory,
+        }
+
+    def _control(self, *flags: str, words: str = "") -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [CONTROL, *flags],
+            input=words,
+            env={**os.environ, **self.variables},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
 
     def _remove(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)

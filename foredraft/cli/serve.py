@@ -183,8 +183,8 @@ def _serve(values: Mapping[str, Any], terminal: Terminal) -> int:
     with terminal.progress("preparing the model"):
         resolved = stack.resolve_models(values)
     supervisor = stack.make_supervisor(resolved, on_line=terminal.line)
-    asked_to_stop = _stop_on_signals(supervisor)
     try:
+        asked_to_stop = _stop_on_signals(supervisor)
         supervisor.start()
         with terminal.progress("starting") as status:
             supervisor.wait_healthy(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from foredraft.cli.leftovers import of_the_dead
 from foredraft.cli.mps import Mps
 from foredraft.cli.supervisor import Service, Supervisor
 from foredraft.config.options import flag_of, option, to_flags, variable_of
@@ -132,11 +133,26 @@ def make_supervisor(
         ConfigError: The combination cannot be served.
     """
     config = check(values)
-    directory = make_runtime_directory()
+    directory, daemon = make_runtime_directory(), Mps()
+    try:
+        return _stack(values, config, directory, daemon, on_line, environment)
+    except BaseException:  # a signal, say: nobody else would end the daemon
+        daemon.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _stack(
+    values: Mapping[str, Any],
+    config: ServeConfig,
+    directory: Path,
+    daemon: Mps,
+    on_line: Callable[[str, str], None] | None,
+    environment: Mapping[str, str] | None,
+) -> "LocalStack":
     drafts = _drafts(config)
     sockets = {name: f"unix:{directory}/{name}.sock" for name in ("gateway", "verify", *drafts)}
     ports = _choose_ports(config, len(drafts) - 1)
-    daemon = Mps()
     if config.mps and daemon.start() and config.device == "auto":
         # A GPU may be out of reach for a moment after a fault: what restarts then must not fall back to the CPU.
         values = {**values, "device": "cuda"}
@@ -247,11 +263,8 @@ def make_runtime_directory() -> Path:
     # A socket's path has 107 bytes; ours take 40 of them.
     if not os.access(base, os.W_OK) or len(os.fsencode(base)) > 60:
         base = Path("/tmp")
-    for old in base.glob("foredraft-*-*"):
-        pid = old.name.split("-")[1]
-        with contextlib.suppress(OSError):
-            if pid.isdigit() and not _is_alive(int(pid)) and old.stat().st_uid == os.getuid():
-                shutil.rmtree(old, ignore_errors=True)
+    for old in of_the_dead(base, "foredraft-"):
+        shutil.rmtree(old, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"foredraft-{os.getpid()}-", dir=base))
 
 
@@ -326,13 +339,3 @@ def _choose_ports(config: ServeConfig, num_more: int = 0) -> dict[str, int]:
 
 def _looks_like_path(path: str) -> bool:
     return "/" in path or path.endswith(".gguf")
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

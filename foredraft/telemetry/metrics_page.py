@@ -26,9 +26,7 @@ class PageServer(ThreadingMixIn, WSGIServer):
     """
 
     daemon_threads = True
-    request_queue_size = (
-        128  # of connections that wait to be taken; beyond it a client tries again after a second
-    )
+    request_queue_size = 128  # who comes when it is full tries again after a second
 
     def __init__(self, host: str, port: int) -> None:
         self._open: deque[socket.socket] = deque()

@@ -1,14 +1,15 @@
 """The MPS daemon of `foredraft serve --mps`, with a program in its place that does what it does: fork, wait for quit."""
 
+import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from foredraft.cli import mps
-from foredraft.cli.stack import make_supervisor
+from foredraft.cli import mps, stack
 
 DAEMON = f"""#!{sys.executable}
 import os, sys, pathlib
@@ -42,6 +43,43 @@ def test_it_runs_in_a_private_directory_and_is_told_to_quit(daemon):
     assert not folder.exists()
 
 
+def test_the_daemon_of_a_process_that_was_killed_is_ended_by_the_next(
+    daemon, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = "import os; from foredraft.cli.mps import Mps; Mps().start(); os._exit(9)"
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)})
+    [left] = tmp_path.glob("foredraft-mps-*")
+    assert (left / "control").exists()
+    assert not daemon.exists()
+    with mps.running(True) as variables:
+        assert daemon.read_text() == "quit"
+        assert not left.exists()
+        assert Path(variables["CUDA_MPS_PIPE_DIRECTORY"]).exists()
+
+
+def test_a_daemon_that_hangs_at_its_start_is_given_up(daemon, caplog, monkeypatch):
+    program = daemon.parent / mps.CONTROL
+    program.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(60)\n")
+    monkeypatch.setattr(mps, "SECONDS", 0.2)
+    with mps.running(True) as variables:
+        assert variables == {}
+    assert "nothing after 0.2 s" in caplog.text
+
+
+def test_a_signal_while_a_stack_is_made_leaves_no_daemon(daemon, monkeypatch):
+    def interrupted(*arguments: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stack, "LocalStack", interrupted)
+    monkeypatch.setattr(tempfile, "tempdir", str(daemon.parent))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(daemon.parent))
+    with pytest.raises(KeyboardInterrupt):
+        stack.make_supervisor({"mps": True, "port": 0, "grpc_port": 0})
+    assert daemon.read_text() == "quit"
+    assert not list(daemon.parent.glob("foredraft-*"))
+
+
 def test_without_the_program_it_warns_what_that_costs(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with mps.running(True) as variables:
@@ -59,9 +97,9 @@ def test_a_daemon_that_does_not_start_is_named(daemon, caplog):
 
 
 def test_a_stack_ends_its_daemon(daemon):
-    stack = make_supervisor({"mps": True, "port": 0, "grpc_port": 0})
-    devices = {service.name: "--device=cuda" in service.command for service in stack.services}
+    made = stack.make_supervisor({"mps": True, "port": 0, "grpc_port": 0})
+    devices = {service.name: "--device=cuda" in service.command for service in made.services}
     assert devices == {"gateway": False, "verify": True, "draft": True}
     assert not daemon.exists()
-    stack.stop()
+    made.stop()
     assert daemon.read_text() == "quit"
