@@ -1,19 +1,20 @@
 """Speculation changes no token: greedy and seeded output against transformers and the rule in float64."""
 
+import contextlib
 import random
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 
 from foredraft.telemetry.metrics import value
 from foredraft.types import SamplingParams
 from tests.support.checkpoints import ARCHITECTURES, EOS, VOCAB_SIZE, make_checkpoint
-from tests.support.engines import Job, Result, running_engine
+from tests.support.engines import Harness, Job, Result, running_engine
 from tests.support.reference import Reference
 
 NUM_PROMPTS = 200
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 ENDS = frozenset({EOS})
 
 # A pool so small that eight sequences preempt each other, chunks far shorter than the prompts.
@@ -35,15 +36,39 @@ TREES = {
 }
 
 
+@dataclass(slots=True)
+class Case:
+    """A target of one architecture: what transformers says of it, and engines on it, by algorithm."""
+
+    name: str
+    reference: Reference
+    engines: dict[str, Harness]
+
+
 @pytest.fixture(scope="module", params=list(ARCHITECTURES))
-def checkpoint(
+def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path, Reference]:
+) -> Iterator[Case]:
     directory = tmp_path_factory.mktemp(request.param)
-    path = make_checkpoint(directory / "target", request.param)
+    target = make_checkpoint(directory / "target", request.param)
     # A draft that is sometimes right: the target with its weights disturbed a little.
-    make_checkpoint(directory / "draft", request.param, noise=0.05)
-    return request.param, directory, Reference(path)
+    draft = make_checkpoint(directory / "draft", request.param, noise=0.05)
+    engines: dict[str, Harness] = {}
+    failures, attaches = _of_drafts("failures"), _of_drafts("attaches")
+    with contextlib.ExitStack() as stack:
+        for algorithm, flags in TREES.items():
+            path = {"speculative_draft_model_path": str(draft)} if "STAND" in algorithm else {}
+            engine = running_engine(target, algorithm, **PRESSURE, **flags, **path)
+            engines[algorithm] = stack.enter_context(engine)
+        yield Case(request.param, Reference(target), engines)
+    # A draft that is lost and attached again changes no token, so only the counters would show it.
+    assert _of_drafts("failures") == failures
+    assert _of_drafts("attaches") == [count + 1 for count in attaches]
+
+
+def _of_drafts(what: str) -> list[float]:
+    name = f"foredraft_draft_{what}_total"
+    return [value(name, algorithm=algorithm) for algorithm in TREES if algorithm != "NONE"]
 
 
 def prompts(seed: int, count: int) -> list[list[int]]:
@@ -58,54 +83,39 @@ def prompts(seed: int, count: int) -> list[list[int]]:
     return made
 
 
-def run(
-    directory: Path, algorithm: str, jobs: list[Job], num_at_once: int
-) -> tuple[list[Result], int]:
-    """Runs jobs in groups of `num_at_once` and returns the results and the number of preemptions."""
-    flags = {**PRESSURE, **TREES[algorithm]}
-    if algorithm == "STANDALONE":
-        flags["speculative_draft_model_path"] = str(directory / "draft")
+def run(engine: Harness, jobs: list[Job], num_at_once: int) -> list[Result]:
+    """Runs jobs in groups of `num_at_once`."""
     results: list[Result] = []
-    failures = value("foredraft_draft_failures_total", algorithm=algorithm)
-    attaches = value("foredraft_draft_attaches_total", algorithm=algorithm)
-    with running_engine(directory / "target", algorithm, **flags) as harness:
-        for start in range(0, len(jobs), num_at_once):
-            results += harness.run(jobs[start : start + num_at_once])
-        harness.check_nothing_left()
-    # A draft that is lost and attached again changes no token, so only the counters would show it.
-    assert value("foredraft_draft_failures_total", algorithm=algorithm) == failures
-    expected = attaches + (algorithm != "NONE")
-    assert value("foredraft_draft_attaches_total", algorithm=algorithm) == expected
-    return results, sum(result.finish.preemptions for result in results)
+    for start in range(0, len(jobs), num_at_once):
+        results += engine.run(jobs[start : start + num_at_once])
+    engine.check_nothing_left()
+    return results
 
 
 @pytest.mark.parametrize("algorithm", list(TREES))
-def test_greedy_output_is_transformers(
-    checkpoint: tuple[str, Path, Reference], algorithm: str
-) -> None:
-    name, directory, reference = checkpoint
+def test_greedy_output_is_transformers(case: Case, algorithm: str) -> None:
     sampling = SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS)
     # More output than admission keeps room for, so that pages run out.
-    long = SamplingParams(temperature=0.0, max_new_tokens=6 * NUM_TOKENS, ignore_eos=True)
+    long = SamplingParams(temperature=0.0, max_new_tokens=9 * NUM_TOKENS, ignore_eos=True)
     jobs = [
-        Job(prompt, long if i >= NUM_PROMPTS - 16 else sampling)
+        Job(prompt, long if i >= NUM_PROMPTS - 8 else sampling)
         for i, prompt in enumerate(prompts(7, NUM_PROMPTS))
     ]
     results: list[Result] = []
-    num_preempted = 0
     for num_at_once, part in ((1, jobs[:8]), (3, jobs[8:32]), (8, jobs[32:])):
-        some, preemptions = run(directory, algorithm, part, num_at_once)
-        results += some
-        num_preempted += preemptions
-    ties = 0
+        results += run(case.engines[algorithm], part, num_at_once)
+    cases = [
+        (job.prompt, result.tokens, sampling) for job, result in zip(jobs, results, strict=True)
+    ]
+    ties = case.reference.check_all(cases, ENDS)
     for job, result in zip(jobs, results, strict=True):
-        ties += reference.check(job.prompt, result.tokens, sampling, ENDS)
         ended = result.tokens[-1] == EOS and not job.sampling.ignore_eos
         assert ended or len(result.tokens) == job.sampling.max_new_tokens
         assert job.sampling.ignore_eos or EOS not in result.tokens[:-1]
     for job, result in list(zip(jobs, results, strict=True))[:160:40]:
-        expected = reference.generate(job.prompt, job.sampling.max_new_tokens)
+        expected = case.reference.generate(job.prompt, job.sampling.max_new_tokens)
         assert result.tokens == expected or ties
+    num_preempted = sum(result.finish.preemptions for result in results)
     assert num_preempted > 0
     assert ties <= 3, f"{ties} ties in {NUM_PROMPTS} prompts are too many to be rounding"
     drafted = sum(result.finish.drafted_tokens for result in results)
@@ -113,7 +123,7 @@ def test_greedy_output_is_transformers(
     assert (drafted > 0) == (algorithm != "NONE")
     assert (accepted > 0) == (algorithm != "NONE")
     print(
-        f"{name} {algorithm}: {ties} ties, {num_preempted} preemptions, {accepted}/{drafted} accepted"
+        f"{case.name} {algorithm}: {ties} ties, {num_preempted} preemptions, {accepted}/{drafted} accepted"
     )
 
 
@@ -133,28 +143,20 @@ SAMPLINGS = [
 ]
 
 
-def test_seeded_sampling_is_the_same_with_any_draft(
-    checkpoint: tuple[str, Path, Reference],
-) -> None:
-    _, directory, reference = checkpoint
+def test_seeded_sampling_is_the_same_with_any_draft(case: Case) -> None:
     rng = random.Random(3)
     jobs = [
-        Job(prompt, _with_seed(rng.choice(SAMPLINGS), rng.getrandbits(64)))
+        Job(prompt, replace(rng.choice(SAMPLINGS), seed=rng.getrandbits(64)))
         for prompt in prompts(11, 48)
     ]
     outputs = {}
-    for algorithm in TREES:
-        results, _ = run(directory, algorithm, jobs, 8)
-        ties = sum(
-            reference.check(job.prompt, result.tokens, job.sampling, ENDS)
-            for job, result in zip(jobs, results, strict=True)
-        )
-        outputs[algorithm] = [result.tokens for result in results]
-        assert ties <= 2
+    for algorithm, engine in case.engines.items():
+        outputs[algorithm] = [result.tokens for result in run(engine, jobs, 8)]
+        cases = [
+            (job.prompt, tokens, job.sampling)
+            for job, tokens in zip(jobs, outputs[algorithm], strict=True)
+        ]
+        assert case.reference.check_all(cases, ENDS) <= 2
     for algorithm in ("NGRAM", "STANDALONE"):
         same = sum(a == b for a, b in zip(outputs[algorithm], outputs["NONE"], strict=True))
         assert same >= len(jobs) - 2, f"{algorithm}: {same} of {len(jobs)} equal"
-
-
-def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return replace(params, seed=seed)

@@ -1,5 +1,6 @@
 """What transformers computes, and when a difference from it is rounding."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ from foredraft.speculation.noise import gumbel
 from foredraft.speculation.seeds import to_int64
 from foredraft.types import SamplingParams
 from tests.support.speculation_reference import distribution, penalised
+
+GROUP = 25  # sequences in a forward
 
 
 class Reference:
@@ -53,10 +56,37 @@ class Reference:
             How many tokens were not the best in float64 but within `tie_gap` of it, or would have been but for a
             filter's edge that lies within rounding.
         """
-        logits = self.logits(prompt + output).numpy()
+        return self._check(self.logits(prompt + output), prompt, output, params, ends)
+
+    @torch.no_grad()
+    def check_all(
+        self,
+        cases: Sequence[tuple[list[int], list[int], SamplingParams]],
+        ends: frozenset[int],
+    ) -> int:
+        """The same for many (prompt, output, parameters), with one forward for every few of them."""
+        ties = 0
+        cases = sorted(cases, key=lambda case: len(case[0]) + len(case[1]))
+        for start in range(0, len(cases), GROUP):
+            group = cases[start : start + GROUP]
+            # Causal attention does not see what fills the rows on their right.
+            rows = [torch.tensor(prompt + output) for prompt, output, _ in group]
+            logits = self._float64(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)).logits
+            for case, found in zip(group, logits, strict=True):
+                ties += self._check(found, *case, ends)
+        return ties
+
+    def _check(
+        self,
+        logits: torch.Tensor,
+        prompt: list[int],
+        output: list[int],
+        params: SamplingParams,
+        ends: frozenset[int],
+    ) -> int:
         ties = 0
         for i, token in enumerate(output):
-            row = logits[len(prompt) + i - 1]
+            row = logits[len(prompt) + i - 1].numpy()
             row = penalised(row, params, prompt, output[:i], set(ends))
             scores = self._scores(row, params, len(prompt) + i)
             gap = scores.max() - scores[token]
