@@ -98,7 +98,7 @@ def test_rows_of_steps_that_run_ahead(target: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_under_pressure(target: Path, temperature: float) -> None:
     """Few pages, so that sequences are preempted, take over each other's pages, and find prefixes again."""
-    work = jobs(24, num_new=100, temperature=temperature)
+    work = jobs(12, num_new=100, temperature=temperature)
     drafter = HiddenDrafter(WIDTH)
     drafter.texts = texts(target, work)
     with engine_with(drafter, target, **{**FLAGS, "max_total_tokens": 8 * 34}) as harness:

@@ -48,7 +48,7 @@ def test_hot_prefixes_heal_after_a_restart(target: Path) -> None:
     num_holes = 0
     with engine_with(drafter, target, **FLAGS) as harness:
         run(harness, drafter, work)
-        for _ in range(4):
+        for _ in range(2):
             drafter.views.clear()
             drafter.fail_in, attaches = 12, drafter.num_attaches
             run(harness, drafter, work)
