@@ -61,7 +61,7 @@ class SpeculationConfig:
     )
     speculative_token_map: str = option(
         "",
-        "FR-Spec: file of the token ids that EAGLE, MTP or STANDALONE may draft (.pt or .safetensors), on the hub as "
+        "FR-Spec: file of the token ids that EAGLE, MTP or STANDALONE may draft (.pt, .json or .safetensors), on the hub as "
         "organisation/name/file, or foredraft-demo-token-map.",
     )
     enable_multi_layer_eagle: bool = option(

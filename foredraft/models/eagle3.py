@@ -19,7 +19,8 @@ class Eagle3Head(DraftHead):
 
     Args:
         layout: Shapes of the checkpoint's tensors, which decide what config.json leaves open: whether fc has a bias or
-            is there at all, whether the LM head is the head's own, and how the norms of further layers are called.
+            is there at all, whether the LM head is the head's own and how many rows it has, and how the norms of further
+            layers are called.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Eagle3Head(DraftHead):
             if (name == "hidden_norm") == (f"layers.{index}.hidden_norm.weight" in layout)
         ]
         self.norm = self.make_norm(size)
-        vocab = config.draft_vocab_size
+        vocab = config.draft_vocab_size or layout.get("lm_head.weight", (None,))[0]
         self._own_lm_head = "lm_head.weight" in layout or (
             vocab is not None and vocab != layer.vocab_size and not layer.tie_word_embeddings
         )

@@ -4,14 +4,15 @@ Known are EAGLE's own layout, SGLang's and SpecForge's (`eagle_config`), that of
 `transformer_layer_config`), and MiMo's MTP layers, which may lie in the target's own checkpoint.
 """
 
+import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from foredraft.errors import CheckpointError
-from foredraft.models.config import ModelConfig
+from foredraft.models.config import REFUSED_KEYS, ModelConfig
 from foredraft.models.config_reader import read_json
 
 HeadAlgorithm = Literal["EAGLE", "EAGLE3", "MTP"]
@@ -44,6 +45,7 @@ class HeadConfig:
         target_hidden_size: Width of the target's hidden states.
         draft_vocab_size: Rows of its own LM head; None where config.json does not say.
         fc_bias: Whether the fusing projection has a bias; None where config.json does not say.
+        qkv_bias: Whether queries, keys and values have one; None where config.json does not say.
         num_streams: EAGLE-3: residual streams that are fused; 0 for the state after the final norm.
         streams: EAGLE-3: target layers whose entering residual streams they are; None for the usual ones.
         fc_norm: EAGLE-3.1: each stream is normalised by itself.
@@ -57,6 +59,7 @@ class HeadConfig:
     target_hidden_size: int
     draft_vocab_size: int | None = None
     fc_bias: bool | None = None
+    qkv_bias: bool | None = None
     num_streams: int = 0
     streams: tuple[int, ...] | None = None
     fc_norm: bool = False
@@ -103,7 +106,11 @@ class HeadConfig:
             )
         inner = dict(raw.get("transformer_layer_config") or raw)
         inner["architectures"] = [architecture]
-        inner.pop("num_nextn_predict_layers", None)
+        # What a config.json that began as a copy of the target's says of the target alone.
+        for key in ("num_nextn_predict_layers", *REFUSED_KEYS):
+            inner.pop(key, None)
+        if set(inner.get("layer_types") or ()) == {"full_attention"}:
+            del inner["layer_types"]
         if found == "MTP":
             inner["num_hidden_layers"] = _count(raw, "num_nextn_predict_layers", 1, where)
             # A target's own entry: its layers' kinds say nothing about the modules.
@@ -111,12 +118,19 @@ class HeadConfig:
         layer = ModelConfig.from_dict(inner, where=where)
         if layer.norm_offset or layer.sandwich_norms:
             raise CheckpointError(f"{where}: heads with {architecture} layers are not supported")
+        # EAGLE's own key; Qwen2's layers have no other.
+        qkv_bias = inner.get("qkv_bias")
+        if qkv_bias is None and architecture != "Qwen2ForCausalLM":
+            qkv_bias = inner.get("attention_bias")
+        if qkv_bias is not None:
+            layer = dataclasses.replace(layer, attention_bias=bool(qkv_bias))
         options = _Options(raw, where)
         if found != "EAGLE3":
             return cls(
                 algorithm=found,
                 layer=layer,
                 target_hidden_size=layer.hidden_size,
+                qkv_bias=qkv_bias,
                 fc_bias=options.flag("bias", options.flag("fusion_bias", None)),
             )
         streams, num_streams = _streams(options, raw, where)
@@ -126,6 +140,7 @@ class HeadConfig:
             target_hidden_size=_count(raw, "target_hidden_size", layer.hidden_size, where),
             draft_vocab_size=_count(raw, "draft_vocab_size", 0, where) or None,
             fc_bias=options.flag("bias", None),
+            qkv_bias=qkv_bias,
             num_streams=num_streams,
             streams=streams,
             fc_norm=bool(options.flag("fc_norm", options.flag("use_aux_norm", False))),
@@ -167,6 +182,22 @@ class HeadConfig:
                 f"the target has {num_target_layers} layers"
             )
         return layers
+
+    def with_biases(self, names: Collection[str]) -> "HeadConfig":
+        """As config.json says and, where it does not, as the tensors of the head's checkpoint are.
+
+        Args:
+            names: Of the tensors.
+        """
+        has_bias = self.qkv_bias
+        if has_bias is None:
+            has_bias = "layers.0.self_attn.q_proj.bias" in names
+        layer = dataclasses.replace(
+            self.layer,
+            attention_bias=has_bias,
+            attention_output_bias=has_bias and "layers.0.self_attn.o_proj.bias" in names,
+        )
+        return dataclasses.replace(self, layer=layer)
 
     def check_target(self, target: ModelConfig) -> None:
         """Raises CheckpointError, naming the field, when the head was made for another target."""
@@ -236,8 +267,8 @@ def _streams(
         return None, 0
     ids = options.get("eagle_aux_hidden_state_layer_ids")
     streams = None
-    if ids is not None:
-        if not isinstance(ids, list) or not all(type(layer) is int for layer in ids) or not ids:
+    if ids is not None and ids != []:  # Model Optimizer's heads leave the list empty
+        if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):
             raise CheckpointError(
                 f"{where}: eagle_aux_hidden_state_layer_ids must be a list of integers, not {ids!r}"
             )

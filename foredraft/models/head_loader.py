@@ -88,6 +88,8 @@ def load_head(
     with CheckpointTensors(directory) as tensors:
         names = _own_names(tensors, algorithm, directory)
         layout = {name: tensors.entries[stored].shape for name, stored in names.items()}
+        if algorithm != "MTP":
+            config = config.with_biases(layout)
         if _has_targets_depth(config, target, names):
             config = dataclasses.replace(config, layer=_first_layer(config.layer))
         head = _make(config, shared, target.num_layers, dtype, device, layout)

@@ -4,6 +4,7 @@ On a CPU the draft's process reads the two tensors from the target's checkpoint 
 type in the file is the one that is computed with, so that they cost no memory of their own; converted otherwise.
 """
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -79,8 +80,8 @@ def read_token_map(path: str | os.PathLike[str], vocab_size: int) -> torch.Tenso
     """The target's tokens that a reduced draft vocabulary has.
 
     Args:
-        path: A .pt file that holds a list or a tensor of token ids (no code in it is run), a safetensors file with one
-            tensor, the name of a bundled map, or a file on a hub, `organisation/name/file`.
+        path: A .pt file that holds a list or a tensor of token ids (no code in it is run), a .json file with a list, a
+            safetensors file with one tensor, the name of a bundled map, or a file on a hub, `organisation/name/file`.
         vocab_size: Of the target.
 
     Returns:
@@ -117,10 +118,15 @@ def read_token_map(path: str | os.PathLike[str], vocab_size: int) -> torch.Tenso
 
 def _load_ids(file: Path) -> torch.Tensor:
     try:
-        loaded = torch.load(file, weights_only=True, map_location="cpu")
+        if file.suffix == ".json":
+            loaded = json.loads(file.read_text())
+        else:
+            loaded = torch.load(file, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         # What torch says of it ends in advice to run what is in the file.
-        raise CheckpointError(f"{file}: holds more than numbers, or is no .pt file") from error
+        raise CheckpointError(
+            f"{file}: holds more than numbers, or is neither .pt, .json nor .safetensors"
+        ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {first_line(error)}") from error
     try:

@@ -131,6 +131,10 @@ def test_a_broken_token_map_is_refused(content: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"map\.pt") as refused:
         read_token_map(tmp_path / "map.pt", VOCAB)
     assert "weights_only" not in str(refused.value)
+    if not isinstance(content, Evil):
+        (tmp_path / "map.json").write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=r"map\.json"):
+            read_token_map(tmp_path / "map.json", VOCAB)
     with pytest.raises(CheckpointError, match="nowhere"):
         read_token_map(tmp_path / "nowhere", VOCAB)
 

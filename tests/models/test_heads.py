@@ -184,6 +184,29 @@ LAYOUTS: dict[str, tuple[TinyHead, TinyHead, str]] = {
         TinyHead("EAGLE3", {**EAGLE3.config, "num_hidden_layers": 3}, EAGLE3.tensors, 3),
         "pytorch_model.bin",
     ),
+    "eagle3-keys-of-the-target": (
+        EAGLE3,
+        TinyHead(
+            "EAGLE3",
+            {**EAGLE3.config, "layer_types": ["full_attention"] * 3, "num_experts": 8},
+            EAGLE3.tensors,
+        ),
+        "model.safetensors",
+    ),
+    "eagle3-model-optimizer": (
+        EAGLE3,
+        TinyHead(
+            "EAGLE3",
+            {**EAGLE3.config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": []}},
+            EAGLE3.tensors,
+        ),
+        "model.safetensors",
+    ),
+    "eagle3-draft-vocabulary-not-said": (
+        EAGLE3,
+        TinyHead("EAGLE3", {**EAGLE3.config, "draft_vocab_size": None}, EAGLE3.tensors),
+        "model.safetensors",
+    ),
     "eagle3-legacy-norms": (
         KINDS["eagle3.1"],
         renamed(KINDS["eagle3.1"], *LEGACY),
@@ -204,6 +227,34 @@ def test_every_layout_gives_the_same_head(layout: str, target: Path, tmp_path: P
     assert heads[0].captured_layers == heads[1].captured_layers
     for first, second in zip(*(outputs(head, hidden, tokens) for head in heads), strict=True):
         assert torch.equal(first, second)
+
+
+def test_biases_are_those_of_the_checkpoint(target: Path, tmp_path: Path) -> None:
+    """EAGLE's own layers never have one behind attention; a key says whether queries, keys and values have."""
+    biased = tiny_head("EAGLE", 3, architecture="Qwen2ForCausalLMEagle")
+    plain = KINDS["eagle"]
+    tokens, hidden = text(5, HIDDEN)
+    expected = outputs(load(save_head(biased, tmp_path / "0"), "EAGLE", target), hidden, tokens)
+    for index, keys in enumerate(({}, {"attention_bias": True}, {"qkv_bias": True}), 1):
+        config = biased.config | {"architectures": ["LlamaForCausalLM"]} | keys
+        tiny = TinyHead("EAGLE", config, biased.tensors)
+        found = outputs(
+            load(save_head(tiny, tmp_path / str(index)), "EAGLE", target), hidden, tokens
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    qwen2 = TinyHead("EAGLE", biased.config, plain.tensors)
+    found = outputs(load(save_head(qwen2, tmp_path / "4"), "EAGLE", target), hidden, tokens)
+    expected = outputs(load(save_head(plain, tmp_path / "5"), "EAGLE", target), hidden, tokens)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for index, (tiny, message) in enumerate(
+        (
+            (TinyHead("EAGLE", plain.config | {"qkv_bias": True}, plain.tensors), "missing"),
+            (TinyHead("EAGLE", biased.config | {"qkv_bias": False}, biased.tensors), "unexpected"),
+        ),
+        6,
+    ):
+        with pytest.raises(CheckpointError, match=rf"{message} tensor .*k_proj\.bias"):
+            load(save_head(tiny, tmp_path / str(index)), "EAGLE", target)
 
 
 def test_a_head_in_several_files(target: Path, tmp_path: Path) -> None:
@@ -308,7 +359,8 @@ def test_a_reduced_vocabulary(target: Path, tmp_path: Path) -> None:
     ids = [5, 0, 127, 64]
     torch.save(ids, tmp_path / "map.pt")
     save_file({"token_map": torch.tensor(ids)}, tmp_path / "map.safetensors")
-    for name in ("map.pt", "map.safetensors"):
+    (tmp_path / "map.json").write_text(json.dumps(ids))
+    for name in ("map.pt", "map.safetensors", "map.json"):
         assert read_token_map(tmp_path / name, VOCAB).tolist() == ids
     whole = shared.lm_head
     reduced = reduce_vocabulary(whole, torch.tensor(ids))
