@@ -88,7 +88,10 @@ class Tokenizer:
         return cls(backend, roles, found.get("default"), found.get("tool_use"))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; the tokenizer's own post-processor adds BOS or EOS when asked to."""
+        """Token ids of a text; the tokenizer's own post-processor adds BOS or EOS when asked to.
+
+        Nothing else does: as in transformers, `add_bos_token` of tokenizer_config.json is for files without a tokenizer.json.
+        """
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
