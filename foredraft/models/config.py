@@ -39,6 +39,7 @@ class ModelConfig:
 
     Attributes:
         architecture: The name in config.json.
+        max_position_embeddings: Context length; YaRN's stretched one where config.json still has the one it began with.
         windows: For each layer the number of newest positions it sees (its own included), None for all.
         ropes: For each layer its rotary embedding.
         qk_norm: Queries and keys are normalised per head.
@@ -84,7 +85,7 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike[str]) -> "ModelConfig":
-        """Reads config.json and, for the end-of-sequence tokens, generation_config.json.
+        """Reads config.json and, for the end-of-sequence tokens, generation_config.json; the tokenizer's where both have none.
 
         Raises:
             CheckpointError: A file is missing or broken, or the model is of a kind that is not supported.
@@ -93,7 +94,10 @@ class ModelConfig:
         raw = read_json(file)
         generation_file = Path(path) / "generation_config.json"
         generation = read_json(generation_file) if generation_file.is_file() else {}
-        return cls.from_dict(raw, generation, where=str(file))
+        config = cls.from_dict(raw, generation, where=str(file))
+        if not config.eos_token_ids:
+            config = dataclasses.replace(config, eos_token_ids=_tokenizers_eos(Path(path)))
+        return config
 
     @classmethod
     def from_dict(
@@ -169,6 +173,7 @@ def _parse(reader: Reader, generation: Mapping[str, Any]) -> ModelConfig:
         raise reader.fail(f"activation {activation!r} is not supported")
     scale = reader.number("query_pre_attn_scalar", 256) if family.gemma else head_dim
     bias = reader.flag("attention_bias", family.attention_bias)
+    ropes = _ropes(reader, family, layer_types, max_positions)
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     return ModelConfig(
         architecture=architecture,
@@ -179,11 +184,11 @@ def _parse(reader: Reader, generation: Mapping[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=max_positions,
+        max_position_embeddings=max(max_positions, *(rope.max_positions for rope in ropes)),
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
         activation=ACTIVATIONS[activation],
         windows=tuple(window if kind == "sliding_attention" else None for kind in layer_types),
-        ropes=_ropes(reader, family, layer_types, max_positions),
+        ropes=ropes,
         attention_scale=scale**-0.5,
         tie_word_embeddings=reader.flag("tie_word_embeddings", family.gemma),
         attention_bias=True if family.always_bias else bias,
@@ -196,8 +201,8 @@ def _parse(reader: Reader, generation: Mapping[str, Any]) -> ModelConfig:
         logit_softcap=_softcap(reader, family),
         num_mtp_layers=int(reader.number("num_nextn_predict_layers", 0)),
         dtype=str(dtype).removeprefix("torch."),
-        eos_token_ids=_token_ids(generation.get("eos_token_id"))
-        or _token_ids(raw.get("eos_token_id")),
+        eos_token_ids=_token_ids(Reader(generation, "generation_config.json"))
+        or _token_ids(reader),
     )
 
 
@@ -343,7 +348,23 @@ def _softcap(reader: Reader, family: _Family) -> float | None:
     return cap or None
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
+def _token_ids(reader: Reader) -> tuple[int, ...]:
+    """One or several; -1 stands for none."""
+    value = reader.raw.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int for token in ids):
+        raise reader.fail(f"eos_token_id must be a token id or a list of them, not {value!r}")
+    return tuple(token for token in ids if token >= 0)
+
+
+def _tokenizers_eos(folder: Path) -> tuple[int, ...]:
+    """Of the token that tokenizer_config.json names."""
+    files = [folder / name for name in ("tokenizer_config.json", "tokenizer.json")]
+    if not all(file.is_file() for file in files):
         return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+    settings, tokenizer = map(read_json, files)
+    eos = settings.get("eos_token")
+    if isinstance(eos, Mapping):
+        eos = eos.get("content")
+    added = tokenizer.get("added_tokens") or ()
+    return tuple(token["id"] for token in added if token.get("content") == eos)

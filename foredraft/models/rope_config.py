@@ -35,6 +35,11 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
 
+    @property
+    def max_positions(self) -> int:
+        """Context length that this was made for; 0 where it does not tell."""
+        return int(self.original_max_positions * self.factor) if self.kind == "yarn" else 0
+
 
 def read_rope(
     parameters: Reader, theta: float, max_positions: int, raw: Mapping[str, Any]

@@ -66,6 +66,28 @@ def test_generation_config_names_the_eos_tokens(tmp_path):
     assert ModelConfig.from_dir(tmp_path).eos_token_ids == (7, 9)
 
 
+def test_the_tokenizer_names_the_eos_token_where_no_config_does(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": None}))
+    assert ModelConfig.from_dir(tmp_path).eos_token_ids == ()
+    added = [{"id": 5, "content": "<s>"}, {"id": 6, "content": "</s>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    for eos, ids in (("</s>", (6,)), ({"content": "</s>"}, (6,)), (None, ()), ("other", ())):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        assert ModelConfig.from_dir(tmp_path).eos_token_ids == ids
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, -1]}')
+    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (7,)
+
+
+def test_yarn_stretches_the_context():
+    """Qwen's models are stretched by adding the scaling alone; other kinds' lengths are already the stretched ones."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8000}
+    assert parse(rope_scaling=yarn).max_position_embeddings == 32000
+    assert parse(rope_scaling=yarn, max_position_embeddings=40000).max_position_embeddings == 40000
+    llama3 = yarn | {"rope_type": "llama3"}
+    assert parse(rope_scaling=llama3).max_position_embeddings == 8192
+
+
 def test_windows_of_mistral_and_qwen():
     mistral = {"architectures": ["MistralForCausalLM"]}
     assert parse(**mistral, sliding_window=None).windows == (None,) * 4
@@ -131,6 +153,8 @@ def test_num_parameters_counts_every_weight(variant):
         ({"quantization_config": {"quant_method": "fp8"}}, r"\(fp8\)"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_scaling": {"rope_type": "linear"}}, "no factor"),
+        ({"eos_token_id": "2"}, "eos_token_id must be a token id"),
+        ({"eos_token_id": [2, None]}, "eos_token_id must be a token id"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"rope_parameters": [1e4]}, "rope_parameters must be an object"),
         (
