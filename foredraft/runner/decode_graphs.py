@@ -5,6 +5,7 @@ trees are read from device memory, so a step needs one upload, one launch and on
 the outcome of the one before it is known on the host.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -78,7 +79,11 @@ class DecodeGraphs:
         self.trees, self.late = step.trees, step.late
         self.accepted, self.accepted_index = step.accepted, step.accepted_index
         self._hosts = pinned(UNDER_WAY, *step.inputs.shape)
-        self._updates = pinned(UNDER_WAY, 3, PAGE_UPDATES, dtype=torch.int64)
+        self._host_records = [block.numpy() for block in self._hosts]
+        self._updates = pinned(UNDER_WAY, 3 * PAGE_UPDATES, dtype=torch.int64)
+        self._sent_updates = torch.zeros(
+            3 * PAGE_UPDATES, dtype=torch.int64, device=step.inputs.device
+        )
         self._host_results = pinned(UNDER_WAY, *step.results.shape)
         self._done = [torch.cuda.Event() for _ in range(UNDER_WAY)]
         self._current = 0  # of all that is there UNDER_WAY times
@@ -107,8 +112,9 @@ class DecodeGraphs:
         """What to fill in for the next step; padding is filled in already."""
         self._current = (self._current + 1) % UNDER_WAY
         batch = self.batch_size(num_sequences)
-        host = self._hosts[self._current].numpy()
-        self._pad(host[num_sequences:batch])
+        host = self._host_records[self._current]
+        if num_sequences < batch:
+            self._pad(host[num_sequences:batch])
         rows = host[:num_sequences]
         first_parent = HEADER + self.max_rows
         return StepArrays(
@@ -121,20 +127,24 @@ class DecodeGraphs:
         """Writes parts of page tables: (slot, first entry, pages) each; after `arrays`, for that step and those after it."""
         if not updates:
             return
-        slots = np.concatenate([np.full(len(pages), slot) for slot, _, pages in updates])
-        entries = np.concatenate([np.arange(a, a + len(pages)) for _, a, pages in updates])
-        pages = np.concatenate([np.asarray(pages) for _, _, pages in updates])
+        slots, entries, pages = (
+            list(itertools.chain.from_iterable(values))
+            for values in zip(
+                *(([slot] * len(own), range(a, a + len(own)), own) for slot, a, own in updates),
+                strict=True,
+            )
+        )
         for start in range(0, len(slots), PAGE_UPDATES):
             if start:
                 torch.cuda.current_stream().synchronize()  # the pinned block is still being read
             end = min(start + PAGE_UPDATES, len(slots))
-            block = self._updates[self._current][:, : end - start]
-            for row, values in zip(block.numpy(), (slots, entries, pages), strict=True):
-                row[:] = values[start:end]
-            where_and_what = block.to(self._device, non_blocking=True)
-            self._step.tables.index_put_(
-                (where_and_what[0], where_and_what[1]), where_and_what[2].to(torch.int32)
-            )
+            # Whole, as the host would wait for a device to take single rows of it.
+            block = self._updates[self._current][: 3 * (end - start)]
+            block.numpy().reshape(3, -1)[:] = slots[start:end], entries[start:end], pages[start:end]
+            sent = self._sent_updates[: len(block)]
+            sent.copy_(block, non_blocking=True)
+            slot, entry, page = sent.view(3, -1)
+            self._step.tables.index_put_((slot, entry), page.to(torch.int32))
 
     def send_trees(self) -> None:
         """Lets the host see `trees` in their present state; after `arrays`, for that step's `late.trees`."""
@@ -232,14 +242,14 @@ class DecodeGraphs:
                 self.idle_step(batch, rows, is_filtered)
         # Others are captured when they are needed; their kernels are ready then.
         self.arrays(0, 1)
-        self._pad(self._hosts[self._current].numpy()[:1])
+        self._pad(self._host_records[self._current][:1])
         self.upload(1)
         self.choose_late(self.start_late(1, 1, self.capture, False), 0).chosen()
 
     def idle_step(self, batch: int, rows: int, is_filtered: bool = False) -> None:
         """Runs a step that belongs to no sequence."""
         self.arrays(0, rows)
-        self._pad(self._hosts[self._current].numpy()[:batch])
+        self._pad(self._host_records[self._current][:batch])
         self.upload(batch)
         self.start(batch, rows, self.capture, is_filtered).chosen()
 

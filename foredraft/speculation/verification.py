@@ -26,6 +26,8 @@ def walk(tree: DraftTree, chosen: Sequence[int]) -> Verified:
         tree: The draft tree that was verified.
         chosen: For every row the token that the rule gives there.
     """
+    if not tree.tokens:  # as of most sequences beside a prompt
+        return Verified([0], [chosen[0]])
     row_children = children(tree)
     path, tokens, row = [0], [chosen[0]], row_children[0].get(chosen[0])
     while row is not None:

@@ -118,9 +118,9 @@ class Chooser:
         outcomes: list[Outcome] = []
         first = begin = 0
         while first < len(batch):
-            last, end = first + 1, begin + 1 + len(batch[first].tree)
-            while last < len(batch) and end + len(batch[last].tree) < begin + CHOSEN_AT_ONCE:
-                end += 1 + len(batch[last].tree)
+            last, end = first + 1, begin + 1 + len(batch[first].tree.tokens)
+            while last < len(batch) and end + len(batch[last].tree.tokens) < begin + CHOSEN_AT_ONCE:
+                end += 1 + len(batch[last].tree.tokens)
                 last += 1
             part = logits[begin:end].float()
             outcomes += self._choose(batch[first:last], part, forced[first:last])
@@ -131,18 +131,23 @@ class Chooser:
         self, batch: Sequence[VerifyRows], logits: torch.Tensor, forced: list[list[int]]
     ) -> list[Outcome]:
         """`choose` for a part of the batch; logits are float32, and changed."""
-        params, positions, spans = [], [], []
-        start = 0
+        params: list[SamplingParams] = []
+        positions: list[int] = []
+        spans: list[tuple[int, int]] = []
         for rows in batch:
-            root = len(rows.sequence.tokens)  # index of the token that the root's row chooses
-            row_positions = [root, *(root + depth for depth in depths(rows.tree.parents))]
-            positions.extend(row_positions)
-            params.extend([rows.sequence.sampling] * len(row_positions))
-            spans.append((start, start + len(row_positions)))
-            start += len(row_positions)
+            sequence, parents = rows.sequence, rows.tree.parents
+            root = len(sequence.tokens)  # index of the token that the root's row chooses
+            start = len(positions)
+            positions.append(root)
+            params.append(sequence.sampling)
+            if parents:
+                positions.extend(root + depth for depth in depths(parents))
+                params.extend([sequence.sampling] * len(parents))
+            spans.append((start, len(positions)))
         raw = self._keep_raw(batch, spans, logits)
         for rows, (first, last) in zip(batch, spans, strict=True):
-            self._penalise(rows, logits[first:last])
+            if penalties.needed(rows.sequence.sampling):
+                self._penalise(rows, logits[first:last])
         self._constrain(batch, spans, logits)
         sampling = SamplingRows.from_params(params, positions, self._device)
         if self._simulated is not None:
@@ -223,8 +228,6 @@ class Chooser:
 
     def _penalise(self, rows: VerifyRows, logits: torch.Tensor) -> None:
         sequence = rows.sequence
-        if not penalties.needed(sequence.sampling):
-            return
         state = self._penalties.get(sequence.request_id)
         if state is None:
             state = penalties.PenaltyState(

@@ -4,14 +4,14 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 
 from foredraft.models.decoder import ModelOutput
+from foredraft.runner.batch import StepRows
 from foredraft.runner.decode_graphs import DecodeGraphs
-from foredraft.runner.mixed_graphs import MixedGraphs, MixedRows
+from foredraft.runner.mixed_graphs import MixedGraphs
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.runner.step_buffers import StepArrays
 from foredraft.speculation.draft_tree import EMPTY, DraftTree
@@ -186,14 +186,12 @@ class GraphStep(TargetStep):
 
     def _forward(
         self,
-        decoding: Sequence[VerifyRows],
-        chunks: Sequence[PrefillChunk],
+        sequences: Sequence[RequestSequence],
+        rows: Sequence[StepRows],
         capture: Sequence[int],
     ) -> ModelOutput:
-        rows = [*map(_tree_rows, decoding), *map(_chunk_rows, chunks)]
         if not self._mixed.takes(rows):
-            return super()._forward(decoding, chunks, capture)
-        sequences = [one.sequence for one in decoding] + [chunk.seq for chunk in chunks]
+            return super()._forward(sequences, rows, capture)
         self._mixed.settle()
         self._update_pages(sequences)
         return self._mixed.forward(rows, capture or self._graphs.capture)
@@ -293,22 +291,6 @@ class GraphStep(TargetStep):
         ]
         where = torch.tensor(index).to(output.logits.device)
         return output.logits.index_select(0, where)
-
-
-def _tree_rows(rows: VerifyRows) -> MixedRows:
-    sequence, tree = rows.sequence, rows.tree
-    assert sequence.slot is not None
-    tokens = [sequence.tokens[-1], *tree.tokens]
-    parents = None if tree.is_chain else tree.parents
-    return MixedRows(sequence.slot, sequence.num_computed, tokens, parents, "all")
-
-
-def _chunk_rows(chunk: PrefillChunk) -> MixedRows:
-    sequence = chunk.seq
-    assert sequence.slot is not None
-    tokens = sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]
-    logits: Literal["last", "none"] = "last" if chunk.is_last else "none"
-    return MixedRows(sequence.slot, chunk.start, tokens, None, logits)
 
 
 def _fill_trees(arrays: StepArrays, batch: Sequence[VerifyRows], num_rows: int) -> None:
