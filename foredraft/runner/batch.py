@@ -11,6 +11,25 @@ from foredraft.attention.base import Batch, SequenceSpan
 from foredraft.speculation.draft_tree import DraftTree, depths
 
 
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Rows of one sequence of the target, which stand behind its committed keys.
+
+    Attributes:
+        slot: Of its page table on the device, where tables are kept there.
+        start: Committed keys.
+        tokens: Of a tree the root first.
+        parents: Of the nodes of a tree, as in `DraftTree`; None where each row follows the one before it.
+        logits: Which rows' logits are wanted.
+    """
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    parents: Sequence[int] | None
+    logits: Literal["all", "last", "none"]
+
+
 @dataclass(slots=True)
 class SequenceRows:
     """The rows of one sequence in one forward.
@@ -40,6 +59,14 @@ class SequenceRows:
     tail_mask: torch.Tensor | None = None
     tail_positions: Sequence[int] | None = None
     logits: Literal["all", "last", "none"] = "all"
+
+    @classmethod
+    def of(cls, rows: StepRows, pages: Sequence[int]) -> "SequenceRows":
+        """Rows of the target with their page table."""
+        if rows.parents is None:
+            return cls.chunk(pages, rows.start, rows.tokens, rows.logits)
+        tree = DraftTree(tuple(rows.tokens[1:]), tuple(rows.parents))
+        return cls.tree(pages, rows.start, rows.tokens[0], tree)
 
     @classmethod
     def chunk(

@@ -6,7 +6,7 @@ Operation by operation the host needs 6 ms to start a forward of 16 layers and 1
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from foredraft.attention.paged_triton import TritonPlan, folded_rows_of_a_block,
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel, ModelOutput
 from foredraft.runner.aside import capture_graph, run_aside
-from foredraft.runner.batch import ancestor_mask
+from foredraft.runner.batch import StepRows, ancestor_mask
 from foredraft.speculation.draft_tree import depths
 
 # Close enough together that padding costs little where the device, not the host, is what takes time.
@@ -26,25 +26,6 @@ SHORT_KEYS = (
 )
 NUMBERS = 5  # of a sequence: slot, first row, rows, committed keys, whether its rows are causal
 NO_BLOCK = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class MixedRows:
-    """Rows of one sequence, which stand behind its committed keys.
-
-    Attributes:
-        slot: Of its page table on the device.
-        start: Committed keys.
-        tokens: Of a tree the root first.
-        parents: Of the nodes of a tree, as in `DraftTree`; None where each row follows the one before it.
-        logits: Which rows' logits are wanted.
-    """
-
-    slot: int
-    start: int
-    tokens: Sequence[int]
-    parents: Sequence[int] | None
-    logits: Literal["all", "last", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +89,7 @@ class MixedGraphs:
         self._uploaded = torch.cuda.Event()
         self._graphs: dict[MixedKind, torch.cuda.CUDAGraph] = {}
 
-    def takes(self, rows: Sequence[MixedRows]) -> bool:
+    def takes(self, rows: Sequence[StepRows]) -> bool:
         """Whether there is a graph for these rows, and nothing that would be faster without."""
         counts = [len(one.tokens) for one in rows]
         if sum(counts) > self.sizes[-1] or len(rows) > self._num_slots:
@@ -118,7 +99,7 @@ class MixedGraphs:
             return True
         return splits_for(len(rows), max(counts), self._kv, num_keys, self._group_size) == 1
 
-    def forward(self, rows: Sequence[MixedRows], capture: Sequence[int]) -> ModelOutput:
+    def forward(self, rows: Sequence[StepRows], capture: Sequence[int]) -> ModelOutput:
         """Computes rows that `takes` has said yes to, and writes their keys and values.
 
         Returns:
@@ -176,7 +157,7 @@ class MixedGraphs:
             size, self._group_size, config.head_dim, self._model.dtype, self._kv
         )
 
-    def _upload(self, kind: MixedKind, rows: Sequence[MixedRows]) -> torch.Tensor:
+    def _upload(self, kind: MixedKind, rows: Sequence[StepRows]) -> torch.Tensor:
         """Sends the rows to the device; gives the wanted rows there."""
         self.settle()
         lengths = self._lengths(kind.size)
@@ -222,7 +203,7 @@ class MixedGraphs:
         return self._ints[total - kind.size :][: len(index)].long()
 
     def _fill_trees(
-        self, positions: np.ndarray, rows: Sequence[MixedRows], first_rows: np.ndarray
+        self, positions: np.ndarray, rows: Sequence[StepRows], first_rows: np.ndarray
     ) -> None:
         masks = self._host_masks.numpy()
         masks[: len(positions)] = 0
@@ -285,6 +266,6 @@ class MixedGraphs:
             self._streams[kind.capture][:size].copy_(streams)
 
 
-def _first_wanted(rows: MixedRows) -> int:
+def _first_wanted(rows: StepRows) -> int:
     count = len(rows.tokens)
     return {"all": 0, "last": count - 1, "none": count}[rows.logits]

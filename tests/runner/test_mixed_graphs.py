@@ -10,10 +10,9 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import fill_randomly
-from foredraft.runner.batch import SequenceRows
-from foredraft.runner.mixed_graphs import MixedGraphs, MixedRows
+from foredraft.runner.batch import SequenceRows, StepRows
+from foredraft.runner.mixed_graphs import MixedGraphs
 from foredraft.runner.model_runner import ModelRunner
-from foredraft.speculation.draft_tree import DraftTree
 from tests.support import eager_graphs
 from tests.support.triton_device import DEVICE, needs_triton
 
@@ -84,7 +83,7 @@ class Both:
         assert self.graphs.takes(rows)
         with torch.inference_mode():
             got = self.graphs.forward(rows, capture)
-        want = self.plain.forward([plain_rows(one, pages[one.slot]) for one in rows], capture)
+        want = self.plain.forward([SequenceRows.of(one, pages[one.slot]) for one in rows], capture)
         close(got.logits, want.logits)
         close(got.hidden, want.hidden)
         if capture:
@@ -97,13 +96,6 @@ class Both:
 
 def close(got, want):
     torch.testing.assert_close(got.cpu(), want, rtol=2e-4, atol=2e-4)
-
-
-def plain_rows(rows, pages):
-    if rows.parents is not None:
-        tree = DraftTree(tuple(rows.tokens[1:]), tuple(rows.parents))
-        return SequenceRows.tree(pages, rows.start, rows.tokens[0], tree)
-    return SequenceRows.chunk(pages, rows.start, rows.tokens, rows.logits)
 
 
 def random_tree(rng, num_nodes):
@@ -130,7 +122,7 @@ def test_any_rows(model, monkeypatch, seed, capture):
             tokens = [int(token) for token in rng.integers(VOCAB, size=count)]
             parents = random_tree(rng, count - 1) if kind == "tree" else None
             logits = rng.choice(["last", "none"]) if kind == "prompt" else "all"
-            rows.append(MixedRows(slot, starts[slot], tokens, parents, logits))
+            rows.append(StepRows(slot, starts[slot], tokens, parents, logits))
             starts[slot] += count if kind == "prompt" else 1
         both.check(rows, pages, capture)
 
@@ -138,10 +130,10 @@ def test_any_rows(model, monkeypatch, seed, capture):
 def test_sizes_and_what_is_not_taken(model, monkeypatch):
     both = Both(model, monkeypatch, 70)
     assert both.graphs.sizes == [32, 64, 96]
-    prompt = MixedRows(0, 0, range(96), None, "last")
+    prompt = StepRows(0, 0, range(96), None, "last")
     assert both.graphs.takes([prompt])
-    assert not both.graphs.takes([prompt, MixedRows(1, 0, (1,), None, "all")])
-    assert not both.graphs.takes([MixedRows(0, 0, (1,), None, "all")] * (NUM_SLOTS + 1))
+    assert not both.graphs.takes([prompt, StepRows(1, 0, (1,), None, "all")])
+    assert not both.graphs.takes([StepRows(0, 0, (1,), None, "all")] * (NUM_SLOTS + 1))
 
 
 @pytest.mark.parametrize("length", [31, 32, 33])
@@ -149,7 +141,7 @@ def test_a_prompt_at_the_edge_of_a_size(model, monkeypatch, length):
     both = Both(model, monkeypatch, 64)
     tokens = [7 * i % VOCAB for i in range(length)]
     pages = {2: list(range(20, 30))}
-    both.check([MixedRows(2, 0, tokens, None, "last")], pages, CAPTURE)
+    both.check([StepRows(2, 0, tokens, None, "last")], pages, CAPTURE)
 
 
 def test_warm_up_captures_every_size_and_writes_nothing(model, monkeypatch):

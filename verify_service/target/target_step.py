@@ -8,10 +8,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from foredraft.runner.batch import SequenceRows
+from foredraft.runner.batch import SequenceRows, StepRows
 from foredraft.runner.model_runner import ForwardOutput, ModelRunner
 from foredraft.speculation.draft_tree import DraftTree
 from verify_service.policy.step_time import GridTimes
@@ -160,25 +161,25 @@ class TargetStep:
         started = time.perf_counter()
         num_last = sum(chunk.is_last for chunk in chunks)
         decoding = batch[: len(batch) - num_last]
-        output = self._forward(decoding, chunks, capture)
+        sequences = [one.sequence for one in decoding] + [chunk.seq for chunk in chunks]
+        rows = [*map(_tree_rows, decoding), *map(_chunk_rows, chunks)]
+        output = self._forward(sequences, rows, capture)
         forwarded = time.perf_counter()
         num_logit_rows = len(output.logits)
         outcomes = self._chooser.choose(batch, output.logits)
         self._commit(decoding, outcomes)
-        counts = [1 + len(rows.tree) for rows in decoding]
-        counts += [chunk.num_tokens for chunk in chunks]
-        first_rows = [0, *itertools.accumulate(counts)][:-1]
+        first_rows = [0, *itertools.accumulate(len(one.tokens) for one in rows)][:-1]
         return StepResult(outcomes, output, first_rows, num_logit_rows, forwarded - started)
 
     def _forward(
         self,
-        decoding: Sequence[VerifyRows],
-        chunks: Sequence[PrefillChunk],
+        sequences: Sequence[RequestSequence],
+        rows: Sequence[StepRows],
         capture: Sequence[int],
     ) -> ForwardOutput:
-        """Computes all rows of a step: the trees', then the prompts'."""
-        rows = [*map(_tree_rows, decoding), *map(_chunk_rows, chunks)]
-        return self._runner.forward(rows, capture)
+        """Computes all rows of a step, of each sequence some."""
+        pages = [sequence.pages for sequence in sequences]
+        return self._runner.forward(list(map(SequenceRows.of, rows, pages)), capture)
 
     def _commit(self, decoding: Sequence[VerifyRows], outcomes: Sequence[Outcome]) -> None:
         """Moves the KV of accepted rows to follow the committed keys."""
@@ -191,16 +192,15 @@ class TargetStep:
         )
 
 
-def _tree_rows(rows: VerifyRows) -> SequenceRows:
-    sequence = rows.sequence
-    return SequenceRows.tree(sequence.pages, sequence.num_computed, sequence.tokens[-1], rows.tree)
+def _tree_rows(rows: VerifyRows) -> StepRows:
+    sequence, tree = rows.sequence, rows.tree
+    tokens = [sequence.tokens[-1], *tree.tokens]
+    parents = None if not tree.tokens or tree.is_chain else tree.parents
+    return StepRows(sequence.slot or 0, sequence.num_computed, tokens, parents, "all")
 
 
-def _chunk_rows(chunk: PrefillChunk) -> SequenceRows:
+def _chunk_rows(chunk: PrefillChunk) -> StepRows:
     sequence = chunk.seq
-    return SequenceRows.chunk(
-        sequence.pages,
-        chunk.start,
-        sequence.tokens[chunk.start : chunk.start + chunk.num_tokens],
-        "last" if chunk.is_last else "none",
-    )
+    tokens = sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]
+    logits: Literal["last", "none"] = "last" if chunk.is_last else "none"
+    return StepRows(sequence.slot or 0, chunk.start, tokens, None, logits)
