@@ -59,7 +59,7 @@ def read_json(file: Path) -> dict[str, Any]:
         CheckpointError: It cannot be read, or is something else.
     """
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
     if not isinstance(content, dict):
