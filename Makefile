@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
-WORKERS ?= 2
+WORKERS ?= 3
 BIN := $(VENV)/bin
 PROTOS := $(shell find protos -name '*.proto')
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos

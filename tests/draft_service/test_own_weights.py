@@ -2,13 +2,14 @@
 that lies between an engine's commits and a draft's KV."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from foredraft.types import SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.support.engines import Job, running_engine
+from tests.support.engines import Harness, Job, running_engine
 
 # So few pages that sequences preempt each other, and chunks shorter than most prompts.
 PRESSURE = {
@@ -29,26 +30,31 @@ def prompts(count: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
-def test_a_draft_with_the_targets_weights_is_always_right(
-    tmp_path: Path, temperature: float
-) -> None:
-    path = make_checkpoint(tmp_path / "model")
-    sampling = [
-        SamplingParams(temperature=temperature, max_new_tokens=72, ignore_eos=True, seed=seed)
-        for seed in range(24)
-    ]
-    jobs = [Job(p, s) for p, s in zip(prompts(24), sampling, strict=True)]
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    path = make_checkpoint(tmp_path_factory.mktemp("own") / "model")
     flags = {
         "speculative_draft_model_path": str(path),
         "speculative_num_steps": 3,
         "speculative_draft_sampling": "coupled",
         **PRESSURE,
     }
-    with running_engine(path, "STANDALONE", **flags) as harness:
-        harness.engine.draft_everything()  # which pays for no draft that is as large as its target
-        results = harness.run(jobs)
-        harness.check_nothing_left()
+    with running_engine(path, "STANDALONE", **flags) as running:
+        running.engine.draft_everything()  # which pays for no draft that is as large as its target
+        yield running
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+def test_a_draft_with_the_targets_weights_is_always_right(
+    harness: Harness, temperature: float
+) -> None:
+    sampling = [
+        SamplingParams(temperature=temperature, max_new_tokens=72, ignore_eos=True, seed=seed)
+        for seed in range(24)
+    ]
+    jobs = [Job(p, s) for p, s in zip(prompts(24), sampling, strict=True)]
+    results = harness.run(jobs)
+    harness.check_nothing_left()
     assert sum(result.finish.preemptions for result in results) > 0
     drafted = sum(result.finish.drafted_tokens for result in results)
     assert drafted > sum(len(result.tokens) for result in results) / 2

@@ -73,7 +73,7 @@ def test_each_gets_what_is_its_own_under_pressure(
 ) -> None:
     if runs_ahead:
         monkeypatch.setattr(startup, "TargetStep", EagerAhead)
-    work = jobs(16, num_new=100, temperature=temperature)
+    work = jobs(10, num_new=100, temperature=temperature)
     known = texts(target, work)
     for drafter in drafters:
         drafter.texts = known

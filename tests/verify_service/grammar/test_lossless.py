@@ -108,7 +108,7 @@ def test_preempted_sequences_find_their_place_again() -> None:
     long = compiled(GrammarKind.REGEX, "([a-z]{1,6}( |, )){60}")
     flags = {"page_size": 8, "max_total_tokens": 8 * 23, "max_running_requests": 4}
     asked = [
-        Job(PROMPT[: 20 + i], SamplingParams(max_new_tokens=140, seed=i), grammar=long)
+        Job(PROMPT[: 20 + i], SamplingParams(max_new_tokens=110, seed=i), grammar=long)
         for i in range(4)
     ]
     with running_engine(TARGET, "NGRAM", **flags) as harness:
