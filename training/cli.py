@@ -104,7 +104,7 @@ def _add_lm(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
     add("--teacher", type=Path, help="distil from this model folder")
     add("--teacher-weight", type=float, default=0.7)
     add("--seed", type=int, default=1)
-    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--no-compile", action="store_true", help="do not use torch.compile")
     add("--eval-every", type=int, default=0, help="steps between evaluations; 0 = only at the end")
     add("--eval-bytes", type=int, default=1_500_000, help="held-out text scored in each domain")
@@ -217,7 +217,7 @@ def _add_draft(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
     )
     add("--max-minutes", type=float, default=math.inf, help="stop with a checkpoint after so long")
     add("--seed", type=int, default=1)
-    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--no-compile", action="store_true", help="do not use torch.compile")
     add("--resume", action="store_true", help="go on from OUT/checkpoint.pt if there is one")
     parser.set_defaults(run=_run_draft)
@@ -254,12 +254,14 @@ def _run_draft(arguments: argparse.Namespace) -> int:
 
 
 def resolve_device(name: str) -> str:
-    """`auto` is CUDA where there is a device, else the CPU."""
-    import torch
+    """`auto` is CUDA where there is a device, else the CPU.
 
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    Raises:
+        ConfigError: CUDA was asked for, and there is none that will do.
+    """
+    from foredraft.attention.choice import device_for
+
+    return device_for(name).type
 
 
 def _add_baselines(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -54,6 +55,13 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     for file in sorted(path.glob("*.safetensors")):
         tensors.update(load_file(str(file)))
     return tensors
+
+
+def save_array(path: Path, array: np.ndarray) -> None:
+    """Writes a `.npy` file; a run that is killed meanwhile leaves the one before, or none."""
+    temporary = path.with_suffix(".tmp.npy")
+    np.save(temporary, array)
+    temporary.replace(path)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -27,7 +27,7 @@ class RunLog:
             file.write(json.dumps(entry) + "\n")
 
     def restore(self, entries: Sequence[dict[str, Any]]) -> None:
-        """Goes on from an earlier run's; what it wrote after its checkpoint is gone."""
+        """Goes on from an earlier run's, or from none; what it wrote after its checkpoint is gone."""
         self.entries = list(entries)
         self._path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 

@@ -22,6 +22,7 @@ from tokenizers import (
 from torch import Tensor
 
 from foredraft.errors import ConfigError
+from training.export import save_array
 from training.progress import say
 
 END_OF_TEXT = "<|endoftext|>"
@@ -47,6 +48,8 @@ class Document:
 def read_documents(paths: Iterable[Path]) -> Iterator[Document]:
     """Documents of files and, recursively, folders: `.jsonl[.xz]` with a `text` field, else one document per text file.
 
+    Documents without a text are left out.
+
     Raises:
         ConfigError: A path does not exist or is not text.
     """
@@ -70,10 +73,22 @@ def _read_file(path: Path) -> Iterator[Document]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
     if name.endswith(".jsonl"):
-        for line in text.splitlines():
-            yield Document(json.loads(line)["text"], name.removesuffix(".jsonl"))
+        # Not splitlines: a JSON text may hold other ends of lines, U+2028 among them.
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip() and (content := _text_of(line, path, number)).strip():
+                yield Document(content, name.removesuffix(".jsonl"))
     elif text.strip():
         yield Document(text, name.rpartition(".")[2])
+
+
+def _text_of(line: str, path: Path, number: int) -> str:
+    try:
+        content = json.loads(line)["text"]
+    except (ValueError, LookupError, TypeError):
+        content = None
+    if not isinstance(content, str):
+        raise ConfigError(f'{path}, line {number}: not an object with a text, {{"text": "..."}}')
+    return content
 
 
 def train_tokenizer(
@@ -144,7 +159,17 @@ def pack(
         tokenizer: Its tokenizer.
         repeats: How often a domain's documents occur; 1 where a domain is not named.
         seed: Seed of the order.
+
+    Raises:
+        ConfigError: There are no documents, or none of a domain that is named.
     """
+    domains = {document.domain for document in documents}
+    if not domains:
+        raise ConfigError("--data: there is no text")
+    if unknown := sorted(repeats.keys() - domains):
+        raise ConfigError(
+            f"--repeat {', '.join(unknown)}: the text has {', '.join(sorted(domains))}"
+        )
     order = _shuffled(documents, repeats, seed)
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 65536 else np.uint32
     encoded: list[np.ndarray] = []
@@ -175,7 +200,7 @@ def load_or_pack(
     """`pack`, kept in a file next to the checkpoint so that a resumed run starts at once."""
     if not cache.is_file():
         tokens = pack(documents, tokenizer, repeats, seed)
-        np.save(cache, tokens)
+        save_array(cache, tokens)
         say(f"packed {len(tokens) / 1e6:.1f} M tokens into {cache}")
     return np.load(cache, mmap_mode="r")
 

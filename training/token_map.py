@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from foredraft.errors import CheckpointError, ConfigError
+from foredraft.errors import ConfigError
 
 
 def count_tokens(texts: Iterable[str], tokenizer: Tokenizer) -> np.ndarray:
@@ -60,19 +60,3 @@ def write_token_map(ids: Sequence[int], path: Path) -> None:
     torch.save(list(ids), path.with_suffix(".pt"))
     tensor = torch.tensor(ids, dtype=torch.int64)
     save_file({"token_map": tensor}, str(path.with_suffix(".safetensors")))
-
-
-def read_token_map(path: Path) -> list[int]:
-    """Reads either form; a `.pt` file is loaded without running any code in it.
-
-    Raises:
-        CheckpointError: The file holds something else.
-    """
-    if path.suffix == ".safetensors":
-        loaded: object = load_file(str(path)).get("token_map")
-    else:
-        loaded = torch.load(path, weights_only=True)
-    ids = loaded.tolist() if isinstance(loaded, torch.Tensor) else loaded
-    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-        raise CheckpointError(f"{path} does not hold a list of token ids")
-    return ids

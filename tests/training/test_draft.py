@@ -1,15 +1,16 @@
 """Draft heads: what training unrolls is what drafting does, checkpoints keep their names, and training pays."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from foredraft.errors import CheckpointError
+from foredraft.errors import CheckpointError, ConfigError
 from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.models.config import ModelConfig
 from foredraft.models.draft_head import SharedWeights
@@ -343,6 +344,21 @@ def test_a_resumed_run_ends_with_the_same_head_bit_for_bit(
         second.head.state_dict().items(), whole.head.state_dict().values(), strict=True
     ):
         assert torch.equal(ours, theirs), name
+
+
+def test_what_another_target_wrote_is_not_taken(
+    toy_target: tuple[Path, Path], tmp_path: Path
+) -> None:
+    changes = {"generated": tmp_path / "generated", "windows": 2, "generate_batch": 2}
+    DraftTrainer(draft_config(toy_target, tmp_path / "head", validation=(), **changes))
+    other = tmp_path / "other"
+    shutil.copytree(toy_target[1], other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] += 0.5
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    changes["target"] = other
+    with pytest.raises(ConfigError, match=r"another model wrote .*generated\.npy; delete it"):
+        DraftTrainer(draft_config(toy_target, tmp_path / "head", validation=(), **changes))
 
 
 def test_a_target_of_another_architecture_runs_in_transformers(

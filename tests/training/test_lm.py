@@ -4,14 +4,16 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from foredraft.errors import CheckpointError, ConfigError
+from training.export import save_array
 from training.lm.model import Llama, LlamaShape
 from training.lm.optimizer import cosine_schedule, orthogonalize
 from training.lm.trainer import LMTrainer, LMTrainingConfig, load_model
-from training.text_data import END_OF_TEXT
+from training.text_data import END_OF_TEXT, read_documents
 
 SHAPE = LlamaShape(
     vocab_size=400,
@@ -144,6 +146,57 @@ def test_sampled_windows_cover_an_epoch_and_do_not_depend_on_history(
         b - a == SHAPE.context_length
         for a, b in zip(sorted(starts), sorted(starts)[1:], strict=False)
     )
+
+
+def test_a_new_run_in_an_old_folder_takes_over_nothing(corpus: Path, tmp_path: Path) -> None:
+    first = LMTrainer(config_for(corpus, tmp_path, steps=20, validation=()))
+    first.run()
+    (tmp_path / "more.py").write_text("def put(value):\n    self.value = value\n" * 400)
+    other = dataclasses.replace(SHAPE, vocab_size=300)
+    again = LMTrainer(config_for(corpus, tmp_path, shape=other, data=(tmp_path / "more.py",)))
+    assert again.shape.vocab_size < first.shape.vocab_size
+    assert again.num_tokens != first.num_tokens
+    assert (tmp_path / "log.jsonl").read_text() == ""
+    given = LMTrainer(config_for(corpus, tmp_path, tokenizer=tmp_path))
+    assert given.shape.vocab_size == again.shape.vocab_size, "a tokenizer that was asked for stays"
+
+
+def test_lines_of_text_may_hold_any_character_and_wrong_ones_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "talk.jsonl"
+    texts = ["one\u2028two\x85three", "four"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in (*texts, " ")]
+    file.write_text("\n".join([*lines, "", ""]), encoding="utf-8")
+    assert [document.text for document in read_documents([file])] == texts
+    for wrong in ("{", '{"body": "x"}', '{"text": 3}', "[]"):
+        file.write_text(f"{lines[0]}\n{wrong}\n", encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"talk\.jsonl, line 2: not an object with a text"):
+            list(read_documents([file]))
+
+
+def test_an_array_is_there_whole_or_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tokens.npy"
+    save_array(path, np.arange(5))
+
+    def fail(file: Path, array: np.ndarray) -> None:
+        Path(file).write_bytes(b"part of it")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(np, "save", fail)
+    with pytest.raises(OSError, match="no space"):
+        save_array(path, np.arange(9))
+    assert np.load(path).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_text_and_domains_that_are_not_there_are_configuration_errors(
+    corpus: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="--data: there is no text"):
+        LMTrainer(config_for(corpus, tmp_path / "a", data=(tmp_path / "empty",)))
+    with pytest.raises(ConfigError, match="--repeat docs: the text has py"):
+        LMTrainer(config_for(corpus, tmp_path / "b", repeats={"docs": 2, "py": 1}))
 
 
 def test_missing_text_is_a_configuration_error(tmp_path: Path) -> None:

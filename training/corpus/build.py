@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from foredraft.errors import ConfigError
 from training.corpus import sources
 from training.corpus.dedup import Deduplicator, drop_repeated_lines, is_readable
 from training.corpus.extract import (
@@ -145,7 +146,7 @@ def _grouped(pairs: list[tuple[str, str]], size: int) -> Iterator[str]:
 def _unpack(packages: Path, source: sources.DebianSource) -> tuple[Path, str]:
     archives = sorted(packages.glob(f"{source.package}_*.deb"))
     if not archives:
-        raise FileNotFoundError(
+        raise ConfigError(
             f"no {source.package}_*.deb in {packages}; fetch it with: apt-get download {source.package}"
         )
     version = archives[0].name.split("_")[1].replace("%3a", ":")

@@ -1,5 +1,6 @@
 """The frozen target of a draft head: its features, its output head, and text that it writes itself."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from torch import Tensor
 from foredraft.errors import CheckpointError
 from training.lm.model import LlamaShape
 from training.lm.trainer import load_model
+
+_PART_BYTES = 1 << 20  # of a file's begin, middle and end
 
 
 class Target:
@@ -45,6 +48,19 @@ class Target:
     def is_own(self) -> bool:
         """Whether features are computed by this package's own module."""
         return self._own is not None
+
+    def identity(self) -> dict[str, str]:
+        """What tells it from other targets: a digest of its configuration, of its tokenizer, and of parts of its weights."""
+        digest = hashlib.sha256()
+        names = ("config.json", "tokenizer.json", "*.safetensors")
+        for file in (file for name in names for file in sorted(self.path.glob(name))):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}\n".encode())
+            with file.open("rb") as content:
+                for start in (0, size // 2, max(0, size - _PART_BYTES)):
+                    content.seek(start)
+                    digest.update(content.read(_PART_BYTES))
+        return {"model": self.path.name, "sha256": digest.hexdigest()}
 
     def features(self, tokens: Tensor, capture: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
         """Hidden states after the final norm, and the residual streams entering the layers in `capture`; [B, T, H] each."""

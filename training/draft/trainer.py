@@ -133,6 +133,8 @@ class DraftTrainer:
         self._loss = self._compiled(self._window_loss)
         if config.resume:
             self._load_checkpoint()
+        else:
+            self.log.restore(())
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function) if self.config.compile else function

@@ -1,5 +1,6 @@
 """The windows a head is trained on: text that the target wrote itself, kept as tokens, and plain text."""
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from foredraft.errors import ConfigError
 from training.draft.target import Target
+from training.export import save_array, write_json
 from training.progress import say
 from training.text_data import Document
 
@@ -18,7 +20,13 @@ from training.text_data import Document
 def encode_stream(
     documents: Sequence[Document], tokenizer: Tokenizer, start: Sequence[int]
 ) -> np.ndarray:
-    """Documents one behind the other, `start` tokens before each, int32."""
+    """Documents one behind the other, `start` tokens before each, int32.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    if not documents:
+        raise ConfigError("--data: there is no text")
     parts: list[np.ndarray] = []
     for first in range(0, len(documents), 4096):
         texts = [document.text for document in documents[first : first + 4096]]
@@ -60,9 +68,17 @@ def write_windows(
 
     Returns:
         int32 [count, length].
+
+    Raises:
+        ConfigError: The file is of another target, or of other windows.
     """
-    path = out / "generated.npy"
+    path, author = out / "generated.npy", out / "generated.json"
     windows = np.load(path) if path.is_file() else np.zeros((0, length), dtype=np.int32)
+    identity = target.identity()
+    if author.is_file() and json.loads(author.read_text()) != identity:
+        raise ConfigError(
+            f"another model wrote {path}; delete it and {author.name}, or set --generated to another folder"
+        )
     if windows.shape[1] != length:
         raise ConfigError(
             f"{path} holds windows of {windows.shape[1]} tokens; delete it or set --window"
@@ -78,7 +94,8 @@ def write_windows(
             prompts.to(target.device), length - prompt, temperature, seed * 1_000_003 + turn
         )
         windows = np.concatenate((windows, tokens.cpu().numpy().astype(np.int32)))
-        np.save(path, windows)
+        save_array(path, windows)
+        write_json(author, identity)
         speed = rows * (length - prompt) / (time.monotonic() - began)
         say(
             f"the target wrote {len(windows)}/{count} windows, {speed / 1e3:.0f} k tokens/s at temperature {temperature}"

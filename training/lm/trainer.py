@@ -116,6 +116,8 @@ class LMTrainer:
         self._loss = torch.compile(self._micro_loss) if config.compile else self._micro_loss
         if config.resume:
             self._load_checkpoint()
+        else:
+            self.log.restore(())
 
     def _prepare_text(self) -> tuple[Tokenizer, np.ndarray]:
         config = self.config
@@ -123,11 +125,15 @@ class LMTrainer:
         source = config.tokenizer or config.out
         file = source / "tokenizer.json" if source.is_dir() else source
         cache = config.out / "tokens.npy"
-        if not (cache.is_file() and file.is_file()):
+        # What an earlier run left may be of other text, and of another vocabulary.
+        if not config.resume:
+            cache.unlink(missing_ok=True)
+        has_tokenizer = file.is_file() and (config.resume or config.tokenizer is not None)
+        if not (cache.is_file() and has_tokenizer):
             documents = list(read_documents(config.data))
             size = sum(len(document.text) for document in documents)
             say(f"read {len(documents)} documents, {size / 1e6:.1f} M characters")
-        if file.is_file():
+        if has_tokenizer:
             tokenizer = Tokenizer.from_file(str(file))
         elif config.tokenizer is not None:
             raise CheckpointError(f"no tokenizer.json in {config.tokenizer}")
@@ -321,7 +327,10 @@ class LMTrainer:
         if state["shape"] != self.shape.as_dict():
             raise CheckpointError(f"{path} holds a model of other sizes: {state['shape']}")
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except ValueError:
+            raise CheckpointError(f"{path} is of another --optimizer") from None
         self.step = state["step"]
         self.log.restore(state["history"])
         say(f"resumed at step {self.step}")
