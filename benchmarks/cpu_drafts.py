@@ -4,10 +4,13 @@
     python -m benchmarks.cpu_drafts --model-path demo-gemma --heads EAGLE3=path/to/head --out benchmarks/results
 
 One engine and one draft process for each algorithm, float32. Every algorithm runs under the default policy, which drafts
-what pays, and with `forced` drafting of the whole tree. Plain decoding is timed directly before and after each, and the
-ratio taken to the mean of both, so that a machine that is busy for a while slows all; the median over the rounds is reported.
-Since verifier and draft take turns, with --threads 1 the ratio in CPU time of both processes is what a machine with nothing
-else to do would show; it hardly depends on what else runs. With --token-map the draft's own CPU time shows what FR-Spec saves.
+what pays, and with `forced` drafting of the whole tree. More answers than the batch has sequences are asked for at once, so
+that the batch stays full. Each round runs an algorithm and plain decoding in turns, step by step, so that a machine that is busy for a while
+slows both; the ratio is of the time of their steps, and its median over the rounds is reported, with the values between which
+it lies at a confidence of 95 %. Where others use the machine, OMP_PROC_BIND=close OMP_PLACES='{0},{1}' keeps the threads on
+their cores. Since verifier and draft take turns, with --threads 1 the ratio in CPU time of both processes is what a machine
+with nothing else to do would show. With --token-map the draft's own CPU time shows what FR-Spec saves. --text new takes
+prompts of random tokens, which nothing repeats.
 A second table counts what a row of the target and a level of each draft read and compute.
 """
 
@@ -15,9 +18,12 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
+import random
 import statistics
 import sys
-import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -27,6 +33,7 @@ from safetensors import safe_open
 
 from benchmarks.accept_length import HEADS, ROOT
 from benchmarks.cpu_serving import PROMPTS
+from benchmarks.turns import Turns, median_within
 from foredraft.models.config import ModelConfig
 from foredraft.models.registry import resolve_model_path
 from foredraft.models.shared_weights import read_token_map
@@ -34,6 +41,8 @@ from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support.engines import Harness, Job, running_engine
 
+CPUS = os.sched_getaffinity(0)
+ANSWERS = 3  # times the batch, in a round, at least
 CODE = (ROOT / "foredraft/kvcache/page_pool.py", ROOT / "foredraft/speculation/draft_tree.py")
 
 
@@ -50,7 +59,7 @@ class Timing:
     """One pass over the prompts."""
 
     tokens: int
-    seconds: float
+    seconds: float  # of steps
     cpu_seconds: float  # of all threads of both processes
     draft_seconds: float  # of these, the draft's
     verifies: int
@@ -87,50 +96,47 @@ def main() -> int:
     add("--only", nargs="*", help="measure these alone, such as NGRAM 'EAGLE3, forced'")
     add("--tokens", type=int, default=64)
     add("--batch", type=int, nargs="+", default=[1, 8])
-    add("--rounds", type=int, default=2)
+    add("--rounds", type=int, default=5)
+    add("--text", choices=["usual", "new"], default="usual")
     add("--threads", type=int, default=2)
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     target = resolve_model_path(args.model_path)
     drafts = _drafts(args)
-    prompts = _prompts(target)
-    results: dict[Case, list[Timing]] = {}
-    plain: dict[Case, list[tuple[Timing, Timing]]] = {}
-    with contextlib.ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(_engine(target, flags, args))
-            for name, flags in drafts.items()
-        }
-        baseline = stack.enter_context(
-            running_engine(target, "NONE", page_size=32, num_threads=args.threads)
-        )
-        for batch, temperature in itertools.product(args.batch, args.temperature):
-            for harness in (baseline, *engines.values()):
-                # Warms up, and teaches the policy.
-                _run(harness, prompts, batch, 24, temperature)
-            for _ in range(args.rounds):
-                before = _run(baseline, prompts, batch, args.tokens, temperature)
-                for name, harness in engines.items():
-                    timing = _run(harness, prompts, batch, args.tokens, temperature)
-                    after = _run(baseline, prompts, batch, args.tokens, temperature)
-                    case = Case(name, batch, temperature)
-                    results.setdefault(case, []).append(timing)
-                    plain.setdefault(case, []).append((before, after))
-                    before = after
+    prompts = _random_prompts() if args.text == "new" else _prompts(target)
+    results: dict[Case, list[tuple[Timing, Timing]]] = {}
+    for batch in args.batch:
+        num_answers = max(len(prompts), ANSWERS * batch)
+        asked = list(itertools.islice(itertools.cycle(prompts), num_answers))
+        with contextlib.ExitStack() as stack:
+            engines = {
+                name: stack.enter_context(_engine(target, flags, batch, args.threads))
+                for name, flags in drafts.items()
+            }
+            none = {"algorithm": "NONE"}
+            plain = stack.enter_context(_engine(target, none, batch, args.threads))
+            for temperature in args.temperature:
+                for harness in engines.values():
+                    # Warms up, and teaches the policy.
+                    _run((plain, harness), asked, min(24, args.tokens), temperature)
+                for _, (name, harness) in itertools.product(range(args.rounds), engines.items()):
+                    timings = _run((plain, harness), asked, args.tokens, temperature)
+                    results.setdefault(Case(name, batch, temperature), []).append(timings)
     rows = []
-    for case, timings in results.items():
-        around = plain[case]
-        rates = [statistics.mean(timing.rate for timing in pair) for pair in around]
-        cpu_rates = [statistics.mean(timing.cpu_rate for timing in pair) for pair in around]
-        ratios = [t.rate / rate for t, rate in zip(timings, rates, strict=True)]
-        cpu_ratios = [t.cpu_rate / rate for t, rate in zip(timings, cpu_rates, strict=True)]
+    for case, pairs in results.items():
+        ratios = [timing.rate / before.rate for before, timing in pairs]
+        cpu_ratios = [timing.cpu_rate / before.cpu_rate for before, timing in pairs]
+        timings = [timing for _, timing in pairs]
+        ratio, low, high = median_within(ratios)
         rows.append(
             {
                 **case._asdict(),
-                "plain": statistics.median(rates),
+                "plain": statistics.median(before.rate for before, _ in pairs),
                 "rate": statistics.median(timing.rate for timing in timings),
-                "ratio": statistics.median(ratios),
+                "ratio": ratio,
+                "ratio_low": low,
+                "ratio_high": high,
                 "cpu_ratio": statistics.median(cpu_ratios),
                 "ratios": [round(ratio, 3) for ratio in ratios],
                 "cpu_ratios": [round(ratio, 3) for ratio in cpu_ratios],
@@ -141,7 +147,7 @@ def main() -> int:
                 "draft_ms_per_verify": statistics.median(
                     t.draft_seconds / max(t.verifies, 1) * 1e3 for t in timings
                 ),
-                "timings": [asdict(timing) for timing in timings],
+                "timings": [[asdict(before), asdict(timing)] for before, timing in pairs],
             }
         )
     _report(rows, _counts(target, drafts), args)
@@ -201,28 +207,25 @@ def _drafts(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {name: drafts[name] for name in args.only} if args.only else drafts
 
 
-def _engine(target: Path, flags: dict[str, Any], args: argparse.Namespace) -> Any:
+@contextlib.contextmanager
+def _engine(target: Path, flags: dict[str, Any], batch: int, threads: int) -> Iterator[Harness]:
     flags = dict(flags)
     algorithm, forced = flags.pop("algorithm"), flags.pop("forced", False)
-
-    @contextlib.contextmanager
-    def run() -> Any:
-        with running_engine(
-            target,
-            algorithm,
-            page_size=32,
-            num_threads=args.threads,
-            draft_step_timeout=60.0,
-            draft_wait=300.0,
-            speculative_adaptive=not forced,
-            **flags,
-        ) as harness:
-            deadline = time.monotonic() + 60
-            while not harness.engine.load().draft_available and time.monotonic() < deadline:
-                time.sleep(0.01)
-            yield harness
-
-    return run()
+    # With OMP_PROC_BIND this thread is kept on one, and the draft's process would be too.
+    os.sched_setaffinity(0, CPUS)
+    with running_engine(
+        target,
+        algorithm,
+        page_size=32,
+        num_threads=threads,
+        max_running_requests=batch,
+        max_total_tokens=max(4096, 512 * batch),
+        draft_step_timeout=60.0,
+        draft_wait=300.0,
+        speculative_adaptive=not forced,
+        **flags,
+    ) as harness:
+        yield harness
 
 
 def _prompts(target: Path) -> list[list[int]]:
@@ -233,50 +236,65 @@ def _prompts(target: Path) -> list[list[int]]:
     return [tokenizer.encode(text)[-256:] for text in texts]
 
 
+def _random_prompts() -> list[list[int]]:
+    """Tokens that no sequence of two repeats, next to surely."""
+    rng = random.Random(0)
+    return [[rng.randrange(300, 8000) for _ in range(256)] for _ in range(8)]
+
+
 def _run(
-    harness: Harness, prompts: list[list[int]], batch: int, tokens: int, temperature: float
-) -> Timing:
-    total = verifies = drafted = 0
-    seconds = own_seconds = draft_seconds = 0.0
-    harness.engine.flush_cache().result(60)
-    for first in range(0, len(prompts), batch):
-        jobs = [
-            Job(prompt, SamplingParams(temperature=temperature, max_new_tokens=tokens, ignore_eos=True, seed=i))
-            for i, prompt in enumerate(prompts[first : first + batch], first)
-        ]  # fmt: skip
-        started, before = time.perf_counter(), _cpu_seconds(harness)
-        results = harness.run(jobs, timeout=600)
-        seconds += time.perf_counter() - started
-        after = _cpu_seconds(harness)
-        own_seconds, draft_seconds = (
-            own_seconds + after[0] - before[0],
-            draft_seconds + after[1] - before[1],
+    pair: tuple[Harness, Harness],
+    prompts: list[list[int]],
+    tokens: int,
+    temperature: float,
+) -> tuple[Timing, Timing]:
+    """Lets two engines give the same answers side by side."""
+    jobs = [
+        Job(prompt, SamplingParams(temperature=temperature, max_new_tokens=tokens, ignore_eos=True, seed=i))
+        for i, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    for harness in pair:
+        harness.engine.flush_cache().result(60)
+    before = [_draft_seconds(harness) for harness in pair]
+    with contextlib.ExitStack() as stack:
+        turns = stack.enter_context(Turns([harness.engine for harness in pair]))
+        clients = stack.enter_context(ThreadPoolExecutor(len(pair)))
+        results = list(clients.map(lambda harness: harness.run(jobs, timeout=600), pair))
+    timings = []
+    for i, harness in enumerate(pair):
+        finishes = [one.finish for one in results[i] if one.finish is not None]
+        assert len(finishes) == len(jobs)
+        draft_seconds = _draft_seconds(harness) - before[i]
+        timings.append(
+            Timing(
+                sum(len(one.tokens) for one in results[i]),
+                turns.seconds[i],
+                turns.cpu_seconds[i] + draft_seconds,
+                draft_seconds,
+                sum(finish.verify_steps for finish in finishes),
+                sum(finish.drafted_tokens for finish in finishes),
+            )
         )
-        for result in results:
-            assert result.finish is not None
-            total += len(result.tokens)
-            verifies += result.finish.verify_steps
-            drafted += result.finish.drafted_tokens
-    return Timing(total, seconds, own_seconds + draft_seconds, draft_seconds, verifies, drafted)
+    return timings[0], timings[1]
 
 
-def _cpu_seconds(harness: Harness) -> tuple[float, float]:
-    """Of this process, where every other engine idles, and of the draft."""
+def _draft_seconds(harness: Harness) -> float:
+    """CPU time of the draft's process."""
     if harness.draft is None:
-        return time.process_time(), 0.0
+        return 0.0
     tasks = Path(f"/proc/{harness.draft.pid}/task").glob("*/schedstat")
-    return time.process_time(), sum(int(task.read_text().split()[0]) for task in tasks) * 1e-9
+    return sum(int(task.read_text().split()[0]) for task in tasks) * 1e-9
 
 
 def _report(rows: list[dict[str, Any]], counts: dict[str, int], args: argparse.Namespace) -> None:
     print(
-        "| draft | batch | T | plain tokens/s | tokens/s | ratio | in CPU time | tokens per verify | drafted per verify | draft's CPU ms per verify |"
+        "| draft | batch | T | plain tokens/s | tokens/s | ratio | 95 % | in CPU time | tokens per verify | drafted per verify | draft's CPU ms per verify |"
     )
-    print("| --- " * 10 + "|")
+    print("| --- " * 11 + "|")
     for row in rows:
         print(
-            f"| {row['draft']} | {row['batch']} | {row['temperature']:g} | {row['plain']:.1f} | {row['rate']:.1f} | {row['ratio']:.2f} |"
-            f" {row['cpu_ratio']:.2f} |"
+            f"| {row['draft']} | {row['batch']} | {row['temperature']:g} | {row['plain']:.1f} | {row['rate']:.1f} | {row['ratio']:.3f} |"
+            f" {row['ratio_low']:.2f} to {row['ratio_high']:.2f} | {row['cpu_ratio']:.3f} |"
             f" {row['accept_length']:.2f} | {row['drafted_per_verify']:.1f} | {row['draft_ms_per_verify']:.1f} |"
         )
     print("\n| what | M weights | MFLOP | MB in float32 | of a target row |")
