@@ -148,8 +148,9 @@ class HiddenStates:
                 self._give(chunk.seq, chunk.start, own, chunk.num_tokens)
                 self._bound()
             first = end
-        if self._steps.is_full:
-            self._settle()
+        if self._steps.is_full(self._row_bytes):
+            if not self._steps.prune():
+                self._settle()
             self._bound()
 
     def _bound(self) -> None:

@@ -9,7 +9,8 @@ import torch
 from verify_service.scheduling.request import Sequence as RequestSequence
 from verify_service.scheduling.request import Status
 
-MOST_ROWS = 4096  # that are kept as they came
+# That are kept as they came, and their bytes: rows of those that have ended are among them.
+MOST_ROWS, MOST_BYTES = 16384, 64 << 20
 MANY_ROWS = 32  # of one sequence, which must not keep the memory of its neighbours
 
 
@@ -35,10 +36,9 @@ class KeptSteps:
         self._begins: dict[RequestSequence, int] = {}  # where prompts begin
         self.num_rows = 0
 
-    @property
-    def is_full(self) -> bool:
-        """Whether it is time to `take` them."""
-        return self.num_rows >= MOST_ROWS
+    def is_full(self, row_bytes: int) -> bool:
+        """Whether it is time to `prune` or to `take` them."""
+        return self.num_rows >= MOST_ROWS or self.num_rows * row_bytes >= MOST_BYTES
 
     def add(self, sequences: list[RequestSequence], starts: list[int], rows: torch.Tensor) -> None:
         """Takes a step with one row for each sequence.
@@ -64,6 +64,19 @@ class KeptSteps:
     def forget(self, sequence: RequestSequence) -> None:
         """It has ended: `take` leaves it out."""
         self._begins.pop(sequence, None)
+
+    def prune(self) -> bool:
+        """Forgets the oldest steps, of whose sequences none runs any more; gives whether that was a quarter of the rows or more."""
+        first, num_rows = 0, 0
+        for sequences, _, rows in self._steps:
+            if any(sequence.status is Status.RUNNING for sequence in sequences):
+                break
+            first += 1
+            num_rows += len(rows)
+        del self._steps[:first]
+        is_much = 4 * num_rows >= self.num_rows
+        self.num_rows -= num_rows
+        return is_much
 
     def clear(self) -> None:
         """Forgets everything."""

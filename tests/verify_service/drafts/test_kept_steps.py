@@ -208,6 +208,29 @@ def test_a_preempted_sequence_keeps_what_it_is_given_afterwards() -> None:
     assert torch.equal(run.rows(PAGE), rows_of([sequence], [PAGE]))
 
 
+def test_steps_whose_sequences_have_all_ended_are_forgotten() -> None:
+    pool = PagePool(NUM_PAGES, PAGE)
+    hidden = Twin(pool).hidden
+    for number in range(10):
+        pair = [Sequence(2 * number + i, [1], SamplingParams()) for i in range(2)]
+        for one in pair:
+            one.status, one.pages = Status.RUNNING, pool.allocate(5)
+        for start in range(20):
+            for one in pair:
+                one.num_computed = start + 1
+            hidden.keep_step(pair, [start, start], rows_of(pair, [start, start]))
+            assert hidden._steps.num_rows <= 97
+        assert not hidden._runs  # nobody's rows had to be put together
+        if number == 9:
+            run = hidden.run(pair[0])
+            assert run is not None
+            assert torch.equal(run.rows(0), rows_of([pair[0]] * 20, [*range(20)]))
+        for one in pair:
+            one.status = Status.FINISHED
+            hidden.drop(one)
+            pool.release(one.pages)
+
+
 def test_nothing_stays_of_sequences_that_end() -> None:
     pool = PagePool(NUM_PAGES, PAGE)
     hidden = Twin(pool).hidden
