@@ -155,12 +155,14 @@ class Terminal:
         if self._plain:
             logger.info("ready after %.1f s", seconds, extra=dict(urls))
             return
+        has_keys = config.api_key or config.api_key_file
+        key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
         print(
             f"\nForedraft serves {model} (ready after {seconds:.1f} s)\n"
             f"  HTTP     {urls['http']}\n"
             f"  gRPC     {urls['grpc']}\n"
             f"  metrics  {' '.join(url for name, url in urls.items() if 'metrics' in name)}\n\n"
-            f"  curl -N {urls['http']}/v1/completions -H 'Content-Type: application/json' \\\n"
+            f"  curl -N {urls['http']}/v1/completions -H 'Content-Type: application/json'{key} \\\n"
             f'    -d \'{{"model": "{model}", "prompt": "The quick brown fox", "max_tokens": 32,'
             ' "stream": true}\'\n\n'
             "Ctrl-C stops it.\n",

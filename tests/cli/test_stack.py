@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from foredraft.cli import stack
+from foredraft.cli.serve import Terminal
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.models.registry import resolve_model_path
 
@@ -212,3 +213,14 @@ def test_a_base_too_long_for_sockets_is_not_used(
 )
 def test_urls_lead_back_to_this_machine(listen: str, reachable: str) -> None:
     assert stack.reachable_host(listen) == reachable
+
+
+@pytest.mark.parametrize("given", [{}, {"api_key": "a"}, {"api_key_file": "keys"}])
+def test_the_first_request_shows_where_a_key_goes(
+    given: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = {"http": "http://127.0.0.1:1", "grpc": "127.0.0.1:2"}
+    Terminal().ready(urls, stack.ServeConfig(model_path="/models/tiny", **given))
+    shown = capsys.readouterr().out
+    assert "curl -N http://127.0.0.1:1/v1/completions" in shown
+    assert ("Authorization: Bearer KEY" in shown) == bool(given)
