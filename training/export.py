@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 SHARD_BYTES = 15 * 2**20
@@ -43,7 +43,8 @@ def save_sharded(tensors: Mapping[str, Tensor], out: Path) -> list[Path]:
         }
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     for name, shard in zip(names, shards, strict=True):
-        save_file(shard, str(out / name), metadata={"format": "pt"})
+        # `save_file` makes files that nobody else may read; these are served by services of other users, in containers.
+        (out / name).write_bytes(save(shard, metadata={"format": "pt"}))
     return [out / name for name in names]
 
 

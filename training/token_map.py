@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Tokenizer
 
 from foredraft.errors import ConfigError
@@ -59,4 +59,4 @@ def write_token_map(ids: Sequence[int], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(list(ids), path.with_suffix(".pt"))
     tensor = torch.tensor(ids, dtype=torch.int64)
-    save_file({"token_map": tensor}, str(path.with_suffix(".safetensors")))
+    path.with_suffix(".safetensors").write_bytes(save({"token_map": tensor}))
