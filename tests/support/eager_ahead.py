@@ -43,8 +43,10 @@ class EagerAhead(TargetStep):
             VerifyRows(
                 SimpleNamespace(
                     request_id=sequence.request_id,
+                    slot=sequence.slot,
                     sampling=sequence.sampling,
                     grammar=None,
+                    slot=sequence.slot,
                     pages=sequence.pages,
                     num_computed=num_computed,
                     tokens=tokens,
