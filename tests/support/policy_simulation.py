@@ -218,6 +218,9 @@ class _Run:
             for outcome in outcomes:
                 policy.record(*outcome)
 
+        if sum(one.behind for one in answers) > model.kept:
+            for one in answers:
+                one.behind = 0
         self._land()
         self._late = tell
         if not padded or num_prompts:

@@ -30,6 +30,7 @@ class StepModel:
         context: Seconds that a token of context adds to a step.
         change: Seconds of a change between steps with drafts and without, and besides for each sequence asked.
         read: Seconds of letting a draft read what it was not told of, and of each token.
+        kept: Tokens that a draft can be told later; with more, all is forgotten.
         beside: Share by which a step is slower while the draft reads or drafts beside it, and the draft likewise.
         prompt: Seconds of the target's part of a step with prompts.
         stall: Seconds that one step in 500 takes more.
@@ -44,7 +45,8 @@ class StepModel:
     context: float = 0.0
     change: tuple[float, float] = (0.0, 0.0)
     read: tuple[float, float] = (0.0, 0.0)
-    beside: float = 0.3
+    kept: int = 1 << 30
+    beside: float = 0.0
     prompt: float = 0.0
     stall: float = 0.01
 
@@ -68,7 +70,7 @@ class StepModel:
         read, token = (ms * 1e-3 for ms in table["read"])
         return cls(
             path.stem, True, target, (0.0, 0.0, 0.0), tree,
-            extra, table["context"] * 1e-3, (change, asked), (read, token),
+            extra, table["context"] * 1e-3, (change, asked), (read, token), table["kept"], table["beside"],
         )  # fmt: skip
 
     def times(self, error: Callable[[], float] = lambda: 1.0) -> StepTimes:

@@ -6,13 +6,14 @@ import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-MEMORY = 64  # outcomes that a sequence's estimates rest on
+MEMORY = 128  # outcomes that a sequence's estimates rest on
 SECONDS = 3.0  # after which an outcome counts a third, however few came after it
-POOL_MEMORY = 96  # outcomes that the prior rests on, of any sequence
+POOL_MEMORY = 128  # outcomes that the prior rests on, of any sequence
 PRIOR_OUTCOMES = 2.0  # that the prior weighs in a sequence's estimate
-DOUBT = 0.03  # what is kept of outcomes that have proved misleading
+DOUBT = 0.015  # what is kept of outcomes that have proved misleading
 SURPRISE = 4.0  # standard deviations that outcomes may lie off what was expected of them
 LEAST_VARIANCE = 0.2
+RUNS = 4.0  # nodes: accepted ones come in runs, so that a single long one proves nothing
 KEPT_SURPRISE = 0.67  # of what earlier steps were off, to be judged together
 # The same of proposals with a confidence: how often matches of one length are right differs little between sequences (by 0.05
 # to 0.15), and of a few dozen estimates by a few outcomes each, the highest are the most mistaken.
@@ -222,7 +223,7 @@ class Acceptance:
         self._variance = variance + KEPT_SURPRISE * self._before[1]
         self._before = (self._surplus, self._variance)
         for off, spread in ((surplus, variance), self._before):
-            if off**2 > SURPRISE**2 * max(spread, LEAST_VARIANCE):
+            if off**2 > SURPRISE**2 * max(spread, LEAST_VARIANCE) + RUNS * max(off, 0.0):
                 is_change, is_better = True, off > 0
         if is_change:
             self.doubt(now)

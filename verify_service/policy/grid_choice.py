@@ -19,6 +19,9 @@ TRIAL_OUTCOMES, OPEN = 64, (0.9, 1.12)
 # Drafting steps after which larger trees are tried once; each time in vain doubles them.
 GROW_STEPS, MOST_GROW_STEPS = 24, 192
 LOOK_SECONDS = 0.04  # for which nothing is considered anew while drafting rests
+FORGOTTEN = (
+    0.01  # by each trial, of what drafts took: it is tried again, even if nothing else has changed
+)
 LEAD_WEIGHT = 0.3  # of one step that began with the host, in what its beginning takes
 # Seconds, and times what is known, that one beginning may count as.
 MOST_LEAD, MOST_LEAD_TIMES = 1e-3, 2.0
@@ -117,6 +120,7 @@ class GridChoice:
     def ended_trial(self, num_outcomes: int) -> None:
         """So many outcomes of the trial were recorded."""
         self.has_trial, self._look_at = False, 0.0
+        self._draft_times.forget(FORGOTTEN)
         self._num_outcomes += num_outcomes
 
     def interrupted(
@@ -175,10 +179,10 @@ class GridChoice:
         return sum(totals[: self._acceptance.ladder.num_within(rows - 1)])
 
     def _is_open(self, rates: Mapping[int, float]) -> bool:
-        """Whether what trials showed leaves open if drafting pays; once its sequences were read for, others cost little."""
+        """Whether trials showed too little, or leave open if drafting pays; once the draft has read, others cost little."""
         best = max((rate for rows, rate in rates.items() if rows > 1), default=0.0)
         is_open = OPEN[0] * rates[1] < best < OPEN[1] * rates[1]
-        if not is_open or self._num_outcomes >= TRIAL_OUTCOMES:
+        if self._num_outcomes >= (TRIAL_OUTCOMES if is_open else TRIAL_SEQUENCES):
             self._num_outcomes = 0
         return self._num_outcomes > 0
 

@@ -1,7 +1,8 @@
 """When to try what does not seem to pay: a share of all time may be lost to finding out, and never much at once."""
 
 SHARE = 0.0125  # of all time that trying may lose against plain decoding
-MOST_SAVED = 0.03  # seconds that may be lost ahead
+# Seconds that may be lost ahead, or owed; on a GPU a trial is beside steps and costs little.
+MOST_SAVED, PADDED_MOST_SAVED = 0.03, 0.02
 # Seconds that drafting may lose before it stops, whatever it is expected to bring; more where one step loses much.
 STOP_LOSS, STOP_STEPS, MOST_STOP_LOSS = 0.08, 3, 0.2
 STOP_SECONDS = 0.25  # for which it stops
@@ -25,6 +26,7 @@ class Probing:
 
     def __init__(self, is_padded: bool = False) -> None:
         self._check_steps = PADDED_CHECK_STEPS if is_padded else CHECK_STEPS
+        self._most_saved = PADDED_MOST_SAVED if is_padded else MOST_SAVED
         self.now = 0.0
         self._balance = 0.0
         self._lost = 0.0
@@ -45,7 +47,7 @@ class Probing:
 
     def has_time(self, is_urgent: bool = False) -> bool:
         """Whether there is time to lose; see `may_try`."""
-        return self._balance >= (-MOST_SAVED if is_urgent else 0) and not self.is_stopped
+        return self._balance >= (-self._most_saved if is_urgent else 0) and not self.is_stopped
 
     def may_try(self, is_urgent: bool = False) -> bool:
         """Whether there is time to lose, or a trial goes on because nothing came of it yet; asked once per plan.
@@ -73,7 +75,9 @@ class Probing:
         """Takes the time of a step without drafts, and what of it is owed to drafts before it or beside it."""
         self.now += seconds
         self._lost = max(self._lost - FORGIVEN * seconds, 0.0)
-        self._balance = min(self._balance + SHARE * seconds - min(loss, MOST_SAVED), MOST_SAVED)
+        self._balance = min(
+            self._balance + SHARE * seconds - min(loss, self._most_saved), self._most_saved
+        )
         self._steps_since_check = 0
 
     def pass_time(self, seconds: float) -> None:
@@ -93,13 +97,13 @@ class Probing:
         owed = loss
         if was_trial:
             # One hiccup must not keep drafting off for a minute; if it comes again, it is none.
-            owed = min(loss, max(2 * self._lost_by_trial, MOST_SAVED))
+            owed = min(loss, max(2 * self._lost_by_trial, self._most_saved))
             self._lost_by_trial = max(loss, self._lost_by_trial / 2)
-        self._balance = min(self._balance + SHARE * seconds - owed, MOST_SAVED)
+        self._balance = min(self._balance + SHARE * seconds - owed, self._most_saved)
         if was_trial:
             return False
         # What drafting is believed to bring is not what pays for trials.
-        self._balance = max(self._balance, -MOST_SAVED)
+        self._balance = max(self._balance, -self._most_saved)
         self._lost = max(0.0, self._lost + loss - ALLOWED * seconds)
         if self._lost <= min(max(STOP_LOSS, STOP_STEPS * loss), MOST_STOP_LOSS):
             return False

@@ -17,6 +17,8 @@ MUCH_CONTEXT = 4000  # tokens; with more, a plain step teaches what each of them
 BUSY_TOLERANCE = 1.1  # of times measured at start, against CPU time
 OVERHEAD_LEVELS = 2.0  # that a draft costs beside its levels
 DRAFT_WEIGHT = 0.1  # of one real wait for a draft
+# Steps by which what was learnt of padded ones counts less, and what half the sequences take, where only more are known.
+UNSURE_STEPS, FEWER = 0.5, 0.7
 FIRST_DRAFT = 1.0  # most plain steps that a draft's first answer, which may compile, counts as
 
 
@@ -200,14 +202,14 @@ class DraftTimes:
         self._is_padded = is_padded
         self._contexts: dict[tuple[int, int], int] = {}  # with which they were learnt
         self._steps: dict[tuple[int, int], float] = {}
-        self._counts: dict[tuple[int, int], int] = {}
+        self._counts: dict[tuple[int, int], float] = {}
 
     def observe(self, batch: int, levels: int, steps: float, context: int = 0) -> None:
         """Takes the wait of a real step, of sequences with `context` tokens in all."""
-        key = (batch.bit_length(), levels)
+        key = (_size(batch), levels)
         self._contexts[key] = context
         count = self._counts[key] = self._counts.get(key, 0) + 1
-        known = self.steps(batch, levels) or FIRST_DRAFT / 2
+        known = self._steps.get(key) or self.steps(batch, levels) or FIRST_DRAFT / 2
         weight = max(DRAFT_WEIGHT, 1 / count)
         if self._is_padded and self._steps and steps > 2 * known:
             weight = DRAFT_WEIGHT  # it was something else: what the draft had to read first
@@ -219,6 +221,12 @@ class DraftTimes:
         self._steps.clear()
         self._counts.clear()
 
+    def forget(self, share: float) -> None:
+        """While nothing is drafted, what was learnt counts so much less: see `steps`."""
+        self._counts = {
+            key: (1 - share) * min(count, 1 / DRAFT_WEIGHT) for key, count in self._counts.items()
+        }
+
     def take_out(self, steps: float) -> None:
         """What was learnt holds so much for each token of context that is the target's own time, as has turned out."""
         for key, context in self._contexts.items():
@@ -228,13 +236,37 @@ class DraftTimes:
         """Expected wait; 0 while nothing is known."""
         if not self._steps or levels == 0:
             return 0.0
-        size = batch.bit_length()
+        size = _size(batch)
+        if self._is_padded:
+            return self._padded(size, levels)
         known = self._steps.get((size, levels))
         if known is not None:
             return known
         nearest = min(self._steps, key=lambda seen: 2 * abs(seen[0] - size) + abs(seen[1] - levels))
         share = (levels + OVERHEAD_LEVELS) / (nearest[1] + OVERHEAD_LEVELS)
-        return self._steps[nearest] * (min(share, 1.0) if self._is_padded else share)
+        return self._steps[nearest] * share
+
+    def _padded(self, size: int, levels: int) -> float:
+        """At its best, since what seems to take too long is never tried: less where it rests on a few steps or old ones, and for
+        fewer sequences than those that are known."""
+        if (size, levels) in self._steps:
+            return self._surely(size, levels)
+        near = min(
+            (known for known, _ in self._steps), key=lambda known: (abs(known - size), known)
+        )
+        depths = [depth for known, depth in self._steps if known == near]
+        if more := [depth for depth in depths if depth >= levels]:
+            best = min(
+                self._surely(near, depth) * (levels + OVERHEAD_LEVELS) / (depth + OVERHEAD_LEVELS)
+                for depth in more
+            )
+        else:
+            best = self._surely(near, max(depths))
+        return best * FEWER ** max(near - size, 0)
+
+    def _surely(self, size: int, levels: int) -> float:
+        count = self._counts[size, levels]
+        return self._steps[size, levels] * count / (count + UNSURE_STEPS)
 
 
 def sizes_apart(times: StepTimes | None, max_nodes: int) -> list[int]:
@@ -276,6 +308,11 @@ def rising(values: Sequence[float]) -> list[float]:
             block = ((mean * count + block[0] * block[1]) / total, total)
         blocks.append(block)
     return [mean for mean, count in blocks for _ in range(count)]
+
+
+def _size(batch: int) -> int:
+    """What is learnt of so many sequences is kept with what is of about as many: one less than a batch of 64 takes as long."""
+    return (batch - 1).bit_length()
 
 
 def _surprise(seconds: float, expected: float, most: float) -> float:

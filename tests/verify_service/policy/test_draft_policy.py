@@ -65,16 +65,29 @@ def test_a_cpu_is_hardly_slower_than_plainly(batch: int, acceptance: float) -> N
 
 
 @pytest.mark.parametrize("model", [GPU_CHAIN, GPU_TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("batch", [1, 32, 64])
 def test_acceptance_that_changes_is_followed(model: StepModel, batch: int) -> None:
-    phases = [0.9, 0.1, 0.9, 0.2, 0.7]
+    phases = [0.9, 0.1, 0.5, 0.7, 0.1, 0.7, 0.3, 0.5, 0.2, 0.9, 0.3, 0.7]
     loads = [Load(4.0 * i, batch, (value, value)) for i, value in enumerate(phases)]
-    trace = run(model, loads, 20.0)
+    trace = run(model, loads, 4.0 * len(phases))
     assert min(ratio for _, ratio in trace.windows()) > 0.8
     for load in loads:
         span = load.start + 2, load.start + 4
+        luck = 0.92 if batch > 1 else 0.8  # two seconds of one sequence
         assert trace.of_plain(*span) > 0.95
-        assert trace.of_best(*span, load.acceptance[0]) > 0.92
+        assert trace.of_best(*span, load.acceptance[0]) > luck
+
+
+@pytest.mark.parametrize(("before", "batch"), [(64, 32), (32, 8), (8, 64)])
+def test_what_drafts_took_another_batch_keeps_nobody_from_trying(before: int, batch: int) -> None:
+    """As a log of an H200 showed: half as many sequences were never drafted for, as their drafts seemed to take as long."""
+    phases = [(before, 0.7), (before, 0.1), (batch, 0.1), (batch, 0.5), (batch, 0.7)]
+    loads = [Load(1.0 * i, count, (value, value)) for i, (count, value) in enumerate(phases)]
+    loads[-1] = Load(6.0, batch, (0.7, 0.7))
+    for seed in (0, 1):
+        trace = run(GPU_TREE, loads, 9.0, seed)
+        assert trace.of_best(4.5, 6.0, 0.5) > 0.92
+        assert trace.of_best(7.5, 9.0, 0.7) > 0.92
 
 
 @pytest.mark.parametrize("model", [GPU_CHAIN, GPU_TREE], ids=["chain", "tree"])
@@ -83,7 +96,7 @@ def test_a_load_that_changes_is_followed(model: StepModel) -> None:
     trace = run(model, loads, 12.0)
     assert min(ratio for _, ratio in trace.windows()) > 0.8
     for load in loads:
-        luck = 0.95 if load.batch > 1 else 0.88  # two seconds of one sequence
+        luck = 0.95 if load.batch > 1 else 0.85  # two seconds of one sequence
         assert trace.of_best(load.start + 1, load.start + 3, 0.5) > luck
 
 
