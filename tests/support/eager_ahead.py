@@ -43,7 +43,6 @@ class EagerAhead(TargetStep):
             VerifyRows(
                 SimpleNamespace(
                     request_id=sequence.request_id,
-                    slot=sequence.slot,
                     sampling=sequence.sampling,
                     grammar=None,
                     slot=sequence.slot,
