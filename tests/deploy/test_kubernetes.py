@@ -262,6 +262,14 @@ def test_verifier_and_draft_share_what_they_must(resources: list[Resource], over
     assert strategies == (["MPS"] if overlay == "gpu-mps" else [])
 
 
+def test_a_verifier_whose_draft_is_away_keeps_its_address(
+    resources: list[Resource], overlay: str
+) -> None:
+    if overlay != "gpu-device-plugin":
+        # A sidecar that is not running makes its pod not ready.
+        assert named(resources, "Service", "foredraft-verifier")["spec"]["publishNotReadyAddresses"]
+
+
 def test_gpu_pods_keep_what_they_compiled(resources: list[Resource], overlay: str) -> None:
     name = "foredraft-server" if overlay == "gpu-device-plugin" else "foredraft-verifier"
     pod = named(resources, "Deployment", name)["spec"]["template"]["spec"]
