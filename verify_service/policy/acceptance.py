@@ -162,6 +162,13 @@ class Acceptance:
             gains.append(gain)
         return gains
 
+    def num_outcomes(self, now: float) -> float:
+        """Outcomes that what is known of all sequences rests on, old ones counting less."""
+        pools = (pool for (_, confidence), pool in self._pools.items() if confidence == 0)
+        return POOL_OUTCOMES + sum(
+            pool.before[0] * math.exp((pool.seen - now) / SECONDS) for pool in pools
+        )
+
     def record(
         self,
         history: DraftHistory,

@@ -1,5 +1,6 @@
 """How many rows each sequence gets where steps are padded to captured shapes and follow one another on the device, as on a GPU."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from verify_service.policy.acceptance import Acceptance
@@ -9,6 +10,7 @@ from verify_service.policy.probing import Probing
 from verify_service.policy.step_time import DraftTimes, GridTimes
 
 START_MARGIN = 1.03  # by which drafting must be faster before it starts
+DOUBTED = 0.5  # standard deviations of what drafts seem to bring that they must do without then
 CHANGE_MARGIN = 1.02  # and another size of trees before it is taken instead
 TRIAL_SEQUENCES = 16  # drafted for at a time to find out, at most
 TRIAL_TOKENS = 2000  # that their draft has to read first, of several
@@ -96,6 +98,7 @@ class GridChoice:
             if current == 1:
                 reading = READ_SECONDS * sum(want.behind for want in wanted)
                 margin = START_MARGIN + reading / PAYS_WITHIN
+                margin *= self._luck(batch, self._brought(totals, best))
             if rates[best] > margin * rates[current]:
                 current, self._grow_steps = best, GROW_STEPS
         self.rows, self._price = current, 1 / raw[current]
@@ -177,6 +180,12 @@ class GridChoice:
 
     def _brought(self, totals: Sequence[float], rows: int) -> float:
         return sum(totals[: self._acceptance.ladder.num_within(rows - 1)])
+
+    def _luck(self, batch: int, brought: float) -> float:
+        """What so many tokens may owe to the luck of the outcomes that they are known by, as a factor of the rate."""
+        gain = brought / batch
+        deviation = math.sqrt(gain * (1 + gain) / self._acceptance.num_outcomes(self._probing.now))
+        return (1 + gain) / (1 + max(gain - DOUBTED * deviation, 0.0))
 
     def _is_open(self, rates: Mapping[int, float]) -> bool:
         """Whether trials showed too little, or leave open if drafting pays; once the draft has read, others cost little."""

@@ -1,8 +1,9 @@
 """When to try what does not seem to pay: a share of all time may be lost to finding out, and never much at once."""
 
-SHARE = 0.0125  # of all time that trying may lose against plain decoding
-# Seconds that may be lost ahead, or owed; on a GPU a trial is beside steps and costs little.
-MOST_SAVED, PADDED_MOST_SAVED = 0.03, 0.02
+# Of all time that trying may lose against plain decoding; on a GPU a trial is beside steps, and a little buys enough.
+SHARE, PADDED_SHARE = 0.0125, 0.01
+# Seconds that may be lost ahead, or owed.
+MOST_SAVED, PADDED_MOST_SAVED = 0.03, 0.01
 # Seconds that drafting may lose before it stops, whatever it is expected to bring; more where one step loses much.
 STOP_LOSS, STOP_STEPS, MOST_STOP_LOSS = 0.08, 3, 0.2
 STOP_SECONDS = 0.25  # for which it stops
@@ -26,6 +27,7 @@ class Probing:
 
     def __init__(self, is_padded: bool = False) -> None:
         self._check_steps = PADDED_CHECK_STEPS if is_padded else CHECK_STEPS
+        self._share = PADDED_SHARE if is_padded else SHARE
         self._most_saved = PADDED_MOST_SAVED if is_padded else MOST_SAVED
         self.now = 0.0
         self._balance = 0.0
@@ -76,7 +78,7 @@ class Probing:
         self.now += seconds
         self._lost = max(self._lost - FORGIVEN * seconds, 0.0)
         self._balance = min(
-            self._balance + SHARE * seconds - min(loss, self._most_saved), self._most_saved
+            self._balance + self._share * seconds - min(loss, self._most_saved), self._most_saved
         )
         self._steps_since_check = 0
 
@@ -99,7 +101,7 @@ class Probing:
             # One hiccup must not keep drafting off for a minute; if it comes again, it is none.
             owed = min(loss, max(2 * self._lost_by_trial, self._most_saved))
             self._lost_by_trial = max(loss, self._lost_by_trial / 2)
-        self._balance = min(self._balance + SHARE * seconds - owed, self._most_saved)
+        self._balance = min(self._balance + self._share * seconds - owed, self._most_saved)
         if was_trial:
             return False
         # What drafting is believed to bring is not what pays for trials.
