@@ -130,6 +130,11 @@ def test_variables_reach_the_services() -> None:
             services[name]["environment"].items()
             >= {k: v for k, v in environment.items() if k != "PATH"}.items()
         )
+    # Who sets a key must not be left with a gateway that asks for none.
+    keyed = {"PATH": "/usr/bin:/bin", "FOREDRAFT_API_KEY": "sesame"}
+    services = json.loads(tools.run("docker-compose", *flags, env=keyed))["services"]
+    assert services["gateway"]["environment"]["FOREDRAFT_API_KEY"] == "sesame"
+    assert "FOREDRAFT_API_KEY" not in services["verifier"]["environment"]
 
 
 def test_mounted_files_exist(services: dict[str, Any]) -> None:
