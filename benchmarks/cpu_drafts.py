@@ -41,7 +41,6 @@ from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from tests.support.engines import Harness, Job, running_engine
 
-CPUS = os.sched_getaffinity(0)
 ANSWERS = 3  # times the batch, in a round, at least
 CODE = (ROOT / "foredraft/kvcache/page_pool.py", ROOT / "foredraft/speculation/draft_tree.py")
 
@@ -122,7 +121,9 @@ def main() -> int:
                     _run((plain, harness), asked, min(24, args.tokens), temperature)
                 for _, (name, harness) in itertools.product(range(args.rounds), engines.items()):
                     timings = _run((plain, harness), asked, args.tokens, temperature)
-                    results.setdefault(Case(name, batch, temperature), []).append(timings)
+                    case = Case(name, batch, temperature)
+                    results.setdefault(case, []).append(timings)
+                    print(*case, round(timings[1].rate / timings[0].rate, 3), file=sys.stderr)
     rows = []
     for case, pairs in results.items():
         ratios = [timing.rate / before.rate for before, timing in pairs]
@@ -212,7 +213,7 @@ def _engine(target: Path, flags: dict[str, Any], batch: int, threads: int) -> It
     flags = dict(flags)
     algorithm, forced = flags.pop("algorithm"), flags.pop("forced", False)
     # With OMP_PROC_BIND this thread is kept on one, and the draft's process would be too.
-    os.sched_setaffinity(0, CPUS)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
     with running_engine(
         target,
         algorithm,
