@@ -3,7 +3,6 @@ that lies between an engine's commits and a draft's KV."""
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
