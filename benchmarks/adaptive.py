@@ -8,6 +8,7 @@ included, both computed. Prints tables, writes JSON and a plot.
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections import Counter
@@ -37,12 +38,17 @@ def main() -> int:
     add("--settle", type=float, default=2.0, help="not counted of either, at most half of it")
     add("--answer", type=int, default=0, help="tokens of an answer; 7000 on a GPU, 512 on a CPU")
     add("--seed", type=int, default=0)
+    add("--pairs", action="store_true", help="instead: every change of acceptance, a phase each")
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     if min(args.seconds, args.phase) < 1:
         parser.error("--seconds and --phase must be at least 1: speeds are those of whole seconds")
     steps, topk, nodes = map(int, args.tree.split("/"))
     model = StepModel.from_json(args.table, (steps, topk, nodes))
+    if args.pairs:
+        for batch in args.batch:
+            _pairs(model, batch, args)
+        return 0
     grid = [_steady(model, batch, p, args) for batch in args.batch for p in args.acceptance]
     transients = [
         _transient(model, "load", [(1, 0.5), (64, 0.5), (1, 0.5), (16, 0.5)], args),
@@ -103,6 +109,26 @@ def _transient(
         "of_best_when_settled": settled,
         "windows": windows,
     }
+
+
+def _pairs(model: StepModel, batch: int, args: argparse.Namespace) -> None:
+    """Prints what share of the best size's rate is reached from two seconds after each change on."""
+    values = sorted(args.acceptance)
+    walk = values[:1]
+    for i, low in enumerate(values):
+        for high in values[i + 1 :]:
+            walk += [low, high] if walk[-1] != low else [high]
+    loads = [Load(i * args.phase, batch, (p, p)) for i, p in enumerate([*walk, *walk[-2::-1]])]
+    trace = _run(model, loads, args.phase * len(loads), args)
+    found: dict[tuple[float, float], float] = {}
+    for before, after in itertools.pairwise(loads):
+        pair = before.acceptance[0], after.acceptance[0]
+        span = after.start + 2, after.start + args.phase
+        found[pair] = min(found.get(pair, 2.0), trace.of_best(*span, pair[1]))
+    for new in values:
+        cells = [f"{old}: {found[old, new]:.2f}" for old in values if (old, new) in found]
+        print(f"batch {batch}, to {new} from " + ", ".join(cells))
+    print(f"batch {batch}: lowest second {min(ratio for _, ratio in trace.windows()):.2f} of plain")
 
 
 def _report(
