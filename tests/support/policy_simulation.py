@@ -12,6 +12,7 @@ from verify_service.policy.acceptance import DraftHistory
 from verify_service.policy.messages import NO_WAIT, Observed, Plan, Wait, Want
 from verify_service.policy.policy import DraftPolicy
 
+HOST_SECONDS = 5e-4  # that the host takes for a step; in the rest it waits
 BRIEF = 24  # tokens of a sequence that a draft reads in no time
 PROMPT = 256  # tokens, which a draft reads with the first tree that it is asked for
 
@@ -45,6 +46,10 @@ class Chooses(Protocol):
     """What `simulate` asks of a policy."""
 
     @property
+    def rests_on(self) -> bool:
+        """See `DraftPolicy`."""
+
+    @property
     def is_resting(self) -> bool:
         """See `DraftPolicy`."""
 
@@ -73,6 +78,11 @@ class FixedNodes(DraftPolicy):
 
     @property
     def is_resting(self) -> bool:
+        """See DraftPolicy."""
+        return self._nodes == 0
+
+    @property
+    def rests_on(self) -> bool:
         """See DraftPolicy."""
         return self._nodes == 0
 
@@ -137,6 +147,9 @@ class _Run:
         self._shape = tree_shape(model.tree)
         self._was_drafted = False
         self._unread = 0  # tokens that the draft was told of and has not read
+        self._host = (
+            0.0  # seconds that it has spent on the coming step, beside what every step takes
+        )
         self._trial: list[tuple[DraftHistory, int, list[int]]] = []  # outcomes of one beside steps
         self._look_at = self._busy_until = (
             0.0  # when they are looked for, and until when the draft works at it
@@ -198,6 +211,11 @@ class _Run:
         levels = min(max(nodes), model.tree[0])
         if late and not is_drafted:
             factor *= 1 + model.beside
+        if not is_drafted:
+            # What it does besides comes on top where it does not wait so long.
+            waits = max(target - HOST_SECONDS, 0.0)
+            target += max(self._host - waits, 0.0) if padded else 0.0
+        self._host = 0.0
         target = factor * target + model.stall * (self._rng.random() < 0.002)
         draft = factor * model.draft_seconds(num_asked, levels) + lead
         self.now += target + draft
@@ -247,7 +265,10 @@ class _Run:
             for outcome in trial:
                 self._policy.record(*outcome)
             self._policy.ended_trial(len(trial))
+        if self._policy.rests_on:
+            return Plan([0] * len(wanted), 1)
         plan = self._policy.plan(wanted, num_prompts, is_ahead)
+        self._host += len(wanted) * self._model.host[0]
         if plan.tried:
             self._try([self._answers[i] for i in plan.tried])
         return plan

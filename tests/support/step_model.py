@@ -32,6 +32,7 @@ class StepModel:
         read: Seconds of letting a draft read what it was not told of, and of each token.
         kept: Tokens that a draft can be told later; with more, all is forgotten.
         beside: Share by which a step is slower while the draft reads or drafts beside it, and the draft likewise.
+        host: Seconds that the host takes to plan for a sequence, and to ask for it beside steps; hidden where steps take longer.
         prompt: Seconds of the target's part of a step with prompts.
         stall: Seconds that one step in 500 takes more.
     """
@@ -47,6 +48,7 @@ class StepModel:
     read: tuple[float, float] = (0.0, 0.0)
     kept: int = 1 << 30
     beside: float = 0.0
+    host: tuple[float, float] = (1.2e-5, 1.5e-4)
     prompt: float = 0.0
     stall: float = 0.01
 

@@ -21,8 +21,11 @@ TRIAL_OUTCOMES, OPEN = 64, (0.9, 1.12)
 # Drafting steps after which larger trees are tried once; each time in vain doubles them.
 GROW_STEPS, MOST_GROW_STEPS = 24, 192
 LOOK_SECONDS = 0.04  # for which nothing is considered anew while drafting rests
-FORGOTTEN = (
-    0.01  # by each trial, of what drafts took: it is tried again, even if nothing else has changed
+FORGET_SECONDS = 30.0  # while drafting rests, in which what drafts took counts a third: it is tried again, whatever was learnt
+# Between two trials where prompts come so often that these would disturb each other, and what a trial costs would not be known.
+BUSY_SECONDS = 2.0
+BESIDE_PROMPTS = (
+    0.2  # of steps with prompts that a trial is taken to cost, which is not known there
 )
 LEAD_WEIGHT = 0.3  # of one step that began with the host, in what its beginning takes
 # Seconds, and times what is known, that one beginning may count as.
@@ -59,6 +62,8 @@ class GridChoice:
         self._interruptions = Interruptions()
         self._steps_to_grow = self._grow_steps = GROW_STEPS
         self._look_at = 0.0  # when to choose anew, while drafting rests
+        self._try_at = 0.0  # when to try next, at the latest, however many prompts come
+        self._forgot_at = 0.0  # when something of what drafts take was forgotten last
         self._price = 0.0  # seconds of a token of steps that nothing interrupts
         # Seconds before the target's part where the host begins, without drafts and with.
         self._leads = [0.0, 0.0]
@@ -71,10 +76,19 @@ class GridChoice:
 
     @property
     def rests_on(self) -> bool:
-        """Whether nothing is to be found out by the next plan: what it would be told of was considered just now."""
-        probing = self._probing
-        is_due = not self.has_trial and probing.has_time(self._num_outcomes > 0)
-        return self.rows == 1 and not is_due and probing.now < self._look_at
+        """Whether nothing is to be found out by the next plan: what it would be told of was considered just now. A plan takes a fast
+        target's host as long as a step: it is not made for a trial that cannot begin."""
+        if self.rows > 1 or self._probing.now >= self._look_at:
+            return False
+        return not self._may_try or not self._probing.has_time(self._num_outcomes > 0)
+
+    @property
+    def _may_try(self) -> bool:
+        """Whether a trial would be left alone by prompts, or has not been for long."""
+        interruptions = self._interruptions
+        if self.has_trial or interruptions.is_settling:
+            return False
+        return not interruptions.is_frequent or self._probing.now >= self._try_at
 
     def plan(
         self, times: GridTimes, wanted: Sequence[Want], has_prompts: bool, is_ahead: bool
@@ -105,9 +119,10 @@ class GridChoice:
         self._look_at = probing.now + LOOK_SECONDS
         rows, tried = current, []
         if current == 1:
-            if is_usual and not self.has_trial and probing.has_time(self._is_open(rates)):
+            if is_usual and self._may_try and probing.has_time(self._is_open(rates)):
                 tried = _least_behind(wanted)
                 self.has_trial = bool(tried)
+                self._try_at = probing.now + BUSY_SECONDS
         elif (is_usual and probing.must_check(rates[current] / rates[1])) or (
             not is_ahead and self._spares(times, batch, current, totals, has_prompts)
         ):
@@ -123,8 +138,9 @@ class GridChoice:
     def ended_trial(self, num_outcomes: int) -> None:
         """So many outcomes of the trial were recorded."""
         self.has_trial, self._look_at = False, 0.0
-        self._draft_times.forget(FORGOTTEN)
         self._num_outcomes += num_outcomes
+        seconds, self._forgot_at = self._probing.now - self._forgot_at, self._probing.now
+        self._draft_times.forget(1 - math.exp(-seconds / FORGET_SECONDS))
 
     def interrupted(
         self, times: GridTimes, batch: int, tokens: int, seconds: float, wait: Wait
@@ -136,7 +152,10 @@ class GridChoice:
         if batch:
             self._learn_lead(wait)
         self._interruptions.step(wait.lead + seconds, tokens)
-        self._interruptions.begin(self.rows > 1, lost)
+        if self.has_trial:
+            self._probing.owe(BESIDE_PROMPTS * seconds)
+        # What a trial beside it costs is no sign of what prompts cost.
+        self._interruptions.begin(self.rows > 1, None if self.has_trial else lost)
 
     def settles(self, times: GridTimes, step: Observed) -> bool:
         """Takes a step that only decoded, and says whether it belongs to an interruption, so that nothing else is learnt of it."""
@@ -153,7 +172,10 @@ class GridChoice:
         interruptions.step(seconds, step.tokens)
         if not interruptions.is_settling:
             return False
-        interruptions.settle(seconds - step.tokens * self._price_now(times, step.batch))
+        lost = seconds - step.tokens * self._price_now(times, step.batch)
+        interruptions.settle(lost)
+        if self.has_trial:
+            self._probing.owe(max(lost, 0.0))
         return True
 
     def rate(self, times: GridTimes, batch: int, rows: int, totals: Sequence[float]) -> float:

@@ -6,6 +6,7 @@ SETTLING = 2  # steps after one with prompts that are not as usual: the first is
 MEMORY = 16  # interruptions that what one costs rests on
 FREQUENT_SECONDS = 1.0  # in which two thirds of how often they came are forgotten
 FORGET_SECONDS = 30.0  # likewise of what they cost in the state that is not the present one, so that it is tried again
+FREQUENT, QUIET_SECONDS = 10.0, 0.1  # in that time; and after which they may have ended
 # Seconds, and times what is known, that one may cost more: a hiccup tells little.
 MOST_MORE, MOST_TIMES = 4e-3, 3.0
 START_MARGIN = 1.3  # times what they seem to cost, before drafting starts: how many come is luck
@@ -33,14 +34,20 @@ class Interruptions:
         """Whether the next step that only decodes belongs to an interruption."""
         return self._num_left > 0
 
-    def begin(self, is_drafting: bool, lost: float) -> None:
+    @property
+    def is_frequent(self) -> bool:
+        """Whether a trial would hardly be left alone for as long as it takes."""
+        return self._events > FREQUENT and self._since < QUIET_SECONDS
+
+    def begin(self, is_drafting: bool, lost: float | None) -> None:
         """A step had prompts.
 
         Args:
-            lost: Seconds, without the target's for them.
+            lost: Seconds, without the target's for them; None where that is not to be learnt.
         """
         self._close()
-        self._open, self._num_left = (is_drafting, lost), SETTLING
+        self._open = None if lost is None else (is_drafting, lost)
+        self._num_left = SETTLING
         self._events += 1
 
     def settle(self, lost: float) -> None:

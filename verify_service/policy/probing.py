@@ -82,6 +82,10 @@ class Probing:
         )
         self._steps_since_check = 0
 
+    def owe(self, loss: float) -> None:
+        """Takes what trials are taken to have cost in steps that say nothing else."""
+        self._balance = max(self._balance - loss, -self._most_saved)
+
     def pass_time(self, seconds: float) -> None:
         """Takes the time of a step that says nothing."""
         self.now += seconds

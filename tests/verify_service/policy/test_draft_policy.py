@@ -39,21 +39,21 @@ def run(
 @pytest.mark.parametrize("batch", [1, 4, 8, 16, 32, 64])
 def test_a_chain_on_a_gpu_is_near_the_best_setting(batch: int, acceptance: float) -> None:
     # Of few sequences, what happens to be accepted varies much.
-    seconds = 6.0 if batch > 4 else 12.0
+    seconds = 8.0 if batch > 4 else 16.0
     trace = run(GPU_CHAIN, [Load(0, batch, (acceptance, acceptance))], seconds)
-    assert trace.of_plain(1.0, seconds) > 0.97
-    assert trace.of_best(1.0, seconds, acceptance) > 0.95
+    assert trace.of_plain(2.0, seconds) > 0.97
+    assert trace.of_best(2.0, seconds, acceptance) > 0.95
 
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_a_tree_on_a_gpu_is_cut_to_what_pays(batch: int, acceptance: float) -> None:
-    seconds = 4.0 if batch > 1 else 16.0  # of one sequence, what happens to be accepted varies much
+    seconds = 8.0 if batch > 1 else 16.0  # of one sequence, what happens to be accepted varies much
     trace = run(GPU_TREE, [Load(0, batch, (acceptance, acceptance))], seconds)
-    assert trace.of_plain(1.0, seconds) > 0.97
-    assert trace.of_best(1.0, seconds, acceptance) > 0.95
+    assert trace.of_plain(2.0, seconds) > 0.97
+    assert trace.of_best(2.0, seconds, acceptance) > 0.95
     if batch == 32:  # what always drafting the whole tree would cost
-        assert trace.rate(1.0, seconds) > trace.fixed_rate(1.0, seconds, 31, acceptance)
+        assert trace.rate(2.0, seconds) > trace.fixed_rate(2.0, seconds, 31, acceptance)
 
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.3, 0.5, 0.7])

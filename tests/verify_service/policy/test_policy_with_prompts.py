@@ -3,6 +3,7 @@
 In a model of steps (`tests.support.policy_simulation`) by what a log of an H200's steps showed; nothing here reads a clock.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,8 @@ from tests.support.policy_simulation import FixedNodes, Load, simulate
 from tests.support.step_model import StepModel
 from tests.support.step_trace import Trace
 from verify_service.policy.acceptance import Acceptance, DraftHistory, Ladder
-from verify_service.policy.grid_choice import GridChoice
-from verify_service.policy.messages import Observed, Wait, Want
+from verify_service.policy.grid_choice import BUSY_SECONDS, LOOK_SECONDS, GridChoice
+from verify_service.policy.messages import Observed, Plan, Wait, Want
 from verify_service.policy.policy import DraftPolicy
 from verify_service.policy.probing import Probing
 from verify_service.policy.step_time import DraftTimes, GridTimes
@@ -80,6 +81,36 @@ def test_drafting_comes_back_when_no_more_prompts_come(model: StepModel) -> None
     during = [step for step in trace.steps if 1 < step.end < 2]
     assert sum(step.rows > 1 for step in during) < 0.1 * len(during)
     assert trace.of_best(4.0, 5.0, 0.92) > 0.95
+
+
+class Counting(DraftPolicy):
+    """Counts whole plans and trials, by its own clock."""
+
+    def __init__(self, model: StepModel) -> None:
+        super().__init__(model.times(), 3, 3)
+        self.planned: list[float] = []
+        self.tried: list[float] = []
+
+    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
+        """See DraftPolicy."""
+        plan = super().plan(wanted, other_rows, is_ahead)
+        self.planned.append(self._probing.now)
+        if plan.tried:
+            self.tried.append(self._probing.now)
+        return plan
+
+
+def test_who_rests_while_many_prompts_come_plans_and_tries_seldom() -> None:
+    """As with the small family on an H200: a plan for 32 takes the host as long as half a step."""
+    model = replace(model_of(0.5, 2.5, 2.0, 32, (1.5, 0.1), (2.0, 0.004)), beside=0.3)
+    policy, loads = Counting(model), [Load(0, 32, (0.55, 0.55), 250)]
+    rate = simulate(model, policy, loads, 6.0).rate(1.0, 6.0)
+    assert rate > 0.97 * simulate(model, FixedNodes(0), loads, 6.0).rate(1.0, 6.0)
+    seconds = policy.planned[-1]
+    late = [at for at in policy.planned if at > 0.5]
+    assert len(late) < 1.2 * seconds / LOOK_SECONDS
+    assert len(policy.tried) <= 1 + seconds / BUSY_SECONDS
+    assert policy.tried
 
 
 class Listening(DraftPolicy):
