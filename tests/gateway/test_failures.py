@@ -246,7 +246,7 @@ def test_a_slow_client_is_dropped_and_nobody_else(rig: Rig) -> None:
     where = urlsplit(str(rig.http.base_url))
     # SGLang's streams repeat the whole text each time, which fills the sockets soon.
     body = json.dumps({"text": "x", "rid": "slow", "stream": True}).encode()
-    head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((where.hostname, where.port))

@@ -61,7 +61,7 @@ def test_heads_that_never_end(impatient: tuple[httpx.Client, str]) -> None:
 
     def drip() -> bytes:
         with connect(web) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
             with contextlib.suppress(OSError):
                 while not stop.wait(0.2):
                     connection.sendall(b"a: b\r\n")
@@ -84,7 +84,7 @@ def test_a_body_that_never_ends(impatient: tuple[httpx.Client, str]) -> None:
     web, _ = impatient
     with connect(web) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n{"
         )
         answer = b""
         while b"slow_client" not in answer:
@@ -102,7 +102,7 @@ def test_a_stream_that_is_not_read(impatient: tuple[httpx.Client, str]) -> None:
     body |= {"return_logprob": True, "top_logprobs_num": 20}
     raw = json.dumps(body).encode()
     with connect(web, SO_RCVBUF=4096) as connection:
-        head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n"
+        head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n\r\n"
         connection.sendall(head.encode() + raw)
         assert connection.recv(12) == b"HTTP/1.1 200"
         eventually(lambda: nothing_runs(web))

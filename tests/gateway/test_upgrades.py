@@ -55,7 +55,7 @@ def test_the_body_is_read(http: httpx.Client, offer: dict[str, str], padding: in
 )
 def test_all_at_once(http: httpx.Client, lines: str, status: int) -> None:
     body = b'{"prompt": "a b"}'
-    head = f"{lines}|Host: x|Content-Length: {len(body)}||".replace("|", "\r\n")
+    head = f"{lines}|Host: localhost|Content-Length: {len(body)}||".replace("|", "\r\n")
     where = urlsplit(str(http.base_url))
     with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
         connection.sendall(head.encode() + body)
