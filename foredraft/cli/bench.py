@@ -33,4 +33,5 @@ def main(argv: Sequence[str]) -> int:
     near = difflib.get_close_matches(command, ("serve", "speculative"), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     print(f"foredraft bench: there is no command {command!r}{hint}", file=sys.stderr)
+    print("commands: serve, speculative; see foredraft bench --help", file=sys.stderr)
     return 2

@@ -19,6 +19,7 @@ from foredraft.bench.http_client import HttpClient
 from foredraft.bench.load import LoadGenerator, Stage, StageResult
 from foredraft.bench.records import Objective, Record
 from foredraft.bench.statistics import Summary, summarize
+from foredraft.config.flag_parser import FlagParser
 from foredraft.errors import ConfigError
 
 DESCRIPTION = """\
@@ -58,13 +59,12 @@ def main(argv: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """All flags."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="foredraft bench serve",
         usage="foredraft bench serve [flags]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     server = parser.add_argument_group("server")
     server.add_argument("--base-url", default="", help="http://host:port; instead of host and port")

@@ -22,6 +22,7 @@ from foredraft.bench.prompts import Prompt
 from foredraft.bench.statistics import summarize
 from foredraft.bench.sweep import Case, Figures, Results, Setting
 from foredraft.cli.sweep_servers import RunningServer, Servers, StartedServers
+from foredraft.config.flag_parser import FlagParser
 from foredraft.config.speculation import ALGORITHMS
 from foredraft.errors import ConfigError
 
@@ -59,13 +60,12 @@ def main(argv: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """All flags."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="foredraft bench speculative",
         usage="foredraft bench speculative [flags] [-- flags of foredraft serve]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--model-path", default="foredraft-demo", help="[foredraft-demo]")
     parser.add_argument("--base-url", default="", help="use this running server instead")

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from foredraft.cli import stack
 from foredraft.cli.serve import read_values
+from foredraft.config.flag_parser import FlagParser
 from foredraft.config.options import add_arguments
 from foredraft.errors import ConfigError, ForedraftError, Unavailable
 from foredraft.telemetry.logging import setup
@@ -81,13 +82,12 @@ def main(argv: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The flags of one generation, then those of the services it starts."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="foredraft generate",
         usage="foredraft generate [flags] PROMPT",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "prompt", metavar="PROMPT", help="The text to continue; - reads it from standard input."
@@ -258,7 +258,10 @@ def _events(
         raise ForedraftError(f"{url} answers {error.code} {error.reason}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise Unavailable(f"no answer from {url}: {reason}") from error
+        hint = ""
+        if isinstance(reason, ConnectionRefusedError):
+            hint = "; `foredraft serve` starts a server, and without --server there is one for this call"
+        raise Unavailable(f"no answer from {url}: {reason}{hint}") from error
 
 
 def _raise_error(event: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from foredraft.cli import stack
 from foredraft.cli.supervisor import ChildState, Supervisor
+from foredraft.config.flag_parser import FlagParser
 from foredraft.config.options import add_arguments, given_values, misspelt
 from foredraft.config.services import (
     GatewayConfig,
@@ -87,13 +88,12 @@ def main(argv: Sequence[str]) -> int:
 
 def make_parser(prog: str = "foredraft serve") -> argparse.ArgumentParser:
     """The flags of all services, in groups, without those that wire them together."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog=prog,
         usage=f"{prog} [flags]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     # Logging stands last in the help, but its fields belong to every service's configuration.
     groups = {title: parser.add_argument_group(title) for title, _ in _GROUPS}

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
 import shutil
 import socket
@@ -332,6 +333,8 @@ def _choose_ports(config: ServeConfig, num_more: int = 0) -> dict[str, int]:
                 probe.bind((host, port))
             except OSError as error:
                 reason = error.strerror or error
+                if error.errno == errno.EADDRINUSE:
+                    reason = f"{reason}; give another port, or 0 for any free one"
                 raise ConfigError(f"{flag_of(name)} {port} on {host}: {reason}") from error
             chosen[name] = int(probe.getsockname()[1])
     return chosen

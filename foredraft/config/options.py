@@ -10,6 +10,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from foredraft.config.flag_parser import FlagParser
 from foredraft.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -208,8 +209,10 @@ def _check_bounds(value: Any, least: float | None, most: float | None, source: s
 
 def parse(config: type[T], argv: Sequence[str] | None, prog: str, description: str) -> T:
     """Builds a configuration from flags and variables; exits with a message on a wrong one."""
-    parser = argparse.ArgumentParser(
-        prog=prog, usage=f"{prog} [flags]", description=description, allow_abbrev=False
+    parser = FlagParser(
+        prog=prog,
+        usage=f"{prog} [flags]",
+        description=description,
     )
     add_arguments(parser, config)
     namespace = parser.parse_args(argv)

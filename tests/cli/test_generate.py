@@ -193,7 +193,7 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--server=http://127.0.0.1:9", "x"], "no answer from http://127.0.0.1:9"),
+        (["--server=http://127.0.0.1:9", "x"], "refused; `foredraft serve` starts a server"),
         (["--server=SERVER", "--temperature=-1", "x"], "temperature: must be in"),
         (["--server=SERVER", "--top-p=7", "x"], "top_p: must be in"),
         (["--server=SERVER", "--max-tokens=100000", "x"], "max_tokens: 100000 is more than"),

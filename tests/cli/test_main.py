@@ -9,6 +9,7 @@ import pytest
 from foredraft import __version__
 from foredraft.cli import serve
 from foredraft.cli.main import COMMANDS, main
+from foredraft.config.flag_parser import ELSEWHERE
 
 
 def test_help_teaches_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +55,10 @@ def test_the_help_of_serve_has_groups_examples_and_no_wiring(
         (["--port", "many"], "--port: 'many' is not an int"),
         (["--listen", "unix:/x"], "unrecognized arguments: --listen"),
         (["--model-path", "/nowhere"], "--model-path /nowhere: no such directory"),
+        (["--modelpath=x"], "--modelpath=x\n  did you mean --model-path?\n"),
+        (["--tp-size", "2"], "\n  --tp-size: a model runs on one device here"),
+        (["--max-model-len=99"], "\n  instead of --max-model-len give --context-length\n"),
+        (["--bogus", "-v", "3"], "unrecognized arguments: --bogus -v 3\nforedraft serve --help"),
     ],
 )
 def test_a_wrong_flag_ends_serve_before_it_starts(
@@ -63,6 +68,13 @@ def test_a_wrong_flag_ends_serve_before_it_starts(
         main(["serve", *flags])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_stands_in_for_other_servers_flags_exists() -> None:
+    flags = serve.make_parser()._option_string_actions
+    instead = {hint.split()[0] for hint in ELSEWHERE.values() if hint.startswith("--")}
+    assert instead <= set(flags)
+    assert not set(ELSEWHERE) & set(flags)
 
 
 def test_wiring_variables_do_not_reach_serve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,82 @@
+"""Command lines whose unknown flags are answered with what to give instead, those of SGLang and vLLM among them."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+_ONE_DEVICE = "a model runs on one device here; leave it out"
+_NO_LORA = "LoRA is not supported: merge the adapter into its model first"
+_CHOSEN = "is chosen by the device here; leave it out"
+_BY_TEMPLATE = "the chat template says how calls are written; leave it out"
+_ALWAYS = "is always on; leave it out"
+
+# Flags of other servers: ours with the same meaning, or what to do without.
+ELSEWHERE: dict[str, str] = {
+    "--tp": _ONE_DEVICE,
+    "--tp-size": _ONE_DEVICE,
+    "--tensor-parallel-size": _ONE_DEVICE,
+    "--pp-size": _ONE_DEVICE,
+    "--pipeline-parallel-size": _ONE_DEVICE,
+    "--ep-size": _ONE_DEVICE,
+    "--dp": "start several verifiers behind one gateway (docs/several-verifiers.md)",
+    "--dp-size": "start several verifiers behind one gateway (docs/several-verifiers.md)",
+    "--data-parallel-size": "start several verifiers behind one gateway (docs/several-verifiers.md)",
+    "--enable-lora": _NO_LORA,
+    "--lora-paths": _NO_LORA,
+    "--lora-modules": _NO_LORA,
+    "--quantization": "weights of 8 or 4 bits are not supported; leave it out, and give a checkpoint of 16 or 32 bits",
+    "--attention-backend": _CHOSEN,
+    "--sampling-backend": _CHOSEN,
+    "--grammar-backend": "grammars are always kept by llguidance; leave it out",
+    "--tool-call-parser": _BY_TEMPLATE,
+    "--enable-auto-tool-choice": _BY_TEMPLATE,
+    "--reasoning-parser": "reasoning stays in the text; leave it out",
+    "--enable-metrics": _ALWAYS,
+    "--enable-cache-report": _ALWAYS,
+    "--enable-prefix-caching": _ALWAYS,
+    "--enable-chunked-prefill": _ALWAYS,
+    "--no-enable-prefix-caching": "--disable-radix-cache",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--max-model-len": "--context-length",
+    "--max-num-seqs": "--max-running-requests",
+    "--max-num-batched-tokens": "--chunked-prefill-size",
+    "--block-size": "--page-size",
+    "--enforce-eager": "--disable-cuda-graph",
+    "--tokenizer": "--tokenizer-path",
+    "--speculative-config": "--speculative-algorithm and the flags beside it",
+    "--random-seed": "give a seed with each request",
+}
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An ArgumentParser of whole flags, which says for unknown ones what was probably meant."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(allow_abbrev=False, **keywords)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """As its parent's; ends the process with status 2 and a message where a flag is unknown."""
+        known, rest = self.parse_known_args(args, namespace)
+        if rest:
+            hints = [hint for hint in map(self._hint, rest) if hint]
+            self.error("\n  ".join([f"unrecognized arguments: {' '.join(rest)}", *hints]))
+        return known
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2; says where the flags are explained."""
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help explains every flag\n")
+
+    def _hint(self, argument: str) -> str:
+        flag = argument.partition("=")[0]
+        if not flag.startswith("--"):
+            return ""
+        if found := ELSEWHERE.get(flag):
+            return f"instead of {flag} give {found}" if found[:2] == "--" else f"{flag}: {found}"
+        own = [name for name in self._option_string_actions if name.startswith("--")]
+        near = difflib.get_close_matches(flag, own, n=1, cutoff=0.8)
+        return f"did you mean {near[0]}?" if near else ""
