@@ -33,6 +33,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_CHOICES = 64
 MAX_NAME_CHARACTERS = 128
 MAX_BATCH = 256
+NOT_YET = "no verifier has answered yet: the server is starting, or its log says why not; try again"
 
 
 class Serving:
@@ -104,7 +105,7 @@ class Serving:
     def info(self) -> verify_pb2.GetModelInfoResponse:
         """What the verifiers serve."""
         if self.pool.info is None:
-            raise Unavailable("no verifier has answered yet")
+            raise Unavailable(NOT_YET)
         return self.pool.info
 
     @property
@@ -239,7 +240,7 @@ class Serving:
 
     def _ready(self) -> tuple[Tokenizer, Generator, EncodingPool]:
         if self._opened is None:
-            raise Unavailable("no verifier has answered yet")
+            raise Unavailable(NOT_YET)
         return self._opened
 
 

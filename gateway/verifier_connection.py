@@ -28,6 +28,8 @@ AVOID_SECONDS = 1.0
 # A verifier says something twice a second, however long its steps take; a silent one is asked only if no other is left.
 SILENT_SECONDS = 5.0
 HEALTH_RETRY_SECONDS = 1.0
+# A verifier that starts beside its gateway is waited for without a warning.
+START_SECONDS = 60.0
 SERVICE_NAME = "foredraft.api.verify.v1.VerifyService"
 # The verifier ends a request at its deadline; a verifier that hangs is not waited for much longer.
 DEADLINE_GRACE = 2.0
@@ -204,17 +206,21 @@ class VerifierConnection:
     async def _run(self) -> None:
         backoff = MIN_BACKOFF
         said = ""
+        loop = asyncio.get_running_loop()
+        patient_until = loop.time() + START_SECONDS
         while True:
+            starts = False
             try:
                 info = await self._stub.GetModelInfo(
                     verify_pb2.GetModelInfoRequest(), timeout=INFO_TIMEOUT
                 )
                 self._accept(info)
                 logger.info("connected to the verifier at %s", self.target)
-                backoff, said = MIN_BACKOFF, ""
+                backoff, said, patient_until = MIN_BACKOFF, "", 0.0
                 await self._stream()
             except grpc.RpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
+                starts = error.code() == grpc.StatusCode.UNAVAILABLE and loop.time() < patient_until
             except ForedraftError as error:
                 reason = str(error)
             except Exception as error:
@@ -222,7 +228,10 @@ class VerifierConnection:
                 reason = str(error)
             finally:
                 self._lose()
-            if reason != said:
+            if starts and not said:
+                logger.info("waiting for the verifier at %s", self.target)
+                said = "waiting"
+            elif not starts and reason != said:
                 logger.warning("no verifier at %s: %s", self.target, reason)
                 said = reason
             await asyncio.sleep(backoff * random.uniform(0.8, 1.2))

@@ -296,6 +296,7 @@ def test_without_a_verifier() -> None:
             reply = httpx.post(http + path, json=body, timeout=30)
             assert reply.status_code == 503
             assert reply.headers["retry-after"] == "1"
+            assert "the server is starting" in reply.json()["error"]["message"]
         for path in ("/health", "/v1/models", "/get_model_info", "/health_generate"):
             assert httpx.get(http + path, timeout=30).status_code == 503
         assert httpx.get(http + "/metrics").status_code == 200

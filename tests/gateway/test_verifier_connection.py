@@ -1,0 +1,67 @@
+"""What a gateway's log says of a verifier that is not there: yet, any more, or at all."""
+
+import asyncio
+import logging
+
+import grpc
+import pytest
+
+from foredraft.api.verify.v1 import verify_pb2_grpc
+from gateway import verifier_connection
+from gateway.verifier_pool import VerifierPool
+from tests.support.bare_verifiers import Verifier, eventually
+from tests.support.stack import free_port
+
+LOGGER = verifier_connection.logger.name
+
+
+def said(log: pytest.LogCaptureFixture, where: str) -> list[tuple[str, str]]:
+    """Level and beginning of each line about a verifier."""
+    records = [record for record in log.records if record.name == LOGGER]
+    return [
+        (record.levelname, record.getMessage().partition(where)[0].rstrip()) for record in records
+    ]
+
+
+def test_a_verifier_that_starts_beside_its_gateway_is_waited_for_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    where = f"127.0.0.1:{free_port()}"
+
+    async def main() -> None:
+        pool = VerifierPool([where])
+        try:
+            await eventually(lambda: said(caplog, where))
+            server = grpc.aio.server()
+            verify_pb2_grpc.add_VerifyServiceServicer_to_server(Verifier(), server)
+            server.add_insecure_port(where)
+            await server.start()
+            await eventually(lambda: pool.num_usable)
+            assert said(caplog, where) == [
+                ("INFO", "waiting for the verifier at"),
+                ("INFO", "connected to the verifier at"),
+            ]
+            await server.stop(0)
+            await eventually(lambda: len(said(caplog, where)) >= 3)
+            assert said(caplog, where)[2] == ("WARNING", "no verifier at")
+        finally:
+            await pool.close()
+
+    asyncio.run(main())
+
+
+def test_one_that_does_not_come_is_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifier_connection, "START_SECONDS", 0.05)
+    where = f"127.0.0.1:{free_port()}"
+
+    async def main() -> None:
+        pool = VerifierPool([where])
+        try:
+            await eventually(lambda: ("WARNING", "no verifier at") in said(caplog, where))
+        finally:
+            await pool.close()
+
+    asyncio.run(main())
