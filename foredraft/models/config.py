@@ -279,7 +279,7 @@ def _is_for_kv_alone(quantization: Any) -> bool:
 def _layer_types(reader: Reader, family: _Family, num_layers: int) -> list[str]:
     raw = reader.raw
     types = raw.get("layer_types")
-    if types is not None and family.sliding != "all":
+    if types is not None:
         if len(types) != num_layers:
             raise reader.fail(f"layer_types has {len(types)} entries for {num_layers} layers")
         unknown = set(types) - {"full_attention", "sliding_attention"}

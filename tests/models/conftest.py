@@ -66,6 +66,15 @@ VARIANTS = {
     "llama-yarn-mscale": ("Llama", BASE | {"rope_parameters": YARN_MSCALE}),
     "mistral": ("Mistral", BASE | {"sliding_window": None, "head_dim": 16}),
     "mistral-window": ("Mistral", BASE | {"sliding_window": 8}),
+    "mistral-layers": (
+        "Ministral",
+        BASE
+        | {
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2],
+        },
+    ),
     "qwen2": ("Qwen2", BASE),
     "qwen2-window": ("Qwen2", QWEN),
     "qwen3": ("Qwen3", BASE | {"head_dim": 16, "attention_bias": True}),
@@ -92,6 +101,9 @@ def build(name, directory):
     model.save_pretrained(directory)
     if name == "mimo":
         add_mtp_layers(directory)
+    if family == "Ministral":  # published as a Mistral, which transformers tells by its layer_types
+        file = directory / "config.json"
+        file.write_text(file.read_text().replace("Ministral", "Mistral").replace("mini", "mi"))
     return model
 
 

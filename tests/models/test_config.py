@@ -92,6 +92,8 @@ def test_windows_of_mistral_and_qwen():
     mistral = {"architectures": ["MistralForCausalLM"]}
     assert parse(**mistral, sliding_window=None).windows == (None,) * 4
     assert parse(**mistral, sliding_window=32).windows == (32,) * 4
+    types = ["full_attention", *["sliding_attention"] * 3]  # Ministral's
+    assert parse(**mistral, sliding_window=32, layer_types=types).windows == (None, 32, 32, 32)
     for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         qwen = {"architectures": [name], "sliding_window": 32, "max_window_layers": 3}
         assert parse(**qwen).windows == (None,) * 4
