@@ -7,15 +7,17 @@ that launch gaps are as in a step and no layer finds its data in the cache of th
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from foredraft.attention.base import Batch
 from foredraft.attention.paged_triton import TritonAttention, TritonPlan, splits_for
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused
@@ -87,21 +89,25 @@ def attention(table: Table) -> None:
             _attention(table, batch, rows, context, dtype, LONG_LAYERS)
 
 
-def _attention(
-    table: Table, batch: int, rows: int, context: int, dtype: torch.dtype, layers: int
-) -> None:
-    """One line; torch, in 16 bits alone: SDPA with a mask over dense keys of the same layers."""
-    pages = -(-(context + rows) // PAGE_SIZE)
-    kv = PagedKV(layers, batch * pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype, "cuda", 1)
+def _plan(
+    contexts: Sequence[int], rows: int, dtype: torch.dtype, layers: int, longest: int = 32768
+) -> TritonPlan:
+    """Sequences of R rows after so many keys each, on pages in any order; cut into parts as in a step of such a batch."""
+    batch = len(contexts)
+    counts = [-(-(context + rows) // PAGE_SIZE) for context in contexts]
+    kv = PagedKV(layers, sum(counts), PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype, "cuda", 1)
     for layer in kv.data:
         layer.copy_(torch.randn(layer.shape, dtype=torch.bfloat16, device="cuda"))
     ints = {"dtype": torch.int32, "device": "cuda"}
-    starts = torch.full((batch,), context, **ints)
-    positions = torch.arange(context, context + rows, device="cuda").repeat(batch)
+    pages = torch.zeros(batch, max(counts), **ints)
+    for line, own in zip(pages, torch.randperm(sum(counts)).split(counts), strict=True):
+        line[: len(own)] = own.int()
+    starts = torch.tensor(contexts, **ints)
+    positions = (starts[:, None] + torch.arange(rows, device="cuda")).flatten().long()
     mask = torch.ones(rows, rows, dtype=torch.uint8, device="cuda").tril().repeat(batch, 1)
-    plan = TritonPlan(
+    return TritonPlan(
         kv=kv,
-        page_tables=torch.randperm(batch * pages, device="cuda").view(batch, pages).int(),
+        page_tables=pages,
         first_row=torch.arange(0, batch * rows, rows, **ints),
         num_rows=torch.full((batch,), rows, **ints),
         prefix_start=torch.zeros(batch, **ints),
@@ -112,8 +118,63 @@ def _attention(
         is_causal=None,
         tail_positions=None,
         max_rows=rows,
-        num_splits=splits_for(batch, rows, kv, 32768),
+        num_splits=splits_for(batch, rows, kv, longest),
     )
+
+
+def _bytes(contexts: Sequence[int], rows: int, dtype: torch.dtype) -> int:
+    """Of the keys and values that one layer reads."""
+    return 2 * sum(context + rows for context in contexts) * KV_HEADS * HEAD_DIM * dtype.itemsize
+
+
+# Sequences, rows of each, keys before the longest and before each other one.
+UNEVEN = (
+    (8, 1, 6000, 430), (8, 4, 6000, 430), (8, 32, 6000, 430), (16, 4, 8192, 400), (16, 32, 8192, 400),
+    (32, 1, 8192, 400), (32, 4, 8192, 400), (64, 1, 8192, 400), (64, 4, 8192, 400), (128, 1, 8192, 400),
+)  # fmt: skip
+
+
+def uneven(table: Table) -> None:
+    """As many keys in all, spread evenly or not: shared out on the device, and in as many parts of each sequence."""
+    print(f"{'us per layer':52} {'shared':>9} {'parts':>9} {'floor':>9} {'share':>7}")
+    for batch, rows, longest, other in UNEVEN:
+        total = longest + (batch - 1) * other
+        spread = torch.empty(batch).exponential_(generator=torch.Generator().manual_seed(batch))
+        for kind, contexts in (
+            ("even", [total // batch] * batch),
+            ("one long", [other] * (batch // 2) + [longest] + [other] * (batch - batch // 2 - 1)),
+            ("spread", [1 + int(part) for part in spread / spread.sum() * total]),
+        ):
+            plan = _plan(contexts, rows, torch.bfloat16, LONG_LAYERS)
+            name = f"{kind} B={batch} rows={rows} longest={max(contexts)} keys={sum(contexts)}"
+            times = [
+                _layers_time(dataclasses.replace(plan, balanced=balanced), LONG_LAYERS)
+                for balanced in (torch.bfloat16, None)
+            ]
+            table.add(name, *times, _bytes(contexts, rows, torch.bfloat16))
+
+
+def _layers_time(plan: TritonPlan, layers: int) -> float:
+    """Microseconds of attention in one layer."""
+    num_tokens = len(plan.positions)
+    queries = torch.randn(num_tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(num_tokens, HEADS * HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    backend = TritonAttention()
+    batch = Batch(plan.positions, plan.positions, plan.positions, (), plan=plan)
+    backend.plan(batch, plan.kv, (None,), HEADS // KV_HEADS)
+
+    def attend(layer: int) -> None:
+        backend.attend(plan, queries, layer % layers, None, HEAD_DIM**-0.5, out)
+
+    return microseconds(attend)
+
+
+def _attention(
+    table: Table, batch: int, rows: int, context: int, dtype: torch.dtype, layers: int
+) -> None:
+    """One line; torch, in 16 bits alone: SDPA with a mask over dense keys of the same layers."""
+    plan = _plan([context] * batch, rows, dtype, layers)
+    kv = plan.kv
     q = torch.randn(batch * rows, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     out = torch.empty(batch * rows, HEADS * HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     backend = TritonAttention()
@@ -137,7 +198,7 @@ def _attention(
             F.scaled_dot_product_attention(folded, k, v, attn_mask=seen)
 
         other = microseconds(torchs, layers)
-    num_bytes = 2 * batch * (context + rows) * KV_HEADS * HEAD_DIM * dtype.itemsize
+    num_bytes = _bytes([context] * batch, rows, dtype)
     kind = "attention fp8" if kv.is_8_bit else "attention"
     name = f"{kind} B={batch} rows={rows} context={context} splits={plan.num_splits}"
     table.add(name, microseconds(ours, layers), other, num_bytes)
@@ -261,7 +322,7 @@ def step(table: Table) -> None:
         table.add(f"move KV B={batch} rows={rows}", microseconds(commit), None, moved)
 
 
-PARTS = {"attention": attention, "layers": element_wise, "step": step}
+PARTS = {"attention": attention, "uneven": uneven, "layers": element_wise, "step": step}
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
+from foredraft.attention.shares import Lengths, Shares, share_out
 from foredraft.kernel_launch import overlapped, power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
 
@@ -39,6 +40,10 @@ class TritonPlan:
         num_splits: Parts into which the keys are cut, computed side by side; a power of two. See `splits_for`.
         blocks: int32 [2, N]: sequence and block of rows of each program, see `folded_rows_of_a_block`; one behind the sequence's
             last is padding. None for as many of each sequence as `max_rows` need.
+        balanced: Type of the queries if the device is to share the keys out evenly, whatever each sequence's length is: once per
+            forward, by `TritonAttention.plan`, for which sequences come as `shares.Lengths` says. None for `num_splits` parts
+            of each. Not with `blocks` or `is_causal`.
+        shares: What came of it, by window.
     """
 
     kv: PagedKV
@@ -55,6 +60,8 @@ class TritonPlan:
     max_rows: int
     num_splits: int
     blocks: torch.Tensor | None = None
+    balanced: torch.dtype | None = None
+    shares: dict[int | None, Shares] = field(default_factory=dict)
 
 
 def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_size: int = 4) -> int:
@@ -69,10 +76,7 @@ def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_si
         max_tokens: No sequence has more keys.
         group_size: Query heads per KV head.
     """
-    device = kv.data.device
-    units = _INTERPRETED_UNITS
-    if device.type == "cuda":
-        units = torch.cuda.get_device_properties(device).multi_processor_count
+    units = _units(kv.data.device)
     folded = max_rows * group_size
     programs = max(1, batch) * kv.num_kv_heads * -(-folded // 64)
     if folded <= FEW_ROWS:  # several programs run on a unit at a time
@@ -84,15 +88,24 @@ def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_si
     return 1 << max(0, min(MAX_SPLITS, wanted).bit_length() - 1)
 
 
+def _units(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_UNITS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class TritonAttention(AttentionBackend):
-    """Two kernels per layer: attention over parts of the keys, and their sum where there are several parts."""
+    """One or two kernels per layer: attention over parts of the keys, and their sum where there are several parts."""
 
     def plan(
         self, batch: Batch, kv: PagedKV, windows: Sequence[int | None], group_size: int
     ) -> TritonPlan:
         """See AttentionBackend. A batch that brings its plan keeps it; from others' spans one is made by one upload."""
         if batch.plan is not None:
-            return cast(TritonPlan, batch.plan)
+            plan = cast(TritonPlan, batch.plan)
+            if plan.balanced is not None:
+                plan.shares = {each: _shares(plan, each, group_size) for each in set(windows)}
+            return plan
         return _plan_of_spans(batch, kv, group_size)
 
     def attend(
@@ -112,29 +125,29 @@ class TritonAttention(AttentionBackend):
         num_tokens, num_heads, head_dim = queries.shape
         num_kv_heads = keys.shape[0]
         group = num_heads // num_kv_heads
-        tiles = _tiles(
-            plan.max_rows * group,
-            head_dim,
-            queries.dtype,
-            kv.is_8_bit,
-            splits,
-            has_room(keys.device),
-        )
+        shares = plan.shares[window] if plan.balanced is not None else None
+        tiles = _plan_tiles(plan, group, queries.dtype)
         row_blocks = -(-plan.max_rows * group // tiles["BLOCK_M"])
         blocks = plan.blocks
         programs = plan.num_rows.shape[0] * row_blocks if blocks is None else blocks.shape[1]
+        grid = (programs, num_kv_heads, splits)
         mask = plan.tail_mask
         parts: Any = out  # not read where there is one part
         best: Any = out
         total: Any = out
-        if splits > 1:
+        if shares is not None:
+            grid = (num_kv_heads, shares.shares.shape[0], 1)
+            lines = shares.num_parts * num_kv_heads * tiles["BLOCK_M"]
+            parts = out.new_empty((lines, head_dim), dtype=torch.float32)
+            best, total = (out.new_empty(lines, dtype=torch.float32) for _ in range(2))
+        elif splits > 1:
             shape = (num_tokens, num_heads, splits)
             parts = out.new_empty((*shape, head_dim), dtype=torch.float32)
             best, total = out.new_empty((2, *shape), dtype=torch.float32)
         k_scale, v_scale = kv.scales[layer]
         options = overlapped(keys.device)
         block_d = max(16, power_of_two(head_dim))
-        triton_kernels.attend[(programs, num_kv_heads, splits)](
+        triton_kernels.attend[grid](
             queries, keys, values, out, parts, best, total,
             plan.page_tables, plan.first_row, plan.num_rows, plan.prefix_start, plan.prefix_len,
             plan.write_index, plan.positions,
@@ -142,17 +155,22 @@ class TritonAttention(AttentionBackend):
             plan.positions if plan.is_causal is None else plan.is_causal,
             plan.positions if plan.tail_positions is None else plan.tail_positions,
             plan.first_row if blocks is None else blocks,
+            plan.first_row if shares is None else shares.shares, plan.first_row if shares is None else shares.counters,
             scale * k_scale * math.log2(math.e), v_scale, window or 0, keys.stride(0), queries.stride(0),
             queries.stride(1), plan.page_tables.stride(0),
             0 if mask is None else mask.stride(0), 0 if mask is None else mask.shape[1],
             0 if plan.tail_positions is None else plan.tail_positions.stride(0), row_blocks, splits,
             GROUP=group, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
-            BLOCK_D=block_d, SPLIT=splits > 1, WINDOWED=window is not None, MASKED=mask is not None, MIXED=plan.is_causal is not None,
-            PLACED=plan.tail_positions is not None, LISTED=blocks is not None, EIGHT_BIT=kv.is_8_bit,
+            BLOCK_D=block_d, SPLIT=splits > 1 and shares is None, WINDOWED=window is not None, MASKED=mask is not None, MIXED=plan.is_causal is not None,
+            PLACED=plan.tail_positions is not None, LISTED=blocks is not None,
+            SHARED=shares is not None, JOINS=shares is not None and shares.joins, EIGHT_BIT=kv.is_8_bit,
             PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
             **tiles, **options,
         )  # fmt: skip
-        if splits > 1:
+        if shares is not None:
+            if not shares.joins:
+                self._combine_shares(plan, shares, out, parts, best, total, group, head_dim)
+        elif splits > 1:
             # Of few rows each head is a program's.
             heads = math.gcd(num_heads, 8) if num_tokens >= 64 and splits <= 4 else 1
             triton_kernels.combine[(num_tokens, num_heads // heads)](
@@ -160,6 +178,66 @@ class TritonAttention(AttentionBackend):
                 HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_H=heads, BLOCK_D=block_d,
                 NUM_SPLITS=splits, num_warps=4 if splits * heads > 4 else 2, **options,
             )  # fmt: skip
+
+    @staticmethod
+    def _combine_shares(
+        plan: TritonPlan,
+        shares: Shares,
+        out: torch.Tensor,
+        parts: torch.Tensor,
+        best: torch.Tensor,
+        total: torch.Tensor,
+        group: int,
+        head_dim: int,
+    ) -> None:
+        from foredraft.attention import triton_kernels
+
+        kv_heads, block_m = plan.kv.num_kv_heads, shares.tiles["BLOCK_M"]
+        lines = min(block_m, plan.max_rows * group)
+        # Of few rows each head is a program's.
+        each = math.gcd(lines, 4) if out.shape[0] >= 64 and shares.chunk <= 8 else 1
+        triton_kernels.combine_shares[(len(shares.pairs), kv_heads, -(-lines // each))](
+            out, parts, best, total, shares.shares, shares.pairs,
+            GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_D=max(16, power_of_two(head_dim)),
+            LINES=each, CHUNK=shares.chunk, num_warps=4 if shares.chunk * each > 8 else 2, **overlapped(out.device),
+        )  # fmt: skip
+
+
+def _plan_tiles(plan: TritonPlan, group: int, dtype: torch.dtype) -> dict[str, int]:
+    kv = plan.kv
+    return _tiles(
+        plan.max_rows * group,
+        kv.data.shape[-1],
+        dtype,
+        kv.is_8_bit,
+        plan.num_splits,
+        has_room(kv.data.device),
+    )
+
+
+def _shares(plan: TritonPlan, window: int | None, group: int) -> Shares:
+    assert plan.balanced is not None
+    kv, tiles = plan.kv, _plan_tiles(plan, group, plan.balanced)
+    # Programs of a compute unit, which its shared memory allows.
+    per_unit = 2 if tiles["BLOCK_M"] > 32 else 3 if kv.is_8_bit else 4
+    return share_out(
+        Lengths(
+            plan.first_row,
+            plan.num_rows,
+            plan.prefix_start,
+            plan.prefix_len,
+            plan.write_index,
+            plan.positions,
+        ),
+        max_rows=plan.max_rows,
+        group=group,
+        kv_heads=kv.num_kv_heads,
+        splits=plan.num_splits,
+        resident=per_unit * _units(kv.data.device) // kv.num_kv_heads,
+        tiles=tiles,
+        window=window,
+        is_masked=plan.tail_mask is not None,
+    )
 
 
 def folded_rows_of_a_block(

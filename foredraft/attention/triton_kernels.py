@@ -5,6 +5,19 @@
 import triton
 import triton.language as tl
 
+from foredraft.attention.share_kernels import (
+    BEGIN,
+    BLOCK,
+    COLUMNS,
+    END,
+    FIRST_PART,
+    FIRST_ROW,
+    NUM_ROWS,
+    PARTS,
+    PREFIX_LEN,
+    SEQUENCE,
+)
+
 
 @triton.jit
 def _byte(words, index: tl.constexpr, KEPT: tl.constexpr, dtype: tl.constexpr):
@@ -40,57 +53,108 @@ def _weights(best, total, q, k, in_range, seen, scale, PRECISION: tl.constexpr):
     return weights.to(q.dtype), shrink, new_best, total * shrink + tl.sum(weights, 1)
 
 
+@triton.jit
+def _add_up(
+    part_acc, part_best, part_total, first, stride, num_parts, is_line,
+    LINES: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The parts of some lines [LINES, BLOCK_D], CHUNK at a time; those of one line lie `stride` apart from `first` on."""
+    dims = tl.arange(0, BLOCK_D)
+    best = tl.full([LINES], float("-inf"), tl.float32)
+    total = tl.zeros([LINES], tl.float32)
+    acc = tl.zeros([LINES, BLOCK_D], tl.float32)
+    for start in range(0, num_parts, CHUNK):
+        index = start + tl.arange(0, CHUNK)
+        part = first[:, None] + index[None, :] * stride
+        inside = is_line[:, None] & (index < num_parts)[None, :]
+        bests = tl.load(part_best + part, mask=inside, other=float("-inf"))
+        totals = tl.load(part_total + part, mask=inside, other=0.0)
+        sums = tl.load(
+            part_acc + part[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=inside[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+            other=0.0,
+        )
+        new_best = tl.maximum(best, tl.max(bests, 1))
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp2(bests - base[:, None])
+        shrink = tl.exp2(best - base)
+        acc = acc * shrink[:, None] + tl.sum(sums * weights[:, :, None], 1)
+        total = total * shrink + tl.sum(totals * weights, 1)
+        best = new_best
+    return acc / total[:, None]
+
+
 # What differs with the number of sequences and pages, or by how it is aligned, must not be a kernel of its own: to compile it
 # would hold up a step for a second.
 @triton.jit(
     do_not_specialize=[
         "first_rows", "nums_rows", "prefix_starts", "prefix_lens", "write_indexes", "table_stride", "row_blocks", "num_splits",
-        "blocks",
+        "blocks", "shares", "counters", "part_best", "part_total", "tail_masks", "is_causal", "tail_positions", "mask_stride",
+        "mask_width", "tail_positions_stride",
     ]
 )  # fmt: skip
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total,
     tables, first_rows, nums_rows, prefix_starts, prefix_lens, write_indexes, positions,
-    tail_masks, is_causal, tail_positions, blocks,
+    tail_masks, is_causal, tail_positions, blocks, shares, counters,
     scale, v_scale, window, kv_head_stride, q_row_stride, q_head_stride, table_stride, mask_stride, mask_width,
     tail_positions_stride, row_blocks, num_splits,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr, MASKED: tl.constexpr, MIXED: tl.constexpr,
-    PLACED: tl.constexpr, LISTED: tl.constexpr, EIGHT_BIT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PLACED: tl.constexpr, LISTED: tl.constexpr, SHARED: tl.constexpr, JOINS: tl.constexpr,
+    EIGHT_BIT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of one sequence's rows, one KV head and its query heads, one part of the keys.
 
     Row m of a block is row m // GROUP of the sequence under query head m % GROUP of the group. Keys of 8 bits have their scale
-    in `scale`. With LISTED a list says which sequence and block are a program's. With PACKED four values of 8 bits are read as one
-    word: for the product with the weights a thread needs numbers of several keys side by side, which words come nearer to than
-    bytes.
+    in `scale`. With LISTED a list says which sequence and block are a program's, with SHARED a list made on the device which
+    keys are as well (`share_kernels`); sums of several parts are kept by share then, and with JOINS the program that is done last
+    adds them up. With PACKED four values of 8 bits are read as one word: for the product with the weights a thread needs numbers
+    of several keys side by side, which words come nearer to than bytes.
     """
-    if LISTED:
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if SHARED:
+        kv_head = tl.program_id(0)
+        share = shares + tl.program_id(1) * COLUMNS
+        sequence = tl.load(share + SEQUENCE)
+        block = tl.load(share + BLOCK)
+    elif LISTED:
         sequence = tl.load(blocks + tl.program_id(0))
         block = tl.load(blocks + tl.num_programs(0) + tl.program_id(0))
     else:
         sequence = tl.program_id(0) // row_blocks
         block = row_blocks - 1 - tl.program_id(0) % row_blocks  # of causal rows the longest first
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
     # All lengths are asked for together: each answer takes as long as all of them.
-    num_rows = tl.load(nums_rows + sequence)
-    first_row = tl.load(first_rows + sequence)
-    prefix_len = tl.load(prefix_lens + sequence)
-    begin = tl.load(prefix_starts + sequence)
-    write_index = prefix_len
     causal = True
     if MASKED:
-        write_index = tl.load(write_indexes + sequence)
         causal = False
-        if MIXED:
-            causal = tl.load(is_causal + sequence) != 0
+    if SHARED:
+        begin = tl.load(share + BEGIN)
+        end = tl.load(share + END)
+        first_row = tl.load(share + FIRST_ROW)
+        num_rows = tl.load(share + NUM_ROWS)
+        prefix_len = tl.load(share + PREFIX_LEN)
+        num_parts = tl.load(share + PARTS)
+        first_part = tl.load(share + FIRST_PART)
+    else:
+        num_rows = tl.load(nums_rows + sequence)
+        first_row = tl.load(first_rows + sequence)
+        prefix_len = tl.load(prefix_lens + sequence)
+        begin = tl.load(prefix_starts + sequence)
+        write_index = prefix_len
+        if MASKED:
+            write_index = tl.load(write_indexes + sequence)
+            if MIXED:
+                causal = tl.load(is_causal + sequence) != 0
     if DEPENDENT:  # lengths were there before the kernel before, which has waited for them itself
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if block * BLOCK_M >= num_rows * GROUP:
+    if SHARED:
+        if num_parts == 0:
+            return
+    elif block * BLOCK_M >= num_rows * GROUP:
         return
 
     folded = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -99,20 +163,22 @@ def attend(
     head = kv_head * GROUP + folded % GROUP
     token = (first_row + row).to(tl.int64)
 
-    last_row = tl.minimum(num_rows - 1, (block * BLOCK_M + BLOCK_M - 1) // GROUP)
-    end = prefix_len + last_row + 1
-    if MASKED and not causal:
-        end = write_index + num_rows
     oldest = tl.zeros([BLOCK_M], tl.int32)
     if WINDOWED:
         oldest = tl.load(positions + token, mask=is_row, other=0x3FFFFFFF).to(tl.int32) - window + 1
-        begin = tl.maximum(begin, tl.min(oldest, 0))
-        if MASKED:  # the tail's positions are any
-            begin = tl.minimum(begin, prefix_len)
-    if SPLIT:
-        share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits) * BLOCK_N
-        begin = begin + split * share
-        end = tl.minimum(end, begin + share)
+    if not SHARED:
+        last_row = tl.minimum(num_rows - 1, (block * BLOCK_M + BLOCK_M - 1) // GROUP)
+        end = prefix_len + last_row + 1
+        if MASKED and not causal:
+            end = write_index + num_rows
+        if WINDOWED:
+            begin = tl.maximum(begin, tl.min(oldest, 0))
+            if MASKED:  # the tail's positions are any
+                begin = tl.minimum(begin, prefix_len)
+        if SPLIT:
+            length = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits) * BLOCK_N
+            begin = begin + split * length
+            end = tl.minimum(end, begin + length)
 
     dims = tl.arange(0, BLOCK_D)
     wanted = is_row[:, None] & (dims < HEAD_DIM)[None, :]
@@ -193,7 +259,34 @@ def attend(
         acc = tl.reshape(acc, [BLOCK_M, BLOCK_D])
     if EIGHT_BIT:
         acc = acc * v_scale
-    if not SPLIT:
+    if SHARED:
+        if num_parts == 1:
+            result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + line[:, None] * HEAD_DIM + dims[None, :], result, mask=wanted)
+        else:
+            m = tl.arange(0, BLOCK_M)
+            part = (tl.program_id(1) * KV_HEADS + kv_head) * BLOCK_M + m
+            tl.store(part_best + part, best, mask=is_row)
+            tl.store(part_total + part, total, mask=is_row)
+            tl.store(part_acc + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=wanted)
+            if JOINS:
+                tl.debug_barrier()  # what all threads have stored is there before the program says so
+                counter = counters + first_part * KV_HEADS + kv_head
+                if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+                    tl.store(counter, 0)  # for the next layer
+                    first = (first_part * KV_HEADS + kv_head) * BLOCK_M + m
+                    CHUNK: tl.constexpr = (
+                        32 // BLOCK_M if BLOCK_M < 32 else 1
+                    )  # of registers that keys took
+                    result = _add_up(
+                        part_acc, part_best, part_total, first, KV_HEADS * BLOCK_M, num_parts, is_row,
+                        BLOCK_M, CHUNK, HEAD_DIM, BLOCK_D,
+                    )  # fmt: skip
+                    result = result.to(out_ptr.dtype.element_ty)
+                    tl.store(
+                        out_ptr + line[:, None] * HEAD_DIM + dims[None, :], result, mask=wanted
+                    )
+    elif not SPLIT:
         acc = acc / total[:, None]
         result = acc.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + line[:, None] * HEAD_DIM + dims[None, :], result, mask=wanted)
@@ -205,7 +298,7 @@ def attend(
             tl.store(part_acc + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_best", "part_total"])
 def combine(
     out_ptr, part_acc, part_best, part_total,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -234,4 +327,41 @@ def combine(
         out_ptr + line[:, None] * HEAD_DIM + dims[None, :],
         result.to(out_ptr.dtype.element_ty),
         mask=(dims < HEAD_DIM)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["shares", "pairs", "part_best", "part_total"])
+def combine_shares(
+    out_ptr, part_acc, part_best, part_total, shares, pairs,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    LINES: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program: some lines of one sequence's block of rows and one KV head, where their keys were in several shares."""
+    kv_head = tl.program_id(1)
+    num_parts = tl.load(pairs + 2 * tl.program_id(0))
+    first_part = tl.load(pairs + 2 * tl.program_id(0) + 1)
+    if DEPENDENT:  # shares were made long before
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if num_parts < 2:
+        return
+    share = shares + first_part * COLUMNS
+    block = tl.load(share + BLOCK)
+    first_row = tl.load(share + FIRST_ROW)
+    num_rows = tl.load(share + NUM_ROWS)
+    m = tl.program_id(2) * LINES + tl.arange(0, LINES)
+    folded = block * BLOCK_M + m
+    row = folded // GROUP
+    is_line = (m < BLOCK_M) & (row < num_rows)
+    first = (first_part * KV_HEADS + kv_head) * BLOCK_M + m
+    result = _add_up(
+        part_acc, part_best, part_total, first, KV_HEADS * BLOCK_M, num_parts, is_line,
+        LINES, CHUNK, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    line = (first_row + row).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + folded % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    tl.store(
+        out_ptr + line[:, None] * HEAD_DIM + dims[None, :],
+        result.to(out_ptr.dtype.element_ty),
+        mask=is_line[:, None] & (dims < HEAD_DIM)[None, :],
     )

@@ -173,6 +173,8 @@ class DecodeStep:
                 self._max_tokens,
                 self._model.config.num_heads // kv.num_kv_heads,
             ),
+            # One sequence's parts are equal anyway.
+            balanced=self._model.dtype if kind.batch > 1 else None,
         )
         batch = Batch(rows.tokens, rows.positions, rows.slots, (), plan=plan)
         return batch, tables

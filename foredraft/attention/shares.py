@@ -1,0 +1,119 @@
+"""Shares of equal size for attention's programs, so that a batch takes the time of all its keys and not of its longest context.
+
+A decode step reads 2 * KV heads * head dimension numbers for each key and layer: 4 KiB in 16 bits for Llama-3.1-8B, so 32,768 keys
+of a batch, however they are spread, take 30 us at an H200's 4.49 TB/s. One program reads about 0.05 of that speed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from foredraft.kernel_launch import power_of_two
+
+COLUMNS = 16  # of a share; see `share_kernels`
+LEAST_PAIRS = 64  # that the kernel is compiled for
+LEAST_SPARE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Where B sequences' rows and keys lie: int32 [B] each, as in `TritonPlan`, and the rows' positions, int64 [T]."""
+
+    first_row: torch.Tensor
+    num_rows: torch.Tensor
+    prefix_start: torch.Tensor
+    prefix_len: torch.Tensor
+    write_index: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What the programs of one KV head read, each one share; made on the device, anew for every step.
+
+    Attributes:
+        shares: int32 [N, COLUMNS]; see `share_kernels`.
+        pairs: int32 [pairs, 2], in how many shares each sequence's block of rows is, and the first of them.
+        counters: int32 [N * KV heads], zeros: parts that are done.
+        tiles: Tile sizes that the shares were made for.
+        num_parts: Shares of which sums are kept at most; they come first.
+        joins: Whether the program that is done last adds up the parts, instead of another kernel.
+        chunk: Parts that are added up at a time.
+    """
+
+    shares: torch.Tensor
+    pairs: torch.Tensor
+    counters: torch.Tensor
+    tiles: Mapping[str, int]
+    num_parts: int
+    joins: bool
+    chunk: int
+
+
+def spare_shares(pairs: int, splits: int, resident: int) -> int:
+    """How many more shares than pairs there are.
+
+    Args:
+        pairs: Sequences times blocks of rows.
+        splits: Parts of each pair if all are as long as each other.
+        resident: Programs of one KV head that the device runs at a time.
+    """
+    if splits > 1:
+        return pairs * (splits - 1)
+    # What stays unused costs nothing where it runs beside the others, and little where it is few.
+    return min(pairs, max(resident - pairs, LEAST_SPARE))
+
+
+def share_out(
+    lengths: Lengths,
+    *,
+    max_rows: int,
+    group: int,
+    kv_heads: int,
+    splits: int,
+    resident: int,
+    tiles: Mapping[str, int],
+    window: int | None,
+    is_masked: bool,
+) -> Shares:
+    """Cuts the keys into shares, in one kernel that reads all lengths from the device.
+
+    A share is as short as there are enough of them, but no less than the mean pair's part. With `splits` of 1 nothing is cut while
+    no pair is longer than 1.5 times the mean.
+
+    Args:
+        lengths: The first row of a tree is at its lowest position, those of causal rows rise.
+        max_rows: No sequence has more rows.
+        group: Query heads per KV head.
+        splits, resident: See `spare_shares`.
+        tiles: Of the attention kernel.
+        window: Of the layers that these shares are for.
+        is_masked: Whether rows see the keys from prefix_len on by a mask; all are read then.
+    """
+    from foredraft.attention import share_kernels
+
+    row_blocks = -(-max_rows * group // tiles["BLOCK_M"])
+    num_pairs = lengths.num_rows.shape[0] * row_blocks
+    spare = spare_shares(num_pairs, splits, resident)
+    num_shares, device = num_pairs + spare, lengths.num_rows.device
+    shares, pairs, counters = (
+        torch.empty(shape, dtype=torch.int32, device=device)
+        for shape in ((num_shares, COLUMNS), (num_pairs, 2), (num_shares * kv_heads,))
+    )
+    share_kernels.share_out[(1,)](
+        shares, pairs, counters, lengths.first_row, lengths.num_rows, lengths.prefix_start, lengths.prefix_len,
+        lengths.write_index, lengths.positions,
+        num_pairs, num_shares, spare, splits, window or 0, row_blocks, group, kv_heads, tiles["BLOCK_M"], tiles["BLOCK_N"],
+        PAIRS=max(LEAST_PAIRS, power_of_two(num_pairs)), WINDOWED=window is not None, MASKED=is_masked, num_warps=4,
+    )  # fmt: skip
+    return Shares(
+        shares=shares,
+        pairs=pairs,
+        counters=counters,
+        tiles=tiles,
+        # A pair of p shares takes p - 1 spare ones.
+        num_parts=min(num_shares, 2 * spare),
+        joins=splits == 1,
+        chunk=max(8, splits),
+    )
