@@ -197,12 +197,13 @@ class _Run:
         factor = max(0.7, self._rng.gauss(1, self._noise))
         outcomes = [self._commit(*pair) for pair in zip(answers, nodes, strict=True)]
         tokens = sum(len(path) + 1 for _, _, path in outcomes)
-        if padded and not is_ahead and not is_drafted and not policy.is_resting:
+        is_told = padded and not is_ahead and not is_drafted and not policy.is_resting
+        if is_told:
             for one in answers:
                 one.behind = 0
         context = sum(one.context for one in answers)
         rows = plan.rows if padded else batch + sum(nodes)
-        target = model.seconds(batch, rows, context)
+        target = model.seconds(batch, rows, context) + model.told * is_told
         if num_prompts:
             target = model.prompt + target - model.seconds(batch, 1, context)
         elif is_ahead and is_drafted and self._unread:
@@ -252,7 +253,7 @@ class _Run:
         wanted = [
             Want(
                 one.history,
-                min(most, one.num_left - 1),
+                most if one.num_left > 1 else 0,
                 behind=one.behind * self._model.is_padded,
                 context=one.context,
             )

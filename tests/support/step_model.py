@@ -27,9 +27,10 @@ class StepModel:
         draft: [seconds of a step, of each level, and of each sequence in each level]; not where `is_padded`.
         tree: (steps, topk, nodes) of the largest tree.
         extra: By (batch, rows), what a real step takes beyond the one measured at start, its draft included.
-        context: Seconds that a token of context adds to a step.
+        context: Seconds that a token of context adds to a step, by sequences.
         change: Seconds of a change between steps with drafts and without, and besides for each sequence asked.
         read: Seconds of letting a draft read what it was not told of, and of each token.
+        told: Seconds that a plain step takes more whose draft is told of others while it runs.
         kept: Tokens that a draft can be told later; with more, all is forgotten.
         beside: Share by which a step is slower while the draft reads or drafts beside it, and the draft likewise.
         host: Seconds that the host takes to plan for a sequence, and to ask for it beside steps; hidden where steps take longer.
@@ -43,9 +44,10 @@ class StepModel:
     draft: tuple[float, float, float]
     tree: tuple[int, int, int]
     extra: dict[tuple[int, int], float] = field(default_factory=dict)
-    context: float = 0.0
+    context: dict[int, float] = field(default_factory=lambda: {1: 0.0})
     change: tuple[float, float] = (0.0, 0.0)
     read: tuple[float, float] = (0.0, 0.0)
+    told: float = 0.0
     kept: int = 1 << 30
     beside: float = 0.0
     host: tuple[float, float] = (1.2e-5, 1.5e-4)
@@ -68,11 +70,12 @@ class StepModel:
         extra = {(int(batch), 1): ms * 1e-3 for batch, ms in table["real"].items()}
         for batch, of_rows in table["drafts"]["/".join(map(str, tree))].items():
             extra |= {(int(batch), int(rows)): ms * 1e-3 for rows, ms in of_rows.items()}
+        context = {int(batch): ms * 1e-3 for batch, ms in table["context"].items()}
         change, asked = (ms * 1e-3 for ms in table["change"])
         read, token = (ms * 1e-3 for ms in table["read"])
         return cls(
             path.stem, True, target, (0.0, 0.0, 0.0), tree,
-            extra, table["context"] * 1e-3, (change, asked), (read, token), table["kept"], table["beside"],
+            extra, context, (change, asked), (read, token), table["told"] * 1e-3, table["kept"], table["beside"],
         )  # fmt: skip
 
     def times(self, error: Callable[[], float] = lambda: 1.0) -> StepTimes:
@@ -89,7 +92,21 @@ class StepModel:
             rows: Of each sequence where steps are padded, else of all.
             context: Tokens of all sequences.
         """
-        return self._exact.seconds(batch, rows) + self._extra(batch, rows) + self.context * context
+        return (
+            self._exact.seconds(batch, rows)
+            + self._extra(batch, rows)
+            + self._of_context(batch) * context
+        )
+
+    def _of_context(self, batch: int) -> float:
+        if batch not in self._per_token:
+            known = list(self.context)
+            self._per_token[batch] = float(np.interp(batch, known, list(self.context.values())))
+        return self._per_token[batch]
+
+    @functools.cached_property
+    def _per_token(self) -> dict[int, float]:
+        return {}
 
     @functools.cached_property
     def _exact(self) -> StepTimes:

@@ -61,7 +61,12 @@ class ChosenSizes:
         rules: `times` must be there.
         probes: Numbers of requests that are the engine's own, for which everything is drafted.
         named: The draft that a sequence asks for by name, if any.
+
+    Attributes:
+        records_all: `record` wants outcomes of steps without a tree too.
     """
+
+    records_all = True
 
     def __init__(
         self,
@@ -160,8 +165,6 @@ class ChosenSizes:
     def draft_of(self, sequence: RequestSequence) -> str:
         """Name of the draft that drafted for a sequence last."""
         return self._drafts.names[self._drafts.proposer(sequence)]
-
-    records_all = True  # `record` wants outcomes of steps without a tree too
 
     def record(self, rows: VerifyRows, accepted: Sequence[int], tokens: Sequence[int]) -> None:
         """Takes the outcome of one verification; see `TreeSizes.record`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 MEMORY = 128  # outcomes that a sequence's estimates rest on
 SECONDS = 3.0  # after which an outcome counts a third, however few came after it
 POOL_MEMORY = 128  # outcomes that the prior rests on, of any sequence
-PRIOR_OUTCOMES = 2.0  # that the prior weighs in a sequence's estimate
+PRIOR_OUTCOMES = 4.0  # that the prior weighs in a sequence's estimate
 DOUBT = 0.015  # what is kept of outcomes that have proved misleading
 SURPRISE = 4.0  # standard deviations that outcomes may lie off what was expected of them
 LEAST_VARIANCE = 0.2
@@ -135,7 +135,7 @@ class Acceptance:
         return track
 
     def gains(self, history: DraftHistory, confidence: int, now: float) -> list[float]:
-        """Expected accepted nodes of each rung; per node never more than of the rung before it."""
+        """Expected accepted nodes of each rung; per node never more than of the rung before it, nor more than one."""
         pool, track = self._pool(history, confidence), history.tracks.get(confidence)
         if track is None:
             return self._gains(self._nothing, 0.0, pool, confidence)
@@ -146,21 +146,19 @@ class Acceptance:
         prior = MATCH_OUTCOMES if confidence else PRIOR_OUTCOMES
         ratio = (pool.accepted[0] + POOL_OUTCOMES * pool.first) / (pool.before[0] + POOL_OUTCOMES)
         gain = (seen[0] * kept + prior * ratio) / (outcomes[0] * kept + prior)
-        gain = min(gain, self.ladder.widths[0])
         density = gain / self.ladder.widths[0]
         # What repeats goes on repeating; a model's guesses are about as good at each depth.
         chain = self._chains[int(100 * (max(density, REPEATING) if confidence else density))]
         gains = [gain]
         for i in range(1, len(chain)):
-            width = self.ladder.widths[i]
             ratio = (pool.accepted[i] + POOL_OUTCOMES * chain[i]) / (pool.before[i] + POOL_OUTCOMES)
-            if confidence and width == 1:  # deeper nodes, of which less was seen, are like this one
+            if (
+                confidence and self.ladder.widths[i] == 1
+            ):  # deeper nodes, of which less was seen, are like this one
                 chain = self._chains[int(100 * min(ratio, 1.0))]
-            expected = seen[i] * kept + prior * gain * ratio
-            gain = min(expected / (outcomes[i] * kept + prior), width * density)
-            density = gain / width
+            gain = (seen[i] * kept + prior * gain * ratio) / (outcomes[i] * kept + prior)
             gains.append(gain)
-        return gains
+        return _falling(gains, self.ladder.widths)
 
     def num_outcomes(self, now: float) -> float:
         """Outcomes that what is known of all sequences rests on, old ones counting less."""
@@ -263,6 +261,26 @@ class Acceptance:
             first = PRIORS[min(confidence, len(PRIORS) - 1)]
             pool = self._pools[key] = _Pool(len(self.ladder), first)
         return pool
+
+
+def _falling(gains: list[float], widths: Sequence[int]) -> list[float]:
+    """The nearest of which none has more per node than the one before it: of those that have, all get their mean, which keeps the sum.
+
+    To cut them instead would take whatever is deeper for as bad as the unluckiest above it.
+    """
+    blocks: list[tuple[float, int, int]] = []  # gain, nodes, rungs
+    for gain, width in zip(gains, widths, strict=True):
+        count = 1
+        while blocks and gain * blocks[-1][1] > blocks[-1][0] * width:
+            before, nodes, rungs = blocks.pop()
+            gain, width, count = gain + before, width + nodes, count + rungs
+        blocks.append((gain, width, count))
+    if len(blocks) == len(gains):
+        return gains
+    found: list[float] = []
+    for gain, width, count in blocks:
+        found += [gain / width * own for own in widths[len(found) : len(found) + count]]
+    return found
 
 
 def _chain(ladder: Ladder, acceptance: float) -> list[float]:

@@ -18,8 +18,8 @@ TRIAL_TOKENS = 2000  # that their draft has to read first, of several
 READ_SECONDS, PAYS_WITHIN = 4e-6, 4.0
 # Outcomes for which trials go on, while the best size promises so much, as a factor.
 TRIAL_OUTCOMES, OPEN = 64, (0.9, 1.12)
-# Drafting steps after which larger trees are tried once; each time in vain doubles them.
-GROW_STEPS, MOST_GROW_STEPS = 24, 192
+# Drafting steps after which the next larger and smaller trees are tried, once each; each time in vain doubles them.
+NEAR_STEPS, MOST_NEAR_STEPS = 24, 192
 LOOK_SECONDS = 0.04  # for which nothing is considered anew while drafting rests
 FORGET_SECONDS = 30.0  # while drafting rests, in which what drafts took counts a third: it is tried again, whatever was learnt
 # Between two trials where prompts come so often that these would disturb each other, and what a trial costs would not be known.
@@ -60,7 +60,8 @@ class GridChoice:
         self._probing = probing
         self._depth = depth
         self._interruptions = Interruptions()
-        self._steps_to_grow = self._grow_steps = GROW_STEPS
+        self._steps_to_near = self._near_steps = NEAR_STEPS
+        self._near: list[int] = []  # rows of steps that are to show what they take
         self._look_at = 0.0  # when to choose anew, while drafting rests
         self._try_at = 0.0  # when to try next, at the latest, however many prompts come
         self._forgot_at = 0.0  # when something of what drafts take was forgotten last
@@ -108,13 +109,15 @@ class GridChoice:
         if probing.is_stopped:
             current = 1
         elif best != current:
-            margin = 1.0 if best == 1 else CHANGE_MARGIN
-            if current == 1:
+            margin = CHANGE_MARGIN
+            if best == 1:
+                margin = self._bad_luck(batch, self._brought(totals, current))
+            elif current == 1:
                 reading = READ_SECONDS * sum(want.behind for want in wanted)
                 margin = START_MARGIN + reading / PAYS_WITHIN
                 margin *= self._luck(batch, self._brought(totals, best))
             if rates[best] > margin * rates[current]:
-                current, self._grow_steps = best, GROW_STEPS
+                current, self._near_steps, self._near = best, NEAR_STEPS, []
         self.rows, self._price = current, 1 / raw[current]
         self._look_at = probing.now + LOOK_SECONDS
         rows, tried = current, []
@@ -128,11 +131,14 @@ class GridChoice:
         ):
             rows = 1
         else:
-            self._steps_to_grow -= 1
-            larger = [rows for rows in shapes if rows > current]
-            if self._steps_to_grow <= 0 and larger:
-                rows, self._steps_to_grow = larger[0], self._grow_steps
-                self._grow_steps = min(2 * self._grow_steps, MOST_GROW_STEPS)
+            self._steps_to_near -= 1
+            if self._steps_to_near <= 0:
+                self._near = [rows for rows in shapes if rows > current][:1]
+                self._near += [rows for rows in shapes if 1 < rows < current][-1:]
+                self._steps_to_near = self._near_steps
+                self._near_steps = min(2 * self._near_steps, MOST_NEAR_STEPS)
+            if self._near and (near := self._near.pop(0)) in shapes:
+                rows = near
         return Plan([min(want.limit, rows - 1) for want in wanted], rows, tried)
 
     def ended_trial(self, num_outcomes: int) -> None:
@@ -208,6 +214,14 @@ class GridChoice:
         gain = brought / batch
         deviation = math.sqrt(gain * (1 + gain) / self._acceptance.num_outcomes(self._probing.now))
         return (1 + gain) / (1 + max(gain - DOUBTED * deviation, 0.0))
+
+    def _bad_luck(self, batch: int, brought: float) -> float:
+        """The same the other way round, before drafting stops."""
+        gain = brought / batch
+        deviation = math.sqrt(
+            gain * (1 + gain) / (batch * self._acceptance.num_outcomes(self._probing.now))
+        )
+        return 1 + DOUBTED * deviation / (1 + gain)
 
     def _is_open(self, rates: Mapping[int, float]) -> bool:
         """Whether trials showed too little, or leave open if drafting pays; once the draft has read, others cost little."""

@@ -193,8 +193,10 @@ class DraftPolicy:
             self._grid.interrupted(self._times, batch, tokens, seconds, wait)
 
     def _learn(self, times: StepTimes, step: Observed, is_changed: bool) -> None:
-        if times.is_padded and (is_changed or self._grid.has_trial):
-            # Where steps run ahead, one after a change takes longer than those that follow it, and one beside a trial too.
+        is_alone = self._grid.follows and step.wait.lead > 0
+        if times.is_padded and (is_changed or is_alone or self._grid.has_trial):
+            # Where steps run ahead, one after a change takes longer than those that follow it, as do one beside a trial and one that
+            # the host begins, whose draft is told of others meanwhile.
             return
         levels, sequences, wait = step.wait.levels, step.wait.sequences, step.wait.seconds
         context = times.context if isinstance(times, GridTimes) else 0

@@ -42,11 +42,6 @@ class Probing:
         """Whether drafting lost so much lately that it rests."""
         return self.now < self._stopped_until
 
-    @property
-    def is_due(self) -> bool:
-        """Whether `may_try` would be so."""
-        return self._waiting > 0 or self.has_time()
-
     def has_time(self, is_urgent: bool = False) -> bool:
         """Whether there is time to lose; see `may_try`."""
         return self._balance >= (-self._most_saved if is_urgent else 0) and not self.is_stopped

@@ -13,7 +13,8 @@ LEVEL_WEIGHT, FIRST_WEIGHT = 0.2, 0.4
 MORE_WEIGHT, COMMON_WEIGHT = 0.15, 0.05
 FORGET_STEPS = 400  # plain ones, in which two thirds of the former are forgotten: else nothing might show that it has changed
 GRID_WEIGHT = 0.1  # on a GPU, of one real step in the time of its shape
-MUCH_CONTEXT = 4000  # tokens; with more, a plain step teaches what each of them takes
+# Tokens: with more, a plain step teaches what each of them takes, the more of it the more tokens it has than those before it.
+MUCH_CONTEXT = 4000
 BUSY_TOLERANCE = 1.1  # of times measured at start, against CPU time
 OVERHEAD_LEVELS = 2.0  # that a draft costs beside its levels
 DRAFT_WEIGHT = 0.1  # of one real wait for a draft
@@ -124,6 +125,7 @@ class GridTimes:
     def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
         self._measured = dict(seconds)
         self.per_token = 0.0
+        self._known = 0.0  # squares of the contexts that it rests on, earlier ones counting less
         self.context = 0
         self._batches = sorted({batch for batch, _ in seconds})
         self._rows = {
@@ -159,10 +161,12 @@ class GridTimes:
         if rows > 1:
             self._measured[self._shape(batch, rows)] += GRID_WEIGHT * error
             return
-        share = self.context**2 / (self.context**2 + MUCH_CONTEXT**2)
+        square = self.context**2
+        share = square / (square + MUCH_CONTEXT**2)
         self._measured[self._shape(batch, 1)] += GRID_WEIGHT * (1 - share) * error
-        if share:
-            more = GRID_WEIGHT * share * error / self.context
+        if square:
+            self._known = (1 - GRID_WEIGHT) * self._known + square
+            more = square / max(self._known, MUCH_CONTEXT**2) * share * error / self.context
             self.per_token = max(self.per_token + more, 0.0)
 
     def seconds(self, batch: int, rows: int) -> float:

@@ -172,3 +172,19 @@ def test_captured_rows_are_few_and_reach_the_largest_tree() -> None:
     assert row_sizes(64, 6) == [1, 2, 4, 6]
     assert row_sizes(8, 1) == [1]
     assert sum(len(row_sizes(batch, 32)) for batch in batch_sizes(64)) < 64
+
+
+def test_what_a_token_of_context_takes_is_learnt_anew_by_the_first_long_contexts() -> None:
+    """As a log of an H200 showed: a token takes one sequence longer than each of 32, and what was learnt of the one made plain steps of
+    the others seem a fifth too slow, so that drafts that lost seemed to pay for seconds."""
+    times = GridTimes({(1, 1): 4.1, (32, 1): 4.6})
+    for context in range(1000, 20_000, 50):
+        times.context = context
+        times.observe(1, 1, 4.1 + 6e-5 * context)
+    times.context = 60_000
+    assert times.seconds(32, 1) > 1.1 * (4.6 + 3e-5 * 60_000)
+    times.observe(32, 1, 4.6 + 3e-5 * 60_000)
+    assert times.seconds(32, 1) == pytest.approx(4.6 + 3e-5 * 60_000, rel=0.02)
+    times.context = 1000  # and a short one says nothing of it
+    times.observe(1, 1, 5.0)
+    assert times.per_token == pytest.approx(3e-5, rel=0.1)
