@@ -126,6 +126,8 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
     ) -> None:
         try:
             async for request in requests:
+                if stream.overflowed:
+                    return
                 kind = request.WhichOneof("message")
                 if kind == "submit":
                     if self._draining:
@@ -275,6 +277,7 @@ class _Stream:
             if not self.overflowed:
                 self.overflowed = True
                 self._messages.put_nowait(None)
+                self.close()  # at once: the message that is being written may never be taken
             return
         self._messages.put_nowait(response(outputs, load))
         self._finish_if_idle()

@@ -3,15 +3,18 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
-from foredraft.api.verify.v1 import verify_pb2
+from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar
-from verify_service.outputs import Load
+from verify_service import service as service_module
+from verify_service.outputs import Load, StepOutput
 from verify_service.service import VerifyService
 
 
@@ -112,3 +115,36 @@ def test_a_timeout_that_is_no_time_is_refused(timeout: float) -> None:
     [output] = [output for message in said for output in message.outputs]
     assert output.finish.error.code == verify_pb2.ERROR_CODE_INVALID_ARGUMENT
     assert output.finish.error.field == "timeout_seconds"
+
+
+def test_what_runs_for_a_gateway_that_reads_nothing_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "MAX_PENDING_MESSAGES", 8)
+    engine = Engine()
+
+    async def main() -> None:
+        server, address = grpc.aio.server(), f"unix:{tmp_path}/verify.sock"
+        service = VerifyService()
+        service.open(engine, None, None)  # type: ignore[arg-type]
+        verify_pb2_grpc.add_VerifyServiceServicer_to_server(service, server)
+        server.add_insecure_port(address)
+        await server.start()
+        async with asyncio.timeout(20), grpc.aio.insecure_channel(address) as channel:
+            call = verify_pb2_grpc.VerifyServiceStub(channel).Run()
+            await call.write(submit(1))
+            while not engine.submitted:
+                await asyncio.sleep(0.001)
+            output = StepOutput(1, [5] * 100_000)  # more than gRPC takes while nobody reads
+            while not engine.cancelled:
+                engine.submitted[0].sink([output], engine.load())
+                await asyncio.sleep(0.001)
+            await call.write(submit(2))
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                [message async for message in call]
+            assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await server.stop(0)
+
+    asyncio.run(main())
+    assert len(engine.submitted) == 1
+    assert engine.cancelled == [1]
