@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from foredraft.attention.base import Batch
 from foredraft.attention.paged_triton import TritonAttention, TritonPlan, splits_for
+from foredraft.attention.shares import Balance
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused
 from foredraft.speculation import sampling
@@ -148,8 +149,8 @@ def uneven(table: Table) -> None:
             plan = _plan(contexts, rows, torch.bfloat16, LONG_LAYERS)
             name = f"{kind} B={batch} rows={rows} longest={max(contexts)} keys={sum(contexts)}"
             times = [
-                _layers_time(dataclasses.replace(plan, balanced=balanced), LONG_LAYERS)
-                for balanced in (torch.bfloat16, None)
+                _layers_time(dataclasses.replace(plan, balance=balance), LONG_LAYERS)
+                for balance in (Balance(torch.bfloat16), None)
             ]
             table.add(name, *times, _bytes(contexts, rows, torch.bfloat16))
 

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
-from foredraft.attention.shares import Lengths, Shares, share_out
+from foredraft.attention.shares import Balance, Lengths, Levels, Shares, share_out
 from foredraft.kernel_launch import overlapped, power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
 
@@ -40,10 +40,9 @@ class TritonPlan:
         num_splits: Parts into which the keys are cut, computed side by side; a power of two. See `splits_for`.
         blocks: int32 [2, N]: sequence and block of rows of each program, see `folded_rows_of_a_block`; one behind the sequence's
             last is padding. None for as many of each sequence as `max_rows` need.
-        balanced: Type of the queries if the device is to share the keys out evenly, whatever each sequence's length is: once per
-            forward, by `TritonAttention.plan`, for which sequences come as `shares.Lengths` says. None for `num_splits` parts
-            of each. Not with `blocks` or `is_causal`.
-        shares: What came of it, by window.
+        balance: Lets the device share the keys out evenly, whatever each sequence's length is, with the plan of level 0; see
+            `TritonAttention.plan`. None for `num_splits` parts of each sequence. Not with `blocks` or `is_causal`.
+        level: Of `balance`.
     """
 
     kv: PagedKV
@@ -60,8 +59,8 @@ class TritonPlan:
     max_rows: int
     num_splits: int
     blocks: torch.Tensor | None = None
-    balanced: torch.dtype | None = None
-    shares: dict[int | None, Shares] = field(default_factory=dict)
+    balance: Balance | None = None
+    level: int = 0
 
 
 def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_size: int = 4) -> int:
@@ -103,8 +102,11 @@ class TritonAttention(AttentionBackend):
         """See AttentionBackend. A batch that brings its plan keeps it; from others' spans one is made by one upload."""
         if batch.plan is not None:
             plan = cast(TritonPlan, batch.plan)
-            if plan.balanced is not None:
-                plan.shares = {each: _shares(plan, each, group_size) for each in set(windows)}
+            balance = plan.balance
+            if balance is not None and plan.level == 0:
+                balance.shares = {
+                    each: _shares(plan, balance, each, group_size) for each in set(windows)
+                }
             return plan
         return _plan_of_spans(batch, kv, group_size)
 
@@ -125,7 +127,7 @@ class TritonAttention(AttentionBackend):
         num_tokens, num_heads, head_dim = queries.shape
         num_kv_heads = keys.shape[0]
         group = num_heads // num_kv_heads
-        shares = plan.shares[window] if plan.balanced is not None else None
+        shares = plan.balance.shares[window][plan.level] if plan.balance is not None else None
         tiles = _plan_tiles(plan, group, queries.dtype)
         row_blocks = -(-plan.max_rows * group // tiles["BLOCK_M"])
         blocks = plan.blocks
@@ -215,19 +217,21 @@ def _plan_tiles(plan: TritonPlan, group: int, dtype: torch.dtype) -> dict[str, i
     )
 
 
-def _shares(plan: TritonPlan, window: int | None, group: int) -> Shares:
-    assert plan.balanced is not None
-    kv, tiles = plan.kv, _plan_tiles(plan, group, plan.balanced)
+def _shares(plan: TritonPlan, balance: Balance, window: int | None, group: int) -> list[Shares]:
+    kv, tiles = plan.kv, _plan_tiles(plan, group, balance.dtype)
     # Programs of a compute unit, which its shared memory allows.
     per_unit = 2 if tiles["BLOCK_M"] > 32 else 3 if kv.is_8_bit else 4
+    levels = balance.levels
+    if levels is None:
+        levels = Levels(plan.prefix_len[None], plan.write_index[None], plan.positions[None])
     return share_out(
         Lengths(
             plan.first_row,
             plan.num_rows,
             plan.prefix_start,
-            plan.prefix_len,
-            plan.write_index,
-            plan.positions,
+            levels.prefix_len,
+            levels.write_index,
+            levels.positions,
         ),
         max_rows=plan.max_rows,
         group=group,

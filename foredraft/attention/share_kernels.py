@@ -19,18 +19,27 @@ COLUMNS = tl.constexpr(16)  # of which the last are unused: a share is one line 
 
 @triton.jit(
     do_not_specialize=[
+        "shares", "pairs", "counters", "prefix_stride", "write_stride", "position_stride",
         "num_pairs", "num_shares", "spare", "splits", "window", "row_blocks", "group", "kv_heads", "block_m", "block_n",
     ]
 )  # fmt: skip
 def share_out(
     shares, pairs, counters, first_rows, nums_rows, prefix_starts, prefix_lens, write_indexes, positions,
+    prefix_stride, write_stride, position_stride,
     num_pairs, num_shares, spare, splits, window, row_blocks, group, kv_heads, block_m, block_n,
     PAIRS: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One program: finds the shortest share for which there are enough, and writes them down; see `shares.Shares`.
+    """One program for each level: finds the shortest share for which there are enough, and writes them down; see `shares.Shares`.
 
     A pair is a sequence and a block of its rows. Pairs of several shares come first, so that the longest programs start first.
     """
+    level = tl.program_id(0)
+    shares += level * num_shares * COLUMNS
+    pairs += level * num_pairs * 2
+    counters += level * num_shares * kv_heads
+    prefix_lens += level * prefix_stride
+    write_indexes += level * write_stride
+    positions += level * position_stride
     pair = tl.arange(0, PAIRS)
     sequence, block = pair // row_blocks, pair % row_blocks
     num_rows = tl.load(nums_rows + sequence, mask=pair < num_pairs, other=0)

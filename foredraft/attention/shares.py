@@ -5,7 +5,7 @@ of a batch, however they are spread, take 30 us at an H200's 4.49 TB/s. One prog
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,7 +18,13 @@ LEAST_SPARE = 16
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Where B sequences' rows and keys lie: int32 [B] each, as in `TritonPlan`, and the rows' positions, int64 [T]."""
+    """Where the rows and keys of B sequences lie at each of some levels, which differ in the keys before and the positions alone.
+
+    Attributes:
+        first_row, num_rows, prefix_start: int32 [B], as in `TritonPlan`.
+        prefix_len, write_index: int32 [levels, B].
+        positions: int64 [levels, T], of the rows: of a sequence with a mask the first is at the lowest, those of others rise.
+    """
 
     first_row: torch.Tensor
     num_rows: torch.Tensor
@@ -51,6 +57,30 @@ class Shares:
     chunk: int
 
 
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What differs between levels, see `Lengths`."""
+
+    prefix_len: torch.Tensor
+    write_index: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass(slots=True)
+class Balance:
+    """That the device is to share out the keys of a forward, or of all levels of a draft before the first of them.
+
+    Attributes:
+        dtype: Of the queries.
+        levels: None for a plan that is the only one.
+        shares: What came of it: of each level, by window.
+    """
+
+    dtype: torch.dtype
+    levels: Levels | None = None
+    shares: dict[int | None, list[Shares]] = field(default_factory=dict)
+
+
 def spare_shares(pairs: int, splits: int, resident: int) -> int:
     """How many more shares than pairs there are.
 
@@ -76,14 +106,13 @@ def share_out(
     tiles: Mapping[str, int],
     window: int | None,
     is_masked: bool,
-) -> Shares:
-    """Cuts the keys into shares, in one kernel that reads all lengths from the device.
+) -> list[Shares]:
+    """Cuts each level's keys into shares, in one kernel that reads all lengths from the device.
 
     A share is as short as there are enough of them, but no less than the mean pair's part. With `splits` of 1 nothing is cut while
     no pair is longer than 1.5 times the mean.
 
     Args:
-        lengths: The first row of a tree is at its lowest position, those of causal rows rise.
         max_rows: No sequence has more rows.
         group: Query heads per KV head.
         splits, resident: See `spare_shares`.
@@ -97,23 +126,28 @@ def share_out(
     num_pairs = lengths.num_rows.shape[0] * row_blocks
     spare = spare_shares(num_pairs, splits, resident)
     num_shares, device = num_pairs + spare, lengths.num_rows.device
+    num_levels = len(lengths.write_index)
     shares, pairs, counters = (
-        torch.empty(shape, dtype=torch.int32, device=device)
+        torch.empty(num_levels, *shape, dtype=torch.int32, device=device)
         for shape in ((num_shares, COLUMNS), (num_pairs, 2), (num_shares * kv_heads,))
     )
-    share_kernels.share_out[(1,)](
+    share_kernels.share_out[(num_levels,)](
         shares, pairs, counters, lengths.first_row, lengths.num_rows, lengths.prefix_start, lengths.prefix_len,
         lengths.write_index, lengths.positions,
+        lengths.prefix_len.stride(0), lengths.write_index.stride(0), lengths.positions.stride(0),
         num_pairs, num_shares, spare, splits, window or 0, row_blocks, group, kv_heads, tiles["BLOCK_M"], tiles["BLOCK_N"],
         PAIRS=max(LEAST_PAIRS, power_of_two(num_pairs)), WINDOWED=window is not None, MASKED=is_masked, num_warps=4,
     )  # fmt: skip
-    return Shares(
-        shares=shares,
-        pairs=pairs,
-        counters=counters,
-        tiles=tiles,
-        # A pair of p shares takes p - 1 spare ones.
-        num_parts=min(num_shares, 2 * spare),
-        joins=splits == 1,
-        chunk=max(8, splits),
-    )
+    return [
+        Shares(
+            shares=shares[level],
+            pairs=pairs[level],
+            counters=counters[level],
+            tiles=tiles,
+            # A pair of p shares takes p - 1 spare ones.
+            num_parts=min(num_shares, 2 * spare),
+            joins=splits == 1,
+            chunk=max(8, splits),
+        )
+        for level in range(num_levels)
+    ]

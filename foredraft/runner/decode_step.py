@@ -9,6 +9,7 @@ import torch
 
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.attention.paged_triton import TritonPlan, splits_for
+from foredraft.attention.shares import Balance
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel, ModelOutput
 from foredraft.runner.late_choice import LateChoice
@@ -174,7 +175,7 @@ class DecodeStep:
                 self._model.config.num_heads // kv.num_kv_heads,
             ),
             # One sequence's parts are equal anyway.
-            balanced=self._model.dtype if kind.batch > 1 else None,
+            balance=Balance(self._model.dtype) if kind.batch > 1 else None,
         )
         batch = Batch(rows.tokens, rows.positions, rows.slots, (), plan=plan)
         return batch, tables

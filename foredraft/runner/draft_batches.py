@@ -4,6 +4,7 @@ import torch
 
 from foredraft.attention.base import Batch
 from foredraft.attention.paged_triton import TritonPlan, splits_for
+from foredraft.attention.shares import Balance, Levels
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.draft_plan import DraftPlan
 from foredraft.runner.draft_records import DraftShape
@@ -29,6 +30,8 @@ class DraftBatches:
         max_keys = shape.max_pages * kv.page_size
         self._row_splits = splits_for(batch, rows, kv, max_keys)
         self._beam_splits = splits_for(batch, topk, kv, max_keys)
+        self._is_balanced = batch > 1
+        self._beam_balance: Balance | None = None
 
     def committed(self) -> Batch:
         """Committed tokens: up to R rows of each sequence, of which the last ones' logits are wanted."""
@@ -47,11 +50,12 @@ class DraftBatches:
             tail_positions=None,
             max_rows=self._shape.num_rows,
             num_splits=self._row_splits,
+            balance=Balance(self._kv.data.dtype) if self._is_balanced else None,
         )
         return Batch(plan.tokens, plan.positions, plan.slots, (), plan.last, plan=attention)
 
     def level(self, level: int, tokens: torch.Tensor, mask: torch.Tensor | None) -> Batch:
-        """Drafted tokens: a level's beams attend to the committed keys and to their own ancestors.
+        """Drafted tokens: a level's beams attend to the committed keys and to their own ancestors. Level 0 comes first.
 
         Args:
             tokens: int64 [B, K].
@@ -62,6 +66,12 @@ class DraftBatches:
         tail_positions = None
         if shape.is_windowed and mask is not None:
             tail_positions = plan.tail_positions[:, : mask.shape[1]]
+        if level == 0 and self._is_balanced:
+            # Of all levels at once.
+            before = plan.num_keys.expand_as(plan.level_first)
+            prefix_len = plan.level_first if mask is None else before
+            levels = Levels(prefix_len, plan.level_first, plan.level_positions)
+            self._beam_balance = Balance(self._kv.data.dtype, levels)
         attention = TritonPlan(
             kv=self._kv,
             page_tables=plan.tables,
@@ -76,6 +86,8 @@ class DraftBatches:
             tail_positions=tail_positions,
             max_rows=shape.topk,
             num_splits=self._beam_splits,
+            balance=self._beam_balance,
+            level=level,
         )
         return Batch(tokens.flatten(), positions, plan.level_slots[level], (), plan=attention)
 

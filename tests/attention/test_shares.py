@@ -12,7 +12,7 @@ import torch
 
 from foredraft.attention.base import SequenceSpan
 from foredraft.attention.paged_triton import TritonAttention
-from foredraft.attention.shares import Lengths, share_out, spare_shares
+from foredraft.attention.shares import Balance, Lengths, share_out, spare_shares
 from foredraft.kvcache.paged_kv import PagedKV
 from tests.support.attention_spans import SCALE, batch_of, brute_force, random_span, slots_of
 from tests.support.triton_device import DEVICE, INTERPRETED, needs_triton, true_casts
@@ -37,11 +37,12 @@ def shared(
         ints(first_row),
         ints(num_rows),
         ints(prefix_start),
-        ints(prefix_len),
-        ints(prefix_len),
-        torch.tensor(positions, device=DEVICE),
+        # Of two levels, the second of which is looked at.
+        torch.stack((ints(num_rows), ints(prefix_len))),
+        torch.stack((ints(num_rows), ints(prefix_len))),
+        torch.tensor([[0] * len(positions), positions], device=DEVICE),
     )
-    return share_out(
+    levels = share_out(
         lengths,
         max_rows=max_rows,
         group=group,
@@ -52,6 +53,7 @@ def shared(
         window=window,
         is_masked=masked,
     )
+    return levels[1]
 
 
 def wanted(num_rows, prefix_start, prefix_len, group, window, masked):
@@ -239,10 +241,10 @@ def check(kv, spans, num_heads, window, splits, dtype, sequences=None):
     num_rows = plan.num_rows.clone()
     num_rows[-1] = 0
     batch.plan = dataclasses.replace(
-        plan, num_rows=num_rows, num_splits=splits, is_causal=None, balanced=dtype
+        plan, num_rows=num_rows, num_splits=splits, is_causal=None, balance=Balance(dtype)
     )
     plan = backend.plan(batch, kv, (window,), group)
-    assert bool((plan.shares[window].shares[:, PARTS] > 1).any())
+    assert bool((plan.balance.shares[window][0].shares[:, PARTS] > 1).any())
     for layer in (0, 1, 0):
         out = torch.full((batch.num_rows, num_heads * head_dim), 7.0, dtype=dtype, device=DEVICE)
         backend.attend(plan, queries, layer, window, SCALE, out)
