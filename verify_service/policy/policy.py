@@ -202,6 +202,8 @@ class DraftPolicy:
         context = times.context if isinstance(times, GridTimes) else 0
         if wait is None:
             wait = max(step.seconds - times.seconds(step.batch, step.rows), 0.0)
+            if isinstance(times, GridTimes):
+                times.age()
         elif isinstance(times, GridTimes):
             known = times.per_token
             times.observe(step.batch, step.rows, step.seconds)

@@ -15,6 +15,7 @@ FORGET_STEPS = 400  # plain ones, in which two thirds of the former are forgotte
 GRID_WEIGHT = 0.1  # on a GPU, of one real step in the time of its shape
 # Tokens: with more, a plain step teaches what each of them takes, the more of it the more tokens it has than those before it.
 MUCH_CONTEXT = 4000
+AGED = 0.99  # of what plain steps taught of that, after each step with drafts: few plain ones come then
 BUSY_TOLERANCE = 1.1  # of times measured at start, against CPU time
 OVERHEAD_LEVELS = 2.0  # that a draft costs beside its levels
 DRAFT_WEIGHT = 0.1  # of one real wait for a draft
@@ -168,6 +169,10 @@ class GridTimes:
             self._known = (1 - GRID_WEIGHT) * self._known + square
             more = square / max(self._known, MUCH_CONTEXT**2) * share * error / self.context
             self.per_token = max(self.per_token + more, 0.0)
+
+    def age(self) -> None:
+        """A step has passed that says nothing of plain ones."""
+        self._known *= AGED
 
     def seconds(self, batch: int, rows: int) -> float:
         """Expected seconds of a step of `batch` sequences of `rows` rows each."""

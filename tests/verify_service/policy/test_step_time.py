@@ -183,8 +183,11 @@ def test_what_a_token_of_context_takes_is_learnt_anew_by_the_first_long_contexts
         times.observe(1, 1, 4.1 + 6e-5 * context)
     times.context = 60_000
     assert times.seconds(32, 1) > 1.1 * (4.6 + 3e-5 * 60_000)
-    times.observe(32, 1, 4.6 + 3e-5 * 60_000)
-    assert times.seconds(32, 1) == pytest.approx(4.6 + 3e-5 * 60_000, rel=0.02)
+    for _ in range(2):
+        for _ in range(64):
+            times.age()  # something was drafted
+        times.observe(32, 1, 4.6 + 3e-5 * 60_000)
+    assert times.seconds(32, 1) == pytest.approx(4.6 + 3e-5 * 60_000, rel=0.04)
     times.context = 1000  # and a short one says nothing of it
     times.observe(1, 1, 5.0)
-    assert times.per_token == pytest.approx(3e-5, rel=0.1)
+    assert times.per_token == pytest.approx(3e-5, rel=0.15)
