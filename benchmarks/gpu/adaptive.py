@@ -4,14 +4,14 @@
 
 8B shape with random weights, as in `benchmarks.gpu.decode`; whether a drafted token is right is SIMULATED, with the same
 probability at each depth. All settings run in one engine on the same sequences. Since steps become slower as answers become
-longer, each setting is compared with what steps of fixed sizes took at the same context length. Prints tables, writes JSON
-and a plot.
+longer, each setting is compared with what steps of fixed sizes took at the same context length. Prints tables, writes JSON and a plot.
 """
 
 import argparse
 import gc
 import json
 import os
+import statistics
 import sys
 import tempfile
 from collections import Counter
@@ -22,9 +22,10 @@ from typing import Any
 
 from benchmarks.engine_steps import Step
 from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
-from benchmarks.gpu.step_costs import Costs, Meter, mean_tokens, rate_of
+from benchmarks.gpu.step_costs import SETTLE_STEPS, Costs, Meter, mean_tokens, rate_of
 from foredraft.cli import mps
 from foredraft.speculation.draft_tree import DraftTree
+from foredraft.speculation.triton_steps import pretended_path
 from tests.support.engines import Harness, running_engine
 from verify_service.engine.engine import Engine
 from verify_service.policy.messages import Plan, Want
@@ -33,6 +34,11 @@ from verify_service.target.simulation import SimulatedAcceptance
 
 ACCEPTANCES = (0.1, 0.3, 0.5, 0.7, 0.9)
 POOL_TOKENS = 4000  # of each sequence
+ENOUGH_STEPS, LONGEST_FIXED = (
+    SETTLE_STEPS + 4,
+    1.5,
+)  # of a fixed size, and seconds that these may take
+BAD = 0.8  # of the best fixed size, by what was measured before; worse ones are not timed again
 
 
 class FixedRows(DraftPolicy):
@@ -104,46 +110,66 @@ class Bench:
 
     def fixed(self, batch: int, rows: int, acceptance: float, seconds: float) -> None:
         """Times steps of one size."""
-        self.costs.add(batch, rows, self.run(FixedRows(rows), acceptance, seconds))
+        self.costs.add(batch, rows, self.steps_of(rows, acceptance, seconds))
+
+    def steps_of(self, rows: int, acceptance: float, seconds: float) -> list[Step]:
+        """Steps of one size, of so many seconds and enough to tell."""
+        steps = self.run(FixedRows(rows), acceptance, seconds)
+        while len(steps) < ENOUGH_STEPS and sum(step.seconds for step in steps) < LONGEST_FIXED:
+            steps += self.meter.during(seconds)
+        return steps
 
     def transient(
-        self, name: str, phases: Sequence[tuple[int, float]], seconds: float
+        self, name: str, phases: Sequence[tuple[int, float]], seconds: float, timed: float
     ) -> dict[str, Any]:
-        """Phases of (batch, acceptance), `seconds` each: plain decoding's share in every window of a second."""
+        """Phases of (batch, acceptance), `seconds` each: plain decoding's share in every window of a second.
+
+        Behind each phase fixed sizes are timed, `timed` seconds each, since sequences of uneven length take longer.
+        """
         self.meter.resize(0)
         self.meter.resize(phases[0][0])
         self.run(self.adaptive, phases[0][1], 1.0)
-        first, changes = len(self.meter.log.steps), []
+        steps: list[Step] = []
+        changes, slower, after, left_out = [], {}, [], 0.0
         started = self.meter.log.clock
         for batch, acceptance in phases:
             self.use(self.adaptive, acceptance)
-            changes.append(
-                {"at": self.meter.log.clock - started, "batch": batch, "acceptance": acceptance}
-            )
+            at = self.meter.log.clock - started - left_out
+            changes.append({"at": at, "batch": batch, "acceptance": acceptance})
+            first = len(self.meter.log.steps)
             self.meter.resize(batch)
             self.meter.during(seconds)
-        steps = self.meter.since(first)
-        windows = [(at - started, ratio) for at, ratio in self.costs.windows(steps)]
+            before = self.meter.log.clock
+            own = [
+                step._replace(end=step.end - started - left_out) for step in self.meter.since(first)
+            ]
+            steps += own
+            late = [step for step in own if step.end > at + 2 and step.batch == batch]
+            rates, slower[batch] = self.rates_here(late, acceptance, timed)
+            after.append(self.mean_rate(late, acceptance) / max(rates.values()))
+            self.run(self.adaptive, acceptance, 0.5)
+            left_out += self.meter.log.clock - before
+        windows = self.costs.windows(steps, slower)
         lowest = min(ratio for _, ratio in windows)
         print(f"{name}: lowest window {lowest:.2f} of plain", flush=True)
-        after = []
-        for i, phase in enumerate(changes):
-            end = changes[i + 1]["at"] if i + 1 < len(changes) else steps[-1].end - started
-            late = [
-                s
-                for s in steps
-                if phase["at"] + 2 < s.end - started <= end and s.batch == phase["batch"]
-            ]
-            if late:
-                rate = rate_of(late, lambda step: step.tokens)
-                after.append(rate / self.best(late, phase["acceptance"]))
         return {
             "name": name, "phases": changes, "windows": windows, "lowest": lowest, "of_best_after_2_seconds": after
         }  # fmt: skip
 
-    def best(self, steps: Sequence[Step], acceptance: float) -> float:
-        """Tokens per second of the best fixed size, none included, at the contexts of these steps."""
-        return max(self.rates(steps, acceptance).values())
+    def rates_here(
+        self, late: Sequence[Step], acceptance: float, timed: float
+    ) -> tuple[dict[int, float], float]:
+        """Tokens per second of fixed sizes with the sequences that are there now, and how much slower plain steps are than where all are
+        of one length."""
+        known, batch = self.rates(late, acceptance), late[0].batch
+        found = {}
+        for size in sorted(known, reverse=True):
+            if size == 1 or known[size] > BAD * max(known.values()):
+                steps = self.steps_of(size, acceptance, timed)[SETTLE_STEPS:]
+                seconds = statistics.median(step.seconds for step in steps if step.rows == size)
+                found[size] = batch * mean_tokens(size, self.depth, acceptance) / seconds
+        plain = self.costs.line(batch, 1).seconds(steps[-1].context)
+        return found, seconds / plain
 
     def rates(self, steps: Sequence[Step], acceptance: float) -> dict[int, float]:
         """Tokens per second of every fixed size."""
@@ -151,15 +177,18 @@ class Bench:
         return {
             size: self.costs.rate(steps, size, mean_tokens(size, self.depth, acceptance))
             for size in rows
-            if self.costs.knows(size)  # so slow that no step ended in time
+            if self.costs.knows(steps[0].batch, size)  # so slow that no step ended in time
         }
+
+    def mean_rate(self, steps: Sequence[Step], acceptance: float) -> float:
+        """Tokens per second, where steps bring what their size does on average: luck would be several percent of a second."""
+        return rate_of(steps, lambda s: s.batch * mean_tokens(s.rows, self.depth, acceptance))
 
     def ratios(self, cell: dict[str, Any]) -> dict[str, Any]:
         """What a cell shows, once all sizes were timed."""
         steps, batch, acceptance = cell["steps"], cell["batch"], cell["acceptance"]
         rates = self.rates(steps, acceptance)
-        # Steps count what their size brings on average: luck would be several percent of a second.
-        rate = rate_of(steps, lambda s: s.batch * mean_tokens(s.rows, self.depth, acceptance))
+        rate = self.mean_rate(steps, acceptance)
         return {
             "batch": batch,
             "acceptance": acceptance,
@@ -181,9 +210,9 @@ def _simulated(engine: Engine) -> SimulatedAcceptance:
 
 
 def _drawn(engine: Engine, tree: DraftTree) -> tuple[int, list[int]]:
-    """The outcome of a tree that is not verified."""
+    """The outcome of a tree that is not verified, as of one that is."""
     [num_tokens] = _simulated(engine).draw(1)
-    return len(tree), list(range(min(num_tokens - 1, len(tree))))
+    return len(tree), [row - 1 for row in pretended_path(1 + len(tree), num_tokens)[1:]]
 
 
 def main() -> int:
@@ -268,7 +297,7 @@ def measure(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) -> N
             {
                 f"{batch}x{rows}": [line.base * 1e3, line.slope * 1e3]
                 for rows in times.rows(batch)
-                if bench.costs.knows(rows) and (line := bench.costs.line(batch, rows))
+                if bench.costs.knows(batch, rows) and (line := bench.costs.line(batch, rows))
             }
         )
     if not args.no_transients:
@@ -282,11 +311,11 @@ def measure(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) -> N
 def _transients(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) -> None:
     small, second, most = args.batch[0], args.batch[min(1, len(args.batch) - 1)], args.batch[-1]
     load = [(small, 0.5), (most, 0.5), (small, 0.5), (second, 0.5)]
-    result["transients"].append(bench.transient("load", load, args.phase))
+    result["transients"].append(bench.transient("load", load, args.phase, args.fixed))
     for batch in args.batch[::2]:
         phases = [(batch, acceptance) for acceptance in (0.9, 0.1, 0.9, 0.3)]
         name = f"acceptance, batch {batch}"
-        result["transients"].append(bench.transient(name, phases, args.phase))
+        result["transients"].append(bench.transient(name, phases, args.phase, args.fixed))
 
 
 def by_seconds(step: Step) -> float:

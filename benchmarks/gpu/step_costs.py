@@ -1,12 +1,13 @@
 """A number of sequences that keep running, and what steps of fixed sizes take at any context length."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.engine_steps import EngineSteps, Step
+from foredraft.speculation.triton_steps import pretended_path
 from foredraft.types import FinishReason, SamplingParams
 from verify_service.engine.engine import Engine
 from verify_service.engine.live_requests import EngineRequest
@@ -93,9 +94,9 @@ class Costs:
         self._seen.setdefault((batch, rows), []).extend(seen)
         self._lines.clear()
 
-    def knows(self, rows: int) -> bool:
-        """Whether steps of so many rows were measured at any batch."""
-        return any(size[1] == rows and steps for size, steps in self._seen.items())
+    def knows(self, batch: int, rows: int) -> bool:
+        """Whether steps of this size were measured."""
+        return bool(self._seen.get((batch, rows)))
 
     def line(self, batch: int, rows: int) -> Line:
         """The line of least squares; of the nearest batch that was seen."""
@@ -126,9 +127,15 @@ class Costs:
         """That a step's tokens would have taken plainly."""
         return step.tokens * self.line(step.batch, 1).seconds(step.context) / step.batch
 
-    def windows(self, steps: Sequence[Step], width: float = 1.0) -> list[tuple[float, float]]:
-        """(start, ratio to plain decoding) of the windows that begin with each step."""
-        worth = [self.plain_seconds(step) for step in steps]
+    def windows(
+        self, steps: Sequence[Step], slower: Mapping[int, float], width: float = 1.0
+    ) -> list[tuple[float, float]]:
+        """(start, ratio to plain decoding) of the windows that begin with each step.
+
+        Args:
+            slower: By batch, times what plain steps took where these ran.
+        """
+        worth = [self.plain_seconds(step) * slower.get(step.batch, 1.0) for step in steps]
         found, last, total = [], 0, 0.0
         for first, step in enumerate(steps):
             start = step.end - step.seconds
@@ -149,8 +156,7 @@ def mean_tokens(rows: int, depth: int, acceptance: float) -> float:
     Args:
         depth: Of the largest tree; a tree of few rows is a chain.
     """
-    path = rows // 2 if rows > 16 else rows  # as the kernel that simulates spreads them
-    return sum(acceptance**i for i in range(min(path, depth + 1)))
+    return sum(acceptance**i for i in range(len(pretended_path(rows, depth + 1))))
 
 
 def rate_of(steps: Sequence[Step], tokens: Callable[[Step], float]) -> float:

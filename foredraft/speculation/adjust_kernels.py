@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def adjust(
     logits_ptr, records_ptr, tokens_ptr, parents_ptr, positions_ptr,
     words_ptr, biases_ptr, masks_ptr, out_ptr,
@@ -55,7 +55,7 @@ def adjust(
     tl.store(out_ptr + row * vocab + ids, x, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def count(
     records_ptr, emitted_ptr, length_ptr, words_ptr,
     vocab, rows, record_stride,

@@ -94,7 +94,8 @@ def _tidy(x):
     return tl.minimum(tl.where(x != x, float("-inf"), x), _LARGEST)
 
 
-@triton.jit
+# Parts of few tokens lie together at places that are aligned or not by the number of rows.
+@triton.jit(do_not_specialize=["part_logit", "part_noise", "part_token"])
 def choose_parts(
     logits_ptr, temperatures, seeds, positions, part_logit, part_noise, part_token,
     vocab, row_stride,
@@ -152,7 +153,7 @@ def choose_parts(
     tl.store(part_token + at, best_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_logit", "part_noise", "part_token"])
 def choose_best(
     temperatures, part_logit, part_noise, part_token, chosen,
     NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr,

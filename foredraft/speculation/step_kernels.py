@@ -85,7 +85,9 @@ def pretend(
         length = tl.minimum(forced, rows // stride)
         on_path = offsets < length
         out = sequence * rows + offsets
-        tl.store(path_ptr + out, tl.where(on_path, offsets * stride, -1), mask=inside)
+        # The likeliest node comes first in every tree.
+        places = tl.maximum(offsets * stride - (stride - 1), 0)
+        tl.store(path_ptr + out, tl.where(on_path, places, -1), mask=inside)
         tl.store(emitted_ptr + out, tl.where(on_path, filler, -1).to(tl.int64), mask=inside)
         tl.store(length_ptr + sequence, length)
 

@@ -121,6 +121,17 @@ def sampling_rows(records: torch.Tensor, positions: torch.Tensor) -> SamplingRow
     return rows
 
 
+def pretended_path(rows: int, length: int) -> list[int]:
+    """The rows of a tree of so many that a pretended path of `length` tokens takes."""
+    stride = _pretended_stride(rows)
+    return [max(i * stride - (stride - 1), 0) for i in range(min(length, rows // stride))]
+
+
+def _pretended_stride(rows: int) -> int:
+    # Rows apart, so that their KV has to be moved, as that of a real tree's path.
+    return 2 if rows > 16 else 1
+
+
 def pretend_paths(
     records: torch.Tensor, path: torch.Tensor, length: torch.Tensor, emitted: torch.Tensor
 ) -> None:
@@ -128,10 +139,9 @@ def pretend_paths(
     from foredraft.speculation import step_kernels
 
     batch, rows = path.shape
-    # Rows apart, so that their KV has to be moved, as that of a real tree's path.
     step_kernels.pretend[(batch,)](
         records, path, length, emitted,
-        records.stride(0), rows, 2 if rows > 16 else 1, FILLER,
+        records.stride(0), rows, _pretended_stride(rows), FILLER,
         FORCED=FORCED, ROWS=power_of_two(rows), num_warps=1,
     )  # fmt: skip
 

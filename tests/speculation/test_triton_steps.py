@@ -21,6 +21,7 @@ from foredraft.speculation.triton_steps import (
     begin_step,
     end_step,
     pretend_paths,
+    pretended_path,
     sampling_rows,
 )
 from tests.support.triton_device import DEVICE, needs_triton
@@ -125,6 +126,16 @@ def test_pretended_paths_replace_what_was_walked():
     assert path.tolist() == [[0, 2, -1, -1], [0, 1, 2, -1]]
     assert emitted.tolist() == [[5, 6, -1, -1], [FILLER, FILLER, FILLER, -1]]
     assert length.tolist() == [2, 3]
+    assert pretended_path(4, 3) == [0, 1, 2]
+
+
+def test_pretended_paths_of_large_trees_lie_apart_behind_the_likeliest_node():
+    records = on_device([[0] * (HEADER + 8)])
+    records[0, FORCED] = 5
+    path, emitted = on_device([[-1] * 32]), on_device([[-1] * 32], torch.int64)
+    pretend_paths(records, path, on_device([1]), emitted)
+    assert path.tolist()[0][:6] == [0, 1, 3, 5, 7, -1]
+    assert pretended_path(32, 5) == [0, 1, 3, 5, 7]
 
 
 @pytest.mark.parametrize(("batch", "num_rows"), [(1, 1), (1, 5), (3, 1), (9, 32)])
