@@ -37,7 +37,7 @@ from verify_service.target.target_step import TargetStep
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.5  # how often an idle engine looks at its own integrity and at the draft
+IDLE_SECONDS = 0.5  # how often an idle engine looks at the draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,7 @@ class Engine:
         self._flight: Flight | None = None
         self._ended_at = 0.0  # when the newest step's outcome was known
         self._published_at = 0.0  # when the figures were
+        self._is_checked = False  # pages and slots, since something was last done
         self._num_submitted = 0
         self._submit_lock = threading.Lock()
         self._stopping = False
@@ -214,11 +215,17 @@ class Engine:
     def _wait_for_work(self) -> None:
         self._observe()
         if self._start_self_test():
+            self._is_checked = False
             return
         try:
-            self._inbox.get(timeout=IDLE_SECONDS)()
+            asked = self._inbox.get(timeout=IDLE_SECONDS)
         except queue.Empty:
-            self._scheduler.check_integrity()
+            if not self._is_checked:  # looks at every page: 50 ms for 60,000
+                self._scheduler.check_integrity()
+                self._is_checked = True
+            return
+        self._is_checked = False
+        asked()
 
     def _start_self_test(self) -> bool:
         """Lets the engine's own requests in if a test is due; one test at a time."""

@@ -14,6 +14,7 @@ from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from tests.support.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
 from tests.support.engines import Harness, Job, running_engine
 from tests.support.reference import Reference
+from verify_service.engine import engine as engine_module
 from verify_service.engine.live_requests import EngineRequest
 from verify_service.policy.messages import Plan, Want
 from verify_service.policy.policy import DraftPolicy
@@ -183,6 +184,19 @@ def test_a_flush_that_was_given_up_does_not_end_the_engine(plain: Harness) -> No
     gate.set()
     assert len(plain.run([Job([5, 6], GREEDY)])[0].tokens) == 16
     assert plain.engine.failure is None
+
+
+def test_pages_are_looked_at_once_after_work_and_not_all_the_time(
+    plain: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, looks = plain.engine._scheduler, threading.Semaphore(0)
+    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.001)
+    while not plain.engine._is_checked:  # after the tests before
+        time.sleep(0.001)
+    monkeypatch.setattr(scheduler, "check_integrity", looks.release)
+    plain.run([Job([5, 6], GREEDY)])
+    assert looks.acquire(timeout=10)
+    assert not looks.acquire(timeout=0.05)
 
 
 def test_a_long_prompt_delays_a_stream_by_one_chunk_a_step(target: Path) -> None:
