@@ -176,9 +176,9 @@ class TritonAttention(AttentionBackend):
             # Of few rows each head is a program's.
             heads = math.gcd(num_heads, 8) if num_tokens >= 64 and splits <= 4 else 1
             triton_kernels.combine[(num_tokens, num_heads // heads)](
-                out, parts, best, total,
+                out, parts, best, total, splits,
                 HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_H=heads, BLOCK_D=block_d,
-                NUM_SPLITS=splits, num_warps=4 if splits * heads > 4 else 2, **options,
+                CHUNK=4 if splits <= 4 else MAX_SPLITS, num_warps=4 if splits * heads > 4 else 2, **options,
             )  # fmt: skip
 
     @staticmethod

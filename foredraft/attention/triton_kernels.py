@@ -294,35 +294,26 @@ def attend(
         part = line * num_splits + split
         tl.store(part_best + part, best, mask=is_row)
         tl.store(part_total + part, total, mask=is_row)
-        if begin < end:
-            tl.store(part_acc + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=wanted)
+        tl.store(part_acc + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=wanted)
 
 
-@triton.jit(do_not_specialize=["part_best", "part_total"])
+@triton.jit(do_not_specialize=["part_best", "part_total", "num_splits"])
 def combine(
-    out_ptr, part_acc, part_best, part_total,
+    out_ptr, part_acc, part_best, part_total, num_splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
+    CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts of one row under some heads. A part without keys wrote no sums."""
+    """Adds up the parts of one row under some heads."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     line = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1) * BLOCK_H
     line += tl.arange(0, BLOCK_H)
+    result = _add_up(
+        part_acc, part_best, part_total, line * num_splits, 1, num_splits, line >= 0,
+        BLOCK_H, CHUNK, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
     dims = tl.arange(0, BLOCK_D)
-    part = line[:, None] * NUM_SPLITS + tl.arange(0, NUM_SPLITS)[None, :]
-    best = tl.load(part_best + part)
-    total = tl.load(part_total + part)
-    parts = tl.load(
-        part_acc + part[:, :, None] * HEAD_DIM + dims[None, None, :],
-        mask=(dims < HEAD_DIM)[None, None, :],
-        other=0.0,
-    )
-    has_any = total > 0
-    weight = tl.where(has_any, tl.exp2(best - tl.max(best, 1)[:, None]), 0.0)
-    parts = tl.where(has_any[:, :, None], parts, 0.0)
-    result = tl.sum(parts * weight[:, :, None], 1) / tl.sum(total * weight, 1)[:, None]
     tl.store(
         out_ptr + line[:, None] * HEAD_DIM + dims[None, :],
         result.to(out_ptr.dtype.element_ty),

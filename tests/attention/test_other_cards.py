@@ -9,6 +9,7 @@ import torch
 from foredraft.attention import paged_triton
 from foredraft.attention.base import SequenceSpan
 from foredraft.attention.paged_triton import TritonAttention
+from foredraft.attention.shares import Balance
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import few_rows
 from tests.support.attention_spans import batch_of
@@ -40,12 +41,17 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
 )
 @pytest.mark.parametrize("capability", [80, 86])  # of 89 and 120 as of 86
 def test_attention_fits(monkeypatch, capability, head_dim, kept, rows):
-    from foredraft.attention import triton_kernels
+    from foredraft.attention import share_kernels, triton_kernels
 
     pretend(monkeypatch, capability)
     recorder = Recorder(triton_kernels.attend)
     monkeypatch.setattr(triton_kernels, "attend", recorder)
-    monkeypatch.setattr(triton_kernels, "combine", Recorder(triton_kernels.combine))
+    for module, name in (
+        (triton_kernels, "combine"),
+        (triton_kernels, "combine_shares"),
+        (share_kernels, "share_out"),
+    ):
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name)))
     kv = PagedKV(1, 40, 16, 2, head_dim, kept, torch.device("cpu"))
     count = ROWS[rows]
     mask = torch.ones(count, count, dtype=torch.bool).tril() if rows == "tree" else None
@@ -53,9 +59,12 @@ def test_attention_fits(monkeypatch, capability, head_dim, kept, rows):
     backend, batch = TritonAttention(), batch_of([span], 16)
     plan = backend.plan(batch, kv, (None,), 4)
     queries = torch.zeros(count, 8, head_dim, dtype=torch.bfloat16)
+    batch.plan = plan
     for splits in (1, 4) if rows == "tree" else (1,):
-        plan.num_splits = splits
-        backend.attend(plan, queries, 0, None, 0.1, queries.view(count, -1))
+        for plan.balance in (None, Balance(torch.bfloat16)) if rows == "tree" else (None,):
+            plan.num_splits = splits
+            backend.plan(batch, kv, (None,), 4)
+            backend.attend(plan, queries, 0, None, 0.1, queries.view(count, -1))
     assert max(recorder.shared_memory(capability)) <= SHARED[capability]
 
 
