@@ -28,6 +28,8 @@ from gateway.verifier_pool import VerifierPool
 
 # How long a request that finds no verifier waits for one.
 FRESH_PATIENCE = 1.0
+# The least float32 above 0: a 0 in the message says that a field is not given.
+LEAST = 2.0**-149
 # How long the account of a continuation that met a stop string is waited for.
 ACCOUNT_SECONDS = 2.0
 
@@ -347,9 +349,9 @@ def _submit_request(job: Job, choice: int) -> verify_pb2.SubmitRequest:
     sampling = verify_pb2.Sampling(
         temperature=params.temperature,
         top_k=params.top_k,
-        top_p=params.top_p,
+        top_p=max(params.top_p, LEAST),
         min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
+        repetition_penalty=max(params.repetition_penalty, LEAST),
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
         logit_bias=params.logit_bias,
