@@ -1,7 +1,7 @@
 """Shares of equal size for attention's programs, so that a batch takes the time of all its keys and not of its longest context.
 
-A decode step reads 2 * KV heads * head dimension numbers for each key and layer: 4 KiB in 16 bits for Llama-3.1-8B, so 32,768 keys
-of a batch, however they are spread, take 30 us at an H200's 4.49 TB/s. One program reads about 0.05 of that speed.
+A layer reads 2 * KV heads * head dimension numbers for each key: 4 KiB in 16 bits for Llama-3.1-8B. So 32,768 keys, however they
+are spread over sequences, are 128 MiB, or 30 us at the 4.49 TB/s of an H200, if enough programs read them side by side.
 """
 
 from collections.abc import Mapping

@@ -245,7 +245,7 @@ def check(kv, spans, num_heads, window, splits, dtype, sequences=None):
     )
     plan = backend.plan(batch, kv, (window,), group)
     assert bool((plan.balance.shares[window][0].shares[:, PARTS] > 1).any())
-    for layer in (0, 1, 0):
+    for layer in (0, 1):
         out = torch.full((batch.num_rows, num_heads * head_dim), 7.0, dtype=dtype, device=DEVICE)
         backend.attend(plan, queries, layer, window, SCALE, out)
         assert bool((out[padding.first_row :] == 7.0).all())
