@@ -111,7 +111,14 @@ class ChatTemplate:
                 size += len(piece)
                 if size > MAX_CHARACTERS or time.monotonic() > deadline:
                     raise InvalidRequest("messages", "rendering the chat template takes too much")
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,  # of Jinja's own filters, given what they do not expect
+        ) as error:
             raise InvalidRequest("messages", f"the chat template refuses: {error}") from error
         except RecursionError as error:
             raise InvalidRequest("messages", "the chat template nests too deep") from error
