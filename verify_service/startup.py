@@ -54,6 +54,7 @@ from verify_service.scheduling.scheduler import Scheduler
 from verify_service.target.chooser import Chooser, Thresholds
 from verify_service.target.simulation import SimulatedAcceptance
 from verify_service.target.target_step import TargetStep
+from verify_service.warm_up import reach_of, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -214,6 +215,10 @@ def build_engine(
         f"{pool_flag}, --cuda-graph-max-bs, --speculative-num-draft-tokens or --max-running-requests",
     ):
         target_step = _target_step(config, runner, limits, thresholds, tree_limits, links)
+        if device.type == "cuda":
+            levels = followed_levels([link.config for link in links] or [config])
+            reach = reach_of(config, limits, has_branches=tree_limits[1] > 1)
+            warm_up(runner, reach, _captured(links), levels)
     times = None
     if len(links) > 1 or (links and config.speculative_adaptive):
         times = _measure(target_step, runner, pool)
@@ -279,7 +284,6 @@ def _target_step(
     from verify_service.target.graph_step import GraphStep
 
     started = time.monotonic()
-    infos = infos_of(links)
     step = DecodeStep(
         runner.model,
         runner.kv,
@@ -294,7 +298,7 @@ def _target_step(
         simulate=simulated is not None,
     )
     graphs = DecodeGraphs(step)
-    layers = max((tuple(info.hidden.layers) for info in infos), default=())
+    layers = _captured(links)
     graphs.warm_up(layers)
     logger.info("captured %d CUDA graphs in %.1f s", len(graphs.shapes), time.monotonic() - started)
     started = time.monotonic()
@@ -312,6 +316,11 @@ def _target_step(
         "captured %d more for prompts in %.1f s", mixed.num_graphs, time.monotonic() - started
     )
     return GraphStep(runner, chooser, graphs, mixed, simulated)
+
+
+def _captured(links: Sequence[DraftLink]) -> tuple[int, ...]:
+    """Layers that a draft reads, as far as drafts have said it."""
+    return max((tuple(info.hidden.layers) for info in infos_of(links)), default=())
 
 
 def _kv_budget(

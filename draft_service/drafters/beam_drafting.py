@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from draft_service.drafters.paged_sequences import PagedSequence
+from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import SequenceRows
 from foredraft.speculation.draft_tree import DraftTree
 from foredraft.speculation.sampling import SamplingRows
@@ -31,9 +32,11 @@ class LevelRunner(Protocol):
     """Runs the draft model for the tokens of one level.
 
     Attributes:
+        kv: Its cache, with the scratch pages.
         token_map: Target ids of the logits' columns; None for all of the target's.
     """
 
+    kv: PagedKV
     token_map: torch.Tensor | None
 
     def run(

@@ -22,7 +22,7 @@ class HeadLevels:
     """A head's levels: each reads the features of the one before."""
 
     def __init__(self, runner: HeadRunner) -> None:
-        self._runner = runner
+        self._runner, self.kv = runner, runner.kv
         self.token_map = runner.head.token_map
 
     def run(
@@ -51,8 +51,9 @@ class HeadProposer(PagedProposer):
         scratch: Scratch,
         graphs: GraphSettings | None = None,
     ) -> None:
-        device = runner.head.device
-        super().__init__(HeadLevels(runner), attach, limits, scratch, device, shift=1)
+        head = runner.head
+        levels, config = HeadLevels(runner), head.config.layer
+        super().__init__(levels, config, attach, limits, scratch, head.device, shift=1)
         self._head_runner = runner
         self._settings = graphs
 

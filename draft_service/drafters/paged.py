@@ -20,14 +20,13 @@ from foredraft.errors import AttachRefused, InvalidRequest
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
 from foredraft.runner.batch import SequenceRows
+from foredraft.runner.warm_up import Reach, forwards_to_run
 from foredraft.speculation.draft_tree import DraftTree
 from foredraft.speculation.tree_building import Ordering
 from foredraft.transport import cuda
 
 # Rows of one forward while catching up, over all sequences: enough to be worth launching, few enough to have memory for.
 CHUNK_ROWS, GPU_CHUNK_ROWS = 512, 1024
-# Of one sequence, in such a forward on a GPU: each compiles other kernels. The last stands behind a long prefix too.
-WARM_UP_ROWS, WARM_UP_PREFIX = (2, 8, 16, 64, 256), 4096
 
 # Of estimates of an attach's memory.
 PAGE_SLACK = 16
@@ -228,7 +227,13 @@ class Run:
 
 
 def forwards(runs: Sequence[Run], most_rows: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Cuts runs into forwards of at most so many rows, in order: (index of the run, first row, end row)."""
+    """Cuts runs into as few forwards of at most so many rows as will do, none of which is much smaller than the others.
+
+    Yields:
+        In order: (index of the run, first row, end row).
+    """
+    num_rows = sum(len(run.tokens) for run in runs)
+    most_rows = -(-num_rows // max(1, -(-num_rows // most_rows)))
     parts: list[tuple[int, int, int]] = []
     room = most_rows
     for index, run in enumerate(runs):
@@ -250,6 +255,7 @@ class PagedProposer(Proposer):
 
     Args:
         runner: Of the draft model; its KV includes the scratch pages.
+        config: Of the model, or of a head's layers.
         attach: The verifier's sizes.
         limits: (steps, topk, nodes) of the largest tree.
         shift: See `PagedSequences`.
@@ -259,13 +265,14 @@ class PagedProposer(Proposer):
     def __init__(
         self,
         runner: LevelRunner,
+        config: ModelConfig,
         attach: draft_pb2.AttachRequest,
         limits: Limits,
         scratch: Scratch,
         device: torch.device,
         shift: int = 0,
     ) -> None:
-        self._runner = runner
+        self._runner, self._config = runner, config
         self._attach, self._limits, self._device = attach, limits, device
         self._most_rows = CHUNK_ROWS if device.type == "cpu" else GPU_CHUNK_ROWS
         self._fast: GraphDrafting | None = None
@@ -339,15 +346,13 @@ class PagedProposer(Proposer):
         return None
 
     def _warm_up(self) -> None:
-        """Compiles the kernels of long extensions, which would hold up a step for seconds, and writes to the first page."""
-        for num_rows, prefix in (
-            *((n, 0) for n in WARM_UP_ROWS),
-            (WARM_UP_ROWS[-1], WARM_UP_PREFIX),
-        ):
-            prefix = max(0, min(prefix, self._attach.max_context - num_rows))
-            pages = [0] * -(-(prefix + num_rows) // self._attach.page_size)
-            rows = SequenceRows.chunk(pages, prefix, [0] * num_rows)
-            self._runner.run([rows], self._blank_features(num_rows))
+        """Compiles the kernels of all extensions that go through no graph, and writes to the first page."""
+        attach, config = self._attach, self._config
+        reach = Reach(self._most_rows, attach.max_batch, attach.max_context)
+        group_size = config.num_heads // config.num_kv_heads
+        for rows in forwards_to_run(reach, self._runner.kv, group_size):
+            num_rows = sum(len(sequence.tokens) for sequence in rows)
+            self._runner.run(rows, self._blank_features(num_rows))
 
     def _wait_for_rows(self) -> None:
         """Until hidden states have come to a GPU, or have been read there: the answer gives their places back."""

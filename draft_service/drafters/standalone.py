@@ -146,7 +146,8 @@ class _StandaloneProposer(PagedProposer):
         scratch: Scratch,
         graphs: GraphSettings | None,
     ) -> None:
-        super().__init__(_Levels(runner, token_map), attach, limits, scratch, runner.model.device)
+        model, levels = runner.model, _Levels(runner, token_map)
+        super().__init__(levels, model.config, attach, limits, scratch, model.device)
         self._model_runner, self._token_map, self._settings = runner, token_map, graphs
 
     def close(self) -> None:
@@ -186,7 +187,7 @@ class _Levels:
     """A whole model's levels: it reads no features."""
 
     def __init__(self, runner: ModelRunner, token_map: torch.Tensor | None) -> None:
-        self._runner = runner
+        self._runner, self.kv = runner, runner.kv
         self.token_map = token_map
 
     def run(

@@ -1,0 +1,64 @@
+"""Has the kernels of a GPU compiled that steps outside of graphs launch: the first such step would stand still for seconds."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from foredraft.config.services import VerifyConfig
+from foredraft.runner.hand_over import hand_over
+from foredraft.runner.model_runner import ModelRunner
+from foredraft.runner.warm_up import Reach, forwards_to_run
+from verify_service.engine.engine import EngineLimits
+
+logger = logging.getLogger(__name__)
+
+SHORT_KEYS = 128  # within which forwards differ by their rows alone
+
+
+def reach_of(config: VerifyConfig, limits: EngineLimits, has_branches: bool) -> Reach:
+    """Prompts and trees in one step.
+
+    Args:
+        has_branches: Whether trees may be more than chains.
+    """
+    num_sequences, num_rows = limits.max_running_requests, limits.max_nodes + 1
+    return Reach(
+        num_rows=config.chunked_prefill_size + num_sequences * num_rows,
+        num_sequences=num_sequences,
+        num_keys=limits.context_length,
+        num_tree_rows=num_rows if has_branches else 0,
+    )
+
+
+def warm_up(runner: ModelRunner, reach: Reach, layers: Sequence[int], num_levels: int) -> None:
+    """Runs a few forwards; they write to the first page.
+
+    Args:
+        reach: Of forwards.
+        layers: Whose entering residual stream a draft reads.
+        num_levels: Of the trees of a draft that is told of steps on the device.
+    """
+    started = time.monotonic()
+    config, kv = runner.model.config, runner.kv
+    group_size = config.num_heads // config.num_kv_heads
+    for rows in forwards_to_run(reach, kv, group_size):
+        runner.forward(rows, layers)
+    if layers:  # nobody reads them while no draft is attached
+        short = replace(reach, num_keys=min(reach.num_keys, SHORT_KEYS), num_tree_rows=0)
+        for rows in forwards_to_run(short, kv, group_size):
+            runner.forward(rows)
+    _warm_up_hand_over(runner, config.hidden_size * max(1, len(layers)), num_levels)
+    torch.cuda.synchronize(kv.data.device)
+    logger.info("ran what no graph takes in %.1f s", time.monotonic() - started)
+
+
+def _warm_up_hand_over(runner: ModelRunner, width: int, num_levels: int) -> None:
+    device, path = runner.kv.data.device, num_levels + 1
+    accepted = torch.zeros(1, 1 + path, dtype=torch.int32, device=device)
+    index = torch.zeros(path, dtype=torch.int64, device=device)
+    hidden = torch.zeros(1, width, dtype=runner.model.dtype, device=device)
+    rows = hidden.new_empty(1, path, width)
+    hand_over(accepted, index, hidden, torch.empty_like(accepted), rows)
