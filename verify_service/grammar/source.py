@@ -45,7 +45,9 @@ def _schema(schema: Any) -> dict[str, Any]:
     options = schema.get("x-guidance", {})
     if not isinstance(options, dict):
         raise ValueError("x-guidance is an object")
-    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **options}}
+    # llguidance would not look at whitespace_flexible beside a pattern.
+    bound = {} if "whitespace_flexible" in options else {"whitespace_pattern": WHITESPACE}
+    return {**schema, "x-guidance": {**bound, **options}}
 
 
 def _structural_tag(given: Any) -> str:

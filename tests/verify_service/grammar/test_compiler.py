@@ -19,6 +19,7 @@ from verify_service.grammar import compiler as compilers
 from verify_service.grammar.compiler import GrammarCompiler, GrammarLimits
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+RIGID = json.dumps({**SCHEMA, "x-guidance": {"whitespace_flexible": False}})
 EBNF = 'root ::= "yes" | no+\nno ::= "no" [0-9]'
 LARK = 'start: "yes" | no+\nno: "no" /[0-9]/'
 TAGS = {
@@ -65,6 +66,7 @@ def test_every_kind(model: Path) -> None:
         (Grammar(GrammarKind.JSON_SCHEMA, "true"), "[1, {}]", "[1, {]"),
         (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}'), '{\n "x": [null]\n}', "[]"),
         (Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["/", 1]}'), '"/"', '"'),
+        (Grammar(GrammarKind.JSON_SCHEMA, RIGID), '{"a":1}', '{"a": 1}'),
         (Grammar(GrammarKind.REGEX, r"a/b\d\n{2}é"), "a/b7\n\né", "a/b7\né"),
         (Grammar(GrammarKind.EBNF, EBNF), "no1no2", "no1no"),
         (Grammar(GrammarKind.EBNF, LARK), "yes", "yesno1"),
