@@ -2,8 +2,14 @@
 
 import contextlib
 import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
-if "PYTEST_XDIST_WORKER" in os.environ:
+import pytest
+
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IS_WORKER:
     # Read by torch when it is imported, which no worker has done yet.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -12,3 +18,69 @@ with contextlib.suppress(ImportError):  # tests on a GPU can do without
 
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
+
+# Begun first, longest first, so that no worker is left with one of them at the end. Others follow by their number of tests.
+LONG = (
+    "tests/e2e/test_exactness.py",
+    "tests/e2e/test_heads.py",
+    "tests/e2e/test_services.py",
+    "tests/e2e/test_structured_output.py",
+    "tests/chaos/test_chaos.py",
+    "tests/verify_service/policy/test_draft_policy.py",
+    "tests/web/test_pages.py",
+    "tests/monitoring/test_dashboards.py",
+    "tests/cli/test_generate.py",
+    "tests/cli/test_serve.py",
+    "tests/verify_service/drafts/test_missed_states.py",
+    "tests/verify_service/drafts/test_hidden_states.py",
+    "tests/bench/test_sweep.py",
+    "tests/bench/test_soak.py",
+    "tests/training/test_draft.py",
+    "tests/e2e/test_fault_points.py",
+    "tests/verify_service/drafts/test_several_drafts.py",
+    "tests/verify_service/drafts/test_several_models.py",
+    "tests/gateway/test_tls.py",
+    "tests/draft_service/test_device_steps.py",
+    "tests/draft_service/test_graph_drafting.py",
+    "tests/draft_service/test_standalone.py",
+    "tests/draft_service/test_own_weights.py",
+    "tests/verify_service/grammar/test_lossless.py",
+    "tests/verify_service/engine/test_engine.py",
+    "tests/bench/test_serve.py",
+    "tests/models/test_registry.py",
+)
+# Files whose fixtures are made anew for each first parameter: these parts may run side by side.
+DIVIDED = ("tests/e2e/test_exactness.py",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts whole files in the order in which workers begin them; a run without workers keeps pytest's own."""
+    if not IS_WORKER:
+        return
+    ranks = {name: rank for rank, name in enumerate(LONG)}
+    files = {item: item.nodeid.partition("::")[0] for item in items}
+    sizes = Counter(files.values())
+    items.sort(
+        key=lambda item: (ranks.get(files[item], len(LONG)), -sizes[files[item]], files[item])
+    )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """--dist loadfile in the order of `pytest_collection_modifyitems`, with the files of DIVIDED in parts."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    root = Path(__file__).parents[1]
+    if gone := [name for name in (*LONG, *DIVIDED) if not (root / name).is_file()]:
+        raise pytest.UsageError(f"tests/conftest.py names files that are not there: {gone}")
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            first = test.partition("[")[2].partition("-")[0].rstrip("]")
+            return f"{file}[{first}]" if file in DIVIDED else file
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
