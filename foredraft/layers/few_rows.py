@@ -12,9 +12,8 @@ from foredraft.kernel_launch import overlapped, power_of_two
 MOST_ROWS = 64
 # With fewer outputs, programs that each take all columns are too few to keep the memory busy.
 _NARROW = 6144
-_ONE_ROW_OUTPUTS = (
-    8192  # of a single row with fewer, multiply-adds are faster than the matrix units
-)
+# Of a single row with fewer, multiply-adds are faster than the matrix units.
+_ONE_ROW_OUTPUTS = 8192
 _VAST = 65536  # outputs from which on there are programs enough for twice the tile
 _BLOCK_N = 64
 _PROGRAMS = 256  # enough to keep an H200's memory busy

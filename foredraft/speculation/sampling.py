@@ -23,9 +23,8 @@ from foredraft.types import SamplingParams
 _MIN_PRUNED_VOCAB = 4096
 # Rows at a time by kernels, which keep a number for each token of each, and programs of each.
 _KERNEL_ROWS, _KERNEL_PARTS = 128, 8
-_ALIGNED = (
-    4  # float32 numbers in 16 bytes: a kernel is compiled anew for tensors that begin elsewhere
-)
+# Float32 numbers in 16 bytes: a kernel is compiled anew for tensors that begin elsewhere.
+_ALIGNED = 4
 
 
 @dataclass(slots=True)

@@ -26,9 +26,8 @@ from foredraft.speculation.sampling import SamplingRows, greedy, perturbed_top, 
 Ordering = Literal["topk", "coupled"]
 
 DISAGREEMENT = 1.0  # 1 makes the greedy limit the draft's own probability, which is known to estimate acceptance well
-MIN_RIVALS = (
-    16  # perturbed scores that share the probability; further ones are too far behind to matter
-)
+# Perturbed scores that share the probability; further ones are too far behind to matter.
+MIN_RIVALS = 16
 
 
 class BeamTree:

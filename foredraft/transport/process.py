@@ -54,10 +54,9 @@ class Peer:
         except ProcessLookupError:
             return  # dead already
         except (OSError, OverflowError):
+            # Without a descriptor, or of no possible number, nothing is known.
             self.close()
-            self._was_found = (
-                False  # without a descriptor, or of no possible number, nothing is known
-            )
+            self._was_found = False
 
     @property
     def is_gone(self) -> bool:

@@ -18,9 +18,8 @@ from verify_service.outputs import TokenLogprob
 from verify_service.scheduling.request import Sequence as RequestSequence
 from verify_service.target.simulation import SimulatedAcceptance
 
-CHOSEN_AT_ONCE = (
-    1024  # rows; what is worked out for them takes several times as much memory as their logits
-)
+# Rows; what is worked out for them takes several times as much memory as their logits.
+CHOSEN_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
