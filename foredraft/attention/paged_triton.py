@@ -12,12 +12,15 @@ import torch
 
 from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
 from foredraft.attention.shares import Balance, Lengths, Levels, Shares, share_out
-from foredraft.kernel_launch import overlapped, power_of_two
+from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
 
 MAX_SPLITS = 32
 # Keys that a program should have at least; with few rows it waits for memory, with many it computes.
 MIN_KEYS_FEW_ROWS, MIN_KEYS_MANY_ROWS = 64, 1024
+_SMALL_TILES = (
+    32  # rows of a tile, query heads counted likewise, up to which there are tiles of several sizes
+)
 FEW_ROWS = 16  # of a tile, query heads of a KV head counted as rows
 # Compute units assumed where there is no GPU, which is where Triton's interpreter runs the kernels.
 _INTERPRETED_UNITS = 16
@@ -75,7 +78,10 @@ def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_si
         max_tokens: No sequence has more keys.
         group_size: Query heads per KV head.
     """
-    units = _units(kv.data.device)
+    device = kv.data.device
+    units = _INTERPRETED_UNITS
+    if device.type == "cuda":
+        units = torch.cuda.get_device_properties(device).multi_processor_count
     folded = max_rows * group_size
     programs = max(1, batch) * kv.num_kv_heads * -(-folded // 64)
     if folded <= FEW_ROWS:  # several programs run on a unit at a time
@@ -85,12 +91,6 @@ def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_si
     else:
         wanted = min(2 * units // programs, max_tokens // MIN_KEYS_MANY_ROWS)
     return 1 << max(0, min(MAX_SPLITS, wanted).bit_length() - 1)
-
-
-def _units(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _INTERPRETED_UNITS
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class TritonAttention(AttentionBackend):
@@ -175,10 +175,13 @@ class TritonAttention(AttentionBackend):
         elif splits > 1:
             # Of few rows each head is a program's.
             heads = math.gcd(num_heads, 8) if num_tokens >= 64 and splits <= 4 else 1
+            chunk = 4 if splits <= 4 else MAX_SPLITS
+            if VARIANTS.are_few:
+                heads, chunk = 1, MAX_SPLITS
             triton_kernels.combine[(num_tokens, num_heads // heads)](
                 out, parts, best, total, splits,
                 HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_H=heads, BLOCK_D=block_d,
-                CHUNK=4 if splits <= 4 else MAX_SPLITS, num_warps=4 if splits * heads > 4 else 2, **options,
+                CHUNK=chunk, num_warps=4 if chunk * heads > 4 else 2, **options,
             )  # fmt: skip
 
     @staticmethod
@@ -219,8 +222,6 @@ def _plan_tiles(plan: TritonPlan, group: int, dtype: torch.dtype) -> dict[str, i
 
 def _shares(plan: TritonPlan, balance: Balance, window: int | None, group: int) -> list[Shares]:
     kv, tiles = plan.kv, _plan_tiles(plan, group, balance.dtype)
-    # Programs of a compute unit, which its shared memory allows.
-    per_unit = 2 if tiles["BLOCK_M"] > 32 else 3 if kv.is_8_bit else 4
     levels = balance.levels
     if levels is None:
         levels = Levels(plan.prefix_len[None], plan.write_index[None], plan.positions[None])
@@ -237,7 +238,6 @@ def _shares(plan: TritonPlan, balance: Balance, window: int | None, group: int) 
         group=group,
         kv_heads=kv.num_kv_heads,
         splits=plan.num_splits,
-        resident=per_unit * _units(kv.data.device) // kv.num_kv_heads,
         tiles=tiles,
         window=window,
         is_masked=plan.tail_mask is not None,
@@ -332,6 +332,13 @@ def _plan_of_spans(batch: Batch, kv: PagedKV, group_size: int) -> TritonPlan:
     has_mask = width > 0
     num_keys = max(span.num_keys for span in spans)
     max_rows = max(span.num_rows for span in spans)
+    num_splits = splits_for(num_spans, max_rows, kv, num_keys, group_size)
+    is_mixed = any(mask is None for mask in masks)
+    if VARIANTS.are_few:  # of small tiles the largest is that of any number of rows
+        max_rows = max(max_rows, _SMALL_TILES // group_size + 1)
+        is_mixed = True
+        if has_mask or not VARIANTS.cut_keys:
+            num_splits = 1
     return TritonPlan(
         kv=kv,
         page_tables=table[:, :num_pages],
@@ -342,12 +349,10 @@ def _plan_of_spans(batch: Batch, kv: PagedKV, group_size: int) -> TritonPlan:
         write_index=numbers[4],
         positions=batch.positions,
         tail_mask=uploaded[4 * num_ints :].view(num_tokens, width) if has_mask else None,
-        is_causal=numbers[5].to(torch.int8)
-        if has_mask and any(mask is None for mask in masks)
-        else None,
+        is_causal=numbers[5].to(torch.int8) if has_mask and is_mixed else None,
         tail_positions=table[:, num_pages + 6 :] if has_mask else None,
         max_rows=max_rows,
-        num_splits=splits_for(num_spans, max_rows, kv, num_keys, group_size),
+        num_splits=num_splits,
     )
 
 

@@ -84,6 +84,7 @@ def share_out(
         tl.cumsum(of_several, 0) - of_several,
         num_of_several + tl.cumsum(alone, 0) - alone,
     )
+    first = tl.where(parts > 0, first, 0)
     tl.store(pairs + 2 * pair, parts, mask=pair < num_pairs)
     tl.store(pairs + 2 * pair + 1, first, mask=pair < num_pairs)
     for part in range(0, tl.max(parts, 0)):

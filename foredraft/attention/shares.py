@@ -13,7 +13,8 @@ from foredraft.kernel_launch import power_of_two
 
 COLUMNS = 16  # of a share; see `share_kernels`
 LEAST_PAIRS = 64  # that the kernel is compiled for
-LEAST_SPARE = 16
+# Shares of each KV head that are not used where all sequences are as long as each other: they must cost nothing then.
+SPARE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +82,14 @@ class Balance:
     shares: dict[int | None, list[Shares]] = field(default_factory=dict)
 
 
-def spare_shares(pairs: int, splits: int, resident: int) -> int:
+def spare_shares(pairs: int, splits: int) -> int:
     """How many more shares than pairs there are.
 
     Args:
         pairs: Sequences times blocks of rows.
         splits: Parts of each pair if all are as long as each other.
-        resident: Programs of one KV head that the device runs at a time.
     """
-    if splits > 1:
-        return pairs * (splits - 1)
-    # What stays unused costs nothing where it runs beside the others, and little where it is few.
-    return min(pairs, max(resident - pairs, LEAST_SPARE))
+    return pairs * (splits - 1) if splits > 1 else min(pairs, SPARE)
 
 
 def share_out(
@@ -102,7 +99,6 @@ def share_out(
     group: int,
     kv_heads: int,
     splits: int,
-    resident: int,
     tiles: Mapping[str, int],
     window: int | None,
     is_masked: bool,
@@ -115,7 +111,7 @@ def share_out(
     Args:
         max_rows: No sequence has more rows.
         group: Query heads per KV head.
-        splits, resident: See `spare_shares`.
+        splits: See `spare_shares`.
         tiles: Of the attention kernel.
         window: Of the layers that these shares are for.
         is_masked: Whether rows see the keys from prefix_len on by a mask; all are read then.
@@ -124,7 +120,7 @@ def share_out(
 
     row_blocks = -(-max_rows * group // tiles["BLOCK_M"])
     num_pairs = lengths.num_rows.shape[0] * row_blocks
-    spare = spare_shares(num_pairs, splits, resident)
+    spare = spare_shares(num_pairs, splits)
     num_shares, device = num_pairs + spare, lengths.num_rows.device
     num_levels = len(lengths.write_index)
     shares, pairs, counters = (

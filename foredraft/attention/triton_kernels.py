@@ -331,15 +331,16 @@ def combine_shares(
     kv_head = tl.program_id(1)
     num_parts = tl.load(pairs + 2 * tl.program_id(0))
     first_part = tl.load(pairs + 2 * tl.program_id(0) + 1)
+    # What the first share of another pair says is not used.
+    share = shares + first_part * COLUMNS
+    block = tl.load(share + BLOCK)
+    first_row = tl.load(share + FIRST_ROW)
+    num_rows = tl.load(share + NUM_ROWS)
     if DEPENDENT:  # shares were made long before
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if num_parts < 2:
         return
-    share = shares + first_part * COLUMNS
-    block = tl.load(share + BLOCK)
-    first_row = tl.load(share + FIRST_ROW)
-    num_rows = tl.load(share + NUM_ROWS)
     m = tl.program_id(2) * LINES + tl.arange(0, LINES)
     folded = block * BLOCK_M + m
     row = folded // GROUP
