@@ -1,8 +1,38 @@
-"""What launches of Triton kernels share: how one follows another, and the sizes of their blocks."""
+"""What launches of Triton kernels share: how one follows another, the sizes of their blocks, and how many variants there are."""
 
 import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+
+
+class Variants(threading.local):
+    """What decides in how many variants kernels are launched.
+
+    Attributes:
+        are_few: Numbers of rows, sequences and keys are to decide little.
+        cut_keys: Attention may cut keys into parts all the same, for which it takes variants of their own.
+    """
+
+    are_few = False
+    cut_keys = True
+
+
+VARIANTS = Variants()
+
+
+@contextmanager
+def few_variants(cut_keys: bool) -> Iterator[None]:
+    """For what this thread launches outside of graphs: there a variant that comes up late holds a step up for the most of a
+    second that Triton takes to compile it, and the host takes longer to launch the kernels than the kernels take."""
+    before = VARIANTS.are_few, VARIANTS.cut_keys
+    VARIANTS.are_few, VARIANTS.cut_keys = True, cut_keys
+    try:
+        yield
+    finally:
+        VARIANTS.are_few, VARIANTS.cut_keys = before
 
 
 @functools.cache

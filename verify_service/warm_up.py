@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -14,8 +13,6 @@ from foredraft.runner.warm_up import Reach, forwards_to_run
 from verify_service.engine.engine import EngineLimits
 
 logger = logging.getLogger(__name__)
-
-SHORT_KEYS = 128  # within which forwards differ by their rows alone
 
 
 def reach_of(config: VerifyConfig, limits: EngineLimits, has_branches: bool) -> Reach:
@@ -46,9 +43,7 @@ def warm_up(runner: ModelRunner, reach: Reach, layers: Sequence[int], num_levels
     group_size = config.num_heads // config.num_kv_heads
     for rows in forwards_to_run(reach, kv, group_size):
         runner.forward(rows, layers)
-    if layers:  # nobody reads them while no draft is attached
-        short = replace(reach, num_keys=min(reach.num_keys, SHORT_KEYS), num_tree_rows=0)
-        for rows in forwards_to_run(short, kv, group_size):
+        if layers:  # nobody reads them while no draft is attached
             runner.forward(rows)
     _warm_up_hand_over(runner, config.hidden_size * max(1, len(layers)), num_levels)
     torch.cuda.synchronize(kv.data.device)

@@ -348,7 +348,7 @@ class PagedProposer(Proposer):
     def _warm_up(self) -> None:
         """Compiles the kernels of all extensions that go through no graph, and writes to the first page."""
         attach, config = self._attach, self._config
-        reach = Reach(self._most_rows, attach.max_batch, attach.max_context)
+        reach = Reach(self._most_rows, attach.max_batch, attach.max_context, cut_keys=False)
         group_size = config.num_heads // config.num_kv_heads
         for rows in forwards_to_run(reach, self._runner.kv, group_size):
             num_rows = sum(len(sequence.tokens) for sequence in rows)

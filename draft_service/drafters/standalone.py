@@ -109,7 +109,7 @@ class StandaloneDrafter(PagedDrafter):
     def _proposer(
         self, kv: PagedKV, attach: draft_pb2.AttachRequest, limits: Limits, scratch: Scratch
     ) -> Proposer:
-        runner = ModelRunner(self._model, kv, self.attention)
+        runner = ModelRunner(self._model, kv, self.attention, cut_keys=False)
         return _StandaloneProposer(runner, self._token_map, attach, limits, scratch, self.graphs)
 
     def _check_target(self, request: draft_pb2.AttachRequest) -> None:

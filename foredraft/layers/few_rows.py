@@ -7,7 +7,7 @@ cuBLAS's do not.
 
 import torch
 
-from foredraft.kernel_launch import overlapped, power_of_two
+from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 
 MOST_ROWS = 64
 # With fewer outputs, programs that each take all columns are too few to keep the memory busy.
@@ -26,6 +26,7 @@ def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether products of these rows with this weight [outputs, inputs] may go through this module."""
     return (
         weight.is_cuda
+        and not VARIANTS.are_few
         and 0 < x.shape[0] <= MOST_ROWS
         and weight.dtype in (torch.bfloat16, torch.float16)
         and weight.is_contiguous()

@@ -5,7 +5,7 @@ Triton is imported on first use. No call reads a value of the device, so that al
 
 import torch
 
-from foredraft.kernel_launch import overlapped, power_of_two
+from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 
 
 def on_gpu(x: torch.Tensor) -> bool:
@@ -153,6 +153,8 @@ def rotate_and_store(
     q_weight, k_weight, eps, full_precision = norms or (cos, cos, 0.0, False)
     # Many rows fill the device by themselves; of few rows each head is a program's.
     block_h = 1 if num_rows <= 4 else 4 if num_rows <= 64 else 16
+    if VARIANTS.are_few:
+        block_h = 4
     if num_rows:
         triton_kernels.rotate_and_store[(num_rows, -(-all_heads // block_h))](
             heads, cos, sin, q_weight, k_weight, keys, values, slots,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from foredraft.attention.base import AttentionBackend
+from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.draft_head import DraftHead, HeadOutput
 from foredraft.runner.batch import SequenceRows, build_batch
@@ -30,7 +31,8 @@ class HeadRunner:
     @torch.inference_mode()
     def fuse(self, rows: torch.Tensor) -> torch.Tensor:
         """See `DraftHead.fuse`."""
-        return self.head.fuse(rows)
+        with few_variants(cut_keys=False):
+            return self.head.fuse(rows)
 
     @torch.inference_mode()
     def forward(
@@ -53,4 +55,5 @@ class HeadRunner:
         """
         num_slots = self.kv.data.shape[2]
         batch = build_batch(rows, self.kv.page_size, num_slots, self.kv.data.device)
-        return self.head.forward(batch, features, self.kv, self.attention, module, all_features)
+        with few_variants(cut_keys=False):  # of one layer even long contexts take little
+            return self.head.forward(batch, features, self.kv, self.attention, module, all_features)

@@ -13,6 +13,7 @@ import torch
 
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.attention.paged_triton import TritonPlan, folded_rows_of_a_block, splits_for
+from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel, ModelOutput
 from foredraft.runner.aside import capture_graph, run_aside
@@ -114,7 +115,8 @@ class MixedGraphs:
             self._graphs[kind] = self._capture(kind)
         self._graphs[kind].replay()
         hidden = self._hidden[:num_rows]
-        logits = self._model.lm_head(hidden[wanted])
+        with few_variants(cut_keys=True):  # rows of any number
+            logits = self._model.lm_head(hidden[wanted])
         if not capture:
             return ModelOutput(logits, hidden)
         streams = self._streams[kind.capture][:num_rows]

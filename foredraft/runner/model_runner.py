@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from foredraft.attention.base import AttentionBackend
+from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel, ModelOutput
 from foredraft.runner.batch import SequenceRows, build_batch
@@ -20,9 +21,13 @@ class ModelRunner:
         model: On the device of `kv`.
         kv: Of the model's shape.
         attention: For the model's device.
+        cut_keys: See `few_variants`: long contexts are worth it.
     """
 
-    def __init__(self, model: DecoderModel, kv: PagedKV, attention: AttentionBackend) -> None:
+    def __init__(
+        self, model: DecoderModel, kv: PagedKV, attention: AttentionBackend, cut_keys: bool = True
+    ) -> None:
+        self._cut_keys = cut_keys
         self.model = model
         self.kv = kv
         self.attention = attention
@@ -53,7 +58,8 @@ class ModelRunner:
         num_slots = self.kv.data.shape[2]
         batch = build_batch(rows, self.kv.page_size, num_slots, self.kv.data.device)
         batch.embeddings = embeddings
-        return self.model.forward(batch, self.kv, self.attention, capture)
+        with few_variants(self._cut_keys):
+            return self.model.forward(batch, self.kv, self.attention, capture)
 
     @torch.inference_mode()
     def commit_paths(self, paths: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> None:

@@ -47,7 +47,8 @@ def test_nothing_is_launched_that_was_not_before(
                 if isinstance(proposer, ModuleChainProposer):
                     proposer._draft(wishes)
                 assert met <= warmed, met - warmed
-    assert len(warmed) > 10
+    # Each that the graphs have not launched takes Triton most of a second while the verifier waits for the attach.
+    assert 4 <= len(warmed) <= 8
 
 
 @pytest.mark.parametrize("count", [1, 1023, 1024, 1025, 2049, 5000])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from foredraft.attention.paged_triton import TritonAttention
+from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import SequenceRows, build_batch
 from foredraft.runner.warm_up import Reach, forwards_to_run
@@ -24,19 +25,20 @@ SHAPES = {  # heads, KV heads, size of a head
     "all heads their own": (40, 40, 128),
 }
 REACHES = {
-    "a draft": Reach(1024, 64, 100_000),
+    "a draft": Reach(1024, 64, 100_000, cut_keys=False),
     "a target with trees": Reach(8192 + 64 * 32, 64, 100_000, 32),
     "small": Reach(300, 3, 700, 9),
 }
 
 
-def attend(rows: list[SequenceRows], kv: PagedKV, num_heads: int) -> None:
+def attend(rows: list[SequenceRows], kv: PagedKV, num_heads: int, cut_keys: bool) -> None:
     batch = build_batch(rows, PAGE, kv.data.shape[2], META)
     attention, head_dim = TritonAttention(), kv.data.shape[-1]
     queries = torch.empty(batch.num_rows, num_heads, head_dim, dtype=torch.bfloat16, device=META)
     out = torch.empty(batch.num_rows, num_heads * head_dim, dtype=torch.bfloat16, device=META)
-    plan = attention.plan(batch, kv, (None,), num_heads // kv.num_kv_heads)
-    attention.attend(plan, queries, 0, None, 1.0, out)
+    with few_variants(cut_keys):
+        plan = attention.plan(batch, kv, (None,), num_heads // kv.num_kv_heads)
+        attention.attend(plan, queries, 0, None, 1.0, out)
 
 
 def some_rows(rng: random.Random, reach: Reach) -> list[SequenceRows]:
@@ -75,11 +77,12 @@ def test_every_variant_of_attention_is_met(reach: Reach, name: str) -> None:
     with recorded_launches() as met:
         forwards = forwards_to_run(reach, kv, num_heads // num_kv_heads)
         for rows in forwards:
-            attend(rows, kv, num_heads)
+            attend(rows, kv, num_heads, reach.cut_keys)
         warmed: set[Hashable] = set(met)
         for _ in range(250):
             rows = some_rows(rng, reach)
-            attend(rows, kv, num_heads)
+            attend(rows, kv, num_heads, reach.cut_keys)
             assert met <= warmed, rows
-    assert len(forwards) <= 45
-    assert len(warmed) >= 4
+    # Each takes most of a second to compile.
+    assert len(forwards) <= 6
+    assert 1 <= len(warmed) <= 7

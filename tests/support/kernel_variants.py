@@ -19,6 +19,7 @@ from torch import nn
 
 import foredraft
 from foredraft.attention import paged_triton
+from foredraft.kernel_launch import VARIANTS
 from foredraft.layers import few_rows, fused
 from foredraft.layers.linear import Linear, cuda_linear
 
@@ -100,7 +101,8 @@ def recorded_launches() -> Iterator[set[Hashable]]:
 def _supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """`few_rows.supports` of an H200."""
     return (
-        0 < x.shape[0] <= few_rows.MOST_ROWS
+        not VARIANTS.are_few
+        and 0 < x.shape[0] <= few_rows.MOST_ROWS
         and weight.dtype in (torch.bfloat16, torch.float16)
         and weight.is_contiguous()
         and weight.shape[1] % 8 == 0
