@@ -253,13 +253,13 @@ def _architecture(reader: Reader) -> str:
     for key, kind in REFUSED_KEYS.items():
         if raw.get(key):
             raise reader.fail(f"{kind} models are not supported ({name}, {key})")
-    if name not in _FAMILIES:
+    if not isinstance(name, str) or name not in _FAMILIES:
         raise reader.fail(
             f"architecture {name!r} is not supported; supported: {', '.join(_FAMILIES)}"
         )
     if raw.get("use_bidirectional_attention"):
         raise reader.fail("use_bidirectional_attention is not supported")
-    return str(name)
+    return name
 
 
 def _is_for_kv_alone(quantization: Any) -> bool:

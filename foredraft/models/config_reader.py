@@ -1,6 +1,7 @@
 """Values of a JSON configuration, checked one by one."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ class Reader:
         value = self.raw.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):  # Python's JSON knows NaN and Infinity
             raise self.fail(f"{key} must be a number, not {value!r}")
         return float(value)
 

@@ -65,6 +65,8 @@ def read_rope(
     ) not in (None, 1, 1.0):
         raise parameters.fail("partial_rotary_factor other than 1 is not supported")
     theta = parameters.number("rope_theta", theta)
+    if theta <= 1:
+        raise parameters.fail(f"rope_theta must be above 1, not {theta}")
     if kind == "default":
         return RopeConfig(theta)
     original = parameters.size(
@@ -76,6 +78,8 @@ def read_rope(
     if kind != "yarn" and "factor" not in parameters.raw:
         raise parameters.fail(f"rope type {kind} has no factor")
     factor = parameters.number("factor", max_positions / original)
+    if factor <= 0:
+        raise parameters.fail(f"factor must be above 0, not {factor}")
     attention_factor = 1.0
     if kind == "yarn":
         attention_factor = _yarn_attention_factor(parameters, factor)

@@ -55,7 +55,7 @@ def test_old_and_new_rope_keys_agree():
 
 def test_fingerprint_tells_models_apart():
     assert parse().fingerprint == parse(eos_token_id=[3, 4], dtype="float16").fingerprint
-    for change in ({"rope_theta": 1.0}, {"vocab_size": 101}, {"tie_word_embeddings": True}):
+    for change in ({"rope_theta": 2.0}, {"vocab_size": 101}, {"tie_word_embeddings": True}):
         assert parse(**change).fingerprint != parse().fingerprint
 
 
@@ -145,6 +145,7 @@ def test_num_parameters_counts_every_weight(variant):
             "FalconForCausalLM.*supported: LlamaForCausalLM",
         ),
         ({"architectures": None}, "architecture None"),
+        ({"architectures": []}, r"architecture \[\]"),
         ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}, "mixture-of-experts"),
         ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, "MLA"),
         (
@@ -155,6 +156,11 @@ def test_num_parameters_counts_every_weight(variant):
         ({"quantization_config": {"quant_method": "fp8"}}, r"\(fp8\)"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_scaling": {"rope_type": "linear"}}, "no factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 0}}, "factor must be above 0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -2.0}}, "factor must be above 0"),
+        ({"rope_theta": 0}, "rope_theta must be above 1"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}}, "above 1"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number"),
         ({"eos_token_id": "2"}, "eos_token_id must be a token id"),
         ({"eos_token_id": [2, None]}, "eos_token_id must be a token id"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
