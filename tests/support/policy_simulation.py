@@ -7,13 +7,13 @@ from typing import Protocol
 
 from tests.support.step_model import StepModel, accepted_nodes, tree_shape
 from tests.support.step_trace import Trace, TraceStep
-from verify_service.drafts.trial import answer_seconds
 from verify_service.policy.acceptance import DraftHistory
 from verify_service.policy.messages import NO_WAIT, Observed, Plan, Wait, Want
 from verify_service.policy.policy import DraftPolicy
 
 HOST_SECONDS = 5e-4  # that the host takes for a step; in the rest it waits
 BRIEF = 24  # tokens of a sequence that a draft reads in no time
+JUDGED_SECONDS = 0.02  # after which the tokens of a few steps have said what a trial was worth
 PROMPT = 256  # tokens, which a draft reads with the first tree that it is asked for
 
 
@@ -60,6 +60,9 @@ class Chooses(Protocol):
         """See `DraftPolicy`."""
 
     def ended_trial(self, num_outcomes: int) -> None:
+        """See `DraftPolicy`."""
+
+    def passes(self, seconds: float, tokens: int) -> bool:
         """See `DraftPolicy`."""
 
     def observe(self, step: Observed) -> None:
@@ -151,8 +154,8 @@ class _Run:
             0.0  # seconds that it has spent on the coming step, beside what every step takes
         )
         self._trial: list[tuple[DraftHistory, int, list[int]]] = []  # outcomes of one beside steps
-        self._look_at = self._busy_until = (
-            0.0  # when they are looked for, and until when the draft works at it
+        self._judged_at = self._busy_until = (
+            0.0  # when they are known, and until when the draft works at it
         )
         # What the policy is told of the newest step, which is under way.
         self._late: Callable[[], None] | None = None
@@ -232,7 +235,7 @@ class _Run:
         def tell() -> None:
             if num_prompts:
                 policy.interrupted(batch, tokens, target, wait)
-            else:
+            elif not policy.passes(target + draft, tokens):
                 policy.observe(Observed(batch, rows, target + draft - wait.lead, tokens, wait))
             for outcome in outcomes:
                 policy.record(*outcome)
@@ -259,9 +262,7 @@ class _Run:
             )
             for one in self._answers
         ]
-        if self._trial and self.now > self._look_at:
-            # Whatever has not come is waited for.
-            self.now = max(self.now, self._busy_until)
+        if self._trial and self.now > max(self._judged_at, self._busy_until):
             trial, self._trial = self._trial, []
             for outcome in trial:
                 self._policy.record(*outcome)
@@ -280,7 +281,7 @@ class _Run:
         # A few tokens of each are read as quickly as what a step commits.
         num_unread = sum(one.behind for one in tried if one.behind > BRIEF)
         seconds = model.change_seconds(0, num_unread) - model.change_seconds(0, 0)
-        self._look_at = self.now + answer_seconds(sum(one.behind for one in tried))
+        self._judged_at = self.now + JUDGED_SECONDS
         self._busy_until = self.now + (1 + model.beside) * seconds
         nodes, (parents, ranks) = model.tree[2], self._shape
         for one in tried:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 import grpc
 
@@ -27,17 +28,29 @@ LONGEST_BACKOFF = 1.0
 TOKENS_PER_TIMEOUT = 256
 _POLL_SECONDS = 0.25
 
+_Reading = Future[draft_pb2.SpeculateResponse]
+
 logger = logging.getLogger(__name__)
 
 
 class _Stream:
-    """One Speculate call. Its requests go through a queue to the thread that gRPC keeps for them."""
+    """One Speculate call. Its requests go through a queue to the thread that gRPC keeps for them.
+
+    Attributes:
+        call: The call itself.
+        unanswered: Step numbers, and committed tokens sent, of steps that `receive` was not called for.
+        num_steps: That were sent.
+        reading: The oldest of their answers, where another thread reads it.
+        deadline: Until when the answer that is being read may come.
+    """
 
     def __init__(self, stub: draft_pb2_grpc.DraftServiceStub) -> None:
         self._requests: queue.SimpleQueue[draft_pb2.SpeculateRequest | None] = queue.SimpleQueue()
         self.call = stub.Speculate(iter(self._requests.get, None))
-        self.unanswered: deque[tuple[int, int]] = deque()  # step numbers, and committed tokens sent
+        self.unanswered: deque[tuple[int, int]] = deque()
         self.num_steps = 0
+        self.reading: _Reading | None = None
+        self.deadline: float | None = None
 
     def write(self, request: draft_pb2.SpeculateRequest) -> None:
         self._requests.put(request)
@@ -55,10 +68,45 @@ class _Stream:
         self.call.cancel()
 
 
+class _Reader:
+    """Reads answers in a thread of its own, begun with the first, for whoever must not wait: gRPC does not say what has come."""
+
+    def __init__(self, read: Callable[[_Stream], draft_pb2.SpeculateResponse]) -> None:
+        self._read = read
+        self._due: queue.SimpleQueue[tuple[_Stream, _Reading] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, stream: _Stream) -> _Reading:
+        """Reads the next message of a stream; it is over when the stream is."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="draft-reader", daemon=True)
+            self._thread.start()
+        reading = stream.reading = _Reading()
+        self._due.put((stream, reading))
+        return reading
+
+    def close(self) -> None:
+        """Ends the thread. All streams have ended."""
+        if self._thread is not None:
+            self._due.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (due := self._due.get()) is not None:
+            stream, reading = due
+            try:
+                answer = self._read(stream)
+            except BaseException as error:
+                reading.set_exception(error)
+            else:
+                reading.set_result(answer)
+            del due, stream, reading  # of a stream that has ended nothing stays
+
+
 class DraftClient:
     """Keeps one draft attached.
 
-    `send` and `receive` belong to one thread, the engine's. Everything else may be called from any.
+    `send`, `has_answer` and `receive` belong to one thread, the engine's. Everything else may be called from any.
 
     Args:
         target: `host:port` or `unix:/path`.
@@ -94,7 +142,7 @@ class DraftClient:
         self._on_ended = on_ended
         self._state = ""
         self._changed = threading.Condition()
-        # All below is guarded by the condition, but `_deadline`, which is a single word.
+        # All below is guarded by the condition.
         self._info: draft_pb2.GetDraftInfoResponse | None = None
         self._may_attach = False
         self._closed = False
@@ -102,7 +150,7 @@ class DraftClient:
         self._epoch = 0
         self._last_epoch = 0
         self._reason = ""  # why the last stream was dropped
-        self._deadline: float | None = None  # of the engine's wait
+        self._reader = _Reader(self._read)
         self._pending: grpc.Future | None = None  # what the background thread waits for
         self._thread = threading.Thread(target=self._run, name="draft-client", daemon=True)
 
@@ -158,28 +206,36 @@ class DraftClient:
             stream.unanswered.append((request.step, num_tokens))
         stream.write(draft_pb2.SpeculateRequest(step=request))
 
+    def has_answer(self, patience: float = 0.0) -> bool:
+        """Whether `receive` would not wait: the answer to the oldest unanswered step has come, or never will.
+
+        From the first time on that this is asked, the answer has to come in time.
+
+        Args:
+            patience: Seconds to wait. Another thread looks what has come, so that without any the first look finds nothing.
+
+        Raises:
+            DraftError: No draft is attached, or no step waits for an answer.
+        """
+        stream = self._due()
+        reading = stream.reading or self._reader.begin(stream)
+        if patience and not reading.done():
+            wait((reading,), patience)
+        return reading.done()
+
     def receive(self) -> draft_pb2.StepResponse:
         """Waits for the answer to the oldest unanswered step.
 
         Raises:
             DraftError: It did not come in time, or the draft died or broke the protocol. The stream is dropped.
         """
-        stream = self._stream
-        if stream is None:
-            raise DraftError("no draft is attached")
-        if not stream.unanswered:
-            raise DraftError("no step waits for an answer")
-        expected, num_tokens = stream.unanswered[0]
-        timeout = self.step_timeout * (1 + num_tokens // TOKENS_PER_TIMEOUT)
-        self._deadline = time.monotonic() + timeout
+        stream = self._due()
+        expected, _ = stream.unanswered[0]
+        reading, stream.reading = stream.reading, None
         try:
-            response = stream.read()
-        except grpc.RpcError as error:
-            raise self._drop(stream, self._cause(error, timeout)) from None
+            response = self._read(stream) if reading is None else reading.result()
         except DraftError as error:
             raise self._drop(stream, str(error)) from None
-        finally:
-            self._deadline = None
         stream.unanswered.popleft()
         if not response.HasField("step"):
             raise self._drop(stream, f"the answer to step {expected} is no step")
@@ -197,7 +253,7 @@ class DraftClient:
         return DraftError(reason) if stream is None else self._drop(stream, reason)
 
     def close(self) -> None:
-        """Ends the connection and the thread. No more is sent or received."""
+        """Ends the connection and the threads. No more is sent or received."""
         with self._changed:
             self._closed = True
             if self._pending is not None:
@@ -205,12 +261,31 @@ class DraftClient:
             self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join()
+        self._reader.close()
 
-    def _cause(self, error: grpc.RpcError, timeout: float) -> str:
-        deadline = self._deadline
-        if error.code() == grpc.StatusCode.CANCELLED and deadline and time.monotonic() >= deadline:
-            return f"no answer within {timeout:g} s"
-        return str(from_rpc_error(error))
+    def _due(self) -> _Stream:
+        """The stream that an answer is due of."""
+        stream = self._stream
+        if stream is None:
+            raise DraftError("no draft is attached")
+        if not stream.unanswered:
+            raise DraftError("no step waits for an answer")
+        return stream
+
+    def _read(self, stream: _Stream) -> draft_pb2.SpeculateResponse:
+        """Waits for the answer to the oldest unanswered step of a stream; `_watch` ends the wait."""
+        _, num_tokens = stream.unanswered[0]
+        timeout = self.step_timeout * (1 + num_tokens // TOKENS_PER_TIMEOUT)
+        stream.deadline = deadline = time.monotonic() + timeout
+        try:
+            return stream.read()
+        except grpc.RpcError as error:
+            is_late = time.monotonic() >= deadline
+            if error.code() == grpc.StatusCode.CANCELLED and is_late:
+                raise DraftError(f"no answer within {timeout:g} s") from None
+            raise DraftError(str(from_rpc_error(error))) from None
+        finally:
+            stream.deadline = None
 
     def _drop(self, stream: _Stream, reason: str) -> DraftError:
         with self._changed:
@@ -289,17 +364,18 @@ class DraftClient:
 
     def _watch(self, stream: _Stream) -> None:
         stream.call.add_callback(self._wake)
-        poll = min(_POLL_SECONDS, self.step_timeout / 4)
+        poll, reason = min(_POLL_SECONDS, self.step_timeout / 4), "the draft ended the stream"
         with self._changed:
             while self._stream is stream and not self._closed and stream.call.is_active():
                 self._changed.wait(poll)
-                deadline = self._deadline
+                deadline = stream.deadline
                 if deadline is not None and time.monotonic() >= deadline:
+                    reason = "no answer in time"
                     stream.end()
         if self._closed:
             self._drop(stream, "closed")
             return
-        self._drop(stream, "the draft ended the stream")
+        self._drop(stream, reason)
         self._tell(f"lost: {self._reason}")
 
     def _wake(self) -> None:

@@ -78,7 +78,18 @@ class Drafting:
         self._telling = Telling(
             self._news, self._wire, hidden, self._ahead, tree_shape, refill_tokens
         )
-        self.is_resting = False
+        self.is_resting = self._is_deaf = False
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether nothing is kept for a draft that rests: once it is listened again, it sees sequences from there on."""
+        return self._is_deaf
+
+    @is_deaf.setter
+    def is_deaf(self, is_deaf: bool) -> None:
+        if is_deaf and not self._is_deaf:
+            self._hidden.drop_all()
+        self._is_deaf = is_deaf
 
     @property
     def epoch(self) -> int:
@@ -169,7 +180,7 @@ class Drafting:
     ) -> None:
         """Takes the hidden states that a step committed; see `HiddenStates.keep`. None where others' were gathered."""
         rows = None if gathered is None else gathered.get(self._hidden.reader)
-        if gathered is None or rows is not None:
+        if not self.is_deaf and (gathered is None or rows is not None):
             self._hidden.keep(output, committed, rows)
 
     def keep_step(
@@ -181,7 +192,7 @@ class Drafting:
     ) -> None:
         """Takes those of a step with one row for each sequence, and prompts behind them; see `HiddenStates.keep_step`."""
         rows = gathered.get(self._hidden.reader)
-        if rows is not None:
+        if rows is not None and not self.is_deaf:
             self._hidden.keep_step(sequences, starts, rows, chunks)
 
     @property
@@ -190,7 +201,9 @@ class Drafting:
         return self._exchange is None and self._hidden.kept_bytes > MOST_KEPT
 
     def gather(self, output: ForwardOutput, count: int) -> Gathered:
-        """The hidden states of the first rows of a step under way."""
+        """The hidden states of the first rows of a step under way, where anything is kept."""
+        if self.is_deaf:
+            return {}
         return {self._hidden.reader: self._hidden.gather(output, count)}
 
     def gather_beside(self, output: ForwardOutput, count: int) -> None:
@@ -223,7 +236,11 @@ class Drafting:
         return self.collect()
 
     def ask(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
-        """The first half of `propose`: sends, and waits for nothing but room in the arena."""
+        """The first half of `propose`: sends.
+
+        Where the step needs what is asked for, it may wait for room in the arena. For the sake of a trial it does not wait, and
+        asks for nothing while the one before is under way.
+        """
         proposals = self._wire.proposals
         proposals.begin()
         if self._wire.epoch == 0:
@@ -232,8 +249,12 @@ class Drafting:
         if self._telling.is_silent(wanted, self.is_resting, self.keeps_much):
             return  # not even of slots that were given back
         try:
-            if any(want.max_nodes for want in wanted):
-                self._wire.drain()
+            asking = [want for want in wanted if want.max_nodes]
+            if asking and all(want.is_trial for want in asking):
+                if not self._wire.try_drain():
+                    wanted = [Wanted(want.sequence, 0) for want in wanted]
+            elif asking and self.is_cheap:
+                self._wire.drain()  # what was asked for ahead
             trees = self._ahead.take(wanted) if self.is_cheap else None
             self._begin_request(is_awaited=trees is None)
             self._telling.tell(wanted, extending, self.is_resting, self.keeps_much)
@@ -253,15 +274,17 @@ class Drafting:
             self._lost(error)
             return {}
 
-    def await_tried(self) -> None:
-        """Waits for what was asked for to find out."""
+    def has_tried(self) -> bool:
+        """Whether all has come that was asked for to find out, or never will. Waits for nothing."""
         try:
-            self._wire.drain()
+            return self._wire.try_drain()
         except (DraftError, ArenaError) as error:
             self._lost(error)
+            return True
 
     def take_tried(self) -> list[Tried]:
-        """What came of trials since the last call."""
+        """What has come of trials since the last call."""
+        self.has_tried()
         return self._wire.proposals.take_tried()
 
     def take_own_time(self) -> OwnTime | None:

@@ -121,6 +121,7 @@ class Proposals:
         self._asked: dict[int, dict[int, Asked]] = {}  # by step and slot
         self._num_tokens: dict[int, int] = {}  # that a step told, likewise by step
         self._due: set[int] = set()  # steps of the newest round whose answers will be verified
+        self._trying: set[int] = set()  # steps that ask for something to find out how good it is
         self._tried: list[Tried] = []
         self._warned = False
 
@@ -129,6 +130,7 @@ class Proposals:
         self._asked.clear()
         self._num_tokens.clear()
         self._due.clear()
+        self._trying.clear()
         self.trees = {}
 
     def begin(self) -> None:
@@ -149,13 +151,21 @@ class Proposals:
         step = request.step
         self._num_tokens[step] = sum(len(sequence.tokens) for sequence in request.sequences)
         self._asked[step] = dict(asked)
-        if is_awaited and not all(one.want.is_trial for one in asked.values()):
+        trials = [one.want.is_trial for one in asked.values()]
+        if any(trials):
+            self._trying.add(step)
+        if is_awaited and not all(trials):
             self._due.add(step)
 
     @property
     def are_due(self) -> bool:
         """Whether something will be verified that has not come."""
         return bool(self._due)
+
+    @property
+    def are_trying(self) -> bool:
+        """Whether something that was asked for to find out has not come."""
+        return bool(self._trying)
 
     @property
     def are_open(self) -> bool:
@@ -177,6 +187,7 @@ class Proposals:
             own = OwnTime(len(asked), (part * extend + draft) * 1e-6, (extend + draft) * 1e-6)
         is_due = response.step in self._due
         self._due.discard(response.step)
+        self._trying.discard(response.step)
         for proposal in response.proposals:
             one = asked.pop(proposal.slot, None)
             if one is None:

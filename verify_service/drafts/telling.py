@@ -66,6 +66,9 @@ class Telling:
         # Where one follows on the device, all do; and the step behind one without drafts may be followed.
         may_wait &= not (self._can_follow and (is_asked or not is_resting))
         may_rest = self._may_rest(wanted, is_resting, must_tell)
+        # Of a draft that the step does not need nothing is waited for: what finds no room is told later, with all behind it,
+        # which may rest on it.
+        may_stop = not must_tell and all(want.is_trial or not want.max_nodes for want in wanted)
         budget, num_read = self._refill_tokens, 0
         for want in wanted:
             sequence = want.sequence
@@ -80,14 +83,19 @@ class Telling:
                     continue
             if may_wait and want.max_nodes == 0 and self._news.may_wait(sequence):
                 continue
+            if may_stop and not self._wire.has_room(self._news.behind(sequence)):
+                return
             num_tokens = self._tell_one(want, budget)
             budget -= num_tokens
             num_read += num_tokens
         if may_rest and is_resting:
             return
         for sequence in extending:
-            if not (is_put_off and self._can_put_off(sequence)):
-                budget -= self._tell_one(Wanted(sequence, 0), budget)
+            if is_put_off and self._can_put_off(sequence):
+                continue
+            if may_stop and not self._wire.has_room(self._news.behind(sequence)):
+                return
+            budget -= self._tell_one(Wanted(sequence, 0), budget)
 
     def _tell_one(self, want: Wanted, budget: int) -> int:
         """Adds what is new of a sequence, and the wish for a tree; gives the number of tokens."""

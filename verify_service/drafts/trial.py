@@ -1,6 +1,5 @@
 """A few trees that are asked for beside plain steps, which do not wait for them: the tokens that come judge them."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from foredraft.speculation.draft_tree import DraftTree
@@ -8,9 +7,6 @@ from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.proposals import Tried, Wanted
 from verify_service.scheduling.request import Sequence as RequestSequence
 from verify_service.scheduling.request import Status
-
-# Seconds that an answer is not looked for, more for every token that the draft reads first: to wait for it would stop the steps.
-ANSWER_SECONDS, READ_SECONDS = 0.02, 2e-5
 
 Outcome = tuple[RequestSequence, int, list[int], int]
 """A sequence, the nodes of its tree, those that were right, and the proposal's confidence."""
@@ -40,11 +36,6 @@ def known_outcome(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, list[int
     return num_known, right
 
 
-def answer_seconds(num_tokens: int) -> float:
-    """How long an answer of a draft that reads so many tokens first is not looked for."""
-    return ANSWER_SECONDS + READ_SECONDS * num_tokens
-
-
 class Trial:
     """One at a time. Belongs to the engine's thread.
 
@@ -54,7 +45,7 @@ class Trial:
 
     def __init__(self) -> None:
         self.judge: Callable[[DraftTree, Sequence[int]], tuple[int, list[int]]] = known_outcome
-        self._look_at: float | None = None
+        self._is_open = False
         self._asked: set[int] = set()  # requests
         self._tried: list[Tried] = []
         self._has_answer = False
@@ -66,9 +57,7 @@ class Trial:
         nodes: Mapping[int, int],
     ) -> None:
         """Asks for trees of so many nodes, by place among the sequences that decode."""
-        num_tokens = sum(drafting.behind(sequences[i]) for i in nodes)
-        self._look_at = time.perf_counter() + answer_seconds(num_tokens)
-        self._has_answer = False
+        self._is_open, self._has_answer = True, False
         self._asked = {sequences[i].request_id for i in nodes}
         self._tried = []
         drafting.ask(
@@ -77,10 +66,11 @@ class Trial:
 
     def outcomes(self, drafting: Drafting) -> list[Outcome] | None:
         """What came of it, once; None before that. Sequences that ended meanwhile are left out."""
-        if self._look_at is None or time.perf_counter() < self._look_at:
+        if not self._is_open:
             return None
         if not self._has_answer:
-            drafting.await_tried()
+            if not drafting.has_tried():
+                return None
             self._tried += drafting.take_tried()
             self._has_answer = True
         found = []
@@ -91,13 +81,13 @@ class Trial:
                 found.append((sequence, len(tree), right, tried.drafted.confidence))
             elif sequence.status is Status.RUNNING:
                 return None  # all at a time: those that are wrong are known first
-        self._look_at = None
+        self._is_open = False
         return found
 
     def take(self, drafting: Drafting) -> list[Tried]:
         """What came of other trials; that of this one is kept."""
         others: list[Tried] = []
         for tried in drafting.take_tried():
-            is_own = self._look_at is not None and tried.sequence.request_id in self._asked
+            is_own = self._is_open and tried.sequence.request_id in self._asked
             (self._tried if is_own else others).append(tried)
         return others

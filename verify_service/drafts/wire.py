@@ -12,6 +12,7 @@ from verify_service.metrics import DRAFT_SECONDS, SpeculationMetrics
 from verify_service.scheduling.request import Sequence as RequestSequence
 
 MOST_UNREAD = 64  # answers; where nobody is asked for, nothing is in them
+LOOK_SECONDS = 5e-4  # for an answer that should have come long ago
 
 
 class DraftWire:
@@ -118,13 +119,32 @@ class DraftWire:
         self._num_unread += not is_on_device
         self.proposals.expect(self._request, self._asking, self._is_awaited)
         self._request, self._asking = draft_pb2.StepRequest(), {}
-        if self._num_unread > MOST_UNREAD:  # the oldest came long ago
+        while self._num_unread > MOST_UNREAD and self._client.has_answer(LOOK_SECONDS):
             self._receive()
 
     def drain(self) -> None:
-        """Reads all that was asked for in steps before: it has come."""
+        """Waits for all that was asked for in steps before."""
         while self.proposals.are_open and self._num_unread:
             self._receive()
+
+    def try_drain(self) -> bool:
+        """Reads what has come of what was asked for to find out; whether nothing of it is left to come. Waits for nothing."""
+        while self.proposals.are_trying and self._num_unread:
+            if not self._client.has_answer():
+                return False
+            self._receive()
+        return True
+
+    def has_room(self, num_rows: int) -> bool:
+        """Whether hidden states of so many rows can be sent without waiting, as far as that will ever be; reads what has come."""
+        writer = self._hidden.writer
+        if writer is None:
+            return True
+        while writer.num_free < min(num_rows, writer.capacity) and self._num_unread:
+            if not self._client.has_answer(LOOK_SECONDS):
+                return False
+            self._receive()
+        return True
 
     def collect(self) -> dict[int, Drafted]:
         """Waits for proposals that will be verified.

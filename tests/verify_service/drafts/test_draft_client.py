@@ -90,6 +90,43 @@ def test_answers_may_be_read_later(draft: DraftProcess) -> None:
         assert [verifier.client.receive().step for _ in range(20)] == list(range(1, 21))
 
 
+def test_answers_are_looked_for_without_waiting(nonsense: Any) -> None:
+    """Those that have come and those that have not, by both ways of reading."""
+    gates = [threading.Event() for _ in range(6)]
+
+    def answer(request: draft_pb2.SpeculateRequest) -> draft_pb2.SpeculateResponse:
+        if request.HasField("attach"):
+            return draft_pb2.SpeculateResponse(
+                attach=draft_pb2.AttachResponse(epoch=request.attach.epoch)
+            )
+        assert gates[request.step.step - 1].wait(30)
+        return draft_pb2.SpeculateResponse(step=draft_pb2.StepResponse(step=request.step.step))
+
+    with Client(nonsense(answer), step_timeout=30) as verifier:
+        verifier.attached()
+        client = verifier.client
+        with pytest.raises(DraftError, match="no step"):
+            client.has_answer()
+        for _ in gates:
+            client.send(verifier.request())
+        assert not client.has_answer()
+        assert not client.has_answer(0.01)
+        gates[0].set()
+        eventually(client.has_answer)
+        assert client.receive().step == 1
+        gates[1].set()
+        assert client.receive().step == 2
+        assert not client.has_answer()
+        gates[2].set()
+        assert client.receive().step == 3  # while another thread reads it
+        for gate in gates:
+            gate.set()
+        assert client.receive().step == 4
+        assert client.has_answer(10)
+        assert client.has_answer()
+        assert [client.receive().step for _ in range(2)] == [5, 6]
+
+
 def test_nothing_is_attached_before_it_is_allowed(draft: DraftProcess) -> None:
     client = DraftClient(draft.target, lambda info, epoch: attach_request(epoch=epoch), 1.0)
     client.start()
@@ -165,6 +202,47 @@ def test_a_stopped_draft_times_out_and_goes_on_later() -> None:
         process.resume()
         assert verifier.attached() >= 2
         assert verifier.step() == [8, 9, 10]
+
+
+def test_a_stopped_draft_is_dropped_while_nobody_waits() -> None:
+    with DraftProcess() as process, Client(process.target, step_timeout=0.2) as verifier:
+        verifier.attached()
+        process.pause()
+        verifier.client.send(verifier.request())
+        assert not verifier.client.has_answer()
+        eventually(lambda: verifier.client.epoch == 0)
+        for use in (verifier.client.has_answer, verifier.client.receive):
+            with pytest.raises(DraftError):
+                use()
+        eventually(lambda: "lost: no answer in time" in verifier.states)
+        process.resume()
+        assert verifier.attached() >= 2
+        assert verifier.step() == [8, 9, 10]
+
+
+def test_a_draft_killed_while_its_answer_is_looked_for() -> None:
+    with DraftProcess() as process, Client(process.target, step_timeout=30) as verifier:
+        verifier.attached()
+        process.pause()
+        verifier.client.send(verifier.request())
+        assert not verifier.client.has_answer()
+        process.kill()
+        eventually(lambda: verifier.client.epoch == 0)
+        process.start(ready=False)
+        verifier.attached()
+        verifier.client.send(verifier.request())
+        eventually(verifier.client.has_answer)
+        assert verifier.client.receive().step == 1
+
+
+def test_closing_ends_a_look() -> None:
+    with DraftProcess() as process:
+        with Client(process.target, step_timeout=600) as verifier:
+            verifier.attached()
+            process.pause()
+            verifier.client.send(verifier.request())
+            assert not verifier.client.has_answer()
+        assert not [one for one in threading.enumerate() if one.name == "draft-reader"]
 
 
 def test_many_tokens_are_given_more_time() -> None:
@@ -308,11 +386,18 @@ def test_cycles_leave_no_thread_and_no_descriptor(
     with Client(draft.target) as verifier:
 
         def cycle(times: int) -> None:
-            for _ in range(times):
+            for i in range(times):
                 epoch = verifier.attached()
                 request = verifier.request()
                 request.sequences[0].tokens.append(128)
                 verifier.client.send(request)
+                if i % 3 == 0:  # whose answer nobody takes
+                    verifier.client.has_answer()
+                    eventually(lambda epoch=epoch: verifier.client.epoch != epoch)
+                    continue
+                if i % 3 == 1 and not verifier.client.has_answer():
+                    eventually(lambda epoch=epoch: verifier.client.epoch != epoch)
+                    continue
                 with pytest.raises(DraftError):
                     verifier.client.receive()
                 eventually(lambda epoch=epoch: verifier.client.epoch > epoch)
@@ -331,6 +416,8 @@ def test_clients_leave_no_thread_and_no_descriptor(draft: DraftProcess) -> None:
             with Client(draft.target) as verifier:
                 verifier.attached()
                 verifier.step()
+                verifier.client.send(verifier.request())
+                verifier.client.has_answer()
 
     use(5)
     descriptors, threads = usage()

@@ -1,13 +1,18 @@
 """Trees that are asked for beside plain steps are judged by the tokens that come, and nothing else changes."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from draft_service.drafters.base import Proposer
+from foredraft.api.draft.v1 import draft_pb2
 from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import Harness, Job
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
 from tests.support.hidden_work import FLAGS, WIDTH, jobs, texts
+from tests.support.stack import eventually
 from verify_service.policy.acceptance import DraftHistory
 from verify_service.policy.messages import Plan, Want
 from verify_service.policy.policy import DraftPolicy
@@ -38,6 +43,116 @@ class Tries(DraftPolicy):
         """See DraftPolicy."""
         self.counts.append(num_outcomes)
         self._is_open = False
+
+
+class Tells(Tries):
+    """The same of a policy under which the draft is told of everything all the time, and tried later."""
+
+    is_resting = False
+    may_try = False
+
+    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
+        """See DraftPolicy."""
+        if not self.may_try:
+            return Plan([0] * len(wanted), 1)
+        return super().plan(wanted, other_rows, is_ahead)
+
+
+class LateDrafter(HiddenDrafter):
+    """Answers those of its steps at once that are not `held`, and the others when the gate opens."""
+
+    def __init__(
+        self, held: Callable[[draft_pb2.StepRequest], bool], algorithm: str = "EAGLE"
+    ) -> None:
+        super().__init__(WIDTH, skill=1.0, weight_bytes=1, algorithm=algorithm)
+        self.gate = threading.Event()
+        self.num_held = 0
+        self._is_held = held
+
+    def attach(self, request: draft_pb2.AttachRequest) -> tuple[Proposer, draft_pb2.AttachResponse]:
+        proposer, response = super().attach(request)
+        step = proposer.step
+
+        def late(request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
+            if self._is_held(request):
+                self.num_held += 1
+                assert self.gate.wait(60)
+            return step(request)
+
+        proposer.step = late  # type: ignore[method-assign]
+        return proposer, response
+
+
+def asks(request: draft_pb2.StepRequest) -> bool:
+    return any(sequence.HasField("propose") for sequence in request.sequences)
+
+
+def run_all(harness: Harness, drafter: HiddenDrafter, work: Sequence[Job]) -> None:
+    """Runs jobs whose texts the drafter knows; the texts are those."""
+    results = harness.run(work)
+    for job, result in zip(work, results, strict=True):
+        assert job.prompt + result.tokens in drafter.texts
+
+
+def test_steps_go_on_while_an_answer_is_late(target: Path) -> None:
+    work = jobs(6, num_new=60)
+    drafter = LateDrafter(asks)
+    drafter.texts = texts(target, work)
+    with engine_with(drafter, target, **FLAGS) as harness:
+        harness.wait_for_draft()
+        sizes = harness.engine._sizes
+        policy = sizes.policy = Tries(sizes._max_nodes)
+        run_all(harness, drafter, work)  # to their ends, without the answer
+        assert drafter.num_held == 1
+        assert policy.counts == []
+        drafter.gate.set()
+        run_all(harness, drafter, work)
+        assert len(policy.counts) > 1
+        assert policy.outcomes
+        assert harness.engine.load().draft_available
+        assert drafter.num_attaches == 1
+        harness.check_nothing_left()
+
+
+def test_a_draft_that_never_answers_a_trial_is_dropped(target: Path) -> None:
+    work = jobs(6, num_new=60)
+    drafter = LateDrafter(asks)
+    drafter.texts = texts(target, work)
+    with engine_with(drafter, target, draft_step_timeout=0.5, **FLAGS) as harness:
+        harness.wait_for_draft()
+        sizes = harness.engine._sizes
+        policy = sizes.policy = Tries(sizes._max_nodes)
+        while drafter.num_held == 0 or harness.engine.load().draft_available:
+            run_all(harness, drafter, work)
+        run_all(harness, drafter, work)
+        assert policy.outcomes == []
+        drafter.gate.set()
+        harness.wait_for_draft()
+        eventually(lambda: run_all(harness, drafter, work) or len(policy.outcomes) > 0)
+        assert drafter.num_attaches > 1
+        harness.check_nothing_left()
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "STANDALONE"])
+def test_a_draft_that_is_only_told_is_not_waited_for(algorithm: str, target: Path) -> None:
+    """Whether the arena is full of rows that it has not read, or answers pile up of one that reads none."""
+    work = jobs(6, num_new=100)
+    drafter = LateDrafter(lambda request: True, algorithm)
+    drafter.texts = texts(target, work)
+    with engine_with(drafter, target, draft_step_timeout=60.0, **FLAGS) as harness:
+        harness.wait_for_draft()
+        sizes = harness.engine._sizes
+        policy = sizes.policy = Tells(sizes._max_nodes)
+        for _ in range(3):
+            run_all(harness, drafter, work)
+        assert drafter.num_held == 1
+        drafter.gate.set()
+        policy.may_try = True
+        eventually(lambda: run_all(harness, drafter, work) or len(policy.outcomes) > 4)
+        assert max(accepted for _, accepted in policy.outcomes) > 1
+        assert drafter.num_attaches == 1
+        harness.check_nothing_left()
+    assert drafter.check(target) > 100
 
 
 @pytest.mark.parametrize("skill", [1.0, 0.0])

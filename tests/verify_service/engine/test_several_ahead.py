@@ -50,8 +50,8 @@ class PartOracle(OracleDraft):
     def collect(self) -> dict[int, Drafted]:
         return self._trees
 
-    def await_tried(self) -> None:
-        pass
+    def has_tried(self) -> bool:
+        return True
 
     def take_tried(self) -> list[Tried]:
         tried, self._tried = self._tried, []
