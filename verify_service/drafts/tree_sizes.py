@@ -61,7 +61,7 @@ class TreeSizes:
             return Plan([0] * len(sequences), 1)
         self._end_trial(drafting)
         if self.policy.rests_on and not self._probes:
-            drafting.is_resting = True
+            drafting.is_resting, drafting.is_deaf = True, self.policy.is_deaf
             return Plan([0] * len(sequences), 1)
         wanted = [
             Want(
@@ -77,7 +77,7 @@ class TreeSizes:
         if drafting.is_cheap:
             return self.policy.ask(wanted)
         plan = self.policy.plan(wanted, other_rows, is_ahead)
-        drafting.is_resting = self.policy.is_resting
+        drafting.is_resting, drafting.is_deaf = self.policy.is_resting, False
         if plan.tried:
             self._trying = self.policy
             self.trial.begin(drafting, sequences, {i: wanted[i].limit for i in plan.tried})
@@ -173,6 +173,8 @@ class TreeSizes:
         wait: Wait,
     ) -> None:
         """Takes a step that only decoded; `num_rows` of all sequences, see `Observed` for the rest."""
+        if self.policy.passes(seconds + wait.lead, tokens):
+            return
         rows = num_rows // batch if self.policy.is_padded else num_rows
         self.policy.observe(Observed(batch, rows, seconds, tokens, wait))
 

@@ -24,6 +24,9 @@ LOOK_SECONDS = 0.04  # for which nothing is considered anew while drafting rests
 FORGET_SECONDS = 30.0  # while drafting rests, in which what drafts took counts a third: it is tried again, whatever was learnt
 # Between two trials where prompts come so often that these would disturb each other, and what a trial costs would not be known.
 BUSY_SECONDS = 2.0
+# A plain step that is shorter is the host's: it then does nothing for a draft that rests until so many seconds before the next trial, in
+# which sequences begin that the draft will know from their first token on.
+SHORT_STEP, LISTEN_SECONDS = 1.5e-3, 0.25
 BESIDE_PROMPTS = (
     0.2  # of steps with prompts that a trial is taken to cost, which is not known there
 )
@@ -69,6 +72,7 @@ class GridChoice:
         # Seconds before the target's part where the host begins, without drafts and with.
         self._leads = [0.0, 0.0]
         self._is_spared = False  # a step decodes plainly, lest the host wait, and the one behind was not started yet
+        self._is_short = False  # a plain step
         self._num_outcomes = 0  # of trials that have left open whether drafting pays
         self._num_waited = 0  # steps with drafts that were waited for, since the last that was not
         self.rows = 1
@@ -76,11 +80,29 @@ class GridChoice:
         self.follows = False
 
     @property
+    def is_deaf(self) -> bool:
+        """Whether a draft that rests need hear nothing for now, since very many prompts come to a fast target."""
+        if self.rows > 1 or self.has_trial or not self._is_short:
+            return False
+        return self._interruptions.is_frequent and self._probing.now < self._try_at - LISTEN_SECONDS
+
+    def passes(self, seconds: float, tokens: int) -> bool:
+        """Takes a step that only decoded, if nothing is to be learnt of it."""
+        if not self.is_deaf:
+            return False
+        self._interruptions.step(seconds, tokens)
+        self._interruptions.skip()
+        self._probing.plain_step(seconds)
+        return True
+
+    @property
     def rests_on(self) -> bool:
         """Whether nothing is to be found out by the next plan: what it would be told of was considered just now. A plan takes a fast
         target's host as long as a step: it is not made for a trial that cannot begin."""
-        if self.rows > 1 or self._probing.now >= self._look_at:
+        if self.rows > 1:
             return False
+        if self._probing.now >= self._look_at:
+            return self.is_deaf
         return not self._may_try or not self._probing.has_time(self._num_outcomes > 0)
 
     @property
@@ -119,6 +141,7 @@ class GridChoice:
             if rates[best] > margin * rates[current]:
                 current, self._near_steps, self._near = best, NEAR_STEPS, []
         self.rows, self._price = current, 1 / raw[current]
+        self._is_short = times.seconds(batch, 1) < SHORT_STEP
         self._look_at = probing.now + LOOK_SECONDS
         rows, tried = current, []
         if current == 1:

@@ -59,6 +59,11 @@ class Interruptions:
         if not self._num_left:
             self._close()
 
+    def skip(self) -> None:
+        """A step behind one with prompts tells nothing."""
+        self._num_left = max(self._num_left - 1, 0)
+        self._open = None
+
     def step(self, seconds: float, tokens: int) -> None:
         """Takes the length of any step, and the tokens of those who decoded."""
         kept = math.exp(-seconds / FREQUENT_SECONDS)

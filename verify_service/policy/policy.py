@@ -69,6 +69,11 @@ class DraftPolicy:
         is_padded = self._times is not None and self._times.is_padded
         return is_padded and not self._is_asked and self._grid.rests_on
 
+    @property
+    def is_deaf(self) -> bool:
+        """Whether a draft that rests need not even be kept anything for; see `GridChoice.is_deaf`."""
+        return self.is_padded and self._grid.is_deaf
+
     def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
         """What to draft in the coming step.
 
@@ -137,6 +142,10 @@ class DraftPolicy:
         if self._asked_first is None:
             return offer.num_nodes, len(right)
         return self._asked_first.tried(offer, num_known, right, batch)
+
+    def passes(self, seconds: float, tokens: int) -> bool:
+        """Takes a step without drafts that took so long from its beginning on, if that is all that is asked; else `observe` is due."""
+        return self.is_padded and self._grid.passes(seconds, tokens)
 
     def observe(self, step: Observed) -> None:
         """Takes what a step took and gave."""

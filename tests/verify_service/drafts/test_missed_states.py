@@ -122,9 +122,12 @@ def test_a_draft_that_is_not_asked_is_told_now_and_then(target: Path) -> None:
     assert {view.start for view in drafter.views} == {0}
 
 
-@pytest.mark.parametrize(("kept_bytes", "drops"), [(1 << 30, 0.0), (40_000, 0.0), (1 << 30, 0.05)])
+@pytest.mark.parametrize(
+    ("kept_bytes", "drops", "is_deaf"),
+    [(1 << 30, 0.0, False), (40_000, 0.0, False), (1 << 30, 0.05, False), (1 << 30, 0.0, True)],
+)
 def test_a_draft_that_rests_is_told_nothing_until_it_is_asked(
-    target: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, drops: float
+    target: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, drops: float, is_deaf: bool
 ) -> None:
     """Then it is told all, in an order in which no page is read before it was filled, whoever shares it."""
     monkeypatch.setattr(drafting, "MOST_KEPT", kept_bytes)
@@ -137,6 +140,8 @@ def test_a_draft_that_rests_is_told_nothing_until_it_is_asked(
         assert self._drafting is not None
         num_resting += 1
         self._drafting.is_resting = num_resting % 30 < 22
+        # Part of the time not even kept anything for, with a probe of whom that is so now and then.
+        self._drafting.is_deaf = is_deaf and num_resting % 30 < 14
         if not self._drafting.is_resting:
             return whole
         if rng.random() < drops:

@@ -12,7 +12,7 @@ from tests.support.policy_simulation import FixedNodes, Load, simulate
 from tests.support.step_model import StepModel
 from tests.support.step_trace import Trace
 from verify_service.policy.acceptance import Acceptance, DraftHistory, Ladder
-from verify_service.policy.grid_choice import BUSY_SECONDS, LOOK_SECONDS, GridChoice
+from verify_service.policy.grid_choice import BUSY_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, GridChoice
 from verify_service.policy.messages import Observed, Plan, Wait, Want
 from verify_service.policy.policy import DraftPolicy
 from verify_service.policy.probing import Probing
@@ -90,6 +90,13 @@ class Counting(DraftPolicy):
         super().__init__(model.times(), 3, 3)
         self.planned: list[float] = []
         self.tried: list[float] = []
+        self.deaf: list[float] = []
+
+    def passes(self, seconds: float, tokens: int) -> bool:
+        """See DraftPolicy."""
+        if self.is_deaf:
+            self.deaf.append(self._probing.now)
+        return super().passes(seconds, tokens)
 
     def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
         """See DraftPolicy."""
@@ -110,7 +117,23 @@ def test_who_rests_while_many_prompts_come_plans_and_tries_seldom() -> None:
     late = [at for at in policy.planned if at > 0.5]
     assert len(late) < 1.2 * seconds / LOOK_SECONDS
     assert len(policy.tried) <= 1 + seconds / BUSY_SECONDS
+    assert len(policy.tried) > 1
+    # After the first of them the draft is not even kept anything for most of the time, but before another one it is.
+    assert len(policy.deaf) * 0.5e-3 > 0.4 * seconds
+    for at in policy.tried:
+        assert not any(at - 0.9 * LISTEN_SECONDS < deaf < at for deaf in policy.deaf)
+
+
+@pytest.mark.parametrize("model", [LARGE, SMALL], ids=["large", "small"])
+def test_what_a_draft_may_need_is_kept_unless_many_prompts_come_to_a_fast_target(
+    model: StepModel,
+) -> None:
+    policy = Counting(model)
+    arrivals = [4, 30] if model is LARGE else [4]
+    for rate in arrivals:
+        simulate(model, policy, [Load(0, 8, (0.1, 0.1), rate)], 4.0)
     assert policy.tried
+    assert not policy.deaf
 
 
 class Listening(DraftPolicy):
