@@ -10,6 +10,7 @@ from foredraft.attention import paged_triton
 from foredraft.attention.base import SequenceSpan
 from foredraft.attention.paged_triton import TritonAttention, splits_for
 from foredraft.attention.sdpa import SdpaAttention
+from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
 from tests.support.attention_spans import SCALE, batch_of, brute_force, random_span, slots_of
 from tests.support.triton_device import DEVICE, INTERPRETED, needs_triton
@@ -82,6 +83,28 @@ def test_types_and_head_sizes(dtype, head_dim):
         )
     check(kv, spans, 4, None)
     check(kv, spans, 4, 5)
+
+
+@pytest.mark.parametrize("cut_keys", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_few_variants_compute_the_same(dtype, cut_keys):
+    rng = np.random.default_rng(11)
+    kv = filled_cache(rng, 60, 4, 2, 64, dtype)
+    for has_trees in (False, True):
+        free = list(rng.permutation(60))
+        spans = []
+        while len(spans) < 2:
+            first_row = sum(span.num_rows for span in spans)
+            span = random_span(
+                rng, first_row, free, 4, contiguous=False, max_rows=30, max_prefix=40
+            )
+            if span.tail_mask is None or has_trees:
+                spans.append(span)
+        with few_variants(cut_keys):
+            check(kv, spans, 8, None)
+            if cut_keys and not has_trees:
+                check(kv, spans, 8, None, num_splits=2)
+                check(kv, spans, 8, 9, num_splits=8)
 
 
 @pytest.mark.parametrize("window", [None, 40])
