@@ -102,9 +102,10 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
+        hint = "; /openapi.json has all routes" if error.status_code == 404 else ""
         body = {
             "error": {
-                "message": f"{request.method} {request.url.path}: {error.detail}",
+                "message": f"{request.method} {request.url.path}: {error.detail}{hint}",
                 "type": "invalid_request_error",
                 "param": None,
                 "code": None,

@@ -111,7 +111,11 @@ async def _chat_call(serving: Serving, body: ChatBody) -> Call:
     use = body.tool_use()
     template = serving.tokenizer.template_for(use is not None)
     convention = None if template is None else convention_of(template.source)
-    messages, variables = told([message.rendered() for message in body.messages], use, convention)
+    messages, variables = told(
+        [message.rendered(f"messages.{i}") for i, message in enumerate(body.messages)],
+        use,
+        convention,
+    )
     grammar = body.grammar()
     if use is not None and convention is not None:
         if grammar is not None:

@@ -1,6 +1,6 @@
 """Bodies of the OpenAI routes: OpenAI's fields, and the extensions that vLLM's and SGLang's users send beside them."""
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ConfigDict
 
@@ -8,7 +8,7 @@ from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, SamplingParams, SpeculationParams
 from gateway.http import Body, Items, Objects, refuse
 from gateway.openai.response_format import ResponseFormat, StructuredOutputs
-from gateway.openai.tools import NamedChoice, Tool, ToolUse, tool_use
+from gateway.openai.tools import Choice, Tool, ToolUse, tool_use
 from gateway.serving import seed_or_random
 
 
@@ -115,8 +115,9 @@ class GenerationBody(Body):
         """How tokens are chosen; OpenAI's defaults where a field is absent."""
         return SamplingParams(
             temperature=_or(self.temperature, 1.0),
-            top_k=-1 if self.top_k in (None, 0) else _or(self.top_k, -1),
-            top_p=_or(self.top_p, 1.0),
+            # OpenAI's top_p may be 0, which leaves the likeliest token alone.
+            top_k=1 if self.top_p == 0 else -1 if self.top_k in (None, 0) else _or(self.top_k, -1),
+            top_p=_or(self.top_p, 1.0) or 1.0,
             min_p=_or(self.min_p, 0.0),
             repetition_penalty=_or(self.repetition_penalty, 1.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
@@ -165,10 +166,24 @@ class CompletionBody(GenerationBody):
 
 
 class ContentPart(Body):
-    """A part of a message."""
+    """A part of a message: text, or a refusal that an earlier answer was."""
 
-    type: Literal["text"]
-    text: str
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    def words(self, where: str) -> str:
+        """Its text. Raises InvalidRequest, naming the field below `where`, for a part that is something else."""
+        if self.type not in ("text", "refusal"):
+            raise InvalidRequest(f"{where}.type", f"only text is taken, not {self.type[:40]!r}")
+        for name in self.model_extra or {}:
+            raise InvalidRequest(f"{where}.{name[:40]}", "is not a field of a part of text")
+        words = self.text if self.type == "text" else self.refusal
+        if words is None:
+            raise InvalidRequest(f"{where}.{self.type}", "Field required")
+        return words
 
 
 class Message(Body):
@@ -179,11 +194,16 @@ class Message(Body):
     role: str
     content: str | Objects[ContentPart] | None = None
 
-    def rendered(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+    def rendered(self, where: str) -> dict[str, Any]:
+        """As chat templates expect it.
+
+        Raises:
+            InvalidRequest: A part is no text; names the field below `where`.
+        """
         content = self.content
         if isinstance(content, list):
-            content = "".join(part.text for part in content)
+            parts = (part.words(f"{where}.content.{i}") for i, part in enumerate(content))
+            content = "".join(parts)
         # A message that came in an answer has fields that are null; templates ask whether they are there.
         extra = {k: v for k, v in (self.model_extra or {}).items() if v is not None}
         if not extra.get("tool_calls", True):
@@ -200,7 +220,7 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     tools: Objects[Tool] | None = None
-    tool_choice: str | NamedChoice | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, GrammarKind
-from gateway.http import Body
+from gateway.http import Body, Items
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -53,6 +53,23 @@ class NamedChoice(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    """Those that may be called of the tools that the model is told of."""
+
+    mode: Literal["auto", "required"]
+    tools: Items[NamedChoice]
+
+
+class AllowedChoice(Body):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+Choice = str | NamedChoice | AllowedChoice
+
+
 class Convention(enum.Enum):
     """How calls are written in a model's text.
 
@@ -83,7 +100,7 @@ class ToolUse:
 
     Attributes:
         tools: For the template.
-        callable: The functions that may be called; all, or the one that was named.
+        callable: The functions that may be called; all, or those that were named.
         is_required: There is at least one call, and nothing but calls.
         is_single: There is one call at most.
         is_named: A function was named; the answer then ends with `stop`, as OpenAI's does.
@@ -119,7 +136,7 @@ class ToolUse:
 
 def tool_use(
     tools: Sequence[Tool] | None,
-    choice: str | NamedChoice | None,
+    choice: Choice | None,
     parallel: bool | None,
 ) -> ToolUse | None:
     """What the fields of a request ask for; None where no function may be called.
@@ -146,17 +163,27 @@ def tool_use(
             raise InvalidRequest(f"tools.{i}.function.parameters", "is the schema of an object")
     functions = [tool.function for tool in tools]
     if isinstance(choice, NamedChoice):
-        named = [function for function in functions if function.name == choice.function.name]
-        if not named:
-            raise InvalidRequest(
-                "tool_choice", f"there is no function {choice.function.name!r} in tools"
-            )
+        named = _named(functions, [choice])
         return ToolUse(tools, named, is_required=True, is_single=True, is_named=True)
+    if isinstance(choice, AllowedChoice):
+        functions = _named(functions, choice.allowed_tools.tools)
+        choice = choice.allowed_tools.mode
     if choice == "none":
         return None
     if choice not in (None, "auto", "required"):
         raise InvalidRequest("tool_choice", "is none, auto, required, or names a function")
     return ToolUse(tools, functions, choice == "required", parallel is False, is_named=False)
+
+
+def _named(functions: Sequence[Function], choices: Sequence[NamedChoice]) -> list[Function]:
+    by_name = {function.name: function for function in functions}
+    wanted = list(dict.fromkeys(choice.function.name for choice in choices))
+    if not wanted:
+        raise InvalidRequest("tool_choice", "allows no tool; none is the choice for that")
+    for name in wanted:
+        if name not in by_name:
+            raise InvalidRequest("tool_choice", f"there is no function {name!r} in tools")
+    return [by_name[name] for name in wanted]
 
 
 def told(

@@ -52,6 +52,11 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"messages": USER, "max_tokens": 2, **fields}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def native(**sampling: Any) -> dict[str, Any]:
     return {"text": "x", "sampling_params": {"max_new_tokens": 2, **sampling}}
 
@@ -116,7 +121,7 @@ TABLE: dict[str, list[Bad]] = {
         Bad(COMPLETIONS, completion(min_tokens=5), 400, "min_tokens", "min_tokens: must be in [0, 2], not 5"),
         Bad(COMPLETIONS, completion(temperature=-0.1), 400, "temperature", "temperature: must be in [0, 100], not -0.1"),
         Bad(COMPLETIONS, completion(temperature=101), 400, "temperature", "temperature: must be in [0, 100], not 101.0"),
-        Bad(COMPLETIONS, completion(top_p=0), 400, "top_p", "top_p: must be in (0, 1], not 0.0"),
+        Bad(COMPLETIONS, completion(top_p=-0.1), 400, "top_p", "top_p: must be in (0, 1], not -0.1"),
         Bad(COMPLETIONS, completion(top_p=1.1), 400, "top_p", "top_p: must be in (0, 1], not 1.1"),
         Bad(COMPLETIONS, completion(top_k=-2), 400, "top_k", "top_k: must be -1 (all) or in [1, 2147483647], not -2"),
         Bad(COMPLETIONS, completion(top_k=2**40), 400, "top_k", "top_k: must be -1 (all) or in [1, 2147483647], not 1099511627776"),
@@ -163,7 +168,9 @@ TABLE: dict[str, list[Bad]] = {
         Bad(CHAT, chat(messages="Hi"), 400, "messages", "messages: Input should be a valid array"),
         Bad(CHAT, chat(messages=[{"content": "Hi"}]), 400, "messages.0.role", "messages.0.role: Field required"),
         Bad(CHAT, chat(messages=[{"role": "user", "content": 5}]), 400, "messages.0.content", "messages.0.content: Input should be a valid string or a valid array"),
-        Bad(CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]), 400, "messages.0.content", "messages.0.content: Input should be a valid string or 'text'"),
+        Bad(CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]), 400, "messages.0.content.0.type", "messages.0.content.0.type: only text is taken, not 'image_url'"),
+        Bad(CHAT, chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}]), 400, "messages.0.content.0.cache_control", "messages.0.content.0.cache_control: is not a field of a part of text"),
+        Bad(CHAT, chat(messages=[{"role": "user", "content": [{"type": "text"}]}]), 400, "messages.0.content.0.text", "messages.0.content.0.text: Field required"),
         Bad(CHAT, chat(messages=USER * 20_000), 413, None, "the body has 700031 bytes; at most 200000 are taken"),
         Bad(CHAT, chat(messages=USER * 2000), 400, "messages", "messages: it has 16012 tokens; the context length is 512 with the output"),
         Bad(CHAT, chat(tools=[{"type": "function"}]), 400, "tools.0.function", "tools.0.function: Field required"),
@@ -171,6 +178,8 @@ TABLE: dict[str, list[Bad]] = {
         Bad(CHAT, chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "g"}}), 400, "tool_choice", "tool_choice: there is no function 'g' in tools"),
         Bad(CHAT, chat(tools=TOOLS, response_format={"type": "json_object"}), 400, "response_format", "response_format: does not go with tools that may be called"),
         Bad(CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {"properties": 5}}}]), 400, "tools", "tools: failed to compile JSON schema: properties must be an object"),
+        Bad(CHAT, chat(tools=TOOLS, tool_choice=allowed("auto")), 400, "tool_choice", "tool_choice: allows no tool; none is the choice for that"),
+        Bad(CHAT, chat(tools=TOOLS, tool_choice=allowed("auto", "g")), 400, "tool_choice", "tool_choice: there is no function 'g' in tools"),
         Bad(CHAT, chat(tool_choice="required"), 400, "tool_choice", "tool_choice: needs tools"),
         Bad(CHAT, chat(messages=[*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]), 400, "messages", "messages: tool_calls are a list of calls, each with its function's name and arguments"),
         Bad(CHAT, chat(response_format={"type": "json_object"}, ignore_eos=True), 400, "ignore_eos", "ignore_eos: does not go with a grammar, which says when to end"),
@@ -230,7 +239,7 @@ TABLE: dict[str, list[Bad]] = {
         Bad("/abort_request", {}, 400, "rid", "rid: give a request's id, or abort_all: true"),
     ],
     "Routes": [
-        Bad("/v1/nothing", {}, 404, None, "POST /v1/nothing: Not Found"),
+        Bad("/v1/nothing", {}, 404, None, "POST /v1/nothing: Not Found; /openapi.json has all routes"),
         Bad("/health", {}, 405, None, "POST /health: Method Not Allowed"),
     ],
 }  # fmt: skip

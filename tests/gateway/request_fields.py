@@ -56,7 +56,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     *_rows(
         (CHAT,), "OpenAI", "honoured",
-        ("messages", [{"role": "user", "content": "b"}], "rendered by the model's chat template, a developer's as the system's where it knows none; parts of type text alone"),
+        ("messages", [{"role": "user", "content": "b"}], "rendered by the model's chat template, a developer's as the system's where it knows none; parts of type text or refusal alone"),
         ("max_completion_tokens", 3, "most tokens of the answer; the rest of the context when absent"),
         ("logprobs", True, "log-probabilities of the tokens"),
         ("top_logprobs", 2, "0 to 20 alternatives of each token", (("logprobs", True),)),
@@ -75,7 +75,7 @@ FIELDS: tuple[Field, ...] = (
         ("stream", True, "server-sent events"),
         ("stream_options", {"include_usage": True}, "include_usage, continuous_usage_stats (vLLM's); include_obfuscation is ignored", (("stream", True),)),
         ("temperature", 2.0, "0 to 100"),
-        ("top_p", 0.01, "above 0, to 1", (("temperature", 2.0),)),
+        ("top_p", 0.0, "0 to 1; 0 is the likeliest token alone", (("temperature", 2.0),)),
     ),
     *_rows(
         (COMPLETIONS,), "OpenAI", "ignored",
@@ -258,7 +258,7 @@ GRAMMARS: tuple[Field, ...] = (
         (CHAT,), "OpenAI", "honoured",
         ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}, "text, json_object, json_schema; a schema is always kept to, whatever `strict` says; not together with tools"),
         ("tools", [_TOOL], "functions; how they are told and found: [Structured output](structured-output.md)"),
-        ("tool_choice", "required", "none, auto, required, or a function", (("tools", [_TOOL]),)),
+        ("tool_choice", "required", "none, auto, required, a function, or allowed_tools", (("tools", [_TOOL]),)),
         ("parallel_tool_calls", False, "false: one call at most", (("tools", [_TOOL]),)),
     ),
     *_rows(

@@ -100,7 +100,10 @@ def test_an_answers_message_can_be_sent_back(client: openai.OpenAI) -> None:
     assert sent["tool_calls"] is None
     plain = {"role": "assistant", "content": message.content}
     for given in (sent, {**plain, "tool_calls": []}):
-        assert Message.model_validate(given).rendered() == plain
+        assert Message.model_validate(given).rendered("m") == plain
+    parts = [{"type": "text", "text": "No: "}, {"type": "refusal", "refusal": "I will not"}]
+    refused = Message.model_validate({"role": "assistant", "content": parts}).rendered("m")
+    assert refused["content"] == "No: I will not"
     again: Any = [*CHAT, sent, CHAT[1]]
     assert client.chat.completions.create(messages=again, **FIXED).choices
 

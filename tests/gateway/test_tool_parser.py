@@ -8,7 +8,15 @@ import pytest
 
 from foredraft.errors import InvalidRequest
 from gateway.openai.tool_parser import CallDeltas
-from gateway.openai.tools import Convention, NamedChoice, Tool, convention_of, told, tool_use
+from gateway.openai.tools import (
+    AllowedChoice,
+    Convention,
+    NamedChoice,
+    Tool,
+    convention_of,
+    told,
+    tool_use,
+)
 
 ONE = (
     '<tool_call>\n{"name": "f", "arguments": {"a": "}\\"]{", "b": [1, {"c": null}]}}\n</tool_call>'
@@ -129,6 +137,12 @@ def test_wrong_tools(tools: Any, choice: Any, field: str) -> None:
     assert raised.value.field == field
 
 
+def allowed(mode: str, *names: str) -> AllowedChoice:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+    return AllowedChoice.model_validate(choice)
+
+
 def test_the_grammar_says_what_was_asked_for() -> None:
     tools = [tool(), tool("g", parameters={"type": "object", "properties": {}})]
     one = NamedChoice.model_validate({"type": "function", "function": {"name": "g"}})
@@ -136,9 +150,12 @@ def test_the_grammar_says_what_was_asked_for() -> None:
         ("auto", None, ["f", "g"], False, False),
         ("required", False, ["f", "g"], True, True),
         (one, None, ["g"], True, True),
+        (allowed("auto", "g"), None, ["g"], False, False),
+        (allowed("required", "g", "f", "g"), False, ["g", "f"], True, True),
     ]:
         use = tool_use(tools, choice, parallel)
         assert use is not None
+        assert use.tools == tools  # the model is told of all
         tags = json.loads(use.grammar(Convention.HERMES).text)
         assert [s["begin"].split('"')[3] for s in tags["structures"]] == names
         assert (tags["at_least_one"], tags["stop_after_first"]) == (required, single)
