@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 PROTOS := $(shell find protos -name '*.proto')
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 
-.PHONY: serve test check lint format protos docs clean
+.PHONY: serve test check lint style types arrows fresh format protos docs clean
 
 $(BIN)/.ready: pyproject.toml $(wildcard foredraft/speculation/_ngram*.[ch])
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # by all cores; files for a newer Python fail
 	touch $@
 
 serve: $(BIN)/.ready
@@ -23,10 +24,19 @@ test: $(BIN)/.ready
 check: lint test
 
 lint: $(BIN)/.ready
+	$(MAKE) --jobs=2 --output-sync=target types style arrows fresh
+
+style: $(BIN)/.ready
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+
+types: $(BIN)/.ready
 	$(BIN)/mypy
+
+arrows: $(BIN)/.ready
 	$(BIN)/lint-imports
+
+fresh: $(BIN)/.ready
 	$(BIN)/python docs/generate.py --check
 
 format: $(BIN)/.ready
