@@ -11,6 +11,7 @@ from tests.support.eager_ahead import EagerAhead
 from tests.support.engines import Harness
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
 from tests.support.hidden_work import FLAGS, WIDTH, jobs, texts
+from tests.support.late_drafts import LateDrafter, asks
 from tests.support.stack import eventually
 from verify_service import startup
 from verify_service.drafts import links as draft_links
@@ -150,3 +151,39 @@ def test_for_a_draft_that_rests_no_prefix_is_computed_again(
         (common, {0}),  # it is computed again for its sake,
         (whole, {0}),  # once
     ]
+
+
+def test_a_late_trial_of_one_holds_up_nobody(target: Path) -> None:
+    """Sequences go on with their own draft; the other is tried again once it has answered."""
+    work = jobs(5, num_new=80)
+    first, late = HiddenDrafter(WIDTH, weight_bytes=1), LateDrafter(0, asks, "STANDALONE")
+    first.texts = late.texts = texts(target, work)
+    judged = []
+    with engine_with([first, late], target, draft_step_timeout=60.0, **FLAGS) as harness:
+        harness.wait_for_draft()
+        choice = harness.engine._sizes._choice
+        record = choice.record
+
+        def note(history: ChoiceHistory, draft: int, nodes: int, brought: float) -> None:
+            if draft == 1:
+                judged.append(brought)
+            record(history, draft, nodes, brought)
+
+        choice.record = note
+        choice.goodput = lambda history, draft, batch: 1.0 + (draft == 0)
+
+        def run_all() -> None:
+            results = harness.run(work)
+            assert [job.prompt + r.tokens for job, r in zip(work, results, strict=True)] == (
+                first.texts
+            )
+
+        for _ in range(3):
+            run_all()
+        assert late.num_held == 1
+        assert judged == []
+        late.gate.set()
+        eventually(lambda: run_all() or any(judged))
+        assert late.num_attaches == 1
+        harness.check_nothing_left()
+    assert first.check(target) > 100

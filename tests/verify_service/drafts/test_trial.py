@@ -1,17 +1,15 @@
 """Trees that are asked for beside plain steps are judged by the tokens that come, and nothing else changes."""
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from draft_service.drafters.base import Proposer
-from foredraft.api.draft.v1 import draft_pb2
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import Harness, Job
 from tests.support.hidden_drafts import HiddenDrafter, engine_with
 from tests.support.hidden_work import FLAGS, WIDTH, jobs, texts
+from tests.support.late_drafts import LateDrafter, asks
 from tests.support.stack import eventually
 from verify_service.policy.acceptance import DraftHistory
 from verify_service.policy.messages import Plan, Want
@@ -58,35 +56,6 @@ class Tells(Tries):
         return super().plan(wanted, other_rows, is_ahead)
 
 
-class LateDrafter(HiddenDrafter):
-    """Answers those of its steps at once that are not `held`, and the others when the gate opens."""
-
-    def __init__(
-        self, held: Callable[[draft_pb2.StepRequest], bool], algorithm: str = "EAGLE"
-    ) -> None:
-        super().__init__(WIDTH, skill=1.0, weight_bytes=1, algorithm=algorithm)
-        self.gate = threading.Event()
-        self.num_held = 0
-        self._is_held = held
-
-    def attach(self, request: draft_pb2.AttachRequest) -> tuple[Proposer, draft_pb2.AttachResponse]:
-        proposer, response = super().attach(request)
-        step = proposer.step
-
-        def late(request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
-            if self._is_held(request):
-                self.num_held += 1
-                assert self.gate.wait(60)
-            return step(request)
-
-        proposer.step = late  # type: ignore[method-assign]
-        return proposer, response
-
-
-def asks(request: draft_pb2.StepRequest) -> bool:
-    return any(sequence.HasField("propose") for sequence in request.sequences)
-
-
 def run_all(harness: Harness, drafter: HiddenDrafter, work: Sequence[Job]) -> None:
     """Runs jobs whose texts the drafter knows; the texts are those."""
     results = harness.run(work)
@@ -96,7 +65,7 @@ def run_all(harness: Harness, drafter: HiddenDrafter, work: Sequence[Job]) -> No
 
 def test_steps_go_on_while_an_answer_is_late(target: Path) -> None:
     work = jobs(6, num_new=60)
-    drafter = LateDrafter(asks)
+    drafter = LateDrafter(WIDTH, asks)
     drafter.texts = texts(target, work)
     with engine_with(drafter, target, **FLAGS) as harness:
         harness.wait_for_draft()
@@ -116,7 +85,7 @@ def test_steps_go_on_while_an_answer_is_late(target: Path) -> None:
 
 def test_a_draft_that_never_answers_a_trial_is_dropped(target: Path) -> None:
     work = jobs(6, num_new=60)
-    drafter = LateDrafter(asks)
+    drafter = LateDrafter(WIDTH, asks)
     drafter.texts = texts(target, work)
     with engine_with(drafter, target, draft_step_timeout=0.5, **FLAGS) as harness:
         harness.wait_for_draft()
@@ -137,7 +106,7 @@ def test_a_draft_that_never_answers_a_trial_is_dropped(target: Path) -> None:
 def test_a_draft_that_is_only_told_is_not_waited_for(algorithm: str, target: Path) -> None:
     """Whether the arena is full of rows that it has not read, or answers pile up of one that reads none."""
     work = jobs(6, num_new=100)
-    drafter = LateDrafter(lambda request: True, algorithm)
+    drafter = LateDrafter(WIDTH, lambda request: True, algorithm)
     drafter.texts = texts(target, work)
     with engine_with(drafter, target, draft_step_timeout=60.0, **FLAGS) as harness:
         harness.wait_for_draft()
