@@ -11,6 +11,7 @@ from tests.support.hidden_drafts import HiddenDrafter, engine_with
 from tests.support.hidden_work import FLAGS, WIDTH, jobs, texts
 from tests.support.late_drafts import LateDrafter, asks
 from tests.support.stack import eventually
+from verify_service.drafts import wire
 from verify_service.policy.acceptance import DraftHistory
 from verify_service.policy.messages import Plan, Want
 from verify_service.policy.policy import DraftPolicy
@@ -103,8 +104,11 @@ def test_a_draft_that_never_answers_a_trial_is_dropped(target: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "STANDALONE"])
-def test_a_draft_that_is_only_told_is_not_waited_for(algorithm: str, target: Path) -> None:
+def test_a_draft_that_is_only_told_is_not_waited_for(
+    algorithm: str, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether the arena is full of rows that it has not read, or answers pile up of one that reads none."""
+    monkeypatch.setattr(wire, "MOST_UNREAD", 3)
     work = jobs(6, num_new=100)
     drafter = LateDrafter(WIDTH, lambda request: True, algorithm)
     drafter.texts = texts(target, work)
