@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 PROTOS := $(shell find protos -name '*.proto')
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 
+# The many processes of the tests import what one of them has compiled, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: serve test check lint style types arrows fresh format protos docs clean
 
 $(BIN)/.ready: pyproject.toml $(wildcard foredraft/speculation/_ngram*.[ch])
