@@ -67,6 +67,7 @@ class ToyGrammar:
     """
 
     failure = None
+    is_current = False  # so that `resume` compares
 
     def __init__(self, vocab_size: int, max_nodes: int = 100) -> None:
         self._vocab_size, self.max_nodes = vocab_size, max_nodes

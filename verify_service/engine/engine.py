@@ -368,14 +368,12 @@ class Engine:
         batch = []
         for slot, tree in zip(plan.decode, self._sizes.trees(plan.decode, trees), strict=True):
             drafted = trees.get(slot.seq.request_id, NOTHING)
-            if (grammar := slot.seq.grammar) is not None:
-                grammar.resume(slot.seq.output)
+            if (grammar := slot.seq.follow_grammar()) is not None:
                 tree = grammar.prune(tree)
             batch.append(VerifyRows(slot.seq, tree, drafted.confidence))
         for chunk in plan.prefill:
             if chunk.is_last:
-                if chunk.seq.grammar is not None:
-                    chunk.seq.grammar.resume(chunk.seq.output)
+                chunk.seq.follow_grammar()
                 batch.append(VerifyRows(chunk.seq, EMPTY))
         return batch
 

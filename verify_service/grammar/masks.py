@@ -58,10 +58,10 @@ def fill_late(sequence: RequestSequence, tree: DraftTree, masks: npt.NDArray[np.
         tree: What the step verifies; see `GrammarState.fill`.
         masks: int32 [rows, words], rows beyond the tree's included. A sequence that has ended meanwhile has surplus rows.
     """
-    size, grammar = 1 + len(tree), sequence.grammar
+    size = 1 + len(tree)
     masks[size:] = -1
-    if sequence.status is Status.RUNNING and grammar is not None:
-        grammar.resume(sequence.output)
+    grammar = sequence.follow_grammar() if sequence.status is Status.RUNNING else None
+    if grammar is not None:
         grammar.fill(tree, masks[:size])
     else:
         masks[:size] = -1

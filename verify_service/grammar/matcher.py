@@ -58,6 +58,11 @@ class GrammarState:
         """Gives the memory back; `resume` starts again."""
         self._matcher = None
 
+    @property
+    def is_current(self) -> bool:
+        """Whether it is where the output ends, as from `resume` to `release`."""
+        return self._matcher is not None
+
     def resume(self, output: Sequence[int]) -> None:
         """Goes to where `output` ends, unless it is there already."""
         if self._matcher is None:

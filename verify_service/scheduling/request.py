@@ -154,6 +154,15 @@ class Sequence:
         """Sorts sequences by who is served first."""
         return (-self.priority, self.arrival)
 
+    def follow_grammar(self) -> "GrammarState | None":
+        """Its grammar, where the output ends."""
+        grammar = self.grammar
+        if (
+            grammar is not None and not grammar.is_current
+        ):  # the output is long to copy in every step
+            grammar.resume(self.output)
+        return grammar
+
     def append_tokens(self, tokens: list[int]) -> Appended:
         """Takes the tokens that one step chose, up to where the sequence ends.
 
@@ -162,9 +171,9 @@ class Sequence:
         """
         stops = self._stops
         num_left = self.num_output_left
-        if self.grammar is not None:
-            self.grammar.resume(self.output)
-            num_taken, has_ended = self.grammar.advance(tokens[:num_left])
+        grammar = self.follow_grammar()
+        if grammar is not None:
+            num_taken, has_ended = grammar.advance(tokens[:num_left])
             if has_ended:
                 self.finish_reason = FinishReason.STOP
             tokens = tokens[:num_taken]

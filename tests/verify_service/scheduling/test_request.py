@@ -53,3 +53,25 @@ def test_steps_are_counted():
     seq.count_step(5, 2)
     seq.count_step(0, 0)
     assert (seq.num_steps, seq.num_drafted, seq.num_accepted) == (2, 5, 2)
+
+
+def test_the_output_is_copied_for_a_grammar_only_after_it_was_released():
+    told = []
+
+    class Grammar:
+        is_current = False
+
+        def resume(self, output):
+            told.append(output)
+            self.is_current = True
+
+        def advance(self, tokens):
+            return len(tokens), False
+
+    sequence = make()
+    sequence.grammar = grammar = Grammar()
+    for tokens in ([7], [8, 9]):
+        sequence.append_tokens(tokens)
+    grammar.is_current = False
+    assert sequence.follow_grammar() is grammar
+    assert told == [[], [7, 8, 9]]
