@@ -22,7 +22,11 @@ def add_parsers(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
 
 def main(argv: list[str]) -> int:
     """Runs one training command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="foredraft train")
+    parser = argparse.ArgumentParser(
+        prog="foredraft train",
+        description="Trains a head for a target of yours (draft), or the models that come with Foredraft.",
+        epilog="docs/training.md goes from text to a measured head; COMMAND --help has the flags.",
+    )
     add_parsers(parser.add_subparsers(title="commands", metavar="COMMAND", required=True))
     arguments = parser.parse_args(argv)
     try:

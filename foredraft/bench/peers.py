@@ -103,7 +103,9 @@ async def discover(client: HttpClient, backend: str, model: str = "") -> Peer:
             first = response.json()["data"][0]
             kind, listed = str(first.get("owned_by", "")), str(first["id"])
     except ConnectionBroken as error:
-        raise ConfigError(f"no server to measure: {error}") from None
+        raise ConfigError(
+            f"no server to measure: {error}; `foredraft serve` starts one, --base-url names another"
+        ) from None
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         pass
     if not (model or listed) and ALIASES.get(backend, backend) != "native":

@@ -205,7 +205,7 @@ def test_prompts_of_a_file_are_sent_as_they_are(
         (["--ramp-up-strategy", "linear"], "--ramp-up-start-rps"),
         (["--ramp-up-end-rps", "3"], "--ramp-up-strategy"),
         (["--base-url", "localhost:3"], "--base-url"),
-        (["--port", "1"], "no server to measure"),
+        (["--port", "1"], "`foredraft serve` starts one, --base-url names another"),
         (["--header", "x"], "--header"),
     ],
 )
