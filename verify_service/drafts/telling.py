@@ -100,7 +100,8 @@ class Telling:
     def _tell_one(self, want: Wanted, budget: int) -> int:
         """Adds what is new of a sequence, and the wish for a tree; gives the number of tokens."""
         sequence, news_of = want.sequence, self._news
-        news, num_tokens = news_of.news(sequence, budget)
+        # What a step commits is never too much, or who is told last would fall behind for good.
+        news, num_tokens = news_of.news(sequence, max(budget, self._tree_shape[0] + 1))
         # A draft that reads hidden states proposes after the last one that it is given.
         may_ask = num_tokens > 0 or self._hidden.layers is None
         is_asked = want.max_nodes > 0 and may_ask and news_of.has_caught_up(sequence)
