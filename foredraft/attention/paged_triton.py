@@ -175,13 +175,14 @@ class TritonAttention(AttentionBackend):
         elif splits > 1:
             # Of few rows each head is a program's.
             heads = math.gcd(num_heads, 8) if num_tokens >= 64 and splits <= 4 else 1
-            chunk = 4 if splits <= 4 else MAX_SPLITS
+            chunk = splits
             if VARIANTS.are_few:
                 heads, chunk = 1, MAX_SPLITS
             triton_kernels.combine[(num_tokens, num_heads // heads)](
                 out, parts, best, total, splits,
                 HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_H=heads, BLOCK_D=block_d,
-                CHUNK=chunk, num_warps=4 if chunk * heads > 4 else 2, **options,
+                CHUNK=chunk, WHOLE=chunk == splits and not VARIANTS.are_few,
+                num_warps=4 if chunk * heads > 4 else 2, **options,
             )  # fmt: skip
 
     @staticmethod

@@ -301,19 +301,32 @@ def attend(
 def combine(
     out_ptr, part_acc, part_best, part_total, num_splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+    CHUNK: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts of one row under some heads."""
+    """Adds up the parts of one row under some heads, which are no more than CHUNK; with WHOLE as many."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     line = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1) * BLOCK_H
     line += tl.arange(0, BLOCK_H)
-    result = _add_up(
-        part_acc, part_best, part_total, line * num_splits, 1, num_splits, line >= 0,
-        BLOCK_H, CHUNK, HEAD_DIM, BLOCK_D,
-    )  # fmt: skip
     dims = tl.arange(0, BLOCK_D)
+    index = tl.arange(0, CHUNK)
+    # Without a mask that is only known at run time, and without a loop as in `_add_up`: 1.8 us less of 7 for 4 rows.
+    if WHOLE:
+        part = line[:, None] * CHUNK + index[None, :]
+        inside = tl.full([BLOCK_H, CHUNK], True, tl.int1)
+    else:
+        part = line[:, None] * num_splits + index[None, :]
+        inside = (line >= 0)[:, None] & (index < num_splits)[None, :]
+    best = tl.load(part_best + part, mask=inside, other=float("-inf"))
+    total = tl.load(part_total + part, mask=inside, other=0.0)
+    parts = tl.load(
+        part_acc + part[:, :, None] * HEAD_DIM + dims[None, None, :],
+        mask=inside[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+        other=0.0,
+    )
+    weight = tl.where(total > 0, tl.exp2(best - tl.max(best, 1)[:, None]), 0.0)
+    result = tl.sum(parts * weight[:, :, None], 1) / tl.sum(total * weight, 1)[:, None]
     tl.store(
         out_ptr + line[:, None] * HEAD_DIM + dims[None, :],
         result.to(out_ptr.dtype.element_ty),
