@@ -211,7 +211,7 @@ def told(
 
 
 def _calls(message: dict[str, Any]) -> dict[str, Any]:
-    """A message's calls with their arguments as objects, which templates expect."""
+    """A message's calls with their arguments as templates expect them."""
     calls = message.get("tool_calls")
     if not calls:
         return {}
@@ -223,7 +223,7 @@ def _calls(message: dict[str, Any]) -> dict[str, Any]:
                     "function": {
                         **call["function"],
                         "name": str(call["function"]["name"]),
-                        "arguments": _object(call["function"].get("arguments")),
+                        "arguments": _arguments(call["function"].get("arguments")),
                     },
                 }
                 for call in calls
@@ -236,11 +236,17 @@ def _calls(message: dict[str, Any]) -> dict[str, Any]:
         ) from None
 
 
-def _object(arguments: Any) -> dict[str, Any]:
-    value = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    return value
+def _arguments(given: Any) -> dict[str, Any] | str:
+    """As an object, which templates expect; as they stand where a model wrote something else, or was cut short."""
+    if given is None or isinstance(given, dict):
+        return given or {}
+    if not isinstance(given, str):
+        raise TypeError("not an object")
+    try:
+        value = json.loads(given or "{}")
+    except (ValueError, RecursionError):
+        return given
+    return value if isinstance(value, dict) else given
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

@@ -181,7 +181,7 @@ TABLE: dict[str, list[Bad]] = {
         Bad(CHAT, chat(tools=TOOLS, tool_choice=allowed("auto")), 400, "tool_choice", "tool_choice: allows no tool; none is the choice for that"),
         Bad(CHAT, chat(tools=TOOLS, tool_choice=allowed("auto", "g")), 400, "tool_choice", "tool_choice: there is no function 'g' in tools"),
         Bad(CHAT, chat(tool_choice="required"), 400, "tool_choice", "tool_choice: needs tools"),
-        Bad(CHAT, chat(messages=[*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]), 400, "messages", "messages: tool_calls are a list of calls, each with its function's name and arguments"),
+        Bad(CHAT, chat(messages=[*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]), 400, "messages", "messages: tool_calls are a list of calls, each with its function's name and arguments"),
         Bad(CHAT, chat(response_format={"type": "json_object"}, ignore_eos=True), 400, "ignore_eos", "ignore_eos: does not go with a grammar, which says when to end"),
         Bad(CHAT, chat(response_format={"type": "xml"}), 400, "response_format.type", "response_format.type: Input should be 'text', 'json_object' or 'json_schema'"),
         Bad(CHAT, chat(response_format={"type": "json_schema", "json_schema": {}}), 400, "response_format.json_schema.name", "response_format.json_schema.name: Field required"),

@@ -115,6 +115,17 @@ def test_templates_that_know_no_tools_get_them_told() -> None:
     assert parsed[0] == messages[0]
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", "none"])
+def test_a_call_without_whole_arguments_can_be_sent_back(arguments: str) -> None:
+    """A model that max_tokens stopped has written one."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    (parsed,), _ = told(messages, None, Convention.HERMES)
+    assert parsed["tool_calls"][0]["function"]["arguments"] == arguments
+    (plain,), _ = told(messages, None, Convention.OWN)
+    assert json.loads(plain["content"].split("\n")[1]) == {"name": "f", "arguments": arguments}
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "field"),
     [
