@@ -228,15 +228,15 @@ def _add_missing_tokens(
 
 
 def _mark_special(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
-    """Marks tokens that have a role as special where tokenizer.json does not."""
-    known = {
-        added.content for added in backend.get_added_tokens_decoder().values() if added.special
-    }
+    """Marks tokens that have a role as special where tokenizer.json does not; how they are found in a text stays."""
+    known = {added.content: added for added in backend.get_added_tokens_decoder().values()}
     for text in texts:
-        if text not in known and backend.token_to_id(text) is not None:
-            backend.add_special_tokens(
-                [tokenizers.AddedToken(text, normalized=False, special=True)]
-            )
+        if backend.token_to_id(text) is None:
+            continue
+        added = known.get(text) or tokenizers.AddedToken(text, normalized=False)
+        if not added.special:
+            added.special = True
+            backend.add_special_tokens([added])
 
 
 def _find_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

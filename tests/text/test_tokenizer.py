@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 from tokenizers.processors import ByteLevel, TemplateProcessing
 
 from foredraft.text.tokenizer import Tokenizer
@@ -53,3 +54,19 @@ def test_bos_and_eos_are_transformers(family: str, processor: str, tmp_path: Pat
             assert tokenizer.encode(text, False) == plain, (added, text)
         starts = tokenizer.encode("The dog")[0] == numbers["<s>"]
         assert starts == processor.startswith("bos"), added
+
+
+def test_a_role_does_not_change_how_a_token_is_found(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    backend = tiny_tokenizers.FAMILIES["byte_level"]()
+    backend.add_tokens([AddedToken("<pad>", lstrip=True, rstrip=True, single_word=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    number = expected.convert_tokens_to_ids("<pad>")
+    assert number in tokenizer.special_ids
+    for text in ("a <pad> b", "<pad>", "a<pad>b", " <pad>  <pad> a"):
+        assert tokenizer.encode(text, False) == expected.encode(text, add_special_tokens=False)
+    assert tokenizer.decode([number]) == expected.decode([number], skip_special_tokens=True) == ""
