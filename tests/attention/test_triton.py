@@ -86,10 +86,9 @@ def test_types_and_head_sizes(dtype, head_dim):
 
 
 @pytest.mark.parametrize("cut_keys", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_few_variants_compute_the_same(dtype, cut_keys):
+def test_few_variants_compute_the_same(cut_keys):
     rng = np.random.default_rng(11)
-    kv = filled_cache(rng, 60, 4, 2, 64, dtype)
+    kv = filled_cache(rng, 60, 4, 2, 64, torch.float16)
     for has_trees in (False, True):
         free = list(rng.permutation(60))
         spans = []
