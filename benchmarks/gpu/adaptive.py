@@ -22,7 +22,14 @@ from typing import Any
 
 from benchmarks.engine_steps import Step
 from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
-from benchmarks.gpu.step_costs import SETTLE_STEPS, Costs, Meter, mean_tokens, rate_of
+from benchmarks.gpu.step_costs import (
+    LONGEST,
+    SETTLE_STEPS,
+    Costs,
+    Meter,
+    mean_tokens,
+    rate_of,
+)
 from foredraft.cli import mps
 from foredraft.speculation.draft_tree import DraftTree
 from foredraft.speculation.triton_steps import pretended_path
@@ -38,6 +45,7 @@ ENOUGH_STEPS, LONGEST_FIXED = (
     SETTLE_STEPS + 4,
     1.5,
 )  # of a fixed size, and seconds that these may take
+LONG = LONGEST / 2  # tokens of sequences that others take the place of between two changes
 BAD = 0.8  # of the best fixed size, by what was measured before; worse ones are not timed again
 
 
@@ -147,6 +155,9 @@ class Bench:
             late = [step for step in own if step.end > at + 2 and step.batch == batch]
             rates, slower[batch] = self.rates_here(late, acceptance, timed)
             after.append(self.mean_rate(late, acceptance) / max(rates.values()))
+            if self.meter.log.steps[-1].context > LONG * batch:  # an answer might end
+                self.meter.resize(0)
+                self.meter.resize(batch)
             self.run(self.adaptive, acceptance, 0.5)
             left_out += self.meter.log.clock - before
         windows = self.costs.windows(steps, slower)

@@ -14,8 +14,9 @@ DOUBTED = 0.5  # standard deviations of what drafts seem to bring that they must
 CHANGE_MARGIN = 1.02  # and another size of trees before it is taken instead
 TRIAL_SEQUENCES = 16  # drafted for at a time to find out, at most
 TRIAL_TOKENS = 2000  # that their draft has to read first, of several
-# Seconds that a draft takes to read a token, about, and within how many what it has to read must have paid.
-READ_SECONDS, PAYS_WITHIN = 4e-6, 4.0
+# Seconds that a draft takes to read a token, about, and within how many what it has to read must have paid: within that share of what
+# answers may take, and at most.
+READ_SECONDS, PAYS_SHARE, MOST_PAYS_WITHIN = 4e-6, 0.5, 20.0
 # Outcomes for which trials go on, while the best size promises so much, as a factor.
 TRIAL_OUTCOMES, OPEN = 64, (0.9, 1.12)
 # Drafting steps after which the next larger and smaller trees are tried, once each; each time in vain doubles them.
@@ -135,8 +136,7 @@ class GridChoice:
             if best == 1:
                 margin = self._bad_luck(batch, self._brought(totals, current))
             elif current == 1:
-                reading = READ_SECONDS * sum(want.behind for want in wanted)
-                margin = START_MARGIN + reading / PAYS_WITHIN
+                margin = START_MARGIN + _reading(wanted, raw[1])
                 margin *= self._luck(batch, self._brought(totals, best))
             if rates[best] > margin * rates[current]:
                 current, self._near_steps, self._near = best, NEAR_STEPS, []
@@ -276,6 +276,13 @@ class GridChoice:
             known = self._leads[wait.levels > 0]
             lead = min(wait.lead, MOST_LEAD_TIMES * known + MOST_LEAD)
             self._leads[wait.levels > 0] += LEAD_WEIGHT * (lead - known)
+
+
+def _reading(wanted: Sequence[Want], rate: float) -> float:
+    """What a draft has to read first, as a share of the time in which that must have paid; `rate` is of plain decoding."""
+    seconds = PAYS_SHARE * sum(want.left for want in wanted) / rate
+    behind = sum(want.behind for want in wanted)
+    return READ_SECONDS * behind / max(min(seconds, MOST_PAYS_WITHIN), READ_SECONDS)
 
 
 def _least_behind(wanted: Sequence[Want]) -> list[int]:
