@@ -50,6 +50,7 @@ LONG = (
     "tests/draft_service/test_standalone.py",
     "tests/verify_service/engine/test_engine.py",
     "tests/draft_service/test_own_weights.py",
+    "tests/gateway/test_openapi.py",
     "tests/e2e/test_concurrent_clients.py",
     "tests/bench/test_serve.py",
     "tests/models/test_registry.py",
