@@ -18,9 +18,8 @@ from foredraft.kvcache.paged_kv import PagedKV
 MAX_SPLITS = 32
 # Keys that a program should have at least; with few rows it waits for memory, with many it computes.
 MIN_KEYS_FEW_ROWS, MIN_KEYS_MANY_ROWS = 64, 1024
-_SMALL_TILES = (
-    32  # rows of a tile, query heads counted likewise, up to which there are tiles of several sizes
-)
+# Rows of a tile, query heads counted likewise, up to which there are tiles of several sizes.
+_SMALL_TILES = 32
 FEW_ROWS = 16  # of a tile, query heads of a KV head counted as rows
 # Compute units assumed where there is no GPU, which is where Triton's interpreter runs the kernels.
 _INTERPRETED_UNITS = 16

@@ -22,9 +22,8 @@ from foredraft.speculation.draft_tree import depths
 
 # Close enough together that padding costs little where the device, not the host, is what takes time.
 ROW_SIZES = (*range(32, 257, 32), *range(320, 513, 64), *range(640, 1025, 128))
-SHORT_KEYS = (
-    2048  # up to which cutting a sequence's keys into parts is not worth doing without a graph
-)
+# Up to which cutting a sequence's keys into parts is not worth doing without a graph.
+SHORT_KEYS = 2048
 NUMBERS = 5  # of a sequence: slot, first row, rows, committed keys, whether its rows are causal
 NO_BLOCK = 1 << 20
 

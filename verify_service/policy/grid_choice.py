@@ -28,9 +28,7 @@ BUSY_SECONDS = 2.0
 # A plain step that is shorter is the host's: it then does nothing for a draft that rests until so many seconds before the next trial, in
 # which sequences begin that the draft will know from their first token on.
 SHORT_STEP, LISTEN_SECONDS = 1.5e-3, 0.25
-BESIDE_PROMPTS = (
-    0.2  # of steps with prompts that a trial is taken to cost, which is not known there
-)
+BESIDE_PROMPTS = 0.2  # of steps with prompts that a trial is taken to cost: it is not known there
 LEAD_WEIGHT = 0.3  # of one step that began with the host, in what its beginning takes
 # Seconds, and times what is known, that one beginning may count as.
 MOST_LEAD, MOST_LEAD_TIMES = 1e-3, 2.0
