@@ -31,7 +31,7 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 MAX_OBJECTS = 65_536
 Objects = Annotated[list[T], Field(fail_fast=True, max_length=MAX_OBJECTS)]
-MAX_MEMBERS = 16_384  # of one object: unknown names and wrong values of a mapping are all noted, too
+MAX_MEMBERS = 16_384  # of one object: its unknown names and wrong values are all noted, too
 
 DONE = b"data: [DONE]\n\n"
 _SEND = "foredraft.send"
