@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 MEMORY = 128  # outcomes that a sequence's estimates rest on
 SECONDS = 3.0  # after which an outcome counts a third, however few came after it
 POOL_MEMORY = 128  # outcomes that the prior rests on, of any sequence
-PRIOR_OUTCOMES = 4.0  # that the prior weighs in a sequence's estimate
+PRIOR_OUTCOMES = 2.0  # that the prior weighs in a sequence's estimate
+PADDED_PRIOR_OUTCOMES = 4.0  # the same where all sequences get trees of one size
 DOUBT = 0.015  # what is kept of outcomes that have proved misleading
 SURPRISE = 4.0  # standard deviations that outcomes may lie off what was expected of them
 LEAST_VARIANCE = 0.2
@@ -112,10 +113,14 @@ class Acceptance:
 
     Args:
         ladder: The sizes told apart.
+        is_padded: All sequences get trees of one size. Elsewhere the likeliest nodes of all are chosen, of many estimates those that
+            luck has raised: there a rung is not expected to bring more than the one above it did, however unlucky that was.
     """
 
-    def __init__(self, ladder: Ladder) -> None:
+    def __init__(self, ladder: Ladder, is_padded: bool = False) -> None:
         self.ladder = ladder
+        self._is_padded = is_padded
+        self._prior = PADDED_PRIOR_OUTCOMES if is_padded else PRIOR_OUTCOMES
         self._pools: dict[tuple[int, int], _Pool] = {}  # by group and confidence
         self._nothing = Track([0.0] * len(ladder), [0.0] * len(ladder))
         # By acceptance in percent: what each rung brings of what the one before it brings, in a chain of such nodes.
@@ -143,22 +148,25 @@ class Acceptance:
 
     def _gains(self, track: Track, kept: float, pool: _Pool, confidence: int) -> list[float]:
         seen, outcomes = track.accepted, track.outcomes
-        prior = MATCH_OUTCOMES if confidence else PRIOR_OUTCOMES
+        prior = MATCH_OUTCOMES if confidence else self._prior
         ratio = (pool.accepted[0] + POOL_OUTCOMES * pool.first) / (pool.before[0] + POOL_OUTCOMES)
         gain = (seen[0] * kept + prior * ratio) / (outcomes[0] * kept + prior)
+        gain = min(gain, self.ladder.widths[0])
         density = gain / self.ladder.widths[0]
         # What repeats goes on repeating; a model's guesses are about as good at each depth.
         chain = self._chains[int(100 * (max(density, REPEATING) if confidence else density))]
         gains = [gain]
         for i in range(1, len(chain)):
+            width = self.ladder.widths[i]
             ratio = (pool.accepted[i] + POOL_OUTCOMES * chain[i]) / (pool.before[i] + POOL_OUTCOMES)
-            if (
-                confidence and self.ladder.widths[i] == 1
-            ):  # deeper nodes, of which less was seen, are like this one
+            if confidence and width == 1:  # deeper nodes, of which less was seen, are like this one
                 chain = self._chains[int(100 * min(ratio, 1.0))]
             gain = (seen[i] * kept + prior * gain * ratio) / (outcomes[i] * kept + prior)
+            if not self._is_padded:
+                gain = min(gain, width * density)
+                density = gain / width
             gains.append(gain)
-        return _falling(gains, self.ladder.widths)
+        return _falling(gains, self.ladder.widths) if self._is_padded else gains
 
     def num_outcomes(self, now: float) -> float:
         """Outcomes that what is known of all sequences rests on, old ones counting less."""

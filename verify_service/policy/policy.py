@@ -35,10 +35,11 @@ class DraftPolicy:
         self._times = times
         self._max_nodes = max_nodes
         self._depth = depth
-        self._acceptance = Acceptance(Ladder(sizes_apart(times, max_nodes)))
-        self._draft_times = DraftTimes(times is not None and times.is_padded)
+        is_padded = times is not None and times.is_padded
+        self._acceptance = Acceptance(Ladder(sizes_apart(times, max_nodes)), is_padded)
+        self._draft_times = DraftTimes(is_padded)
         self._choice = RowChoice(self._acceptance, self._draft_times, max_nodes, depth)
-        self._probing = Probing(times is not None and times.is_padded)
+        self._probing = Probing(is_padded)
         self._is_drafting = False
         self._is_trial = False
         self._is_bold = False  # a trial went well: the next one is for all

@@ -184,7 +184,7 @@ def test_what_is_expected_comes_from_the_sequence_and_before_that_from_others() 
 
 
 def test_a_rung_that_had_bad_luck_does_not_make_deeper_ones_seem_as_bad() -> None:
-    acceptance = Acceptance(Ladder([1, 3, 7]))
+    acceptance = Acceptance(Ladder([1, 3, 7]), is_padded=True)
     history = DraftHistory()
     for _ in range(50):
         acceptance.record(history, 7, [0, 3, 4], 0, 0.0)  # never the second rung
