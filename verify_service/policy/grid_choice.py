@@ -233,16 +233,16 @@ class GridChoice:
     def _luck(self, batch: int, brought: float) -> float:
         """What so many tokens may owe to the luck of the outcomes that they are known by, as a factor of the rate."""
         gain = brought / batch
-        deviation = math.sqrt(gain * (1 + gain) / self._acceptance.num_outcomes(self._probing.now))
-        return (1 + gain) / (1 + max(gain - DOUBTED * deviation, 0.0))
+        return (1 + gain) / (1 + max(gain - DOUBTED * self._deviation(gain), 0.0))
 
     def _bad_luck(self, batch: int, brought: float) -> float:
-        """The same the other way round, before drafting stops."""
+        """The same the other way round, before drafting stops: then there are outcomes of each sequence."""
         gain = brought / batch
-        deviation = math.sqrt(
-            gain * (1 + gain) / (batch * self._acceptance.num_outcomes(self._probing.now))
-        )
-        return 1 + DOUBTED * deviation / (1 + gain)
+        return 1 + DOUBTED * self._deviation(gain) / math.sqrt(batch) / (1 + gain)
+
+    def _deviation(self, gain: float) -> float:
+        """Of the mean of what all sequences' outcomes brought, as of chains."""
+        return math.sqrt(gain * (1 + gain) / self._acceptance.num_outcomes(self._probing.now))
 
     def _is_open(self, rates: Mapping[int, float]) -> bool:
         """Whether trials showed too little, or leave open if drafting pays; once the draft has read, others cost little."""

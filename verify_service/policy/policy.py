@@ -35,11 +35,10 @@ class DraftPolicy:
         self._times = times
         self._max_nodes = max_nodes
         self._depth = depth
-        is_padded = times is not None and times.is_padded
-        self._acceptance = Acceptance(Ladder(sizes_apart(times, max_nodes)), is_padded)
-        self._draft_times = DraftTimes(is_padded)
+        self._acceptance = Acceptance(Ladder(sizes_apart(times, max_nodes)), self.is_padded)
+        self._draft_times = DraftTimes(self.is_padded)
         self._choice = RowChoice(self._acceptance, self._draft_times, max_nodes, depth)
-        self._probing = Probing(is_padded)
+        self._probing = Probing(self.is_padded)
         self._is_drafting = False
         self._is_trial = False
         self._is_bold = False  # a trial went well: the next one is for all
@@ -67,8 +66,7 @@ class DraftPolicy:
     @property
     def rests_on(self) -> bool:
         """Whether the next plan is one without drafts surely, so that it need not be asked for."""
-        is_padded = self._times is not None and self._times.is_padded
-        return is_padded and not self._is_asked and self._grid.rests_on
+        return self.is_padded and not self._is_asked and self._grid.rests_on
 
     @property
     def is_deaf(self) -> bool:
