@@ -14,10 +14,9 @@ from foredraft.errors import InvalidRequest
 from gateway.decoding import Completion
 from gateway.generation import Job
 from gateway.http import event_stream, naming, read, unless_disconnected
-from gateway.openai import replies
+from gateway.openai import chats, replies
 from gateway.openai.plain_events import PlainEvents
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
-from gateway.openai.tools import convention_of, told
 from gateway.openapi import reads
 from gateway.serving import Serving, check_batch
 
@@ -89,7 +88,7 @@ async def _completion_call(serving: Serving, body: CompletionBody) -> Call:
         else:
             ids = prompt
         jobs.append(
-            _job(
+            chats.make_job(
                 serving,
                 body,
                 body.truncated(ids),
@@ -106,66 +105,10 @@ async def _completion_call(serving: Serving, body: CompletionBody) -> Call:
 
 
 async def _chat_call(serving: Serving, body: ChatBody) -> Call:
-    serving.check_model(body.model)
-    body.check()
-    use = body.tool_use()
-    template = serving.tokenizer.template_for(use is not None)
-    convention = None if template is None else convention_of(template.source)
-    messages, variables = told(
-        [message.rendered(f"messages.{i}") for i, message in enumerate(body.messages)],
-        use,
-        convention,
-    )
-    grammar = body.grammar()
-    if use is not None and convention is not None:
-        if grammar is not None:
-            field = "structured_outputs" if body.structured_outputs else "response_format"
-            raise InvalidRequest(field, "does not go with tools that may be called")
-        grammar = use.grammar(convention)
-    variables |= body.chat_template_kwargs or {}
-    if body.add_generation_prompt is not None:
-        variables["add_generation_prompt"] = body.add_generation_prompt
-    if body.continue_final_message:
-        variables["continue_final_message"] = True
-    if body.documents is not None:
-        variables["documents"] = body.documents
-    ids = body.truncated(await serving.encode_chat(messages, **variables))
-    given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    max_tokens = max(1, serving.info.context_length - len(ids)) if given is None else given
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = body.sampling(max_tokens, logprobs, grammar)
     call_id = body.request_id or f"chatcmpl-{uuid.uuid4().hex}"
-    job = _job(serving, body, ids, sampling, call_id, call_id, given is not None, "messages")
-    reply = replies.ChatReply(serving.tokenizer, use, convention)
-    return Call(call_id, int(time.time()), body, [job], reply)
-
-
-def _job(
-    serving: Serving,
-    body: GenerationBody,
-    ids: list[int],
-    sampling: Any,
-    name: str,
-    call: str,
-    max_given: bool,
-    field: str = "prompt",
-) -> Job:
-    return serving.job(
-        ids,
-        sampling,
-        prompt_field=field,
-        max_new_tokens_given=max_given,
-        name=name,
-        call=call,
-        stop=body.stops,
-        num_choices=1 if body.n is None else body.n,
-        skip_special_tokens=body.skip_special_tokens is not False,
-        keep_stop=bool(body.include_stop_str_in_output),
-        return_provenance=bool(body.return_provenance),
-        speculation=None if body.speculation is None else body.speculation.params(),
-        priority=body.priority or 0,
-        timeout=body.timeout,
-    )
+    chat = await chats.prepare(serving, body, call_id)
+    reply = replies.ChatReply(serving.tokenizer, chat.use, chat.convention)
+    return Call(call_id, int(time.time()), body, [chat.job], reply)
 
 
 async def _answer(serving: Serving, request: Request, call: Call) -> Response:
