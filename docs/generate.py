@@ -116,7 +116,8 @@ def openapi_document() -> str:
     config = GatewayConfig()
     serving = importlib.import_module("gateway.serving").Serving(config, pool)
     gate = importlib.import_module("gateway.security.gate").Gate(config)
-    return json.dumps(app.make_app(serving, gate).openapi(), indent=1) + "\n"
+    figures = importlib.import_module("gateway.figures").Figures(serving, ())
+    return json.dumps(app.make_app(serving, gate, figures).openapi(), indent=1) + "\n"
 
 
 def _table(config: type, names: list[str]) -> list[str]:

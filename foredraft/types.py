@@ -176,6 +176,11 @@ class SpeculationParams:
     topk: int | None = None
     num_draft_tokens: int | None = None
 
+    @property
+    def is_off(self) -> bool:
+        """Whether the request asks for plain decoding."""
+        return self.enabled is False or self.num_draft_tokens == 1
+
     def __post_init__(self) -> None:
         for name in ("num_steps", "topk", "num_draft_tokens"):
             value = getattr(self, name)

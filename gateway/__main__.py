@@ -21,6 +21,7 @@ from foredraft.rpc.tls import service_identity
 from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from gateway.app import make_app
+from gateway.figures import Figures
 from gateway.grpc_front import SERVICE_NAME, InferenceService
 from gateway.http import DirectSend
 from gateway.protocol import bounded_protocol
@@ -72,6 +73,7 @@ async def _serve(config: GatewayConfig) -> int:
     identity = public_identity(config)
     pool = VerifierPool(config.verifier, service_identity(config))
     serving = Serving(config, pool)
+    figures = Figures(serving, config.dashboard_metrics)
     listener = _listen(config)
     grpc_host = f"[{config.host}]" if ":" in config.host else config.host
     rpc = RpcServer(
@@ -83,7 +85,7 @@ async def _serve(config: GatewayConfig) -> int:
     rpc.add(add_InferenceServiceServicer_to_server, InferenceService(serving, gate), SERVICE_NAME)
     await rpc.start()
     http_config = uvicorn.Config(
-        DirectSend(make_app(serving, gate)),
+        DirectSend(make_app(serving, gate, figures)),
         http=bounded_protocol(config.client_timeout),
         log_config=None,
         access_log=False,
@@ -102,11 +104,15 @@ async def _serve(config: GatewayConfig) -> int:
     http_task = asyncio.create_task(http.serve([listener]))
     stop = lifetime.stop_event()
     health_task = asyncio.create_task(_follow_health(serving, rpc, stop))
-    files_task = asyncio.create_task(_follow_files(follow))
+    background = [
+        asyncio.create_task(_follow_files(follow)),
+        asyncio.create_task(figures.follow()),
+    ]
 
     async def drain() -> None:
         health_task.cancel()
-        files_task.cancel()
+        for task in background:
+            task.cancel()
         await serving.drain()
 
     await serve(rpc, drain_timeout=config.drain_timeout, drain=drain, stop=stop)

@@ -15,6 +15,7 @@ from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.telemetry import metrics as telemetry_metrics
 from foredraft.types import SamplingParams
 from gateway import openapi, pages
+from gateway.figures import Figures
 from gateway.http import HeadAsGet, RequestNames, error_response
 from gateway.native import routes as native
 from gateway.native.schemas import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody
@@ -28,12 +29,12 @@ PROBE_SECONDS = 20.0
 BODIES = (CompletionBody, ChatBody, GenerateBody, TokenizeBody, DetokenizeBody, AbortBody)
 
 
-def make_app(serving: Serving, gate: Gate) -> FastAPI:
+def make_app(serving: Serving, gate: Gate, figures: Figures) -> FastAPI:
     """The application over one model, behind a gate."""
     app = FastAPI(title="Foredraft", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(openai.make_router(serving))
     app.include_router(native.make_router(serving))
-    app.include_router(pages.make_router(serving))
+    app.include_router(pages.make_router(figures))
     _add_health(app, serving)
     app.add_middleware(GateMiddleware, gate=gate, config=serving.config)
     _add_errors(app)

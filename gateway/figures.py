@@ -8,6 +8,7 @@ import http.client
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,8 +16,9 @@ from urllib.parse import urlsplit
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Unavailable
 from foredraft.telemetry.metrics import REGISTRY
+from gateway import draft_states
 from gateway.serving import Serving
 
 logger = logging.getLogger(__name__)
@@ -25,7 +27,18 @@ CACHE_SECONDS = 1.0
 SCRAPE_SECONDS = 0.8
 MAX_PAGE_BYTES = 1 << 20
 MAX_PAGES = 64
+HISTORY_SECONDS = 5.0  # between rows of the history
+HISTORY_ROWS = 121  # ten minutes
 
+# Columns of the history: metrics of which the first that is there is taken.
+_HISTORY = {
+    # The gateway counts tokens at the end of a continuation, the verifier as they come.
+    "tokens": ("generation_tokens_total", "gateway_output_tokens_total"),
+    "emitted": ("emitted_tokens_total",),
+    "verifies": ("verifies_total",),
+    "running": ("running_sequences", "gateway_running_requests"),
+    "waiting": ("queue_depth", "gateway_queued_requests"),
+}
 # Samples that are summed over their labels and over all pages.
 _SUMS = frozenset(
     {
@@ -86,6 +99,8 @@ class Figures:
         self._lock = asyncio.Lock()
         self._cached: dict[str, Any] | None = None
         self._expires = -math.inf
+        self._samples: deque[draft_states.Sample] = deque(maxlen=64)
+        self._rows: deque[list[float | None]] = deque(maxlen=HISTORY_ROWS)
 
     async def get(self) -> dict[str, Any]:
         """All numbers, as JSON has them.
@@ -99,13 +114,39 @@ class Figures:
                 self._expires = time.monotonic() + CACHE_SECONDS
             return self._cached
 
+    async def history(self) -> dict[str, Any]:
+        """Rows of the last ten minutes, so that a chart is full when it is first looked at, and the figures of now."""
+        now = await self.get()
+        return {"columns": ["time", *_HISTORY], "rows": list(self._rows), "now": now["time"]}
+
+    async def follow(self) -> None:
+        """Keeps the history, whether anybody looks or not. Never ends by itself."""
+        while True:
+            try:
+                await self.get()
+            except Unavailable:
+                pass  # nothing is served yet
+            except Exception:
+                logger.exception("the dashboard's figures cannot be read")
+            await asyncio.sleep(HISTORY_SECONDS)
+
     async def _gather(self) -> dict[str, Any]:
         info = self._serving.info
         pages = await asyncio.gather(*(asyncio.to_thread(_scrape, *page) for page in self._pages))
         found = [page for page in pages if page is not None]
         loads = self._serving.pool.loads.values()
+        now, families = time.monotonic(), [list(REGISTRY.collect()), *found]
+        metrics = _merge(families)
+        self._remember(now, metrics)
+        self._samples.append(_drafts_at(now, families))
+        is_attached = bool(loads) and all(load.draft_available for load in loads)
+        drafts = [
+            draft_states.describe(name, self._samples, is_attached)
+            for name in info.speculative_algorithm.split(",")
+            if name not in ("", "NONE")
+        ]
         return {
-            "time": time.monotonic(),
+            "time": now,
             "model": info.model,
             "algorithm": info.speculative_algorithm,
             "draft_model": info.draft_model.rpartition("/")[2],
@@ -127,8 +168,19 @@ class Figures:
                 "total_pages": sum(load.total_pages for load in loads),
                 "draft_available": all(load.draft_available for load in loads),
             },
-            "metrics": _merge([list(REGISTRY.collect()), *found]),
+            "drafts": drafts,
+            "metrics": metrics,
         }
+
+    def _remember(self, now: float, metrics: dict[str, Any]) -> None:
+        """Adds a row to the history, where the last one is old enough."""
+        if self._rows and now - (self._rows[-1][0] or 0.0) < HISTORY_SECONDS - CACHE_SECONDS / 2:
+            return
+        there = [
+            next((metrics[name] for name in names if name in metrics), None)
+            for names in _HISTORY.values()
+        ]
+        self._rows.append([now, *there])
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
@@ -163,6 +215,21 @@ def _scrape(host: str, port: int) -> list[Metric] | None:
         return None
     finally:
         connection.close()
+
+
+def _drafts_at(now: float, pages: Iterable[Iterable[Metric]]) -> draft_states.Sample:
+    values: dict[str, dict[str, float]] = {}
+    verifiers: dict[str, int] = {}
+    for page in pages:
+        for family in page:
+            for sample in family.samples:
+                if sample.name in draft_states.NAMES and math.isfinite(sample.value):
+                    name = sample.labels.get("algorithm", "")
+                    of_metric = values.setdefault(sample.name, {})
+                    of_metric[name] = of_metric.get(name, 0.0) + sample.value
+                    if sample.name == draft_states.AVAILABLE:
+                        verifiers[name] = verifiers.get(name, 0) + 1
+    return draft_states.Sample(now, values, verifiers)
 
 
 def _merge(pages: Iterable[Iterable[Metric]]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from gateway.figures import Figures
-from gateway.serving import Serving
 
 HEADERS = {
     # Nothing from elsewhere, nothing inline, no frame around it.
@@ -49,11 +48,10 @@ def load_assets() -> dict[str, Asset]:
     return assets
 
 
-def make_router(serving: Serving) -> APIRouter:
-    """The pages over one model."""
+def make_router(figures: Figures) -> APIRouter:
+    """The pages, and what the dashboard shows."""
     router = APIRouter(include_in_schema=False)
     assets = load_assets()
-    figures = Figures(serving, serving.config.dashboard_metrics)
 
     def answer(request: Request, name: str) -> Response:
         asset = assets.get(name)
@@ -79,5 +77,9 @@ def make_router(serving: Serving) -> APIRouter:
     @router.get("/dashboard/figures")
     async def dashboard_figures() -> dict[str, Any]:
         return await figures.get()
+
+    @router.get("/dashboard/history")
+    async def dashboard_history() -> dict[str, Any]:
+        return await figures.history()
 
     return router

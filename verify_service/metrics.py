@@ -33,6 +33,11 @@ VERIFIES = counter(
     "Verifications of one sequence, with or without a tree. Mean accept length is emitted tokens over these.",
     BY_ALGORITHM,
 )
+OFF_VERIFIES = counter(
+    "foredraft_speculation_off_verifies_total",
+    "Of these verifications, those of requests that turned speculation off.",
+    BY_ALGORITHM,
+)
 EMITTED_TOKENS = counter(
     "foredraft_emitted_tokens_total", "Tokens that verifications gave.", BY_ALGORITHM
 )
@@ -176,6 +181,7 @@ class SpeculationMetrics:
         self._draft_tokens = DRAFT_TOKENS.labels(algorithm)
         self._accepted_tokens = ACCEPTED_TOKENS.labels(algorithm)
         self._verifies = VERIFIES.labels(algorithm)
+        self._off_verifies = OFF_VERIFIES.labels(algorithm)
         self._emitted = EMITTED_TOKENS.labels(algorithm)
         self._accept_length = ACCEPT_LENGTH.labels(algorithm)
         self._lossy = LOSSY.labels(algorithm)
@@ -183,6 +189,7 @@ class SpeculationMetrics:
         # Not published yet: verifications by accepted tokens, and sums.
         self._by_accepted: list[int] = []
         self._num_trees = self._num_nodes = self._num_lossy = self._num_generated = 0
+        self._num_off = 0
 
     def of(self, draft: str) -> "SpeculationMetrics":
         """Those of a draft by name; there is one."""
@@ -198,6 +205,10 @@ class SpeculationMetrics:
             self._num_trees += 1
             self._num_nodes += num_nodes
         self._num_lossy += is_lossy
+
+    def turned_off(self, num_verifies: int) -> None:
+        """Notes that so many of the verifications were of requests that turned speculation off."""
+        self._num_off += num_verifies
 
     def decoded(self, num_tokens: int) -> None:
         """Notes so many verifications without a tree: each gave a token of another sequence."""
@@ -227,6 +238,8 @@ class SpeculationMetrics:
                 observe_many(self._accept_length, accepted + 1, count)
         self._verifies.inc(num_verified)
         self._emitted.inc(num_accepted + num_verified)
+        if self._num_off:
+            self._off_verifies.inc(self._num_off)
         if self._num_lossy:
             self._lossy.inc(self._num_lossy)
         if self._num_trees:
@@ -234,7 +247,7 @@ class SpeculationMetrics:
             self._draft_tokens.inc(self._num_nodes)
             self._accepted_tokens.inc(num_accepted)
             self._publish_positions(by_accepted)
-        self._num_trees = self._num_nodes = self._num_lossy = 0
+        self._num_trees = self._num_nodes = self._num_lossy = self._num_off = 0
 
     def _publish_positions(self, by_accepted: list[int]) -> None:
         while len(self._by_position) < len(by_accepted) - 1:

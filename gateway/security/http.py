@@ -16,7 +16,7 @@ HEALTH = "/health"
 # Pages and their files hold nothing of anybody's; whether the server lives may be asked by all.
 OPEN = frozenset({"/", "/dashboard", HEALTH})
 OPEN_FOLDER = "/web/"
-METRICS = frozenset({"/metrics", "/dashboard/figures"})
+METRICS = frozenset({"/metrics", "/dashboard/figures", "/dashboard/history"})
 PROBE = "/health_generate"  # generates a token
 # These end work or tell of it; a caller over its limits may use them.
 UNCOUNTED = frozenset({"/abort_request", "/flush_cache"})

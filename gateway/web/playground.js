@@ -159,6 +159,7 @@ function setRunning(is) {
   ui.stop.disabled = !is;
   ui.panels.setAttribute("aria-busy", is);
   document.body.dataset.running = is;
+  if (!is) document.body.dataset.runs = Number(document.body.dataset.runs ?? 0) + 1;
 }
 
 // ---- the verdict

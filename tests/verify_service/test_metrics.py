@@ -18,6 +18,7 @@ def test_verifications_are_counted_once_a_step() -> None:
             num_accepted = choose.randint(0, num_nodes)
             metrics.verified(num_nodes, num_accepted, num_nodes == 3)
             metrics.generated(num_accepted + 1)
+            metrics.turned_off(not num_nodes)
             seen.append((num_nodes, num_accepted))
         metrics.flush()
     metrics.flush()
@@ -33,6 +34,7 @@ def test_verifications_are_counted_once_a_step() -> None:
     assert counted("drafts_total") == len(trees)
     assert counted("draft_tokens_total") == sum(nodes for nodes, _ in trees)
     assert counted("accepted_tokens_total") == sum(accepted for _, accepted in trees)
+    assert counted("speculation_off_verifies_total") == len(seen) - len(trees)
     assert counted("lossy_verifies_total") == sum(nodes == 3 for nodes, _ in seen)
     for depth in range(5):
         reached = sum(accepted > depth for _, accepted in trees)

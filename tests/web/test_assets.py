@@ -2,6 +2,7 @@
 
 import asyncio
 import http.server
+import itertools
 import json
 import re
 import threading
@@ -15,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.config.services import GatewayConfig
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, Unavailable
 from gateway import figures as figures_module
 from gateway import pages
 from gateway.decoding import Chunk, Step
@@ -39,7 +40,8 @@ class Serving:
 
 def client(**config: object) -> httpx.AsyncClient:
     app = FastAPI()
-    app.include_router(pages.make_router(Serving(**config)))
+    serving = Serving(**config)
+    app.include_router(pages.make_router(Figures(serving, serving.config.dashboard_metrics)))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
@@ -239,6 +241,59 @@ def test_many_viewers_cost_one_scrape(metrics_page: Any) -> None:
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.json()["time"] for answer in answers}) <= 2
     assert len(asked) <= 2
+
+
+def test_history_is_kept_without_viewers_and_in_rows_of_one_spacing(
+    metrics_page: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(figures_module, "HISTORY_SECONDS", 0.05)
+    monkeypatch.setattr(figures_module, "CACHE_SECONDS", 0.01)
+    emitted = iter(range(1, 1000))
+
+    def answer(handler: Any) -> None:
+        send(
+            handler, b"foredraft_emitted_tokens_total %d\nforedraft_queue_depth 3\n" % next(emitted)
+        )
+
+    figures = Figures(Serving(), [metrics_page(answer)])
+
+    async def look() -> dict[str, Any]:
+        following = asyncio.create_task(figures.follow())
+        while len((await figures.history())["rows"]) < 4:
+            await asyncio.sleep(0.005)  # and asks more often than rows are kept
+        following.cancel()
+        return await figures.history()
+
+    found = asyncio.run(look())
+    columns = found["columns"]
+    rows = [dict(zip(columns, row, strict=True)) for row in found["rows"]]
+    assert [row["emitted"] for row in rows] == sorted({row["emitted"] for row in rows})
+    times = [row["time"] for row in rows]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert min(gaps) >= 0.045
+    assert found["now"] >= times[-1]
+    assert rows[-1]["waiting"] == 3
+    assert rows[-1]["tokens"] is None  # no page has it
+
+
+def test_a_gateway_without_a_verifier_keeps_no_history() -> None:
+    class Nothing(Serving):
+        info = property(lambda self: (_ for _ in ()).throw(Unavailable("none yet")))
+
+        def __init__(self) -> None:
+            self.config, self.pool = GatewayConfig(), Pool()
+
+    figures = Figures(Nothing(), [])
+
+    async def look() -> None:
+        following = asyncio.create_task(figures.follow())
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable):
+            await figures.history()
+        assert not following.done()
+        following.cancel()
+
+    asyncio.run(look())
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class Outcomes:
 
     def commit_all(self, batch: Iterable[VerifyRows], outcomes: Iterable[Outcome]) -> None:
         """Takes what the rule gave for sequences that decode; those that have ended meanwhile are left out."""
-        num_decoded, running = 0, Status.RUNNING
+        num_decoded, num_off, running = 0, 0, Status.RUNNING
         is_looked_at = self._sizes.records_all
         for rows, outcome in zip(batch, outcomes, strict=True):
             sequence = rows.sequence
@@ -73,9 +73,13 @@ class Outcomes:
             if is_looked_at or rows.tree.tokens or sequence.grammar is not None or outcome.is_lossy:
                 self.commit(rows, outcome, None)
             else:
-                num_decoded += self._commit_token(sequence, outcome)
+                is_counted = self._commit_token(sequence, outcome)
+                num_decoded += is_counted
+                num_off += is_counted and sequence.speculation.is_off
         if num_decoded:
-            self._speculation.of("").decoded(num_decoded)
+            figures = self._speculation.of("")
+            figures.decoded(num_decoded)
+            figures.turned_off(num_off)
 
     def _commit_token(self, sequence: Sequence, outcome: Outcome) -> bool:
         """`commit` of a step without a tree; gives whether it is in the metrics."""
@@ -120,6 +124,7 @@ class Outcomes:
             sequence.count_step(len(tree.tokens), num_accepted)
             if not request.is_probe:
                 figures.verified(len(tree.tokens), len(accepted), outcome.is_lossy)
+                figures.turned_off(sequence.speculation.is_off)
             live.count(len(accepted), outcome.is_lossy)
             self._sizes.record(rows, accepted, tokens)
         verified_tree = None

@@ -1,0 +1,105 @@
+"""What each draft does now, told from counters alone, so that it holds for every policy and for verifiers elsewhere."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LOADING = "loading"  # never attached since the verifier's start
+LOST = "lost"  # was attached
+DRAFTING = "drafting"
+SUSPENDED = "suspended"  # plain decoding is faster now: next to nothing that may be drafted for is
+UNMATCHED = "unmatched"  # asked, but has nothing to propose
+IDLE = "idle"  # attached; too little runs that it may draft for
+ATTACHED = "attached"  # nothing more is known: no metrics page answers
+
+ENOUGH = 32  # verifications that a state is told from, where there are so many
+FEW = 8  # with fewer nothing is told
+WINDOW_SECONDS = 30.0  # over which they are looked for
+TRIALS = 0.1  # of verifications, with a tree, at most, while drafting is suspended
+EMPTY = 0.5  # tokens proposed in a step, at most, by a draft that finds nothing
+
+# Counters and gauges by the name of the draft, as the metrics pages have them.
+AVAILABLE = "foredraft_draft_available"
+ATTACHES = "foredraft_draft_attaches_total"
+VERIFIES = "foredraft_verifies_total"
+OFF = "foredraft_speculation_off_verifies_total"
+TREES = "foredraft_drafts_total"
+ACCEPTED = "foredraft_accepted_tokens_total"
+ASKED = "foredraft_drafter_steps_total"
+PROPOSED = "foredraft_drafter_proposed_tokens_total"
+NAMES = frozenset({AVAILABLE, ATTACHES, VERIFIES, OFF, TREES, ACCEPTED, ASKED, PROPOSED})
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The figures of all drafts at one time.
+
+    Attributes:
+        time: Monotonic, in seconds.
+        values: By metric and draft, added up over all pages.
+        verifiers: Number of verifiers that tell of each draft.
+    """
+
+    time: float
+    values: Mapping[str, Mapping[str, float]]
+    verifiers: Mapping[str, int]
+
+    def of(self, metric: str, draft: str) -> float:
+        """A figure of one draft; 0 where no page has it."""
+        return self.values.get(metric, {}).get(draft, 0.0)
+
+
+def describe(draft: str, samples: Sequence[Sample], is_attached: bool) -> dict[str, Any]:
+    """The state of a draft, with the figures that it was told from.
+
+    Args:
+        draft: Its name.
+        samples: Of the last seconds, the newest last; at least one.
+        is_attached: What the verifiers said with their last tokens, where no page tells.
+    """
+    newest = samples[-1]
+    verifiers = newest.verifiers.get(draft, 0)
+    if not verifiers:
+        return {"name": draft, "state": ATTACHED if is_attached else LOST}
+    told = {
+        "name": draft,
+        "attached": int(newest.of(AVAILABLE, draft)),
+        "verifiers": verifiers,
+    }
+    if not told["attached"]:
+        return {**told, "state": LOST if newest.of(ATTACHES, draft) else LOADING}
+    before = _window_start(draft, samples)
+    verifies = _may_draft(newest, draft) - _may_draft(before, draft)
+    trees, accepted, asked, proposed = (
+        newest.of(name, draft) - before.of(name, draft)
+        for name in (TREES, ACCEPTED, ASKED, PROPOSED)
+    )
+    told |= {"seconds": newest.time - before.time, "verifies": verifies, "trees": trees}
+    if trees > 0:
+        told["tokens_per_tree"] = 1 + accepted / trees
+    if verifies < FEW:
+        state = IDLE
+    elif trees > TRIALS * verifies:
+        state = DRAFTING
+    elif asked >= FEW and proposed <= EMPTY * asked:
+        state = UNMATCHED
+    else:
+        state = SUSPENDED
+    return {**told, "state": state}
+
+
+def _may_draft(sample: Sample, draft: str) -> float:
+    return sample.of(VERIFIES, draft) - sample.of(OFF, draft)
+
+
+def _window_start(draft: str, samples: Sequence[Sample]) -> Sample:
+    """The newest sample since which there were enough verifications, else the oldest that can be compared."""
+    newest = found = samples[-1]
+    for sample in reversed(samples):
+        is_restarted = sample.of(VERIFIES, draft) > found.of(VERIFIES, draft)
+        if is_restarted or newest.time - sample.time > WINDOW_SECONDS:
+            break
+        found = sample
+        if _may_draft(newest, draft) - _may_draft(found, draft) >= ENOUGH:
+            break
+    return found
