@@ -290,6 +290,41 @@ def test_a_client_that_goes_away_while_it_waits_is_cancelled(rig: Rig) -> None:
     assert rig.metric("foredraft_gateway_queued_requests") == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        ("/generate", "rid", {"text": "x"}),
+        ("/v1/completions", "request_id", {"prompt": "x"}),
+        ("/v1/chat/completions", "request_id", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_a_name_that_runs_cannot_be_taken(
+    rig: Rig, path: str, field: str, body: dict[str, Any]
+) -> None:
+    may_end = threading.Event()
+
+    async def script(talk: Conversation, submit: Submit) -> None:
+        await talk.say(submit.id, TOKENS[:1])
+        await talk.wait(may_end.is_set)
+        await talk.say(submit.id, TOKENS[1:2], reason=LENGTH)
+
+    rig.verifier.script = script
+    body = {**body, field: "taken"}
+    with rig.http.stream("POST", path, json={**body, "stream": True}) as first:
+        lines = first.iter_lines()  # the connection is closed with it
+        next(lines)
+        second = rig.http.post(path, json=body)
+        assert second.status_code == 400
+        assert second.json()["error"]["param"] == field
+        with pytest.raises(grpc.RpcError) as third:
+            list(rig.stub.Generate(inference_pb2.GenerateRequest(text="x", request_id="taken")))
+        assert third.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+        assert len(rig.verifier.submitted) == 1
+        may_end.set()
+        assert "data: [DONE]" in list(lines)
+    assert rig.http.post(path, json=body).status_code == 200
+
+
 def test_without_a_verifier() -> None:
     with stacks.running_gateway("127.0.0.1:1") as (http, grpc_address):
         for path, body in (("/v1/completions", BODY), ("/generate", {"text": "x"})):

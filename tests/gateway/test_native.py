@@ -189,17 +189,6 @@ def test_the_name_of_a_batch_aborts_all_of_it(http: httpx.Client, path: str) -> 
         assert sum("abort" in line for line in lines) == 3
 
 
-def test_a_name_that_runs_cannot_be_taken(http: httpx.Client) -> None:
-    sampling = {"max_new_tokens": 400, "ignore_eos": True}
-    body = {"text": TEXT, "rid": "taken", "sampling_params": sampling, "stream": True}
-    with http.stream("POST", "/generate", json=body) as first:
-        next(first.iter_lines())
-        second = http.post("/generate", json={**body, "stream": False})
-    if second.status_code != 200:  # else the first had ended
-        assert second.status_code == 400
-        assert second.json()["error"]["param"] == "rid"
-
-
 def test_tokenize_and_detokenize(http: httpx.Client) -> None:
     one = http.post("/tokenize", json={"prompt": TEXT}).json()
     assert one == {

@@ -313,7 +313,8 @@ def test_echo(client: openai.OpenAI) -> None:
 
 
 def test_fields_that_cannot_change_the_text_are_taken(client: openai.OpenAI) -> None:
-    client.chat.completions.create(
+    plain = client.chat.completions.create(messages=CHAT, **FIXED).choices[0]
+    beside = client.chat.completions.create(
         messages=CHAT,
         user="someone",
         metadata={"a": "b"},
@@ -321,7 +322,13 @@ def test_fields_that_cannot_change_the_text_are_taken(client: openai.OpenAI) -> 
         tools=[],
         response_format={"type": "text"},
         **FIXED,
+    ).choices[0]
+    assert plain.message.content
+    assert (beside.message.content, beside.finish_reason) == (
+        plain.message.content,
+        plain.finish_reason,
     )
+    assert beside.message.tool_calls is None
 
 
 def test_a_client_that_goes_away_frees_its_place(client: openai.OpenAI, http: httpx.Client) -> None:

@@ -48,6 +48,19 @@ def test_filters_match_numpy(tied: bool) -> None:
         np.testing.assert_allclose(got[row].numpy(), want, rtol=2e-5, atol=1e-9)
 
 
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("top_k", [-1, 4])
+def test_top_p_keeps_no_more_where_it_is_reached_exactly(top_k: int, dense: bool) -> None:
+    logits = torch.full((1, 4096), -math.inf)
+    # With top-k the other four are cut before the mass is counted.
+    equal = [5, 40, 700, 4000] if top_k < 0 else [5, 40, 700, 4000, 4001, 4002, 4003, 4004]
+    logits[0, equal] = 2.0
+    params = SamplingParams(temperature=1.0, top_p=0.5, top_k=top_k)
+    rows = SamplingRows.from_params([params], [3])
+    columns, scores = sampling.perturbed_top(logits, rows, 5, dense=dense)
+    assert sorted(columns[scores > -math.inf].tolist()) == [5, 40]
+
+
 def test_greedy_takes_the_lowest_of_equals() -> None:
     for vocab in (7, 8192):
         logits = torch.zeros(3, vocab)

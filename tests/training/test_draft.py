@@ -1,6 +1,7 @@
 """Draft heads: what training unrolls is what drafting does, checkpoints keep their names, and training pays."""
 
 import dataclasses
+import itertools
 import shutil
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from training.draft.heads import (
 )
 from training.draft.target import Target
 from training.draft.trainer import DraftTrainer, DraftTrainingConfig
-from training.draft.unroll import DraftInputs, unroll
+from training.draft.unroll import DraftInputs, draft_loss, unroll
 from training.lm.model import LlamaShape
 from training.lm.trainer import LMTrainer, LMTrainingConfig
 
@@ -108,6 +109,48 @@ def test_every_row_of_the_unrolled_pass_drafts_like_a_server(algorithm: str) -> 
     for slot in range(rows):
         for step, expected in enumerate(draft_one_by_one(head, inputs, output, slot)):
             torch.testing.assert_close(results[step][1][:, slot], expected)
+
+
+def test_the_loss_compares_each_draft_with_what_the_target_says_there() -> None:
+    """Row i of step k says what comes at position i + k + 2, which the target says at position i + k + 1."""
+    steps, length, decay = 3, 9, 0.5
+    generator = torch.Generator().manual_seed(2)
+    rows = length - steps - 1
+    probs = torch.rand(2, length, 7, generator=generator).softmax(-1) * 0.9
+    hidden = torch.randn(2, length, 4, generator=generator)
+    results = [
+        (torch.randn(2, rows, 4, generator=generator), torch.randn(2, rows, 7, generator=generator))
+        for _ in range(steps)
+    ]
+    wanted, agreement = 0.0, []
+    for k, (features, logits) in enumerate(results):
+        losses, agrees = [], []
+        for b, i in itertools.product(range(2), range(rows)):
+            log_q = (logits[b, i].double().exp() / logits[b, i].double().exp().sum()).log()
+            at = i + k + 1
+            entropy = -float((probs[b, at] * log_q).sum())
+            distance = (features[b, i] - hidden[b, at]).abs()
+            smooth = torch.where(distance < 1, 0.5 * distance**2, distance - 0.5)
+            losses.append(0.7 * entropy + 0.3 * float(smooth.mean()))
+            agrees.append(float(logits[b, i].argmax() == probs[b, at].argmax()))
+        wanted += decay**k * float(np.mean(losses))
+        agreement.append(float(np.mean(agrees)))
+    loss, found = draft_loss(results, hidden, probs, decay, token_weight=0.7, feature_weight=0.3)
+    assert float(loss) == pytest.approx(wanted, rel=1e-5)
+    assert found.tolist() == pytest.approx(agreement)
+
+
+def test_a_head_that_says_what_the_target_says_agrees_everywhere() -> None:
+    head = random_head("EAGLE")
+    inputs, _, _, output = random_inputs(2, 14)
+    results = unroll(head, inputs, output, STEPS)
+    rows = results[0][0].shape[1]
+    # A target whose distribution at i + k + 1 is the head's at row i of step k, for one k at a time.
+    for k in range(STEPS):
+        probs = torch.zeros(2, 14, 50, dtype=torch.float64)
+        probs[:, k + 1 : k + 1 + rows] = results[k][1].softmax(-1)
+        _, agreement = draft_loss(results, inputs.hidden, probs, 1.0, 1.0, 0.0)
+        assert agreement[k] == 1.0
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

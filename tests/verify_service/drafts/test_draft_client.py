@@ -82,6 +82,21 @@ def test_steps_are_answered(draft: DraftProcess) -> None:
     assert verifier.client.epoch == 0
 
 
+def test_a_step_for_another_attach_is_not_sent(draft: DraftProcess) -> None:
+    with Client(draft.target) as verifier:
+        first = verifier.attached()
+        for other in (0, first + 1):
+            with pytest.raises(DraftError, match="no draft is attached"):
+                verifier.client.send(draft_pb2.StepRequest(step=1), epoch=other)
+        verifier.client.send(verifier.request(), epoch=first)
+        assert verifier.client.receive().step == 1
+        verifier.client.drop("for the test")
+        assert verifier.attached() == first + 1
+        with pytest.raises(DraftError, match="no draft is attached"):
+            verifier.client.send(draft_pb2.StepRequest(step=1), epoch=first)
+        assert verifier.step() == [8, 9, 10]
+
+
 def test_answers_may_be_read_later(draft: DraftProcess) -> None:
     with Client(draft.target) as verifier:
         verifier.attached()

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from foredraft.errors import InvalidRequest, Overloaded, PromptTooLong
+from foredraft.telemetry.metrics import value
 from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from tests.support.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
 from tests.support.engines import Harness, Job, running_engine
@@ -197,6 +198,38 @@ def test_pages_are_looked_at_once_after_work_and_not_all_the_time(
     plain.run([Job([5, 6], GREEDY)])
     assert looks.acquire(timeout=10)
     assert not looks.acquire(timeout=0.05)
+
+
+def test_a_preemption_is_one_request_in_the_metrics(target: Path) -> None:
+    """The prompt that it computes again was counted, as was its wait in the queue."""
+    names = ("prompt_tokens", "prefix_cache_hit_tokens", "generation_tokens", "preemptions")
+
+    def counts() -> dict[str, float]:
+        found = {name: value(f"foredraft_{name}_total") for name in names}
+        ended = value("foredraft_verifier_requests_total", outcome="length")
+        return {**found, "ended": ended, "queued": value("foredraft_queue_seconds_count")}
+
+    prompts = [[5 + i, 6, 7, 8] * 8 for i in range(2)]
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=120, ignore_eos=True)
+    before = counts()
+    with running_engine(target, max_total_tokens=208) as harness:
+        results = harness.run([Job(prompt, sampling) for prompt in prompts])
+        harness.check_nothing_left()
+    found = {name: number - before[name] for name, number in counts().items()}
+    preemptions = sum(result.finish.preemptions for result in results)
+    assert preemptions > 0
+    assert found == {
+        "prompt_tokens": 64,
+        "prefix_cache_hit_tokens": 0,
+        "generation_tokens": 240,
+        "preemptions": preemptions,
+        "ended": 2,
+        "queued": 2,
+    }
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.finish.prompt_tokens == 32
+        assert result.finish.cached_tokens == 0
+        assert Reference(target).check(prompt, result.tokens, sampling, ENDS) == 0
 
 
 def test_a_long_prompt_delays_a_stream_by_one_chunk_a_step(target: Path) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from foredraft.types import FinishReason, SamplingParams
 from verify_service.scheduling.request import Sequence
+from verify_service.scheduling.step_plan import PrefillChunk
 
 EOS = frozenset([2])
 
@@ -46,6 +47,17 @@ def test_lengths_follow_from_tokens():
     assert (seq.num_tokens, seq.num_output, seq.num_output_left) == (3, 1, 4)
     seq.num_computed = 0
     assert seq.num_uncomputed == 3
+
+
+def test_the_last_chunk_ends_with_the_newest_token():
+    """After a preemption that is a token of the output: its row, not the prompt's last, chooses the next one."""
+    seq = make()
+    assert PrefillChunk(seq, 0, 2).is_last
+    assert not PrefillChunk(seq, 0, 1).is_last
+    seq.append_tokens([7, 8])
+    assert not PrefillChunk(seq, 0, 2).is_last
+    assert not PrefillChunk(seq, 1, 2).is_last
+    assert PrefillChunk(seq, 1, 3).is_last
 
 
 def test_steps_are_counted():

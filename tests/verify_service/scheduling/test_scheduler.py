@@ -255,6 +255,68 @@ def run_without_check(scheduler, plan):
         scheduler.on_committed(slot.seq, 1)
 
 
+def flying(scheduler, num_nodes=0):
+    """Whoever decodes, as if a step were under way."""
+    going = list(scheduler.running)
+    for seq in going:
+        seq.num_in_flight = num_nodes + 1
+    return going
+
+
+def test_a_step_is_planned_ahead_only_while_nobody_joins_or_leaves():
+    scheduler = make_scheduler(max_running_requests=2)
+    for label in "ab":
+        scheduler.add(make_sequence(label, unlike(ord(label), 4)))
+    step(scheduler)
+    going = flying(scheduler)
+    assert scheduler.schedule_ahead(going, 0) is None
+    assert scheduler.schedule_ahead([], 0) == "ends"
+    scheduler.add(make_sequence("c", unlike(3, 4)))
+    assert scheduler.schedule_ahead(going, 0) is None  # there is no slot for it
+    scheduler.cancel(number("a"))
+    assert scheduler.schedule_ahead(going, 0) == "leaves"
+    assert scheduler.schedule(lambda seqs, _: [0] * len(seqs), FOREVER).admitted
+
+
+def test_no_step_is_planned_ahead_past_a_deadline():
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence("a", 4, deadline=time.monotonic() + 3600))
+    step(scheduler)
+    going = flying(scheduler)
+    assert scheduler.schedule_ahead(going, 0) is None
+    scheduler.add(make_sequence("b", 4, deadline=time.monotonic()))
+    assert scheduler.schedule_ahead(going, 0) == "leaves"
+
+
+def test_no_step_is_planned_ahead_of_a_join_or_a_prompt():
+    scheduler = make_scheduler(max_running_requests=2)
+    scheduler.add(make_sequence("a", unlike(1, 4)))
+    step(scheduler)
+    going = flying(scheduler)
+    long = make_sequence("long", unlike(2, 40))
+    scheduler.add(long)
+    assert scheduler.schedule_ahead(going, 0) == "joins"
+    going[0].num_in_flight = 0
+    step(scheduler)
+    flying(scheduler)
+    long.num_in_flight = 0
+    assert scheduler.schedule_ahead(going, 0) == "prompt"
+
+
+def test_a_step_ahead_gets_pages_for_all_that_may_be_written():
+    scheduler = make_scheduler(num_pages=4, admission_headroom=0)  # of 4 keys
+    seq = make_sequence("a", 7, max_new_tokens=9)
+    scheduler.add(seq)
+    step(scheduler)
+    # 8 tokens, at most 3 more by the step under way, and the nodes.
+    assert scheduler.schedule_ahead(flying(scheduler, 2), 1) is None
+    assert len(seq.pages) == 3
+    assert scheduler.schedule_ahead(flying(scheduler, 2), 2) is None
+    assert len(seq.pages) == 4
+    assert scheduler.schedule_ahead(flying(scheduler, 5), 3) == "pages"
+    assert len(seq.pages) == 4
+
+
 def test_default_now_is_the_monotonic_clock():
     scheduler = make_scheduler()
     scheduler.add(make_sequence("a", 4, deadline=time.monotonic() - 1))

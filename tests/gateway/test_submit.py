@@ -1,0 +1,83 @@
+"""What a job asks for reaches the verifier under the same names."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from foredraft.speculation.seeds import derive_seed
+from foredraft.types import Grammar, GrammarKind, SamplingParams, SpeculationParams
+from gateway.generation import Job, _submit_request
+from gateway.security.limits import Caller, Limits
+
+# No two alike, and none a default.
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.75,
+    "top_k": 7,
+    "top_p": 0.5,
+    "min_p": 0.25,
+    "repetition_penalty": 1.25,
+    "frequency_penalty": 1.5,
+    "presence_penalty": -0.5,
+    "logit_bias": {3: -2.0, 9: 4.0},
+    "seed": 11,
+    "max_new_tokens": 40,
+    "min_new_tokens": 13,
+    "stop_token_ids": (5, 6),
+    "ignore_eos": True,
+    "logprobs": 4,
+}
+SPECULATION: dict[str, Any] = {"enabled": False, "num_steps": 3, "topk": 2, "num_draft_tokens": 8}
+JOB = Job("the-name", [1, 2, 3], SamplingParams(**SAMPLING))
+
+
+def plain(value: Any) -> Any:
+    """A field of a message as the dataclasses hold it."""
+    if hasattr(value, "items"):
+        return dict(value)
+    return tuple(value) if hasattr(value, "__len__") and not isinstance(value, str) else value
+
+
+def test_every_sampling_parameter() -> None:
+    assert {field.name for field in fields(SamplingParams)} == {*SAMPLING, "grammar"}
+    sent = _submit_request(JOB, 0).sampling
+    assert {name: plain(getattr(sent, name)) for name in SAMPLING} == SAMPLING
+    assert sent.grammar.WhichOneof("kind") is None
+    assert not _submit_request(replace(JOB, sampling=SamplingParams()), 0).sampling.HasField(
+        "logprobs"
+    )
+
+
+@pytest.mark.parametrize("kind", list(GrammarKind))
+def test_every_kind_of_grammar(kind: GrammarKind) -> None:
+    sampling = SamplingParams(grammar=Grammar(kind, "its text"))
+    sent = _submit_request(replace(JOB, sampling=sampling), 0).sampling.grammar
+    assert sent.WhichOneof("kind") == kind.value
+    assert getattr(sent, kind.value) == "its text"
+
+
+def test_every_wish_for_speculation() -> None:
+    assert {field.name for field in fields(SpeculationParams)} == set(SPECULATION)
+    job = replace(JOB, speculation=SpeculationParams(**SPECULATION))
+    sent = _submit_request(job, 0).speculation
+    assert {name: getattr(sent, name) for name in SPECULATION} == SPECULATION
+    left_out = _submit_request(JOB, 0).speculation
+    assert not any(left_out.HasField(name) for name in SPECULATION)
+
+
+def test_what_is_beside_the_sampling() -> None:
+    job = replace(
+        JOB, priority=-3, return_provenance=True, caller=Caller("alice", Limits()), call="the-call"
+    )
+    sent = _submit_request(job, 0)
+    assert list(sent.prompt) == [1, 2, 3]
+    assert (sent.priority, sent.return_provenance) == (-3, True)
+    assert (sent.key_label, sent.request_name) == ("alice", "the-name")
+
+
+def test_every_choice_has_a_seed_of_its_own_and_the_only_one_that_of_the_request() -> None:
+    assert _submit_request(JOB, 0).sampling.seed == 11
+    several = replace(JOB, num_choices=3)
+    seeds = [_submit_request(several, choice).sampling.seed for choice in range(3)]
+    assert seeds == [derive_seed(11, choice) for choice in range(3)]
+    assert len({*seeds, 11}) == 4
