@@ -45,6 +45,7 @@ LONG = (
     "tests/verify_service/drafts/test_several_drafts.py",
     "tests/verify_service/drafts/test_several_models.py",
     "tests/gateway/test_tls.py",
+    "tests/models/test_understood.py",
     "tests/draft_service/test_device_steps.py",
     "tests/draft_service/test_graph_drafting.py",
     "tests/draft_service/test_standalone.py",

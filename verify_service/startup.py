@@ -185,6 +185,7 @@ def build_engine(
         context_length=context_length,
         usable_prefix=drafting.usable_prefix if drafting is not None else None,
         look_ahead=int(any(name in HEADS for name in config.algorithms)),
+        longest_shared=model_config.dynamic_from,
     )
     thresholds = Thresholds(
         config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc

@@ -60,6 +60,7 @@ class Batch:
         logit_rows: int64, the rows whose logits are wanted; None for all.
         embeddings: [num_rows, hidden] to use instead of the tokens' own, or None.
         plan: What the backend's `plan` shall return, made by a graph runner; `spans` are not read then.
+        reaches: int64 [num_rows], see `Rotary.angles`; None where every row reaches its own position.
     """
 
     tokens: torch.Tensor
@@ -69,6 +70,7 @@ class Batch:
     logit_rows: torch.Tensor | None = None
     embeddings: torch.Tensor | None = None
     plan: object | None = None
+    reaches: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:

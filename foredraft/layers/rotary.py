@@ -50,35 +50,41 @@ class Rotary:
         self._frequencies = _frequencies(config, self._exponents)
 
     def angles(
-        self, positions: torch.Tensor, dtype: torch.dtype
+        self, positions: torch.Tensor, dtype: torch.dtype, reaches: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and signed sines for `rotate`.
 
         Args:
             positions: int64 [num_rows].
+            reaches: int64 [num_rows], for dynamic scaling: lengths that rows are stretched by where they are longer
+                than the rows' own; None for their own.
 
         Returns:
             Two of [num_rows, 1, head_dim], of `dtype` or more precise.
         """
         if fused.on_gpu(positions) and self._config.kind != "dynamic":
             return fused.angles(positions, self._frequencies, self._config.attention_factor)
-        angles = positions.unsqueeze(1).float() * self._frequencies_at(positions)
+        angles = positions.unsqueeze(1).float() * self._frequencies_at(positions, reaches)
         cos, sin = angles.cos(), angles.sin()
         if self._config.attention_factor != 1.0:
             cos, sin = cos * self._config.attention_factor, sin * self._config.attention_factor
         cos, sin = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
         return cos.unsqueeze(1).to(dtype), sin.unsqueeze(1).to(dtype)
 
-    def _frequencies_at(self, positions: torch.Tensor) -> torch.Tensor:
+    def _frequencies_at(
+        self, positions: torch.Tensor, reaches: torch.Tensor | None
+    ) -> torch.Tensor:
         """[head_dim / 2], or [num_rows, head_dim / 2] for dynamic scaling.
 
-        Dynamic scaling stretches by the length reached. Here that is a row's own position, so that a token's
-        key does not depend on how its sequence was cut into forwards.
+        Dynamic scaling stretches by the length that a forward reaches: the prompt's for all of its tokens, then each
+        new token's own. That is said here and not taken from the rows of a step, so that a token's key does not depend
+        on how its sequence was cut into forwards.
         """
         config = self._config
         if config.kind != "dynamic":
             return self._frequencies
-        reached = (positions + 1).clamp_min(config.original_max_positions).float()
+        lengths = positions + 1 if reaches is None else torch.maximum(positions + 1, reaches)
+        reached = lengths.clamp_min(config.original_max_positions).float()
         stretch = config.factor * reached / config.original_max_positions - (config.factor - 1)
         base = config.theta * stretch ** (self._head_dim / (self._head_dim - 2))
         return 1.0 / base.unsqueeze(1) ** self._exponents

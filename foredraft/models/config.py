@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.errors import CheckpointError
+from foredraft.models.config_keys import REFUSED_KINDS, check_keys, check_model_type
 from foredraft.models.config_reader import Reader, read_json
 from foredraft.models.rope_config import RopeConfig, read_rope
 
@@ -21,16 +22,6 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu": "gelu",
 }
-# Kinds of models that are refused by name: a configuration key that gives them away, and the kind.
-REFUSED_KEYS = {
-    "num_experts": "mixture-of-experts",
-    "num_local_experts": "mixture-of-experts",
-    "n_routed_experts": "mixture-of-experts",
-    "kv_lora_rank": "multi-head latent attention (MLA)",
-    "vision_config": "vision",
-    "audio_config": "audio",
-    "text_config": "multimodal",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +30,7 @@ class ModelConfig:
 
     Attributes:
         architecture: The name in config.json.
-        max_position_embeddings: Context length; YaRN's stretched one where config.json still has the one it began with.
+        max_position_embeddings: Context length; what the rotary embedding is stretched to, where that is longer.
         windows: For each layer the number of newest positions it sees (its own included), None for all.
         ropes: For each layer its rotary embedding.
         qk_norm: Queries and keys are normalised per head.
@@ -105,14 +96,24 @@ class ModelConfig:
         raw: Mapping[str, Any],
         generation: Mapping[str, Any] | None = None,
         where: str = "config.json",
+        is_whole_model: bool = True,
     ) -> "ModelConfig":
         """Reads the content of config.json; `where` names it in errors.
+
+        Args:
+            is_whole_model: False for the layer of a draft head, whose file may describe its target in other keys.
 
         Raises:
             CheckpointError: See `from_dir`.
         """
         try:
-            return _parse(Reader(raw, where), generation or {})
+            reader = Reader(raw, where)
+            architecture = _architecture(reader)
+            family = _FAMILIES[architecture]
+            if is_whole_model:
+                check_model_type(reader, architecture, family.model_type)
+                check_keys(reader, architecture, family.keys)
+            return _parse(reader, architecture, family, generation or {})
         except (TypeError, ValueError, ZeroDivisionError) as error:
             raise CheckpointError(f"{where}: {error}") from error
 
@@ -123,6 +124,15 @@ class ModelConfig:
         for name in ("dtype", "eos_token_ids"):
             del fields[name]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def dynamic_from(self) -> int | None:
+        """Length from which rotary embeddings follow the length of a prompt (NTK by length); None where they never do.
+
+        The keys of a longer prompt are other ones for each length, so prompts that begin alike share none.
+        """
+        lengths = [rope.original_max_positions for rope in self.ropes if rope.kind == "dynamic"]
+        return min(lengths, default=None)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values of one token, all layers, in a type of `itemsize` bytes."""
@@ -144,10 +154,10 @@ class ModelConfig:
         return self.num_layers * (attention + mlp + norms) + tables + self.hidden_size
 
 
-def _parse(reader: Reader, generation: Mapping[str, Any]) -> ModelConfig:
+def _parse(
+    reader: Reader, architecture: str, family: "_Family", generation: Mapping[str, Any]
+) -> ModelConfig:
     raw = reader.raw
-    architecture = _architecture(reader)
-    family = _FAMILIES[architecture]
     num_layers = reader.size("num_hidden_layers")
     num_heads = reader.size("num_attention_heads")
     hidden_size = reader.size("hidden_size")
@@ -210,6 +220,8 @@ def _parse(reader: Reader, generation: Mapping[str, Any]) -> ModelConfig:
 class _Family:
     """How one architecture's config.json is read."""
 
+    model_type: str
+    keys: frozenset[str] = frozenset()  # that it reads beside those of all
     qk_norm: bool = False
     always_bias: bool = False  # queries, keys and values have a bias whatever config.json says
     attention_bias: bool = False  # default of the key
@@ -222,14 +234,31 @@ class _Family:
     sliding: str = "none"
 
 
-_QWEN2 = _Family(always_bias=True, attention_bias=True, qkv_bias_only=True, sliding="upper")
+_WINDOW_KEYS = frozenset({"sliding_window"})
+_GEMMA_KEYS = _WINDOW_KEYS | {
+    "sliding_window_pattern",
+    "hidden_activation",
+    "query_pre_attn_scalar",
+    "rope_local_base_freq",
+    "final_logit_softcapping",
+}
+_QWEN2 = _Family(
+    "qwen2",
+    _WINDOW_KEYS,
+    always_bias=True,
+    attention_bias=True,
+    qkv_bias_only=True,
+    sliding="upper",
+)
 _FAMILIES = {
-    "LlamaForCausalLM": _Family(max_positions=2048),
-    "MistralForCausalLM": _Family(max_positions=131072, sliding="all"),
+    "LlamaForCausalLM": _Family("llama", max_positions=2048),
+    "MistralForCausalLM": _Family("mistral", _WINDOW_KEYS, max_positions=131072, sliding="all"),
     "Qwen2ForCausalLM": _QWEN2,
-    "MiMoForCausalLM": _QWEN2,
-    "Qwen3ForCausalLM": _Family(qk_norm=True, head_dim=128, sliding="upper"),
+    "MiMoForCausalLM": dataclasses.replace(_QWEN2, model_type="mimo"),
+    "Qwen3ForCausalLM": _Family("qwen3", _WINDOW_KEYS, qk_norm=True, head_dim=128, sliding="upper"),
     "Gemma3ForCausalLM": _Family(
+        "gemma3_text",
+        _GEMMA_KEYS,
         qk_norm=True,
         gemma=True,
         head_dim=256,
@@ -250,7 +279,7 @@ def _architecture(reader: Reader) -> str:
         raise reader.fail(
             f"quantization_config: quantized checkpoints ({method or 'unknown method'}) are not supported"
         )
-    for key, kind in REFUSED_KEYS.items():
+    for key, kind in REFUSED_KINDS.items():
         if raw.get(key):
             raise reader.fail(f"{kind} models are not supported ({name}, {key})")
     if not isinstance(name, str) or name not in _FAMILIES:
@@ -317,6 +346,8 @@ def _ropes(
     raw = reader.raw
     given, scaling = reader.mapping("rope_parameters"), reader.mapping("rope_scaling")
     is_nested = any(kind in given for kind in ("full_attention", "sliding_attention"))
+    if is_nested and not family.gemma:
+        raise reader.fail("rope_parameters by layer type are for Gemma3ForCausalLM alone")
     if family.gemma and given and not is_nested:
         raise reader.fail(
             "rope_parameters must be by layer type (full_attention, sliding_attention)"
@@ -335,17 +366,19 @@ def _ropes(
             theta = reader.number("rope_local_base_freq", 10_000.0)
         else:
             theta = reader.number("rope_theta", 1_000_000.0 if family.gemma else 10_000.0)
-        by_type[kind] = read_rope(Reader(parameters, reader.where), theta, max_positions, raw)
+        by_type[kind] = read_rope(
+            Reader(parameters, reader.where), theta, max_positions, raw, is_stretched=family.gemma
+        )
     return tuple(by_type[kind] for kind in layer_types)
 
 
 def _softcap(reader: Reader, family: _Family) -> float | None:
-    if not family.gemma:
+    if not family.gemma or reader.raw.get("final_logit_softcapping") is None:
         return None
-    if reader.raw.get("attn_logit_softcapping") is not None:
-        raise reader.fail("attn_logit_softcapping is not supported")
     cap = reader.number("final_logit_softcapping", 0.0)
-    return cap or None
+    if cap <= 0:
+        raise reader.fail(f"final_logit_softcapping must be above 0 or null, not {cap}")
+    return cap
 
 
 def _token_ids(reader: Reader) -> tuple[int, ...]:

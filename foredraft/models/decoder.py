@@ -159,7 +159,7 @@ class DecoderModel(nn.Module):
         else:
             stream = batch.embeddings.clone()  # layers add to it in place
         angles = {
-            rope: rotary.angles(batch.positions, stream.dtype)
+            rope: rotary.angles(batch.positions, stream.dtype, batch.reaches)
             for rope, rotary in self._rotary.items()
         }
         plan = attention.plan(batch, kv, self._windows, self._group_size)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from foredraft.errors import CheckpointError
-from foredraft.models.config import REFUSED_KEYS, ModelConfig
+from foredraft.models.config import ModelConfig
+from foredraft.models.config_keys import REFUSED_KINDS
 from foredraft.models.config_reader import read_json
 
 HeadAlgorithm = Literal["EAGLE", "EAGLE3", "MTP"]
@@ -107,7 +108,7 @@ class HeadConfig:
         inner = dict(raw.get("transformer_layer_config") or raw)
         inner["architectures"] = [architecture]
         # What a config.json that began as a copy of the target's says of the target alone.
-        for key in ("num_nextn_predict_layers", *REFUSED_KEYS):
+        for key in ("num_nextn_predict_layers", *REFUSED_KINDS):
             inner.pop(key, None)
         if set(inner.get("layer_types") or ()) == {"full_attention"}:
             del inner["layer_types"]
@@ -115,7 +116,7 @@ class HeadConfig:
             inner["num_hidden_layers"] = _count(raw, "num_nextn_predict_layers", 1, where)
             # A target's own entry: its layers' kinds say nothing about the modules.
             inner.pop("layer_types", None)
-        layer = ModelConfig.from_dict(inner, where=where)
+        layer = ModelConfig.from_dict(inner, where=where, is_whole_model=False)
         if layer.norm_offset or layer.sandwich_norms:
             raise CheckpointError(f"{where}: heads with {architecture} layers are not supported")
         # EAGLE's own key; Qwen2's layers have no other.

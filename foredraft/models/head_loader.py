@@ -23,6 +23,7 @@ from foredraft.models.mtp import MTPHead
 from foredraft.models.weights import (
     SafetensorsFile,
     TensorEntry,
+    check_finite,
     checkpoint_files,
     first_line,
     weight_files,
@@ -271,10 +272,7 @@ def _fill(
         if not entry.dtype.is_floating_point:
             raise CheckpointError(f"{directory}: tensor {names[name]} has type {entry.dtype}")
         tensors.copy_to(names[name], target)
-        if not torch.isfinite(target).all():
-            raise CheckpointError(
-                f"{directory}: tensor {names[name]} has values that are infinite or no numbers in {target.dtype}"
-            )
+        check_finite(target, names[name], directory)
 
 
 @torch.no_grad()
@@ -291,6 +289,7 @@ def _own_embedding(
         )
     own = Embedding(layer.vocab_size, layer.hidden_size, 1.0, head.dtype, head.device)
     tensors.copy_to(stored, own.weight)
+    check_finite(own.weight, stored, directory)
     theirs = head.embedding.weight
     if own.weight.shape != theirs.shape or not torch.equal(
         own.weight, theirs.to(own.weight.device)

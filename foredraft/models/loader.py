@@ -14,7 +14,7 @@ from foredraft.layers.mlp import GatedMLP
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.kv_scales import check_scales, scale_targets
-from foredraft.models.weights import checkpoint_files, open_checkpoint
+from foredraft.models.weights import check_finite, checkpoint_files, open_checkpoint
 
 DUMMY_SEED = 0
 DUMMY_STD = 0.02
@@ -126,7 +126,7 @@ def copy_checkpoint(
         scalars: Single numbers [1] or more to fill with one, by tensor name, which need not be there.
 
     Raises:
-        CheckpointError: Tensors are missing, unexpected or misshaped; they are named.
+        CheckpointError: Tensors are missing, unexpected, misshaped or not finite; they are named.
     """
     total = sum(tensor.numel() for tensor in targets.values())
     filled: set[str] = set()
@@ -165,6 +165,7 @@ def copy_checkpoint(
                 if name in filled:
                     raise CheckpointError(f"{file.path}: tensor {name} is there twice")
                 file.copy_to(entry, target)
+                check_finite(target, name, file.path)
                 filled.add(name)
                 bar.update(target.numel())
     missing = [name for name in targets if name not in filled]

@@ -8,6 +8,31 @@ from typing import Any
 from foredraft.models.config_reader import Reader
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+# Numbers without which a type would have to be guessed.
+_REQUIRED = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+_KNOWN = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "finetuned",  # a note in YaRN's first checkpoints
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +43,8 @@ class RopeConfig:
         theta: Base of the frequencies.
         kind: One of ROPE_TYPES.
         factor: By how much the context is stretched.
-        original_max_positions: Context length of pretraining (dynamic, llama3, yarn).
-        low_freq_factor, high_freq_factor: Limits of llama3's ramp.
+        original_max_positions: Context length of pretraining (linear, dynamic, llama3, yarn).
+        low_freq_factor, high_freq_factor: Limits of llama3's ramp; 0 for other types.
         beta_fast, beta_slow, truncate: Limits of yarn's ramp.
         attention_factor: What cosine and sine are multiplied by.
     """
@@ -28,8 +53,8 @@ class RopeConfig:
     kind: str = "default"
     factor: float = 1.0
     original_max_positions: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -37,12 +62,18 @@ class RopeConfig:
 
     @property
     def max_positions(self) -> int:
-        """Context length that this was made for; 0 where it does not tell."""
-        return int(self.original_max_positions * self.factor) if self.kind == "yarn" else 0
+        """Context length that this was made for; 0 where it does not tell (llama3's is `max_position_embeddings`)."""
+        if self.kind not in ("linear", "dynamic", "yarn"):
+            return 0
+        return int(self.original_max_positions * self.factor)
 
 
 def read_rope(
-    parameters: Reader, theta: float, max_positions: int, raw: Mapping[str, Any]
+    parameters: Reader,
+    theta: float,
+    max_positions: int,
+    raw: Mapping[str, Any],
+    is_stretched: bool = False,
 ) -> RopeConfig:
     """Reads one layer type's parameters.
 
@@ -51,6 +82,7 @@ def read_rope(
         theta: Where those have none.
         max_positions: Context length of the model.
         raw: The whole of config.json.
+        is_stretched: Whether `max_positions` is the stretched length whatever the type (Gemma 3).
 
     Raises:
         CheckpointError: They are wrong, or of a kind that is not supported.
@@ -59,6 +91,11 @@ def read_rope(
     if kind not in ROPE_TYPES:
         raise parameters.fail(
             f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
+    unknown = sorted(key for key, value in parameters.raw.items() if value and key not in _KNOWN)
+    if unknown:
+        raise parameters.fail(
+            f"{unknown[0]} of the rotary embedding is not supported; known: {', '.join(sorted(_KNOWN))}"
         )
     if parameters.number("partial_rotary_factor", 1.0) != 1.0 or raw.get(
         "partial_rotary_factor", 1.0
@@ -69,17 +106,20 @@ def read_rope(
         raise parameters.fail(f"rope_theta must be above 1, not {theta}")
     if kind == "default":
         return RopeConfig(theta)
-    original = parameters.size(
-        "original_max_position_embeddings",
-        raw.get("original_max_position_embeddings") or max_positions,
-    )
-    if kind == "dynamic":
-        original = max_positions
-    if kind != "yarn" and "factor" not in parameters.raw:
-        raise parameters.fail(f"rope type {kind} has no factor")
-    factor = parameters.number("factor", max_positions / original)
+    for key in _REQUIRED[kind]:
+        if parameters.raw.get(key) is None:
+            raise parameters.fail(f"rope type {kind} has no {key}")
+    factor = parameters.number("factor", 1.0)
     if factor <= 0:
         raise parameters.fail(f"factor must be above 0, not {factor}")
+    original = _original_length(parameters, kind, max_positions, raw)
+    if kind == "linear" and is_stretched:
+        original = 0
+    low, high = (parameters.number(f"{end}_freq_factor", 0.0) for end in ("low", "high"))
+    if kind == "llama3" and not 0 < low < high:
+        raise parameters.fail(
+            f"low_freq_factor must be above 0 and below high_freq_factor, not {low} and {high}"
+        )
     attention_factor = 1.0
     if kind == "yarn":
         attention_factor = _yarn_attention_factor(parameters, factor)
@@ -88,13 +128,28 @@ def read_rope(
         kind=kind,
         factor=factor,
         original_max_positions=original,
-        low_freq_factor=parameters.number("low_freq_factor", 1.0),
-        high_freq_factor=parameters.number("high_freq_factor", 4.0),
+        low_freq_factor=low,
+        high_freq_factor=high,
         beta_fast=parameters.number("beta_fast", 32.0) or 32.0,
         beta_slow=parameters.number("beta_slow", 1.0) or 1.0,
         truncate=parameters.flag("truncate", True),
         attention_factor=attention_factor,
     )
+
+
+def _original_length(
+    parameters: Reader, kind: str, max_positions: int, raw: Mapping[str, Any]
+) -> int:
+    """The context length of pretraining, which config.json says in one of two places or not at all."""
+    if kind == "dynamic":  # transformers begins to stretch there, whatever the key says
+        return max_positions
+    key = "original_max_position_embeddings"
+    inner, outer = (Reader(one, parameters.where).size(key, 0) for one in (parameters.raw, raw))
+    if inner and outer and inner != outer:
+        raise parameters.fail(f"{key} is {inner} of the rotary embedding and {outer} of the model")
+    if kind == "llama3" and not inner and not outer:
+        raise parameters.fail(f"rope type llama3 has no {key}")
+    return inner or outer or max_positions
 
 
 def _yarn_attention_factor(parameters: Reader, factor: float) -> float:

@@ -176,6 +176,17 @@ def weight_files(directory: Path, name: str) -> list[Path]:
     return [directory / file for file in names]
 
 
+def check_finite(tensor: torch.Tensor, name: str, where: Path) -> None:
+    """Raises CheckpointError, naming the tensor, when a weight is infinite or no number in the type it is kept in.
+
+    One pass without a copy: both ends of a range are NaN where one number is.
+    """
+    if tensor.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(tensor)):
+        raise CheckpointError(
+            f"{where}: tensor {name} has values that are infinite or no numbers in {tensor.dtype}"
+        )
+
+
 def first_line(error: Exception) -> str:
     """What an error says, without the pages that torch adds."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -21,6 +21,8 @@ class StepRows:
         tokens: Of a tree the root first.
         parents: Of the nodes of a tree, as in `DraftTree`; None where each row follows the one before it.
         logits: Which rows' logits are wanted.
+        reach: Length that rotary embeddings which follow the length are stretched by (the prompt's), where it is
+            longer than the rows' own; 0 for their own.
     """
 
     slot: int
@@ -28,6 +30,7 @@ class StepRows:
     tokens: Sequence[int]
     parents: Sequence[int] | None
     logits: Literal["all", "last", "none"]
+    reach: int = 0
 
 
 @dataclass(slots=True)
@@ -48,6 +51,7 @@ class SequenceRows:
             included. None for causal; then write_index == prefix_len.
         tail_positions: Positions of those keys where they are not their indexes.
         logits: Which rows' logits are wanted.
+        reach: See `StepRows`.
     """
 
     tokens: Sequence[int]
@@ -59,12 +63,13 @@ class SequenceRows:
     tail_mask: torch.Tensor | None = None
     tail_positions: Sequence[int] | None = None
     logits: Literal["all", "last", "none"] = "all"
+    reach: int = 0
 
     @classmethod
     def of(cls, rows: StepRows, pages: Sequence[int]) -> "SequenceRows":
         """Rows of the target with their page table."""
         if rows.parents is None:
-            return cls.chunk(pages, rows.start, rows.tokens, rows.logits)
+            return cls.chunk(pages, rows.start, rows.tokens, rows.logits, rows.reach)
         tree = DraftTree(tuple(rows.tokens[1:]), tuple(rows.parents))
         return cls.tree(pages, rows.start, rows.tokens[0], tree)
 
@@ -75,10 +80,11 @@ class SequenceRows:
         start: int,
         tokens: Sequence[int],
         logits: Literal["all", "last", "none"] = "last",
+        reach: int = 0,
     ) -> "SequenceRows":
         """Consecutive tokens from position `start` on, after a prefix whose KV exists."""
         positions = range(start, start + len(tokens))
-        return cls(tokens, positions, pages, start, start, logits=logits)
+        return cls(tokens, positions, pages, start, start, logits=logits, reach=reach)
 
     @classmethod
     def tree(
@@ -153,7 +159,15 @@ def build_batch(
         logit_rows=None
         if len(logit_rows) == len(tokens)
         else torch.from_numpy(logit_rows).to(device),
+        reaches=_reaches(rows, device),
     )
+
+
+def _reaches(rows: Sequence[SequenceRows], device: torch.device) -> torch.Tensor | None:
+    if not any(sequence.reach for sequence in rows):
+        return None
+    lengths = np.repeat([one.reach for one in rows], [len(one.tokens) for one in rows])
+    return torch.from_numpy(lengths.astype(np.int64)).to(device)
 
 
 def _span(rows: SequenceRows, first_row: int, page_size: int) -> SequenceSpan:

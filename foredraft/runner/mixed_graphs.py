@@ -94,6 +94,8 @@ class MixedGraphs:
         counts = [len(one.tokens) for one in rows]
         if sum(counts) > self.sizes[-1] or len(rows) > self._num_slots:
             return False
+        if any(one.reach for one in rows):  # the graphs' rotary embeddings know positions alone
+            return False
         num_keys = max(one.start + count for one, count in zip(rows, counts, strict=True))
         if num_keys <= SHORT_KEYS:
             return True

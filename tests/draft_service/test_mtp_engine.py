@@ -32,7 +32,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"intermediate_size": head.config["intermediate_size"], "head_dim": 12}
     make_checkpoint(folder, "Qwen2ForCausalLM", seed=2, tie_word_embeddings=False, **sizes)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 3}
+    config |= {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "num_nextn_predict_layers": 3,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors") | head.tensors
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")

@@ -22,6 +22,14 @@ LLAMA = {
     "eos_token_id": 2,
 }
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 2048,
+}
+
 
 def parse(**changes):
     return ModelConfig.from_dict(LLAMA | changes)
@@ -39,12 +47,7 @@ def test_llama():
 
 
 def test_old_and_new_rope_keys_agree():
-    scaling = {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 2048,
-    }
+    scaling = {key: value for key, value in LLAMA3.items() if key != "rope_type"}
     old = parse(rope_theta=5e5, rope_scaling=scaling | {"type": "llama3"})
     new = parse(rope_parameters=scaling | {"rope_type": "llama3", "rope_theta": 5e5})
     assert old == new
@@ -84,8 +87,20 @@ def test_yarn_stretches_the_context():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8000}
     assert parse(rope_scaling=yarn).max_position_embeddings == 32000
     assert parse(rope_scaling=yarn, max_position_embeddings=40000).max_position_embeddings == 40000
-    llama3 = yarn | {"rope_type": "llama3"}
-    assert parse(rope_scaling=llama3).max_position_embeddings == 8192
+    assert parse(rope_scaling=LLAMA3).max_position_embeddings == 8192
+
+
+def test_other_scalings_stretch_the_context():
+    for kind in ("linear", "dynamic"):
+        config = parse(rope_scaling={"type": kind, "factor": 2.5})
+        assert config.max_position_embeddings == 20480
+    assert config.dynamic_from == 8192
+    original = {"type": "linear", "factor": 4.0, "original_max_position_embeddings": 2048}
+    assert parse(rope_scaling=original).max_position_embeddings == 8192
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 8}
+    linear = {"rope_type": "linear", "factor": 8.0}
+    assert parse(**gemma, rope_scaling=linear).max_position_embeddings == 8192
+    assert parse(**gemma, rope_scaling=linear).dynamic_from is None
 
 
 def test_windows_of_mistral_and_qwen():
@@ -137,6 +152,85 @@ def test_num_parameters_counts_every_weight(variant):
     assert config.num_parameters == sum(p.numel() for p in model.parameters())
 
 
+MEANT = {
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.015625,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "mlp_multipliers": [1.0, 0.5],
+    "use_qk_norm": True,
+    "no_rope_layers": [1, 1, 1, 0],
+    "no_rope_layer_interval": 4,
+    "sliding_window": 4096,
+    "attention_chunk_size": 4096,
+    "attn_temperature_tuning": True,
+    "query_pre_attn_scalar": 256,
+    "clip_qkv": 8.0,
+    "moe_intermediate_size": 768,
+    "add_full_attention_sink_bias": True,
+    "position_embedding_type": "nope",
+    "hidden_activation": "gelu",
+    "layer_norm_eps": 1e-5,
+    "is_causal": False,
+    "some_new_softcap": 3.0,
+    "k_scale_factors": {"a": 2.0},
+}
+
+
+@pytest.mark.parametrize("key", MEANT)
+def test_keys_that_mean_something_are_refused_by_name(key):
+    without_norms = {"rms_norm_eps": None} if key == "layer_norm_eps" else {}
+    with pytest.raises(CheckpointError, match=f"{key} is "):
+        parse(**without_norms, **{key: MEANT[key]})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, None) for key in MEANT),
+        ("embedding_multiplier", 1),
+        ("attention_multiplier", 8**-0.5),
+        ("mlp_multipliers", [1.0, 1.0]),
+        ("use_qk_norm", False),
+        ("no_rope_layers", [1, 1, 1, 1]),
+        ("no_rope_layer_interval", 5),
+        ("sliding_window", 8192),
+        ("query_pre_attn_scalar", 8),
+        ("moe_intermediate_size", 0),
+        ("position_embedding_type", "rope"),
+        ("hidden_activation", "silu"),
+        ("layer_norm_eps", 1e-5),
+        ("some_new_multiplier", 1.0),
+        ("num_experts", 0),
+    ],
+)
+def test_values_that_switch_a_key_off_are_accepted(key, value, caplog):
+    assert parse(**{"hidden_act": "silu", key: value}) == parse()
+    assert parse(sliding_window=4096, use_sliding_window=False) == parse()
+
+
+def test_unknown_keys_are_named_in_the_log(caplog):
+    known = {"pad_token_id": 0, "use_cache": True, "pretraining_tp": 2, "unsloth_fixed": True}
+    config = parse(**known, notes_of_a_trainer="x", nothing=None)
+    assert config == parse()
+    assert "not known and not read: notes_of_a_trainer;" in caplog.text
+
+
+def test_the_type_must_be_the_architectures(tmp_path):
+    assert parse(model_type="llama") == parse()
+    qwen = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    assert parse(**qwen).architecture == "Qwen3ForCausalLM"
+    for name in ("granite", "mistral", "smollm3", "deepseek_v3", 7):
+        with pytest.raises(CheckpointError, match=f"LlamaForCausalLM and model_type '?{name}"):
+            parse(model_type=name)
+    own = {"AutoModelForCausalLM": "modeling_flash_llama.LlamaForCausalLM"}
+    assert parse(auto_map=own) == parse()
+    with pytest.raises(CheckpointError, match=r"auto_map 'modeling_x\.XForCausalLM'"):
+        parse(auto_map={"AutoModelForCausalLM": "modeling_x.XForCausalLM"})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -156,7 +250,24 @@ def test_num_parameters_counts_every_weight(variant):
         ({"quantization_config": {"quant_method": "fp8"}}, r"\(fp8\)"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_scaling": {"rope_type": "linear"}}, "no factor"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 0}}, "factor must be above 0"),
+        ({"rope_scaling": LLAMA3 | {"factor": 0}}, "factor must be above 0"),
+        *(
+            ({"rope_scaling": LLAMA3 | {key: None}}, f"rope type llama3 has no {key}")
+            for key in LLAMA3
+            if key != "rope_type"
+        ),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "below high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type yarn has no factor"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type dynamic has no factor"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}}, "alpha"),
+        (
+            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 4096},
+            "is 2048 of the rotary embedding and 4096",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "by layer type are for Gemma3ForCausalLM",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": -2.0}}, "factor must be above 0"),
         ({"rope_theta": 0}, "rope_theta must be above 1"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}}, "above 1"),
@@ -171,7 +282,7 @@ def test_num_parameters_counts_every_weight(variant):
         ),
         ({"text_config": {"vocab_size": 100}}, "multimodal.*text_config"),
         (
-            {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8},
+            {"layer_types": ["sliding_attention"] * 4},
             "layer_types: LlamaForCausalLM has no sliding_attention",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

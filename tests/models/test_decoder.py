@@ -119,11 +119,10 @@ def test_sequences_share_prefix_pages(checkpoints):
     close(runner.forward(rows).logits, torch.cat(want))
 
 
-def test_dynamic_rope_grows_with_each_token(tmp_path):
-    """Past the trained length, transformers and we give each new token the frequencies of its own length."""
+@pytest.mark.parametrize("chunks", [(10,), (24,), (7, 17), (16, 1, 13)])
+def test_dynamic_rope_follows_the_length(tmp_path, chunks):
+    """A prompt beyond the trained length is stretched by all of its length, then each new token by its own."""
     import transformers
-
-    from foredraft.models.config import ModelConfig
 
     config = transformers.LlamaConfig(
         vocab_size=97,
@@ -140,13 +139,18 @@ def test_dynamic_rope_grows_with_each_token(tmp_path):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.5 if parameter.dim() == 1 else 0.0, 0.3)
     model.save_pretrained(tmp_path)
-    assert ModelConfig.from_dir(tmp_path).ropes[0].kind == "dynamic"
     runner, tokens, pages = make_runner(tmp_path), tokens_of(40), list(range(10))
-    output = runner.forward([SequenceRows.chunk(pages, 0, tokens[:10], "last")])
+    assert runner.model.config.max_position_embeddings == 64
+    assert runner.model.config.dynamic_from == 16
+    prompt, start = sum(chunks), 0
+    for size in chunks:
+        chunk = tokens[start : start + size]
+        output = runner.forward([SequenceRows.chunk(pages, start, chunk, "last", prompt)])
+        start += size
     with torch.inference_mode():
-        result = model(torch.tensor([tokens[:10]]), use_cache=True)
+        result = model(torch.tensor([tokens[:prompt]]), use_cache=True)
         close(output.logits[0], result.logits[0, -1])
-        for index in range(10, 40):
+        for index in range(prompt, 40):
             step = torch.tensor([[tokens[index]]])
             result = model(step, past_key_values=result.past_key_values, use_cache=True)
             output = runner.forward([SequenceRows.chunk(pages, index, [tokens[index]])])

@@ -281,7 +281,11 @@ def test_a_head_in_several_files(target: Path, tmp_path: Path) -> None:
 def test_mtp_layers_in_the_targets_checkpoint(tied_target: Path, tmp_path: Path) -> None:
     tiny = KINDS["mtp-three"]
     config = json.loads((tied_target / "config.json").read_text())
-    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 3}
+    config |= {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "num_nextn_predict_layers": 3,
+    }
     sizes = {key: tiny.config[key] for key in ("head_dim", "intermediate_size", "rms_norm_eps")}
     (tmp_path / "config.json").write_text(json.dumps(config | sizes))
     tensors = load_file(tied_target / "model.safetensors") | tiny.tensors

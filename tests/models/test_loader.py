@@ -99,6 +99,20 @@ def test_integer_weights_are_refused(copy):
         load_model(directory)
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [("nan", "float32"), ("inf", "bfloat16"), ("-inf", "float32"), ("1e5", "float16")],
+)
+def test_weights_that_are_not_finite_are_named(copy, value, dtype):
+    """One that a smaller type cannot hold is infinite in it."""
+    directory, tensors = copy
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][7, 9] = float(value)
+    save(directory, tensors)
+    with pytest.raises(CheckpointError, match=rf"down_proj\.weight has values.*torch\.{dtype}"):
+        load_model(directory, getattr(torch, dtype))
+
+
 def test_truncated_and_foreign_files(copy):
     directory, tensors = copy
     save(directory, tensors)

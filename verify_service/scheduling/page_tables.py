@@ -14,6 +14,9 @@ class PageTables:
 
     A running sequence stands on a node of the prefix tree: the first `node.depth` pages of its
     table are that node's path, the others are its own.
+
+    Args:
+        longest_shared: Prompts of more tokens share no pages; None where all do.
     """
 
     def __init__(
@@ -23,12 +26,14 @@ class PageTables:
         share: bool,
         usable_prefix: UsablePrefix | None,
         look_ahead: int,
+        longest_shared: int | None = None,
     ) -> None:
         self._pool = pool
         self._tree = prefix_tree
         self._share = share
         self._usable_prefix = usable_prefix
         self._look_ahead = look_ahead
+        self._longest_shared = longest_shared
         # Evicting some more at once leaves runs of free pages instead of single ones.
         self._eviction_batch = min(pool.num_pages // 32, 64)
 
@@ -39,6 +44,8 @@ class PageTables:
 
     def find_prefix(self, seq: Sequence) -> PrefixNode:
         """The deepest known node that leaves at least one token to compute."""
+        if not self._shares(seq):
+            return self._tree.root
         self._hash_pages(seq)
         limit = (len(seq.tokens) - 1) // self._pool.page_size
         node = seq.node or self._tree.root
@@ -82,7 +89,7 @@ class PageTables:
         seq.num_computed += num_tokens
         node = seq.node
         num_full = seq.num_computed // self._pool.page_size
-        if not self._share or node is None or node.depth >= num_full:
+        if node is None or node.depth >= num_full or not self._shares(seq):
             return
         self._hash_pages(seq)
         while node.depth < num_full:
@@ -130,6 +137,10 @@ class PageTables:
             seq.pages_changed(num_pages)
             # The prefix tree wants pages back deepest first.
             self._pool.release(reversed(surplus))
+
+    def _shares(self, seq: Sequence) -> bool:
+        longest = self._longest_shared
+        return self._share and (longest is None or seq.num_prompt <= longest)
 
     def _hash_pages(self, seq: Sequence) -> None:
         size, ahead = self._pool.page_size, self._look_ahead

@@ -42,6 +42,8 @@ class Scheduler:
             pages: that is how a draft gets back state that it lost.
         look_ahead: Tokens after a page (0 or 1) that must agree too for it to be shared: the last
             entry of an EAGLE-family draft's page depends on the token after it.
+        longest_shared: Prompts of more tokens share no pages, because their keys depend on their length; None where
+            none do.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Scheduler:
         admission_headroom: int = 64,
         usable_prefix: UsablePrefix | None = None,
         look_ahead: int = 0,
+        longest_shared: int | None = None,
     ) -> None:
         self.pool = pool
         self.prefix_tree = prefix_tree or PrefixTree(pool)
@@ -68,7 +71,12 @@ class Scheduler:
         capacity = pool.num_pages * pool.page_size + 1
         self.max_sequence_tokens = min(capacity, context_length or capacity)
         self._tables = PageTables(
-            pool, self.prefix_tree, prefix_tree is not None, usable_prefix, look_ahead
+            pool,
+            self.prefix_tree,
+            prefix_tree is not None,
+            usable_prefix,
+            look_ahead,
+            longest_shared,
         )
         self._live: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []  # both sorted by rank

@@ -113,6 +113,7 @@ class TargetStep:
     def __init__(self, runner: ModelRunner, chooser: Chooser) -> None:
         self._runner = runner
         self._chooser = chooser
+        self._dynamic_from = runner.model.config.dynamic_from
 
     def forget(self, sequence: RequestSequence) -> None:
         """Says that a sequence has ended."""
@@ -162,7 +163,7 @@ class TargetStep:
         num_last = sum(chunk.is_last for chunk in chunks)
         decoding = batch[: len(batch) - num_last]
         sequences = [one.sequence for one in decoding] + [chunk.seq for chunk in chunks]
-        rows = [*map(_tree_rows, decoding), *map(_chunk_rows, chunks)]
+        rows = [*map(_tree_rows, decoding), *map(self._chunk_rows, chunks)]
         output = self._forward(sequences, rows, capture)
         forwarded = time.perf_counter()
         num_logit_rows = len(output.logits)
@@ -181,6 +182,15 @@ class TargetStep:
         pages = [sequence.pages for sequence in sequences]
         return self._runner.forward(list(map(SequenceRows.of, rows, pages)), capture)
 
+    def _chunk_rows(self, chunk: PrefillChunk) -> StepRows:
+        sequence, start = chunk.seq, chunk.start
+        tokens = sequence.tokens[start : start + chunk.num_tokens]
+        logits: Literal["last", "none"] = "last" if chunk.is_last else "none"
+        longest = self._dynamic_from
+        is_dynamic = longest is not None and sequence.num_prompt > longest
+        reach = sequence.num_prompt if is_dynamic else 0
+        return StepRows(sequence.slot or 0, start, tokens, None, logits, reach)
+
     def _commit(self, decoding: Sequence[VerifyRows], outcomes: Sequence[Outcome]) -> None:
         """Moves the KV of accepted rows to follow the committed keys."""
         self._runner.commit_paths(
@@ -197,10 +207,3 @@ def _tree_rows(rows: VerifyRows) -> StepRows:
     tokens = [sequence.tokens[-1], *tree.tokens]
     parents = None if not tree.tokens or tree.is_chain else tree.parents
     return StepRows(sequence.slot or 0, sequence.num_computed, tokens, parents, "all")
-
-
-def _chunk_rows(chunk: PrefillChunk) -> StepRows:
-    sequence = chunk.seq
-    tokens = sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]
-    logits: Literal["last", "none"] = "last" if chunk.is_last else "none"
-    return StepRows(sequence.slot or 0, chunk.start, tokens, None, logits)
