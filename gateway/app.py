@@ -21,18 +21,29 @@ from gateway.native import routes as native
 from gateway.native.schemas import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody
 from gateway.openai import routes as openai
 from gateway.openai.schemas import ChatBody, CompletionBody
+from gateway.responses import routes as responses
+from gateway.responses.schemas import ResponsesBody
 from gateway.security.gate import Gate
 from gateway.security.http import GateMiddleware
 from gateway.serving import Serving
 
 PROBE_SECONDS = 20.0
-BODIES = (CompletionBody, ChatBody, GenerateBody, TokenizeBody, DetokenizeBody, AbortBody)
+BODIES = (
+    CompletionBody,
+    ChatBody,
+    ResponsesBody,
+    GenerateBody,
+    TokenizeBody,
+    DetokenizeBody,
+    AbortBody,
+)
 
 
 def make_app(serving: Serving, gate: Gate, figures: Figures) -> FastAPI:
     """The application over one model, behind a gate."""
     app = FastAPI(title="Foredraft", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(openai.make_router(serving))
+    app.include_router(responses.make_router(serving))
     app.include_router(native.make_router(serving))
     app.include_router(pages.make_router(figures))
     _add_health(app, serving)

@@ -21,6 +21,14 @@ class UnknownModel(InvalidRequest):
         super().__init__("model", f"the model {model!r} does not exist")
 
 
+class UnknownResponse(InvalidRequest):
+    """No response of this id is kept for the caller."""
+
+
+class UnknownPrevious(UnknownResponse):
+    """The response that a request continues is not kept for the caller."""
+
+
 class BodyTooLarge(ForedraftError):
     """The HTTP body is over --max-body-bytes."""
 
@@ -71,6 +79,14 @@ class HttpError:
 # Subclasses stand before their base.
 HTTP_ERRORS: tuple[tuple[type[ForedraftError], HttpError], ...] = (
     (UnknownModel, HttpError(404, "NOT_FOUND", "invalid_request_error", "model_not_found")),
+    (
+        UnknownPrevious,
+        HttpError(404, "NOT_FOUND", "invalid_request_error", "previous_response_not_found"),
+    ),
+    (
+        UnknownResponse,
+        HttpError(404, "NOT_FOUND", "invalid_request_error", "response_not_found"),
+    ),
     (
         PromptTooLong,
         HttpError(400, "INVALID_ARGUMENT", "invalid_request_error", "context_length_exceeded"),

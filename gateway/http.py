@@ -5,7 +5,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -178,15 +178,29 @@ class EventStream(Response):
     """Objects as server-sent events, an error as the last of them, then [DONE].
 
     A client that goes away, or is cut off because it takes nothing, closes `items` at once.
+
+    Args:
+        first: The first object.
+        rest: The others.
+        failure: What an error reads as.
+        done: The last event; empty for none.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Any, rest: AsyncGenerator[Any, None]) -> None:
+    def __init__(
+        self,
+        first: Any,
+        rest: AsyncGenerator[Any, None],
+        failure: Callable[[Exception], Any] = errors.envelope,
+        done: bytes = DONE,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._failure = failure
+        self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send(
@@ -215,8 +229,8 @@ class EventStream(Response):
             except Exception as error:
                 if not isinstance(error, ForedraftError):
                     logger.error("a stream failed", exc_info=error)
-                await send(_body(encode_event(errors.envelope(error))))
-        await send(_body(DONE))
+                await send(_body(encode_event(self._failure(error))))
+        await send(_body(self._done))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -232,14 +246,22 @@ def encode_event(item: Any) -> bytes:
     return item if isinstance(item, bytes) else f"data: {_encode(item)}\n\n".encode()
 
 
-async def event_stream(request: Request, items: AsyncGenerator[Any, None]) -> EventStream:
-    """Streams objects. What fails before the first of them is raised, so that it gets a status of its own."""
+async def event_stream(
+    request: Request, items: AsyncGenerator[Any, None], **options: Any
+) -> EventStream:
+    """Streams objects. What fails before the first of them is raised, so that it gets a status of its own.
+
+    Args:
+        request: Who asks.
+        items: The objects.
+        **options: Those of EventStream.
+    """
 
     async def first() -> Any:
         return await anext(items)
 
     try:
-        return EventStream(await unless_disconnected(request, first()), items)
+        return EventStream(await unless_disconnected(request, first()), items, **options)
     except BaseException:
         await items.aclose()
         raise
@@ -272,12 +294,20 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 @contextlib.contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
     """Errors raised inside name fields as the client wrote them: `names` maps ours to theirs."""
+    with naming_by(lambda field: names.get(field, field)):
+        yield
+
+
+@contextlib.contextmanager
+def naming_by(name: Callable[[str], str]) -> Iterator[None]:
+    """Errors raised inside name fields as the client wrote them: `name` turns ours into theirs."""
     try:
         yield
     except InvalidRequest as error:
-        if error.field not in names:
+        theirs = name(error.field)
+        if theirs == error.field:
             raise
-        raise type(error)(names[error.field], error.message) from error
+        raise type(error)(theirs, error.message) from error
 
 
 class RequestNames:

@@ -61,6 +61,13 @@ routed = metrics.counter(
     "the least busy one), busy (the one that has more of it is much busier).",
     ["reason"],
 )
+stored_responses = metrics.gauge(
+    "foredraft_gateway_stored_responses",
+    "Responses kept for previous_response_id and GET /v1/responses.",
+)
+stored_response_bytes = metrics.gauge(
+    "foredraft_gateway_stored_response_bytes", "Bytes that they take."
+)
 verifiers = metrics.gauge("foredraft_gateway_verifiers", "Verifiers that can be used now.")
 # The endpoint picker of Kubernetes' inference extension chooses by these two.
 waiting_requests = metrics.gauge(

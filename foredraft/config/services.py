@@ -346,6 +346,15 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
     request_timeout: float = option(
         600.0, "Seconds after which a request ends with DEADLINE.", least=0.001
     )
+    response_store_mb: int = option(
+        256,
+        "MiB of responses kept in memory for `previous_response_id` and `GET /v1/responses`; 0 keeps none. Where there are "
+        "too many, the oldest go of the key that has most.",
+        least=0,
+    )
+    response_lifetime: float = option(
+        3600.0, "Seconds that a response is kept for that.", least=0.001
+    )
     drain_timeout: float = option(
         30.0, "Seconds that running requests get to finish on SIGTERM.", least=0
     )

@@ -91,6 +91,21 @@ def provenance(tokens: Sequence[OutputToken]) -> list[dict[str, Any]]:
     return [{"id": t.id, "text": t.text, "drafted": bool(t.drafted)} for t in tokens]
 
 
+def logprob_entry(token: OutputToken, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The log-probability of a token and of its alternatives, as chats say them."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token_id)
+        text = raw.decode("utf-8", "replace")
+        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
+
+    found = token.logprob
+    assert found is not None
+    others = zip(found.top_tokens, found.top_logprobs, strict=True)
+    top = [entry(other, value) for other, value in others]
+    return {**entry(token.id, found.logprob), "top_logprobs": top}
+
+
 class Reply(ABC):
     """How one of the routes words its answers."""
 
@@ -273,24 +288,6 @@ class ChatReply(Reply):
         if not tokens or tokens[0].logprob is None:
             return None
         return {
-            "content": [self._entry(token.id, token.logprob) for token in tokens],
+            "content": [logprob_entry(token, self._tokenizer) for token in tokens],
             "refusal": None,
-        }
-
-    def _entry(self, token: int, logprob: verify_pb2.TokenLogprob | None) -> dict[str, Any]:
-        assert logprob is not None
-        return {
-            **self._token(token, logprob.logprob),
-            "top_logprobs": [
-                self._token(other, value)
-                for other, value in zip(logprob.top_tokens, logprob.top_logprobs, strict=True)
-            ],
-        }
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = self._tokenizer.token_bytes(token)
-        return {
-            "token": raw.decode("utf-8", "replace"),
-            "logprob": finite(logprob),
-            "bytes": list(raw),
         }

@@ -18,7 +18,7 @@ OPEN = frozenset({"/", "/dashboard", HEALTH})
 OPEN_FOLDER = "/web/"
 METRICS = frozenset({"/metrics", "/dashboard/figures", "/dashboard/history"})
 PROBE = "/health_generate"  # generates a token
-# These end work or tell of it; a caller over its limits may use them.
+# These end work or tell of it; a caller over its limits may use them. So may who looks at what is kept, or deletes it.
 UNCOUNTED = frozenset({"/abort_request", "/flush_cache"})
 
 
@@ -51,7 +51,9 @@ class GateMiddleware:
             refusal = CrossSite("pages of other sites may not use this server")
             await error_response(refusal)(scope, receive, send)
             return
-        counts = path == PROBE or (scope["method"] != "GET" and path not in UNCOUNTED)
+        counts = path == PROBE or (
+            scope["method"] not in ("GET", "DELETE") and path not in UNCOUNTED
+        )
         with ExitStack() as admission:
             try:
                 admission.enter_context(

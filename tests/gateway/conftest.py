@@ -10,6 +10,14 @@ import pytest
 from foredraft.cli.stack import LocalStack
 from tests.support import stack as stacks
 
+# As Qwen's, with the names of functions alone.
+TOOL_TEMPLATE = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -20,6 +28,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stack(model: Path) -> Iterator[LocalStack]:
     with stacks.running_stack(model, max_body_bytes=200_000, max_queued_requests=256) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def tool_url(stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A second gateway to the same verifier, whose chat template tells of tools in few tokens."""
+    template = tmp_path_factory.mktemp("tools") / "tools.jinja"
+    template.write_text(TOOL_TEMPLATE)
+    verifier = next(service.health for service in stack.services if service.name == "verify")
+    with (
+        stacks.running_gateway(verifier, chat_template=template) as (url, _),
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        stacks.eventually(lambda: client.get("/health").status_code == 200)
+        yield url
 
 
 @pytest.fixture(scope="session")

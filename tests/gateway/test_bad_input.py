@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from gateway.http import Body
 from gateway.native import schemas as native  # noqa: F401 - its bodies are looked through
 from gateway.openai import schemas as openai  # noqa: F401
+from gateway.responses import schemas as responses  # noqa: F401
 from tests.gateway.bad_input import COMPLETIONS, ROWS, Bad, completion
 from tests.support.stack import eventually
 

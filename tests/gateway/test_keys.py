@@ -209,3 +209,20 @@ def test_a_secret_and_its_digest_are_one_key(tmp_path: Path) -> None:
     path.write_text(f"a x\nb sha256:{hashlib.sha256(b'x').hexdigest()}\n")
     with pytest.raises(ConfigError, match="same secret"):
         keys.read_file(path, Limits())
+
+
+def test_a_response_is_its_keys_own(web: httpx.Client) -> None:
+    mine, theirs = bearer("main"), bearer("dave")
+    body = {"input": "ab", "max_output_tokens": 4}
+    kept = web.post("/v1/responses", headers=mine, json=body).json()["id"]
+    path = f"/v1/responses/{kept}"
+    for headers, status in ((None, 401), (theirs, 404)):
+        assert web.post("/v1/responses", headers=headers, json=body).status_code in (200, 401)
+        assert web.get(path, headers=headers).status_code == status
+        assert web.delete(path, headers=headers).status_code == status
+        continued = {**body, "previous_response_id": kept}
+        answer = web.post("/v1/responses", headers=headers, json=continued)
+        assert answer.status_code == status
+    assert web.get(path, headers=mine).json()["id"] == kept
+    assert web.delete(path, headers=mine).json()["deleted"]
+    assert web.get(path, headers=mine).status_code == 404

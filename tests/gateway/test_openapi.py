@@ -72,7 +72,7 @@ def check(case: schemathesis.Case, stack: LocalStack) -> None:
         # So that more than the first check is reached, and nothing runs for long.
         if isinstance(case.body.get("model"), str):
             del case.body["model"]
-        for field in ("max_tokens", "max_completion_tokens"):
+        for field in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if isinstance(case.body.get(field), int):
                 case.body[field] %= 9
     answer = case.call(base_url=stack.urls["http"], timeout=60)

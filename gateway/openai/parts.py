@@ -1,0 +1,166 @@
+"""An answer as a sequence of parts, for the APIs whose answers are lists: reasoning, text and calls as they come."""
+
+import enum
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from foredraft.types import FinishReason
+from gateway.decoding import Chunk, Completion, OutputToken
+from gateway.openai.answer_parser import AnswerParser
+from gateway.openai.tool_parser import Piece
+
+
+class Kind(enum.Enum):
+    """What a part is."""
+
+    TEXT = enum.auto()
+    CALL = enum.auto()
+
+
+class Stage(enum.Enum):
+    """What happens to a part."""
+
+    OPENED = enum.auto()
+    GREW = enum.auto()
+    CLOSED = enum.auto()
+
+
+@dataclass(slots=True)
+class Part:
+    """A part of an answer, as far as it has come.
+
+    Attributes:
+        index: Its place in the answer.
+        id: A name that no other part has; a call's results refer to it.
+        name: The function of a call.
+        tokens: Tokens of its text; empty when they are not asked for.
+        is_whole: Whether it has ended by itself, and not where the answer was cut.
+    """
+
+    index: int
+    kind: Kind
+    name: str = ""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    tokens: list[OutputToken] = field(default_factory=list)
+    is_whole: bool = True
+    _texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Its text, or the arguments of a call."""
+        return "".join(self._texts)
+
+    def add(self, text: str) -> None:
+        """Makes it longer."""
+        self._texts.append(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What happens to a part.
+
+    Attributes:
+        text: What it grew by.
+        tokens: Tokens that it grew by, where they are asked for.
+    """
+
+    stage: Stage
+    part: Part
+    text: str = ""
+    tokens: tuple[OutputToken, ...] = ()
+
+
+class PartReader:
+    """Reads one continuation.
+
+    White space alone is no part of an answer that has others.
+
+    Args:
+        parser: Cuts its text.
+        with_tokens: Note the tokens of texts, for their log-probabilities.
+    """
+
+    def __init__(self, parser: AnswerParser, with_tokens: bool = False) -> None:
+        self.parts: list[Part] = []
+        self._parser = parser
+        self._with_tokens = with_tokens
+        self._open: Part | None = None
+        self._space = ""  # white space that may turn out to begin a text
+        self._tokens: list[OutputToken] = []  # tokens whose text is held back
+
+    def read(self, chunk: Chunk) -> Iterator[Change]:
+        """What a chunk changes."""
+        if self._with_tokens:
+            # One by one, so that it is known to which part each belongs.
+            for token in chunk.tokens:
+                self._tokens.append(token)
+                yield from self._take(self._parser.feed(token.text))
+        else:
+            yield from self._take(self._parser.feed(chunk.text))
+        if chunk.completion is None:
+            return
+        yield from self._take(self._parser.flush())
+        if not self.parts:
+            yield self._begin(Kind.TEXT)
+            if self._space:
+                yield self._grow(self._space)
+        yield from self._end(is_whole=self._is_whole(chunk.completion))
+
+    def _take(self, pieces: list[Piece]) -> Iterator[Change]:
+        for piece in pieces:
+            if piece.name is not None:
+                yield from self._end()
+                self._tokens.clear()
+                yield self._begin(Kind.CALL, piece.name)
+            elif piece.arguments:
+                self._tokens.clear()
+                yield self._grow(piece.arguments)
+            else:
+                yield from self._take_text(piece.text)
+
+    def _take_text(self, text: str) -> Iterator[Change]:
+        if self._open is None or self._open.kind is not Kind.TEXT:
+            self._space += text
+            if not self._parser.is_plain and not self._space.strip():
+                return
+            text, self._space = self._space, ""
+            yield from self._end()
+            yield self._begin(Kind.TEXT)
+        yield self._grow(text)
+
+    def _is_whole(self, end: Completion) -> bool:
+        """Whether the last part has not been cut. A call may be whole before what ends it has come."""
+        if end.reason is FinishReason.STOP or self._open is None:
+            return True
+        return self._open.kind is Kind.CALL and is_json(self._open.text)
+
+    def _begin(self, kind: Kind, name: str = "") -> Change:
+        self._open = Part(len(self.parts), kind, name)
+        self.parts.append(self._open)
+        return Change(Stage.OPENED, self._open)
+
+    def _grow(self, text: str) -> Change:
+        assert self._open is not None
+        self._open.add(text)
+        tokens = tuple(self._tokens) if self._open.kind is Kind.TEXT else ()
+        self._open.tokens.extend(tokens)
+        self._tokens.clear()
+        return Change(Stage.GREW, self._open, text, tokens)
+
+    def _end(self, is_whole: bool = True) -> Iterator[Change]:
+        part, self._open = self._open, None
+        self._space = ""
+        if part is not None:
+            part.is_whole = is_whole
+            yield Change(Stage.CLOSED, part)
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is whole JSON."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API over what chat completions run."""

@@ -1,0 +1,103 @@
+"""The events of a response that streams."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from foredraft.errors import Overloaded
+from foredraft.text.tokenizer import Tokenizer
+from gateway import errors
+from gateway.decoding import Chunk
+from gateway.http import encode_event
+from gateway.openai.parts import Change, Kind, Part, PartReader, Stage
+from gateway.responses import answers
+from gateway.responses.answers import Answer
+
+
+class Events:
+    """Renders one response's events, and notes its items.
+
+    Args:
+        answer: Gets the items.
+        reader: Reads the text.
+    """
+
+    def __init__(self, answer: Answer, reader: PartReader, tokenizer: Tokenizer) -> None:
+        self._answer = answer
+        self._reader = reader
+        self._tokenizer = tokenizer
+        self._numbers = itertools.count()
+
+    def started(self) -> list[bytes]:
+        """The response has begun."""
+        response = self._answer.started()
+        return [
+            self._event(f"response.{stage}", response=response)
+            for stage in ("created", "in_progress")
+        ]
+
+    def read(self, chunk: Chunk) -> Iterator[bytes]:
+        """What a chunk brings."""
+        for change in self._reader.read(chunk):
+            if change.part.kind is Kind.CALL:
+                yield from self._call(change)
+            else:
+                yield from self._text(change)
+
+    def ended(self, response: dict[str, Any]) -> bytes:
+        """The response has ended, one way or the other."""
+        status = response["status"]
+        # There is no event for one that was aborted by its name.
+        kind = status if status in ("completed", "failed") else "incomplete"
+        return self._event(f"response.{kind}", response=response)
+
+    def failed(self, error: Exception) -> bytes:
+        """The response was ended by an error."""
+        found = errors.envelope(error)["error"]
+        code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "server_error"
+        return self.ended(self._answer.failed(code, found["message"]))
+
+    def _call(self, change: Change) -> Iterator[bytes]:
+        part, where = change.part, _place(change.part)
+        if change.stage is Stage.OPENED:
+            yield self._item("added", part, answers.opened(part))
+        elif change.stage is Stage.GREW:
+            yield self._event("response.function_call_arguments.delta", **where, delta=change.text)
+        else:
+            arguments = {"name": part.name, "arguments": part.text}
+            yield self._event("response.function_call_arguments.done", **where, **arguments)
+            yield self._closed(part)
+
+    def _text(self, change: Change) -> Iterator[bytes]:
+        part, where = change.part, {**_place(change.part), "content_index": 0}
+        if change.stage is Stage.OPENED:
+            yield self._item("added", part, answers.opened(part))
+            empty = answers.content_of("", [])
+            yield self._event("response.content_part.added", **where, part=empty)
+        elif change.stage is Stage.GREW:
+            found = answers.logprobs(change.tokens, self._tokenizer)
+            delta = {"delta": change.text, "logprobs": found}
+            yield self._event("response.output_text.delta", **where, **delta)
+        else:
+            found = answers.logprobs(part.tokens, self._tokenizer)
+            done = {"text": part.text, "logprobs": found}
+            yield self._event("response.output_text.done", **where, **done)
+            content = answers.content_of(part.text, found)
+            yield self._event("response.content_part.done", **where, part=content)
+            yield self._closed(part)
+
+    def _closed(self, part: Part) -> bytes:
+        item = answers.closed(part, self._tokenizer)
+        self._answer.items.append(item)
+        return self._item("done", part, item)
+
+    def _item(self, stage: str, part: Part, item: dict[str, Any]) -> bytes:
+        return self._event(f"response.output_item.{stage}", output_index=part.index, item=item)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = {"type": kind, "sequence_number": next(self._numbers), **fields}
+        return f"event: {kind}\n".encode() + encode_event(event)
+
+
+def _place(part: Part) -> dict[str, Any]:
+    return {"item_id": answers.item_id(part), "output_index": part.index}

@@ -1,0 +1,149 @@
+"""POST /v1/responses; GET and DELETE of those that are kept."""
+
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from foredraft.errors import InvalidRequest
+from gateway.errors import UnknownPrevious, UnknownResponse
+from gateway.http import event_stream, naming_by, read, unless_disconnected
+from gateway.openai import chats
+from gateway.openai.chats import Chat
+from gateway.openai.parts import PartReader
+from gateway.openai.schemas import Message
+from gateway.openapi import reads
+from gateway.responses.answers import Answer
+from gateway.responses.events import Events
+from gateway.responses.items import Conversation
+from gateway.responses.schemas import Item, ResponsesBody
+from gateway.responses.store import ResponseStore, Turn, conversation
+from gateway.security.limits import current_caller
+from gateway.serving import Serving
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request.
+
+    Attributes:
+        owner: Who may have the response later.
+        before: The turn that it continues.
+        items: Its input as items.
+        chat: What is generated.
+        answer: The response.
+        events: Renders it as it grows.
+    """
+
+    owner: str
+    before: Turn | None
+    items: list[dict[str, Any]]
+    chat: Chat
+    answer: Answer
+    events: Events
+
+
+def make_router(serving: Serving) -> APIRouter:
+    """The routes over one model."""
+    router = APIRouter(tags=["OpenAI"])
+    config = serving.config
+    store = ResponseStore(config.response_store_mb * 2**20, config.response_lifetime)
+
+    @router.post("/v1/responses", response_model=None, openapi_extra=reads(ResponsesBody))
+    async def create_response(request: Request) -> Response:
+        body = await read(request, ResponsesBody, serving.bounds)
+        call = await _call(serving, store, body)
+        with naming_by(body.field):
+            if body.stream:
+                events = _events(serving, store, call)
+                failure = call.events.failed
+                return await event_stream(request, events, failure=failure, done=b"")
+            return JSONResponse(await unless_disconnected(request, _whole(serving, store, call)))
+
+    @router.get("/v1/responses/{name}", response_model=None)
+    async def response(request: Request, name: str) -> Response:
+        if request.query_params.get("stream", "false") != "false":
+            raise InvalidRequest("stream", "a kept response is given whole")
+        found = store.get(current_caller().name, name)
+        if found is None:
+            raise UnknownResponse("response_id", f"there is no response {name[:80]!r}")
+        return Response(found, media_type="application/json")
+
+    @router.delete("/v1/responses/{name}")
+    async def delete_response(name: str) -> dict[str, Any]:
+        if not store.delete(current_caller().name, name):
+            raise UnknownResponse("response_id", f"there is no response {name[:80]!r}")
+        return {"id": name, "object": "response", "deleted": True}
+
+    return router
+
+
+async def _call(serving: Serving, store: ResponseStore, body: ResponsesBody) -> Call:
+    serving.check_model(body.model)
+    body.check()
+    owner = current_caller().name
+    before = None
+    talk = Conversation()
+    if body.previous_response_id is not None:
+        before = store.turn(owner, body.previous_response_id)
+        if before is None:
+            raise UnknownPrevious(
+                "previous_response_id",
+                f"there is no response {body.previous_response_id[:80]!r}: it was not stored, is too old, or is another "
+                "key's; send the whole conversation as input",
+            )
+        for turn in conversation(before):
+            talk.add([Item.model_validate(item) for item in turn], "previous_response_id")
+    given = body.input
+    items = [Item(role="user", content=given)] if isinstance(given, str) else given
+    talk.add(items, "input")
+    if body.instructions is not None:
+        talk.instruct(body.instructions)
+    messages = [Message.model_validate(message) for message in talk.messages]
+    name = f"resp_{secrets.token_hex(24)}"
+    converted = body.chat(messages)
+    with naming_by(body.field):
+        chat = await chats.prepare(serving, converted, body.request_id or name)
+    is_stored = store.is_on and body.store is not False
+    answer = Answer(name, serving.info.model, body, chat.job.sampling.seed, is_stored)
+    dumped = [item.model_dump(exclude_unset=True) for item in items]
+    reader = PartReader(chat.parser(), body.wants_logprobs)
+    events = Events(answer, reader, serving.tokenizer)
+    return Call(owner, before, dumped, chat, answer, events)
+
+
+async def _whole(serving: Serving, store: ResponseStore, call: Call) -> dict[str, Any]:
+    ((chunk,),) = await serving.generator.complete([call.chat.job])
+    for _ in call.events.read(chunk):
+        pass
+    assert chunk.completion is not None
+    return _keep(store, call, call.answer.ended(chunk.completion, 0))
+
+
+async def _events(
+    serving: Serving, store: ResponseStore, call: Call
+) -> AsyncGenerator[bytes, None]:
+    """The events; the first of them once there is a token, so that what fails before has a status of its own."""
+    events = call.events
+    is_first = True
+    async with contextlib.aclosing(serving.generator.stream(call.chat.job)) as chunks:
+        async for chunk in chunks:
+            if is_first:
+                for event in events.started():
+                    yield event
+                is_first = False
+            for event in events.read(chunk):
+                yield event
+            if chunk.completion is not None:
+                yield events.ended(_keep(store, call, call.answer.ended(chunk.completion, 0)))
+
+
+def _keep(store: ResponseStore, call: Call, response: dict[str, Any]) -> dict[str, Any]:
+    if call.answer.is_stored:
+        items = [*call.items, *call.answer.items]
+        store.put(call.owner, call.answer.id, response, items, call.before)
+    return response

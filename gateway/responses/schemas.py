@@ -1,0 +1,289 @@
+"""The body of POST /v1/responses."""
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from foredraft.errors import InvalidRequest
+from gateway.http import Body, Items, Objects, refuse
+from gateway.openai.extensions import ExtendedBody
+from gateway.openai.response_format import JsonSchema, ResponseFormat
+from gateway.openai.schemas import ChatBody, Message
+from gateway.openai.tools import (
+    AllowedChoice,
+    AllowedTools,
+    Choice,
+    Function,
+    NamedChoice,
+    NamedFunction,
+    Tool,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+# What is included is there anyway, or there is nothing to include.
+_INCLUDED = frozenset({LOGPROBS, "reasoning.encrypted_content"})
+_REFUSED = {
+    "background": "answers are not made in the background: wait for it, or stream it",
+    "background_options": "answers are not made in the background",
+    "conversation": "conversations are not kept under names of their own: give previous_response_id",
+    "prompt": "prompt templates are not kept: give input and instructions",
+    "context_management": "nothing is compacted: send a shorter input",
+    "moderation": "nothing is moderated",
+    "max_tool_calls": "there are no built-in tools; parallel_tool_calls: false allows one call",
+    "image": "only text can be honoured",
+    "access_programs": "there are no such programs",
+}
+MAX_METADATA = 16
+
+
+class Loose(Body):
+    """An object whose kind decides about its fields."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    def refuse_others(self, where: str) -> None:
+        """Raises InvalidRequest, naming the field below `where`, where a field is not known."""
+        for name, value in (self.model_extra or {}).items():
+            if value is not None:
+                raise InvalidRequest(f"{where}.{name[:40]}", "is not a field that can be honoured")
+
+
+class ContentPart(Loose):
+    """A part of a message, or of what a function gave."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    # What an answer's parts have beside their text.
+    annotations: Items[Any] | None = None
+    logprobs: Items[Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
+class Item(Loose):
+    """A message, a call, its result, or reasoning. Which fields count depends on `type`."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | Objects[ContentPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | Objects[ContentPart] | None = None
+    summary: Objects[ContentPart] | None = None
+    # An item that came in an answer has these; they change nothing.
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+    encrypted_content: str | None = None
+
+
+class FunctionTool(Loose):
+    """A tool; functions are the only kind."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def converted(self, where: str) -> Tool:
+        """As chat completions take it."""
+        if self.type != "function":
+            raise InvalidRequest(
+                f"{where}.type", f"only functions are taken, not {self.type[:40]!r}"
+            )
+        self.refuse_others(where)
+        if self.name is None:
+            raise InvalidRequest(f"{where}.name", "Field required")
+        function = Function(
+            name=self.name,
+            description=self.description,
+            parameters=self.parameters,
+            strict=self.strict,
+        )
+        return Tool(type="function", function=function)
+
+
+class ToolReference(Loose):
+    """A tool that may be called."""
+
+    type: str
+    name: str | None = None
+
+    def converted(self, where: str) -> NamedChoice:
+        """As chat completions take it."""
+        if self.type != "function":
+            raise InvalidRequest(
+                f"{where}.type", f"only functions can be named, not {self.type[:40]!r}"
+            )
+        if self.name is None:
+            raise InvalidRequest(f"{where}.name", "Field required")
+        return NamedChoice(type="function", function=NamedFunction(name=self.name))
+
+
+class ToolChoice(ToolReference):
+    """A function that has to be called, or those that may be."""
+
+    mode: Literal["auto", "required"] | None = None
+    tools: Objects[ToolReference] | None = None
+
+    def converted_choice(self) -> Choice:
+        """As chat completions take it."""
+        if self.type != "allowed_tools":
+            return self.converted("tool_choice")
+        tools = [
+            tool.converted(f"tool_choice.tools.{i}") for i, tool in enumerate(self.tools or ())
+        ]
+        allowed = AllowedTools(mode=self.mode or "auto", tools=tools)
+        return AllowedChoice(type="allowed_tools", allowed_tools=allowed)
+
+
+class TextFormat(Body):
+    """What the text has to look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    def converted(self) -> ResponseFormat:
+        """As chat completions take it."""
+        if self.type != "json_schema":
+            if self.schema_ is not None:
+                raise InvalidRequest("text.format.schema", "needs type: json_schema")
+            return ResponseFormat(type=self.type)
+        if self.schema_ is None:
+            raise InvalidRequest("text.format.schema", "give a schema")
+        schema = JsonSchema.model_validate({"name": self.name or "", "schema": self.schema_})
+        return ResponseFormat(type="json_schema", json_schema=schema)
+
+
+class TextConfig(Body):
+    """How the text is to be."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(Body):
+    """How much the model is to think."""
+
+    effort: str | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesBody(ExtendedBody):
+    """POST /v1/responses."""
+
+    model: str = ""
+    input: str | Objects[Item]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    tools: Objects[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    include: Items[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    # These cannot change the text.
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    # Refused where they ask for something.
+    background: bool | None = None
+    background_options: dict[str, Any] | None = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+    max_tool_calls: int | None = None
+    image: Any = None
+    access_programs: Any = None
+    # Extensions.
+    top_k: int | None = None
+    stop: str | Items[str] | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for a field that cannot be honoured."""
+        refuse(vars(self), _REFUSED)
+        if self.truncation == "auto":
+            raise InvalidRequest("truncation", "nothing is left out: send a shorter input")
+        for name in self.include or ():
+            if name not in _INCLUDED:
+                raise InvalidRequest("include", f"{name[:60]!r} is nothing that answers here have")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options", "needs stream: true")
+        metadata = self.metadata or {}
+        if len(metadata) > MAX_METADATA or any(
+            len(key) > 64 or len(value) > 512 for key, value in metadata.items()
+        ):
+            raise InvalidRequest(
+                "metadata", f"has at most {MAX_METADATA} keys of 64 characters with values of 512"
+            )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the text comes with log-probabilities."""
+        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
+
+    def chat(self, messages: list[Message]) -> ChatBody:
+        """What chat completions run for it."""
+        choice = self.tool_choice
+        text = self.text or TextConfig()
+        return ChatBody(
+            model=self.model,
+            messages=messages,
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop,
+            logprobs=self.wants_logprobs or None,
+            top_logprobs=self.top_logprobs,
+            response_format=None if text.format is None else text.format.converted(),
+            verbosity=text.verbosity,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            tools=[tool.converted(f"tools.{i}") for i, tool in enumerate(self.tools or ())],
+            tool_choice=choice.converted_choice() if isinstance(choice, ToolChoice) else choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            **self.extensions(),
+        )
+
+    def field(self, name: str) -> str:
+        """A field of chat completions as this body has it."""
+        if name.startswith("tools."):
+            return name.replace(".function.", ".")
+        names = {
+            "prompt": "input",
+            "messages": "input",
+            "max_new_tokens": "max_output_tokens",
+            "max_completion_tokens": "max_output_tokens",
+            "min_new_tokens": "min_tokens",
+            "logprobs": "top_logprobs",
+            "grammar": "tools" if self.tools else "text.format.schema",
+            "response_format": "text.format",
+            "verbosity": "text.verbosity",
+            "reasoning_effort": "reasoning.effort",
+        }
+        return names.get(name, name)

@@ -1,0 +1,94 @@
+"""Request fields of OpenAI's Responses and what becomes of them: data for tests and docs/request-fields.md."""
+
+from typing import Any
+
+from tests.gateway.request_fields import Fate, Field
+
+RESPONSES = "/v1/responses"
+_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+
+
+def _rows(route: str, origin: Any, fate: Fate, *rows: tuple[str, Any, str]) -> tuple[Field, ...]:
+    return tuple(Field((route,), name, origin, fate, how, example) for name, example, how in rows)
+
+
+def _extensions(route: str) -> tuple[Field, ...]:
+    """What chat completions take beside OpenAI's fields."""
+    return (
+        *_rows(
+            route, "vLLM", "honoured",
+            ("min_p", 0.5, "0 to 1"),
+            ("repetition_penalty", 1.5, "above 0, to 2"),
+            ("stop_token_ids", [97], "ids that end the text"),
+            ("ignore_eos", True, "the end token does not end the text"),
+            ("min_tokens", 2, "neither stop strings nor the end before"),
+            ("priority", 3, "higher runs first"),
+            ("request_id", "a-name", "a name for /abort_request"),
+            ("chat_template_kwargs", {"a": 1}, "variables of the template"),
+        ),
+        *_rows(
+            route, "OpenAI", "honoured",
+            ("seed", 7, "64 bits, as in chat completions; a random one is told"),
+            ("presence_penalty", 1.0, "-2 to 2, as in chat completions"),
+            ("frequency_penalty", 1.0, "-2 to 2, as in chat completions"),
+            ("logit_bias", {"65": 10}, "token ids to -100 to 100, as in chat completions"),
+        ),
+        *_rows(
+            route, "Foredraft", "honoured",
+            ("timeout", 60.0, "seconds; at most --request-timeout"),
+            ("speculation", {"enabled": False}, "as in chat completions; the text stays the same"),
+        ),
+    )  # fmt: skip
+
+
+RESPONSES_FIELDS: tuple[Field, ...] = (
+    *_rows(
+        RESPONSES, "OpenAI", "honoured",
+        ("model", "tiny", "the served name, or empty; another is 404"),
+        ("input", "x", "a text, or items: messages, function calls, their outputs, reasoning; text alone"),
+        ("instructions", "x", "a system message before the input; not carried over by previous_response_id"),
+        ("max_output_tokens", 3, "most tokens; the rest of the context when absent"),
+        ("temperature", 0.5, "0 to 100"),
+        ("top_p", 0.5, "0 to 1; 0 is the likeliest token alone"),
+        ("top_logprobs", 2, "0 to 20 alternatives of each token of the text"),
+        ("text", {"format": {"type": "text"}}, "format: text, json_object, json_schema; a schema is always kept to; not together with tools"),
+        ("reasoning", {"summary": "auto"}, "effort as reasoning_effort in chat completions; reasoning comes whole, not in summaries"),
+        ("tools", [_TOOL], "functions; built-in tools are refused"),
+        ("tool_choice", "none", "none, auto, required, a function, or allowed_tools"),
+        ("parallel_tool_calls", False, "false: one call at most"),
+        ("previous_response_id", None, "goes on from a response of the same key, while it is kept; otherwise 404"),
+        ("store", False, "kept in memory for --response-lifetime, within --response-store-mb, unless false"),
+        ("metadata", {"a": "b"}, "up to 16 texts, told with the response"),
+        ("include", ["message.output_text.logprobs"], "log-probabilities; reasoning.encrypted_content changes nothing, as reasoning comes in plain"),
+        ("stream", True, "server-sent events"),
+        ("truncation", "disabled", "disabled; auto is refused"),
+    ),
+    *_rows(
+        RESPONSES, "OpenAI", "ignored",
+        ("stream_options", None, "include_obfuscation: nothing is obfuscated"),
+        ("user", "me", "keys have names; a user changes nothing"),
+        ("safety_identifier", "me", "nothing is reported"),
+        ("service_tier", "auto", "there is one tier"),
+        ("prompt_cache_key", "a", "prefixes are found by their tokens"),
+        ("prompt_cache_options", {}, "prefixes are found by their tokens"),
+        ("prompt_cache_retention", "24h", "prefixes stay as long as there is room"),
+    ),
+    *_rows(
+        RESPONSES, "OpenAI", "refused",
+        ("background", True, "wait for the answer, or stream it"),
+        ("background_options", {"completion_window": "2h"}, "answers are not made in the background"),
+        ("conversation", "conv_x", "give previous_response_id"),
+        ("prompt", {"id": "x"}, "give input and instructions"),
+        ("context_management", [{"type": "compaction"}], "send a shorter input"),
+        ("moderation", {"model": "m"}, "nothing is moderated"),
+        ("max_tool_calls", 2, "there are no built-in tools"),
+        ("image", {"context_compression": "auto"}, "only text"),
+        ("access_programs", {"cyber": "standard"}, "there are no such programs"),
+    ),
+    *_rows(
+        RESPONSES, "vLLM", "honoured",
+        ("top_k", 1, "0 and -1 are all"),
+        ("stop", "a", "up to 32 strings; they are left out of the text"),
+    ),
+    *_extensions(RESPONSES),
+)  # fmt: skip
