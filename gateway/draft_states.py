@@ -13,7 +13,7 @@ IDLE = "idle"  # attached; too little runs that it may draft for
 ATTACHED = "attached"  # nothing more is known: no metrics page answers
 
 ENOUGH = 32  # verifications that a state is told from, where there are so many
-FEW = 8  # with fewer nothing is told
+FEW = 8  # with fewer, none of them with a tree, nothing is told
 WINDOW_SECONDS = 30.0  # over which they are looked for
 TRIALS = 0.1  # of verifications, with a tree, at most, while drafting is suspended
 EMPTY = 0.5  # tokens proposed in a step, at most, by a draft that finds nothing
@@ -77,10 +77,10 @@ def describe(draft: str, samples: Sequence[Sample], is_attached: bool) -> dict[s
     told |= {"seconds": newest.time - before.time, "verifies": verifies, "trees": trees}
     if trees > 0:
         told["tokens_per_tree"] = 1 + accepted / trees
-    if verifies < FEW:
-        state = IDLE
-    elif trees > TRIALS * verifies:
+    if trees > TRIALS * verifies:
         state = DRAFTING
+    elif verifies < FEW:
+        state = IDLE
     elif asked >= FEW and proposed <= EMPTY * asked:
         state = UNMATCHED
     else:

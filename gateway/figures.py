@@ -77,6 +77,7 @@ _BY_LABEL = {
     "foredraft_gateway_requests_total": "outcome",
     "foredraft_gateway_time_to_first_token_seconds_bucket": "le",
     "foredraft_gateway_inter_token_latency_seconds_bucket": "le",
+    "foredraft_gateway_end_to_end_seconds_bucket": "le",
 }
 
 
@@ -100,7 +101,7 @@ class Figures:
         self._cached: dict[str, Any] | None = None
         self._expires = -math.inf
         self._samples: deque[draft_states.Sample] = deque(maxlen=64)
-        self._rows: deque[list[float | None]] = deque(maxlen=HISTORY_ROWS)
+        self._rows: deque[tuple[list[float | None], dict[str, Any]]] = deque(maxlen=HISTORY_ROWS)
 
     async def get(self) -> dict[str, Any]:
         """All numbers, as JSON has them.
@@ -115,9 +116,17 @@ class Figures:
             return self._cached
 
     async def history(self) -> dict[str, Any]:
-        """Rows of the last ten minutes, so that a chart is full when it is first looked at, and the figures of now."""
+        """Rows of the last ten minutes, so that a chart is full when it is first looked at.
+
+        Besides the time of now, and all metrics at the time of the first row: what has grown since is the window's.
+        """
         now = await self.get()
-        return {"columns": ["time", *_HISTORY], "rows": list(self._rows), "now": now["time"]}
+        return {
+            "now": now["time"],
+            "columns": ["time", *_HISTORY],
+            "rows": [row for row, _ in self._rows],
+            "oldest": self._rows[0][1],
+        }
 
     async def follow(self) -> None:
         """Keeps the history, whether anybody looks or not. Never ends by itself."""
@@ -174,13 +183,13 @@ class Figures:
 
     def _remember(self, now: float, metrics: dict[str, Any]) -> None:
         """Adds a row to the history, where the last one is old enough."""
-        if self._rows and now - (self._rows[-1][0] or 0.0) < HISTORY_SECONDS - CACHE_SECONDS / 2:
+        if self._rows and now - (self._rows[-1][0][0] or 0.0) < HISTORY_SECONDS - CACHE_SECONDS / 2:
             return
         there = [
             next((metrics[name] for name in names if name in metrics), None)
             for names in _HISTORY.values()
         ]
-        self._rows.append([now, *there])
+        self._rows.append(([now, *there], metrics))
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

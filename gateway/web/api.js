@@ -1,5 +1,7 @@
 // Talks to the server: streams of events, and errors as sentences for a person.
 
+import { serverState } from "./states.js";
+
 /** An error with a title, a sentence, and whether trying again may help. */
 export class Problem extends Error {
   constructor(title, detail, { status = 0, retryable = false, seconds = 0 } = {}) {
@@ -112,22 +114,34 @@ function statusOf(error) {
   return { overloaded: 429, unavailable: 503, deadline_exceeded: 504, context_length_exceeded: 400 }[error.code] ?? 500;
 }
 
-/** Calls back with {state, text} now and whenever the server's health is asked again. */
+/** Calls back with {state, text} now and whenever the server's state is asked again. */
 export function watchHealth(callback, seconds = 4) {
   let failures = 0;
+  let wasReady = false;
   async function ask() {
     if (!document.hidden) {
       try {
-        const health = await get("/health");
-        failures = 0;
-        const away = health.draft_available ? "a verifier away" : "draft away";
-        callback(health.status === "ok" ? { state: "ok", text: "ready" } : { state: "degraded", text: `ready, ${away}` });
+        callback(await stateNow());
+        [failures, wasReady] = [0, true];
       } catch (problem) {
         failures += 1;
-        callback({ state: "down", text: problem.status === 503 ? "starting" : "not reachable" });
+        const text = wasReady ? "verifier lost" : "loading the model";
+        callback({ state: "down", text: problem.status === 503 ? text : "not reachable" });
       }
     }
     setTimeout(ask, (failures ? 1 : seconds) * 1000);
   }
   ask();
+}
+
+async function stateNow() {
+  try {
+    return serverState(await get("/dashboard/figures"));
+  } catch (problem) {
+    if (problem.status !== 401) throw problem;
+  }
+  // Whoever has no key may know less.
+  const health = await get("/health");
+  const away = health.draft_available ? "a verifier lost" : "draft not there";
+  return health.status === "ok" ? { state: "ok", text: "ready" } : { state: "degraded", text: `ready, ${away}` };
 }

@@ -46,6 +46,7 @@ START = sample(0.0)
         ({"verifies": 0}, "idle"),
         ({"verifies": 7}, "idle"),
         ({"verifies": 100, "trees": 80, "accepted": 120}, "drafting"),
+        ({"verifies": 6, "trees": 5, "accepted": 40}, "drafting"),  # a short answer
         ({"verifies": 100, "trees": 30, "accepted": 30}, "drafting"),
         # Trials alone are drafted, or nothing is asked at all.
         ({"verifies": 100, "trees": 4, "asked": 4, "proposed": 20}, "suspended"),

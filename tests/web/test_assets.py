@@ -274,6 +274,7 @@ def test_history_is_kept_without_viewers_and_in_rows_of_one_spacing(
     assert found["now"] >= times[-1]
     assert rows[-1]["waiting"] == 3
     assert rows[-1]["tokens"] is None  # no page has it
+    assert found["oldest"]["emitted_tokens_total"] == rows[0]["emitted"] == 1
 
 
 def test_a_gateway_without_a_verifier_keeps_no_history() -> None:

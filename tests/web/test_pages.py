@@ -1,45 +1,21 @@
-"""The playground and the dashboard in a real Chromium, on the real services with the bundled model."""
+"""The playground in a real Chromium, on the real services with the bundled model."""
 
-import json
 import socket
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from foredraft.cli.stack import LocalStack, make_supervisor
+from foredraft.cli.stack import LocalStack
 from foredraft.errors import Overloaded
 from gateway import errors
 from tests.support import stack as stacks
-from tests.support.browsers import Browser, browser, chromium
+from tests.support.browsers import Browser
 from tests.support.stack import eventually, is_listening
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\n" * 4 + "def"
 TOKENS = 64
-
-
-@pytest.fixture(scope="module")
-def stack() -> Iterator[LocalStack]:
-    chromium()  # skips before the services start
-    stack = make_supervisor(
-        {"port": 0, "grpc_port": 0, "device": "cpu", "num_threads": 1, "max_total_tokens": 8192},
-        on_line=lambda name, line: print(f"{name}: {line}"),
-    )
-    try:
-        stack.start()
-        stack.wait_healthy()
-        yield stack
-    finally:
-        stack.stop()
-
-
-@pytest.fixture(scope="module")
-def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 def fill(page, max_tokens: int = TOKENS, mode: str = "turns", **fields: object) -> None:
@@ -250,9 +226,6 @@ def test_a_server_with_keys(chrome: Browser, tmp_path: Path) -> None:
         page.wait_for_selector("body[data-runs='2']")
         assert page.locator(".output .token").count() > 0
         assert page.locator("#error").is_hidden()
-        assert page.evaluate("fetch('/dashboard/figures').then(r => r.status)") == 401
-        page.goto(guarded.urls["http"] + "/dashboard")
-        page.wait_for_selector("#split_keys")
 
 
 def test_a_phone_shows_all(stack: LocalStack, chrome: Browser) -> None:
@@ -270,32 +243,6 @@ def test_a_phone_shows_all(stack: LocalStack, chrome: Browser) -> None:
         page.goto(stack.urls["http"] + "/dashboard")
         page.wait_for_selector("#health[data-state=ok]")
         assert page.evaluate(width) <= 360
-
-
-def test_the_dashboards_numbers_move(stack: LocalStack, chrome: Browser) -> None:
-    with chrome.page(stack.urls["http"] + "/dashboard") as page:
-        page.wait_for_selector("#health[data-state=ok]")
-        assert page.locator("#partial").is_hidden()
-        assert page.inner_text("#draft") == "available"
-        before = page.inner_text("#speed_foot")
-        body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
-        request = urllib.request.Request(
-            stack.urls["http"] + "/v1/completions",
-            json.dumps(body).encode(),
-            {"content-type": "application/json"},
-        )
-        urllib.request.urlopen(request, timeout=60).read()
-        page.wait_for_function(
-            "before => document.getElementById('speed_foot').textContent !== before", arg=before
-        )
-        page.wait_for_function("Number(document.getElementById('speed').textContent) > 0")
-        page.wait_for_function("Number(document.getElementById('length').textContent) >= 1")
-        assert "steps" in page.inner_text("#step_foot")
-        assert page.locator("#depth div").count() > 0
-        assert "ms" in page.inner_text("#split_keys")
-        for cell in ("first_50", "first_95", "inter_50", "inter_95"):
-            assert page.inner_text(f"#{cell}").endswith("s")
-        assert "length" in page.inner_text("#requests_foot")
 
 
 def test_errors_are_told_kindly(stack: LocalStack, chrome: Browser) -> None:
@@ -333,7 +280,7 @@ def test_a_gateway_without_a_verifier_says_so(chrome: Browser) -> None:
         try:
             eventually(lambda: is_listening(port))
             with chrome.page(f"http://127.0.0.1:{port}/") as page:
-                page.wait_for_selector("#health:has-text('starting')")
+                page.wait_for_selector("#health:has-text('loading')")
                 page.click("#run")
                 page.wait_for_selector("#error:has-text('No model is ready')")
         finally:

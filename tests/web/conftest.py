@@ -1,0 +1,29 @@
+"""The real services with the bundled model, and a real Chromium, for all tests of the pages."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from foredraft.cli.stack import LocalStack, make_supervisor
+from tests.support.browsers import Browser, browser, chromium
+
+
+@pytest.fixture(scope="package")
+def stack() -> Iterator[LocalStack]:
+    chromium()  # skips before the services start
+    stack = make_supervisor(
+        {"port": 0, "grpc_port": 0, "device": "cpu", "num_threads": 1, "max_total_tokens": 8192},
+        on_line=lambda name, line: print(f"{name}: {line}"),
+    )
+    try:
+        stack.start()
+        stack.wait_healthy()
+        yield stack
+    finally:
+        stack.stop()
+
+
+@pytest.fixture(scope="package")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
