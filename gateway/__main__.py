@@ -1,13 +1,12 @@
 """`python -m gateway`: the HTTP and gRPC fronts in one event loop."""
 
 import asyncio
-import contextlib
 import gc
 import logging
 import resource
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import uvicorn
 
@@ -16,7 +15,7 @@ from foredraft.config.options import parse
 from foredraft.config.services import GatewayConfig
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError
 from foredraft.rpc import lifetime
-from foredraft.rpc.server import RpcServer, serve
+from foredraft.rpc.server import RpcServer, Strangers, serve
 from foredraft.rpc.tls import service_identity
 from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
@@ -24,7 +23,9 @@ from gateway.app import make_app
 from gateway.figures import Figures
 from gateway.grpc_front import SERVICE_NAME, InferenceService
 from gateway.http import DirectSend
-from gateway.protocol import bounded_protocol
+from gateway.http_server.connections import Connections, shares
+from gateway.http_server.protocol import BoundedHttpProtocol
+from gateway.http_server.server import HttpServer
 from gateway.security.certificates import HttpContext, public_identity
 from gateway.security.gate import Gate
 from gateway.security.hosts import is_local
@@ -49,8 +50,8 @@ def main() -> int:
     telemetry_logging.setup("gateway", config.log_level, config.log_format)
     try:
         tracing.setup("gateway", config.otlp_traces_endpoint)
-        _allow_files()
-        return lifetime.run(lambda: _serve(config))
+        num_files = _allow_files()
+        return lifetime.run(lambda: _serve(config, num_files))
     except ForedraftError as error:
         logger.error("cannot start: %s", error)
         return 1
@@ -58,15 +59,7 @@ def main() -> int:
         tracing.shut_down()
 
 
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handlers: the process has its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-async def _serve(config: GatewayConfig) -> int:
+async def _serve(config: GatewayConfig, num_files: int) -> int:
     gate = Gate(config)
     if not gate.asks_for_keys and not is_local(config.host):
         logger.warning("no API keys: whoever reaches %s may use it", config.host)
@@ -75,18 +68,27 @@ async def _serve(config: GatewayConfig) -> int:
     serving = Serving(config, pool)
     figures = Figures(serving, config.dashboard_metrics)
     listener = _listen(config)
+    num_http, num_grpc = shares(num_files, config.max_connections)
+    if num_grpc < config.max_connections:
+        logger.warning(
+            "at most %d connections of HTTP and %d of gRPC, since the system allows this process %d files; ulimit -n raises it",
+            num_http,
+            num_grpc,
+            num_files,
+        )
     grpc_host = f"[{config.host}]" if ":" in config.host else config.host
     rpc = RpcServer(
         f"{grpc_host}:{config.grpc_port}",
         max_message_bytes=config.max_body_bytes,
         identity=identity,
         socket=config.grpc_socket,
+        strangers=Strangers(num_grpc, config.max_concurrent_requests, config.client_timeout),
     )
     rpc.add(add_InferenceServiceServicer_to_server, InferenceService(serving, gate), SERVICE_NAME)
     await rpc.start()
     http_config = uvicorn.Config(
         DirectSend(make_app(serving, gate, figures)),
-        http=bounded_protocol(config.client_timeout),
+        http=BoundedHttpProtocol,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -100,7 +102,9 @@ async def _serve(config: GatewayConfig) -> int:
         tls = HttpContext(identity)
         http_config.ssl = tls.context
         follow.append(tls.reload)
-    http = _HttpServer(http_config)
+    of_one = max(1, config.max_connections_per_address * num_http // config.max_connections)
+    connections = Connections(num_http, of_one)
+    http = HttpServer(http_config, connections, config.client_timeout)
     http_task = asyncio.create_task(http.serve([listener]))
     stop = lifetime.stop_event()
     health_task = asyncio.create_task(_follow_health(serving, rpc, stop))
@@ -159,12 +163,14 @@ def _relieve_collector() -> None:
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
 
 
-def _allow_files() -> None:
-    """Raises the limit of open files as far as the system lets it, and no further than there is use for."""
+def _allow_files() -> int:
+    """Raises the limit of open files as far as the system lets it, and no further than there is use for; gives it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return wanted if soft == resource.RLIM_INFINITY else soft
 
 
 async def _follow_files(reloads: Sequence[Callable[[], None]]) -> None:

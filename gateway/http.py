@@ -6,7 +6,6 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foredraft.errors import ForedraftError, InvalidRequest
+from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.telemetry.logging import bind_request_id, new_request_id
 from foredraft.telemetry.tracing import bind_traceparent
 from gateway import errors
@@ -31,6 +30,7 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 MAX_OBJECTS = 65_536
 Objects = Annotated[list[T], Field(fail_fast=True, max_length=MAX_OBJECTS)]
+BODIES_AT_A_TIME = 32  # of the largest size; smaller ones are more
 MAX_MEMBERS = 16_384  # of one object: its unknown names and wrong values are all noted, too
 
 DONE = b"data: [DONE]\n\n"
@@ -45,17 +45,55 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-@dataclass(frozen=True, slots=True)
 class Bounds:
     """What the server puts up with.
 
-    Attributes:
+    Args:
         body_bytes: Largest body.
         seconds: For a body to arrive.
     """
 
-    body_bytes: int
-    seconds: float
+    def __init__(self, body_bytes: int, seconds: float) -> None:
+        self.body_bytes = body_bytes
+        self.seconds = seconds
+        self.all_bytes = BODIES_AT_A_TIME * body_bytes  # of bodies that are arriving, together
+        self._arriving: dict[Arrival, None] = {}  # oldest first
+        self._sum = 0
+
+    @contextlib.contextmanager
+    def arriving(self, timeout: asyncio.Timeout) -> Iterator["Arrival"]:
+        """A body, from its first byte to its last, which `timeout` can end."""
+        arrival = Arrival(timeout)
+        self._arriving[arrival] = None
+        try:
+            yield arrival
+        finally:
+            del self._arriving[arrival]
+            self._sum -= arrival.num_bytes
+
+    def add(self, arrival: "Arrival", num_bytes: int) -> None:
+        """More of a body is there. Where all are too much, the one that began first is given up."""
+        arrival.num_bytes += num_bytes
+        self._sum += num_bytes
+        if self._sum > self.all_bytes:
+            first = next((each for each in self._arriving if not each.is_given_up), None)
+            if first is not None:
+                first.give_up()
+
+
+class Arrival:
+    """A body that is arriving."""
+
+    def __init__(self, timeout: asyncio.Timeout) -> None:
+        self.num_bytes = 0
+        self.is_given_up = False
+        self._timeout = timeout
+
+    def give_up(self) -> None:
+        """Ends it now."""
+        self.is_given_up = True
+        if not self._timeout.expired():
+            self._timeout.reschedule(asyncio.get_running_loop().time())
 
 
 async def read(request: Request, model: type[M], bounds: Bounds) -> M:
@@ -64,6 +102,7 @@ async def read(request: Request, model: type[M], bounds: Bounds) -> M:
     Raises:
         BodyTooLarge: Over `bounds.body_bytes`.
         SlowClient: It did not arrive in time.
+        Unavailable: Too many bodies arrive at a time.
         InvalidRequest: Not JSON, or a field is wrong; names it.
     """
     max_bytes = bounds.body_bytes
@@ -76,15 +115,20 @@ async def read(request: Request, model: type[M], bounds: Bounds) -> M:
     if length.isdigit() and int(length) > max_bytes:
         raise BodyTooLarge(f"the body has {length} bytes; at most {max_bytes} are taken")
     chunks: list[bytes] = []
-    size = 0
+    arrival = None
     try:
-        async with asyncio.timeout(bounds.seconds):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > max_bytes:
-                    raise BodyTooLarge(f"the body has more than {max_bytes} bytes")
-                chunks.append(chunk)
+        async with asyncio.timeout(bounds.seconds) as timeout:
+            with bounds.arriving(timeout) as arrival:
+                async for chunk in request.stream():
+                    bounds.add(arrival, len(chunk))
+                    if arrival.num_bytes > max_bytes:
+                        raise BodyTooLarge(f"the body has more than {max_bytes} bytes")
+                    chunks.append(chunk)
     except TimeoutError:
+        if arrival is not None and arrival.is_given_up:
+            raise Unavailable(
+                "the bodies of other requests need the room; try again in a second"
+            ) from None
         raise SlowClient(f"the body did not arrive within {bounds.seconds:g} s") from None
     body = b"".join(chunks) or b"{}"
     _check_members(body)

@@ -19,8 +19,13 @@ key_tokens = metrics.counter(
 )
 refused = metrics.counter(
     "foredraft_gateway_refused_requests_total",
-    "Requests refused at the gate: no known key, or over the limit that is named, and whose key it was.",
+    "Requests refused at the gate, and connections: no known key, or over the limit that is named, and whose key it was.",
     ["limit", "key"],
+)
+connections = metrics.gauge("foredraft_gateway_connections", "Open connections of HTTP clients.")
+evicted = metrics.counter(
+    "foredraft_gateway_evicted_connections_total",
+    "Connections that sent nothing, or no whole request, and were closed to make room for others.",
 )
 first_token_seconds = metrics.histogram(
     "foredraft_gateway_time_to_first_token_seconds",

@@ -46,6 +46,7 @@ class Serving:
     def __init__(self, config: GatewayConfig, pool: VerifierPool) -> None:
         self.config = config
         self._template = _read_template(config.chat_template)
+        self.bounds = Bounds(config.max_body_bytes, config.client_timeout)  # of HTTP clients
         self.pool = pool
         self._opened: tuple[Tokenizer, Generator, EncodingPool] | None = None
         self._draining = False
@@ -122,11 +123,6 @@ class Serving:
         """Raises UnknownModel for a name that is not served; an empty one means the only model."""
         if name and name != self.info.model:
             raise UnknownModel(name)
-
-    @property
-    def bounds(self) -> Bounds:
-        """What HTTP clients may do."""
-        return Bounds(self.config.max_body_bytes, self.config.client_timeout)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.

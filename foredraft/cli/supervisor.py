@@ -1,6 +1,7 @@
 """Keeps a set of child processes running: start, health, log lines, restarts, ordered stop. Knows no service by name."""
 
 import collections
+import contextlib
 import logging
 import os
 import signal
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from foredraft.errors import ForedraftError
-from foredraft.rpc.channel import check_health
+from foredraft.rpc.channel import HealthProbe
 from foredraft.rpc.lifetime import child_environment
 
 logger = logging.getLogger(__name__)
@@ -295,24 +296,28 @@ class Supervisor:
             raise self._failure
 
     def _watch_health(self, child: _Child) -> None:
-        service, spent = child.service, 0.0
-        while not child.ended.is_set():
-            # One check in 2 s, whether it is answered at once or not at all.
-            pause = _HEALTH_SECONDS - spent if child.is_up else _START_POLL_SECONDS
-            child.wake.wait(max(pause, 0.0))
-            child.wake.clear()
-            if self._stopping.is_set():
-                return
-            process = child.process
-            if process is None or process.poll() is not None:
-                child.misses = 0
-                continue
-            started = time.monotonic()
-            status = check_health(service.health, timeout=_HEALTH_SECONDS)
-            spent = time.monotonic() - started
-            if child.process is not process or process.poll() is not None:
-                continue
-            self._note_health(child, status)
+        # The connection is made while the child starts, and kept: one that has no descriptors left, because of what
+        # others send it, answers still.
+        with contextlib.closing(HealthProbe(child.service.health)) as probe:
+            spent = 0.0
+            while not child.ended.is_set():
+                # One check in 2 s, whether it is answered at once or not at all.
+                pause = _HEALTH_SECONDS - spent if child.is_up else _START_POLL_SECONDS
+                child.wake.wait(max(pause, 0.0))
+                child.wake.clear()
+                if self._stopping.is_set():
+                    return
+                process = child.process
+                if process is None or process.poll() is not None:
+                    child.misses = 0
+                    probe.close()
+                    continue
+                started = time.monotonic()
+                status = probe.check(_HEALTH_SECONDS)
+                spent = time.monotonic() - started
+                if child.process is not process or process.poll() is not None:
+                    continue
+                self._note_health(child, status)
 
     def _note_health(self, child: _Child, status: str) -> None:
         if status == "UNREACHABLE":

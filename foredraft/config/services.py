@@ -313,6 +313,17 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
     max_concurrent_requests: int = option(
         2048, "Requests that run or wait here at most; more are refused with 503.", least=1
     )
+    max_connections: int = option(
+        4096,
+        "Connections of HTTP, and of gRPC, at a time; fewer where the system allows fewer files. Where all are in use, the "
+        "HTTP connection that has sent no whole request for longest gives way.",
+        least=1,
+    )
+    max_connections_per_address: int = option(
+        2048,
+        "HTTP connections of one address at a time. Raise it where all clients come through one proxy.",
+        least=1,
+    )
     max_queue_seconds: float = option(
         0.0,
         "Seconds that a request may wait for its first token; over it 503. 0 leaves it to its deadline.",

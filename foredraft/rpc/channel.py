@@ -70,12 +70,35 @@ def check_health(
     """Asks once: SERVING, NOT_SERVING, UNKNOWN, SERVICE_UNKNOWN or, when nobody answers, UNREACHABLE."""
     with channel(target, identity=identity) as connection:
         try:
-            answer = health_pb2_grpc.HealthStub(connection).Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout
-            )
+            return _ask(connection, service, timeout)
         except grpc.RpcError as error:
             return _health_of(error)
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+class HealthProbe:
+    """Asks a service for its health again and again over one connection, which nobody can take from it later."""
+
+    def __init__(self, target: str | Address) -> None:
+        self._target = target
+        self._channel: grpc.Channel | None = None
+
+    def check(self, timeout: float = 2.0) -> str:
+        """As `check_health`."""
+        if self._channel is None:
+            self._channel = channel(self._target)
+        try:
+            return _ask(self._channel, "", timeout)
+        except grpc.RpcError as error:
+            # A service that is late keeps its connection. One that is gone is called anew, without gRPC's pauses.
+            if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
+                self.close()
+            return _health_of(error)
+
+    def close(self) -> None:
+        """Ends the connection; the next check makes another."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
 
 def wait_ready(target: str | Address, timeout: float, *, service: str = "") -> None:
@@ -94,6 +117,13 @@ def wait_ready(target: str | Address, timeout: float, *, service: str = "") -> N
         if time.monotonic() >= deadline:
             raise Unavailable(f"{target} is {status} after {timeout:g} s")
         time.sleep(_POLL_SECONDS)
+
+
+def _ask(connection: grpc.Channel, service: str, timeout: float) -> str:
+    answer = health_pb2_grpc.HealthStub(connection).Check(
+        health_pb2.HealthCheckRequest(service=service), timeout=timeout
+    )
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
 def _parse(target: str | Address) -> Address:

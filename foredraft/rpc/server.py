@@ -18,6 +18,7 @@ import socket
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,36 @@ _SERVER_OPTIONS = [
     # Clients send keepalives every 20 s; fewer seconds between them count as abuse.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 ]
+# How long a stranger's connection may stay without a call; clients connect anew by themselves.
+_IDLE_SECONDS = 300
 # How long calls may go on after the drain, before they are cancelled.
 _STOP_SECONDS = 1.0
 # How often it is looked whether gRPC still listens.
 _WATCH_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Strangers:
+    """What clients may do that nobody knows.
+
+    Attributes:
+        connections: Connections of a port at a time.
+        streams: Calls of one connection at a time.
+        seconds: For a connection to say that it is HTTP/2.
+    """
+
+    connections: int
+    streams: int
+    seconds: float
+
+    def options(self) -> list[tuple[str, int]]:
+        """As gRPC takes it."""
+        return [
+            ("grpc.max_allowed_incoming_connections", self.connections),
+            ("grpc.max_concurrent_streams", self.streams),
+            ("grpc.server_handshake_timeout_ms", round(self.seconds * 1000)),
+            ("grpc.max_connection_idle_ms", _IDLE_SECONDS * 1000),
+        ]
 
 
 class RpcServer:
@@ -56,6 +83,7 @@ class RpcServer:
         max_message_bytes: Larger messages are refused with RESOURCE_EXHAUSTED.
         identity: For TLS, but over Unix sockets.
         socket: A Unix socket to listen on besides; empty for none.
+        strangers: Bounds where anybody may connect.
     """
 
     def __init__(
@@ -65,11 +93,13 @@ class RpcServer:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         identity: Identity | None = None,
         socket: str = "",
+        strangers: Strangers | None = None,
     ) -> None:
         self._listen = listen if isinstance(listen, Address) else address.parse(listen)
         self._identity = identity
         self._socket = address.parse(socket) if socket else None
-        self._options = [*options(max_message_bytes), *_SERVER_OPTIONS]
+        bounds = strangers.options() if strangers is not None else []
+        self._options = [*options(max_message_bytes), *_SERVER_OPTIONS, *bounds]
         self.server = self._make()
         self._health = health.aio.HealthServicer()
         self._added: list[tuple[Callable[[Any, Any], None], Any]] = []

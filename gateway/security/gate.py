@@ -74,12 +74,11 @@ class Gate:
         return self._callers[key.name]
 
     @contextmanager
-    def admit(self, authorization: str, *, counts: bool = True) -> Iterator[None]:
-        """A request, from here to the end of the block.
+    def admit(self, authorization: str) -> Iterator[None]:
+        """A request that does work, from here to the end of the block.
 
         Args:
             authorization: Its header or metadata; empty without one.
-            counts: Whether it does work that limits are there for.
 
         Raises:
             Unauthenticated: No key, or an unknown one.
@@ -87,15 +86,22 @@ class Gate:
             Unavailable: All callers together have.
         """
         caller = self.identify(authorization)
-        if not counts:
-            with acting_for(caller):
-                yield
-            return
+        with acting_for(caller), self.running(caller):
+            yield
+
+    @contextmanager
+    def running(self, caller: Caller) -> Iterator[None]:
+        """A place among the requests that run, until the block ends.
+
+        Raises:
+            RateLimited: The caller has too much.
+            Unavailable: All callers together have.
+        """
         most = self._config.max_concurrent_requests
         if most and self._num_running >= most:
             metrics.refused.labels("total", caller.name).inc()
             raise Unavailable(f"{self._num_running} requests run already; try again in a second")
-        with caller.running(), acting_for(caller):
+        with caller.running():
             self._num_running += 1
             try:
                 yield

@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foredraft.config.services import GatewayConfig
 from foredraft.errors import ForedraftError
@@ -11,6 +11,7 @@ from gateway.errors import CrossSite, UnknownHost
 from gateway.http import error_response
 from gateway.security.gate import Gate
 from gateway.security.hosts import is_allowed
+from gateway.security.limits import Caller, acting_for
 
 HEALTH = "/health"
 # Pages and their files hold nothing of anybody's; whether the server lives may be asked by all.
@@ -51,18 +52,33 @@ class GateMiddleware:
             refusal = CrossSite("pages of other sites may not use this server")
             await error_response(refusal)(scope, receive, send)
             return
-        counts = path == PROBE or (
-            scope["method"] not in ("GET", "DELETE") and path not in UNCOUNTED
-        )
-        with ExitStack() as admission:
+        with ExitStack() as place:
             try:
-                admission.enter_context(
-                    self._gate.admit(headers.get("authorization", ""), counts=counts)
-                )
+                caller = self._gate.identify(headers.get("authorization", ""))
+                place.enter_context(acting_for(caller))
+                if path == PROBE:
+                    place.enter_context(self._gate.running(caller))
             except ForedraftError as error:
                 await error_response(error)(scope, receive, send)
                 return
+            if scope["method"] not in ("GET", "DELETE") and path not in UNCOUNTED:
+                receive = self._counted(receive, caller, place)
             await self._app(scope, receive, send)
+
+    def _counted(self, receive: Receive, caller: Caller, place: ExitStack) -> Receive:
+        """`receive` of a request that counts once its body is whole: one that never comes takes no place."""
+        is_whole = False
+
+        async def received() -> Message:
+            nonlocal is_whole
+            message = await receive()
+            is_last = message["type"] == "http.request" and not message.get("more_body")
+            if is_last and not is_whole:
+                is_whole = True
+                place.enter_context(self._gate.running(caller))
+            return message
+
+        return received
 
     def _is_open(self, path: str) -> bool:
         return path in self._open or path.startswith(OPEN_FOLDER)

@@ -1,9 +1,11 @@
 """Limits of a caller, of all callers together, and of what one request may ask for."""
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import httpx
@@ -29,7 +31,8 @@ SHORT = {"prompt": "ab", "max_tokens": 4, "ignore_eos": True}
 class Held:
     """A gateway whose verifier gives one token of each request and waits."""
 
-    def __init__(self, url: str, grpc_address: str) -> None:
+    def __init__(self, place: str, url: str, grpc_address: str) -> None:
+        self.place = place  # the verifier's address
         self.web = httpx.Client(base_url=url, timeout=30)
         self.grpc_address = grpc_address
 
@@ -73,7 +76,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
     key_file = write_keys(directory / "keys")
     flags = {"api_key_file": key_file, "max_concurrent_requests": 3, "max_queue_seconds": 1.0}
     with serving(verifier, place), stacks.running_gateway(place, **flags) as addresses:
-        held = Held(*addresses)
+        held = Held(place, *addresses)
         eventually(lambda: held.web.get("/health").status_code == 200)
         yield held
         held.web.close()
@@ -132,6 +135,34 @@ def test_limits_of_all_together(held: Held) -> None:
                 list(stub.Generate(inference_pb2.GenerateRequest(text="ab"), metadata=metadata))
         assert busy.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
     eventually(lambda: held.ask("dave").status_code == 200)
+
+
+def test_connections_that_all_work(held: Held) -> None:
+    with stacks.running_gateway(held.place, max_connections=2) as addresses:
+        small = Held(held.place, *addresses)
+        eventually(lambda: httpx.get(f"{addresses[0]}/health").status_code == 200)
+        with small.running("dave"), small.running("dave"):
+            with httpx.Client(base_url=addresses[0], timeout=30) as other:
+                full = other.get("/health")
+            assert full.status_code == 503
+            assert full.headers["retry-after"] == "1"
+            assert full.headers["connection"] == "close"
+            error = full.json()["error"]
+            assert "connections of your address are in use" in error["message"]
+            assert error["retryable"]
+        eventually(lambda: httpx.get(f"{addresses[0]}/health").status_code == 200)
+
+
+def test_half_sent_requests_take_no_place(held: Held) -> None:
+    where = urlsplit(str(held.web.base_url))
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {SECRETS['dave']}\r\n"
+    with contextlib.ExitStack() as opened:
+        for _ in range(5):
+            connection = socket.create_connection((where.hostname, where.port), timeout=30)
+            opened.enter_context(contextlib.closing(connection))
+            connection.sendall(head.encode() + b"content-length: 1000\r\n\r\n{")
+        for _ in range(3):
+            assert held.ask("dave").status_code == 200
 
 
 def test_a_request_that_gets_no_place(held: Held) -> None:
