@@ -1,6 +1,7 @@
 """The verifier's gRPC face: validates requests, hands them to the engine's thread, streams what comes back."""
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -189,6 +190,8 @@ class _Stream:
                 compiled = self._grammars.cached(grammar)
                 if compiled is None:
                     task = asyncio.create_task(self._compile(grammar, request, span))
+                    # Not left to the task: one that is cancelled before its first step runs nothing.
+                    task.add_done_callback(functools.partial(self._compiled, request.tag, span))
                     self._compiling[submit.id] = task
                     return
                 request = replace(request, grammar=compiled)
@@ -211,8 +214,6 @@ class _Stream:
             if left is not None:
                 left = max(0.001, left - (time.monotonic() - started))
             self._start(replace(request, grammar=compiled, timeout_seconds=left), span)
-        except asyncio.CancelledError:
-            self._end_unsubmitted(request.tag, span, Finish(FinishReason.CANCELLED))
         except TimeoutError:
             self._end_unsubmitted(request.tag, span, Finish(FinishReason.DEADLINE))
         except ForedraftError as error:
@@ -221,9 +222,13 @@ class _Stream:
             logger.exception("a grammar could not be compiled")
             defect = ForedraftError("the grammar could not be compiled: an error of the verifier")
             self._end_unsubmitted(request.tag, span, Finish(FinishReason.ERROR, error=defect))
-        finally:
-            self._compiling.pop(request.tag, None)
-            self._finish_if_idle()
+
+    def _compiled(self, tag: int, span: Span, task: asyncio.Task[None]) -> None:
+        """Ends the wait for a grammar, and answers a request that was cancelled meanwhile."""
+        self._compiling.pop(tag, None)
+        if task.cancelled():
+            self._end_unsubmitted(tag, span, Finish(FinishReason.CANCELLED))
+        self._finish_if_idle()
 
     def _end_unsubmitted(self, tag: int, span: Span, finish: Finish) -> None:
         span.end({}, error=str(finish.error or finish.reason.value))

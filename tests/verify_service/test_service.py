@@ -10,19 +10,20 @@ from typing import Any
 import grpc
 import pytest
 
+from foredraft import __version__
 from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
-from foredraft.errors import InvalidRequest
+from foredraft.errors import InvalidRequest, Unavailable
 from foredraft.types import Grammar
 from verify_service import service as service_module
 from verify_service.outputs import Load, StepOutput
-from verify_service.service import VerifyService
+from verify_service.service import ServedModel, VerifyService
 
 
 class Engine:
     """Takes requests and never ends one."""
 
     def __init__(self) -> None:
-        self.limits = SimpleNamespace(vocab_size=10)
+        self.limits: Any = SimpleNamespace(vocab_size=10)
         self.submitted: list[Any] = []
         self.cancelled: list[int] = []
 
@@ -54,6 +55,23 @@ class BrokenCompiler:
         raise OSError("too many open files")
 
 
+class SlowCompiler:
+    """Takes as many seconds by a clock of its own as it is told; without any, for ever."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.now = 100.0
+        self._seconds = seconds
+
+    def cached(self, grammar: Grammar) -> None:
+        return None
+
+    async def compile(self, grammar: Grammar) -> Any:
+        if self._seconds is None:
+            await asyncio.Event().wait()
+        self.now += self._seconds or 0.0
+        return "compiled"
+
+
 def submit(number: int, **sampling: Any) -> verify_pb2.RunRequest:
     params = verify_pb2.Sampling(max_new_tokens=4, **sampling)
     return verify_pb2.RunRequest(
@@ -67,10 +85,13 @@ def messages(
     *,
     ends: bool = False,
     compiler: Any = None,
+    drains: bool = False,
 ) -> list[verify_pb2.RunResponse]:
     """All that a stream says until it ends; the gateway says no more after `requests`, or nothing at all."""
     service = VerifyService()
     service.open(engine, None, compiler)  # type: ignore[arg-type]
+    if drains:
+        service.drain()
 
     async def said() -> AsyncIterator[verify_pb2.RunRequest]:
         for request in requests:
@@ -105,6 +126,160 @@ def test_a_grammar_that_cannot_be_compiled_for_whatever_reason_is_answered() -> 
     [output] = [output for message in said for output in message.outputs]
     assert output.id == 3
     assert output.finish.error.code == verify_pb2.ERROR_CODE_INTERNAL
+
+
+def test_a_verifier_that_stops_takes_nothing_new() -> None:
+    engine = Engine()
+    said = messages(engine, [submit(3)], ends=True, drains=True)
+    [output] = [output for message in said for output in message.outputs]
+    assert output.id == 3
+    assert output.finish.error.code == verify_pb2.ERROR_CODE_UNAVAILABLE
+    assert not engine.submitted
+
+
+def test_a_gateway_that_goes_takes_its_requests_with_it() -> None:
+    engine = Engine()
+    service = VerifyService()
+    service.open(engine, None, None)  # type: ignore[arg-type]
+
+    async def said() -> AsyncIterator[verify_pb2.RunRequest]:
+        for number in (6, 7):
+            yield submit(number)
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        context: Any = None
+        stream = service.Run(said(), context)
+        async with asyncio.timeout(20):
+            await anext(stream)
+            while len(engine.submitted) < 2:
+                await asyncio.sleep(0)
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+    assert sorted(engine.cancelled) == [1, 2]
+
+
+def test_a_cancelled_request_is_the_engines_to_end() -> None:
+    engine = Engine()
+    cancel = verify_pb2.RunRequest(cancel=verify_pb2.CancelRequest(id=7))
+    unknown = verify_pb2.RunRequest(cancel=verify_pb2.CancelRequest(id=99))
+    requests = [submit(6), submit(7), cancel, unknown, submit(6)]  # the last one ends the stream
+    with pytest.raises(InvalidRequest, match="6 is in use"):
+        messages(engine, requests)
+    assert engine.cancelled[0] == 2
+    assert sorted(engine.cancelled[1:]) == [1, 2]
+
+
+def with_grammar(number: int, timeout: float = 0.0) -> verify_pb2.RunRequest:
+    request = submit(number, grammar=verify_pb2.Grammar(regex="a+"))
+    request.submit.timeout_seconds = timeout
+    return request
+
+
+def test_the_wait_for_a_grammar_counts_for_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, compiler = Engine(), SlowCompiler(2.0)
+    clock = SimpleNamespace(monotonic=lambda: compiler.now)
+    monkeypatch.setattr(service_module, "time", clock)
+
+    async def main() -> None:
+        service = VerifyService()
+        service.open(engine, None, compiler)  # type: ignore[arg-type]
+
+        async def said() -> AsyncIterator[verify_pb2.RunRequest]:
+            yield with_grammar(1, 5.0)
+            yield with_grammar(2)
+            await asyncio.Event().wait()
+
+        context: Any = None
+        stream = service.Run(said(), context)
+        async with asyncio.timeout(20):
+            await anext(stream)
+            while len(engine.submitted) < 2:
+                await asyncio.sleep(0)
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+    limited, unlimited = sorted(engine.submitted, key=lambda request: int(request.tag))
+    # Both wait at once, so that the clock may show the time of both.
+    assert limited.timeout_seconds in (3.0, 1.0)
+    assert unlimited.timeout_seconds is None
+    assert limited.grammar == unlimited.grammar == "compiled"
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        (
+            verify_pb2.RunRequest(cancel=verify_pb2.CancelRequest(id=3)),
+            verify_pb2.FINISH_REASON_CANCELLED,
+        ),
+        (None, verify_pb2.FINISH_REASON_DEADLINE),
+    ],
+    ids=["cancelled", "late"],
+)
+def test_a_request_can_end_while_its_grammar_is_compiled(
+    ending: verify_pb2.RunRequest | None, reason: verify_pb2.FinishReason
+) -> None:
+    engine = Engine()
+    requests = [with_grammar(3, 0.0 if ending else 0.01), *([ending] if ending else [])]
+    said = messages(engine, requests, ends=True, compiler=SlowCompiler())
+    [output] = [output for message in said for output in message.outputs]
+    assert (output.id, output.finish.reason) == (3, reason)
+    assert not engine.submitted
+
+
+def test_what_is_served_is_told_under_its_name() -> None:
+    engine = Engine()
+    engine.limits = SimpleNamespace(
+        vocab_size=10,
+        context_length=11,
+        num_pages=12,
+        page_size=13,
+        eos_token_ids=frozenset({7, 3}),
+        max_running_requests=14,
+    )
+    model = ServedModel(
+        name="name",
+        path="path",
+        architecture="architecture",
+        dtype="dtype",
+        device="device",
+        weight_bytes=15,
+        algorithm="algorithm",
+        draft_model="draft",
+        tree_limits=(16, 17, 18),
+        drafts=[("EAGLE3", "head"), ("NGRAM", "")],
+    )
+    service, context = VerifyService(), Any
+    with pytest.raises(Unavailable, match="loading"):
+        asyncio.run(service.GetModelInfo(verify_pb2.GetModelInfoRequest(), context))  # type: ignore[arg-type]
+    service.open(engine, model, None)  # type: ignore[arg-type]
+    info = asyncio.run(service.GetModelInfo(verify_pb2.GetModelInfoRequest(), context))  # type: ignore[arg-type]
+    assert info == verify_pb2.GetModelInfoResponse(
+        model="name",
+        model_path="path",
+        architecture="architecture",
+        vocab_size=10,
+        context_length=11,
+        kv_tokens=156,
+        page_size=13,
+        eos_token_ids=[3, 7],
+        max_running_requests=14,
+        speculative_algorithm="algorithm",
+        draft_model="draft",
+        speculative_num_steps=16,
+        speculative_eagle_topk=17,
+        speculative_num_draft_tokens=18,
+        dtype="dtype",
+        device="device",
+        version=__version__,
+        weight_bytes=15,
+        drafts=[
+            verify_pb2.ConfiguredDraft(name="EAGLE3", model="head"),
+            verify_pb2.ConfiguredDraft(name="NGRAM", model=""),
+        ],
+    )
 
 
 @pytest.mark.parametrize("timeout", [math.nan, -1.0])
