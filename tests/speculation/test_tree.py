@@ -69,6 +69,27 @@ def test_sanitized_trees_are_valid(nodes: list[tuple[int, int]], max_nodes: int)
         assert tree == DraftTree(tuple(t for t, _ in nodes), tuple(p for _, p in nodes))
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 50)), max_size=14),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
+def test_a_tree_within_limits_has_the_first_children_of_each_node(
+    raw: list[tuple[int, int]], num_steps: int, topk: int
+) -> None:
+    parents = [parent % (index + 1) - 1 for index, (_, parent) in enumerate(raw)]
+    tree, _ = sanitize([token for token, _ in raw], parents, 10, 14)
+    kept: list[int] = []
+    for node, parent in enumerate(tree.parents):
+        earlier = tree.parents[:node].count(parent)
+        is_deep = depths(tree.parents)[node] > num_steps
+        if (parent == -1 or parent in kept) and earlier < topk and not is_deep:
+            kept.append(node)
+    whole, cut = paths(tree), paths(tree.within(num_steps, topk))
+    assert cut[1:] == [whole[node + 1] for node in kept]
+    assert tree.within(14, 14) == tree
+
+
 @given(st.lists(st.integers(0, 30), max_size=20))
 def test_mask_agrees_with_depths_and_paths(raw: list[int]) -> None:
     parents = [value % (index + 1) - 1 for index, value in enumerate(raw)]

@@ -1,5 +1,6 @@
 """Stop strings against a search in the whole text."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +30,14 @@ def test_equals_a_search_in_the_whole_text(pieces: list[str], stops: list[str]) 
         assert expected.startswith(released)
     assert matcher.matched == stop
     assert released + matcher.flush() == expected
+
+
+@pytest.mark.parametrize("stops", [["at", "cat"], ["cat", "at"], ["t", "at", "cat", "dog"]])
+def test_of_several_complete_at_once_the_longest_wins(stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    longest = max((stop for stop in stops if "cat".endswith(stop)), key=len)
+    assert matcher.feed("a cat sat") == "a cat sat".partition(longest)[0]
+    assert matcher.matched == longest
 
 
 def test_holds_back_only_what_could_begin_a_stop_string() -> None:

@@ -39,6 +39,34 @@ def test_a_card_that_is_too_small_is_refused_with_the_flags_that_help():
         )
 
 
+@pytest.mark.parametrize(
+    ("given", "pages"),
+    [
+        ({"budget_bytes": 999}, 9),
+        ({"budget_bytes": 1000}, 10),
+        # More than running requests can fill is never made; the last page may be filled in part.
+        ({"max_useful_tokens": 64}, 4),
+        ({"max_useful_tokens": 65}, 5),
+        ({"max_total_tokens": 95}, 5),
+        ({"max_total_tokens": 16, "budget_bytes": 0}, 1),
+    ],
+)
+def test_pages_fill_the_budget_and_no_more_than_is_of_use(given, pages):
+    usual = {"budget_bytes": 10_000, "max_total_tokens": None, "max_useful_tokens": 10_000}
+    assert num_pages(page_size=16, bytes_per_page=100, **{**usual, **given}) == pages
+
+
+def test_less_than_a_page_of_tokens_is_refused():
+    with pytest.raises(ConfigError, match="--max-total-tokens must be at least one page of 16"):
+        num_pages(
+            page_size=16,
+            bytes_per_page=100,
+            budget_bytes=10_000,
+            max_total_tokens=15,
+            max_useful_tokens=1000,
+        )
+
+
 def broken_off_capture() -> RuntimeError:
     """As torch reports it: the end of the capture fails because of what happened in it."""
     error = RuntimeError("CUDA error: operation failed due to a previous error during capture")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from foredraft.errors import InvalidRequest, Overloaded, PromptTooLong
+from foredraft.errors import InvalidRequest, Overloaded, PromptTooLong, Unavailable
 from foredraft.telemetry.metrics import value
 from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from tests.support.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
@@ -17,6 +17,7 @@ from tests.support.engines import Harness, Job, running_engine
 from tests.support.reference import Reference
 from verify_service.engine import engine as engine_module
 from verify_service.engine.live_requests import EngineRequest
+from verify_service.outputs import Load, StepOutput
 from verify_service.policy.messages import Plan, Want
 from verify_service.policy.policy import DraftPolicy
 
@@ -135,6 +136,7 @@ def test_a_full_queue_refuses_at_once(plain: Harness) -> None:
     [
         ([], {}, InvalidRequest, "prompt"),
         ([VOCAB_SIZE], {}, InvalidRequest, "prompt"),
+        ([5, -1], {}, InvalidRequest, "prompt"),
         ([5] * 600, {}, PromptTooLong, "prompt"),
         ([5], {"temperature": -1.0}, InvalidRequest, "temperature"),
         ([5], {"top_p": 0.0}, InvalidRequest, "top_p"),
@@ -185,6 +187,49 @@ def test_a_flush_that_was_given_up_does_not_end_the_engine(plain: Harness) -> No
     gate.set()
     assert len(plain.run([Job([5, 6], GREEDY)])[0].tokens) == 16
     assert plain.engine.failure is None
+
+
+def test_a_stop_answers_whoever_still_waits(target: Path) -> None:
+    long = SamplingParams(temperature=0.0, max_new_tokens=400, ignore_eos=True)
+    begun = threading.Event()
+    answers: dict[int, list[StepOutput]] = {0: [], 1: [], 2: []}
+
+    def take(outputs: list[StepOutput], load: Load) -> None:
+        for output in outputs:
+            answers[output.tag].append(output)
+        begun.set()
+
+    with running_engine(target, max_running_requests=2) as harness:
+        for tag in answers:  # two run and one waits
+            harness.engine.submit(EngineRequest(tag, [5], long, take))
+        assert begun.wait(20)
+        harness.engine.stop()
+        with pytest.raises(Unavailable, match="stopping"):
+            harness.engine.submit(EngineRequest(3, [5], long, take))
+    for outputs in answers.values():
+        finish = outputs[-1].finish
+        assert finish is not None
+        assert finish.reason is FinishReason.ERROR
+        assert isinstance(finish.error, Unavailable)
+
+
+def test_a_defect_in_a_step_answers_everybody_and_no_more_is_taken(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defect = ZeroDivisionError("a defect")
+
+    def fail(*arguments: object) -> None:
+        raise defect
+
+    with running_engine(target) as harness:
+        monkeypatch.setattr(harness.engine._target, "run", fail)
+        result = harness.run([Job([5, 6], GREEDY)], timeout=20)[0]
+        assert result.finish is not None
+        assert isinstance(result.finish.error, Unavailable)
+        assert harness.engine.failure is defect
+        with pytest.raises(Unavailable, match="stopping"):
+            harness.run([Job([5, 6], GREEDY)])
+        harness.engine._failure = None  # what `running_engine` looks for at its end
 
 
 def test_pages_are_looked_at_once_after_work_and_not_all_the_time(
@@ -305,6 +350,17 @@ def test_a_draft_with_the_targets_weights_is_always_right(target: Path) -> None:
             for i, (t, k) in enumerate([(0.0, -1), (0.6, -1), (1.0, 20), (1.5, -1)])
         ]  # fmt: skip
         results = harness.run(jobs)
+        # Ends inside what a step accepted: what comes behind is neither given nor counted.
+        text, end = results[0].tokens, 14
+        while text[end] in text[:end]:
+            end += 1
+        stops = SamplingParams(temperature=0.0, max_new_tokens=41, stop_token_ids=(text[end],))
+        stopped = harness.run([Job(jobs[0].prompt, stops)])[0]
+        harness.check_nothing_left()
+    assert stopped.tokens == text[: end + 1]
+    for result in (*results, stopped):
+        assert len(result.drafted) == len(result.tokens)
+        assert sum(result.drafted) == result.finish.accepted_tokens
     for result in results:
         assert result.finish.accepted_tokens == result.finish.drafted_tokens > 0
 
