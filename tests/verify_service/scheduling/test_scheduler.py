@@ -255,6 +255,39 @@ def run_without_check(scheduler, plan):
         scheduler.on_committed(slot.seq, 1)
 
 
+def test_a_preempted_sequence_gives_back_its_grammars_memory():
+    released = []
+
+    class Grammar:
+        is_current = True
+
+        def advance(self, tokens):
+            return len(tokens), False
+
+        def release(self):
+            released.append(1)
+
+    scheduler = make_scheduler(num_pages=7, admission_headroom=0)
+    scheduler.add(make_sequence("old", unlike(1, 7), max_new_tokens=17))
+    young = make_sequence("young", unlike(2, 7), max_new_tokens=9)
+    young.grammar = Grammar()
+    scheduler.add(young)
+    while not young.num_preemptions:
+        assert not released
+        step(scheduler)
+    assert released == [1]
+
+
+def test_the_last_token_gets_no_room_for_a_tree():
+    scheduler = make_scheduler()
+    seq = make_sequence("a", 7, max_new_tokens=2)
+    scheduler.add(seq)
+    step(scheduler)
+    plan = scheduler.schedule(lambda seqs, _: [9] * len(seqs), FOREVER)
+    assert [slot.max_tree_nodes for slot in plan.decode] == [0]
+    assert len(seq.pages) == 2
+
+
 def flying(scheduler, num_nodes=0):
     """Whoever decodes, as if a step were under way."""
     going = list(scheduler.running)
@@ -288,7 +321,7 @@ def test_no_step_is_planned_ahead_past_a_deadline():
     assert scheduler.schedule_ahead(going, 0) == "leaves"
 
 
-def test_no_step_is_planned_ahead_of_a_join_or_a_prompt():
+def test_no_step_is_planned_ahead_of_a_join():
     scheduler = make_scheduler(max_running_requests=2)
     scheduler.add(make_sequence("a", unlike(1, 4)))
     step(scheduler)
@@ -297,6 +330,23 @@ def test_no_step_is_planned_ahead_of_a_join_or_a_prompt():
     scheduler.add(long)
     assert scheduler.schedule_ahead(going, 0) == "joins"
     going[0].num_in_flight = 0
+    step(scheduler)
+    # A place that becomes free is one to join.
+    scheduler.add(make_sequence("waits", unlike(3, 4)))
+    step(scheduler)
+    flying(scheduler)
+    assert scheduler.schedule_ahead(going, 0) is None
+    scheduler.finish(long)
+    assert scheduler.schedule_ahead(going, 0) == "joins"
+
+
+def test_no_step_is_planned_ahead_while_a_prompt_is_computed():
+    scheduler = make_scheduler(max_running_requests=2)
+    scheduler.add(make_sequence("a", unlike(1, 4)))
+    step(scheduler)
+    going = list(scheduler.running)
+    long = make_sequence("long", unlike(2, 40))
+    scheduler.add(long)
     step(scheduler)
     flying(scheduler)
     long.num_in_flight = 0
