@@ -14,7 +14,9 @@ from foredraft import __version__
 from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.telemetry import metrics as telemetry_metrics
 from foredraft.types import SamplingParams
-from gateway import openapi, pages
+from gateway import envelopes, openapi, pages
+from gateway.anthropic import routes as anthropic
+from gateway.anthropic.schemas import CountBody, MessagesBody
 from gateway.figures import Figures
 from gateway.http import HeadAsGet, RequestNames, error_response
 from gateway.native import routes as native
@@ -32,6 +34,8 @@ BODIES = (
     CompletionBody,
     ChatBody,
     ResponsesBody,
+    MessagesBody,
+    CountBody,
     GenerateBody,
     TokenizeBody,
     DetokenizeBody,
@@ -44,6 +48,7 @@ def make_app(serving: Serving, gate: Gate, figures: Figures) -> FastAPI:
     app = FastAPI(title="Foredraft", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(openai.make_router(serving))
     app.include_router(responses.make_router(serving))
+    app.include_router(anthropic.make_router(serving))
     app.include_router(native.make_router(serving))
     app.include_router(pages.make_router(figures))
     _add_health(app, serving)
@@ -95,14 +100,14 @@ def _add_errors(app: FastAPI) -> None:
     async def on_error(request: Request, error: Exception) -> Response:
         if isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     for kind in (ForedraftError, ExceptionGroup):
         app.add_exception_handler(kind, on_error)
 
     @app.exception_handler(Exception)
     async def on_defect(request: Request, error: Exception) -> Response:
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
@@ -110,18 +115,23 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_validation(request: Request, error: RequestValidationError) -> Response:
-        return error_response(InvalidRequest("request", str(error.errors()[0]["msg"])))
+        invalid = InvalidRequest("request", str(error.errors()[0]["msg"]))
+        return error_response(invalid, request.url.path)
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
         hint = "; /openapi.json has all routes" if error.status_code == 404 else ""
+        path = request.url.path
+        message = f"{request.method} {path}: {error.detail}{hint}"
         body = {
             "error": {
-                "message": f"{request.method} {request.url.path}: {error.detail}{hint}",
+                "message": message,
                 "type": "invalid_request_error",
                 "param": None,
                 "code": None,
                 "retryable": False,
             }
         }
+        if envelopes.is_anthropic(path):
+            body = envelopes.anthropic_of(error.status_code, message)
         return JSONResponse(body, error.status_code, error.headers)

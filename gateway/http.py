@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.telemetry.logging import bind_request_id, new_request_id
 from foredraft.telemetry.tracing import bind_traceparent
-from gateway import errors
+from gateway import envelopes, errors
 from gateway.errors import BodyTooLarge, SlowClient
 
 logger = logging.getLogger(__name__)
@@ -186,12 +186,12 @@ def refuse(values: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
             raise InvalidRequest(field, reason)
 
 
-def error_response(error: Exception) -> JSONResponse:
-    """An exception as HTTP says it."""
+def error_response(error: Exception, path: str) -> JSONResponse:
+    """An exception as the route at a path says it."""
     http = errors.http_error(error)
     if http.status >= 500 and not isinstance(error, ForedraftError):
         logger.error("a request failed", exc_info=error)
-    return JSONResponse(errors.envelope(error), http.status, errors.headers(error))
+    return JSONResponse(envelopes.envelope(error, path), http.status, errors.headers(error))
 
 
 class DirectSend:

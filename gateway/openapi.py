@@ -8,6 +8,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from gateway import envelopes
+
 REF = "#/components/schemas/{model}"
 _JSON = "application/json"
 
@@ -29,6 +31,19 @@ ERROR = {
                 },
             },
         }
+    },
+}
+
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
     },
 }
 
@@ -67,11 +82,12 @@ def _document(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]
     found["security"] = [{"key": []}, {}]
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
-    schemas.update(definitions["$defs"], Error=ERROR)
-    error = {"$ref": REF.format(model="Error")}
-    for operations in found["paths"].values():
+    schemas.update(definitions["$defs"], Error=ERROR, AnthropicError=ANTHROPIC_ERROR)
+    for path, operations in found["paths"].items():
+        name = "AnthropicError" if envelopes.is_anthropic(path) else "Error"
+        error = {"$ref": REF.format(model=name)}
         for operation in operations.values():
-            # A wrong field is 400 here, with the envelope of all errors.
+            # A wrong field is 400 here, as all errors are said.
             operation["responses"].pop("422", None)
             operation["responses"]["default"] = {
                 "description": "An error.",

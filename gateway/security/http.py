@@ -42,7 +42,7 @@ class GateMiddleware:
             unknown = UnknownHost(
                 f"this server does not go by the name {host[:100]!r}; if it should, start it with --allowed-host NAME"
             )
-            await error_response(unknown)(scope, receive, send)
+            await error_response(unknown, path)(scope, receive, send)
             return
         if self._is_open(path):
             await self._app(scope, receive, send)
@@ -50,16 +50,16 @@ class GateMiddleware:
         # Browsers say so of what a page of another site sends, which needs no CORS to make a server of this machine work.
         if headers.get("sec-fetch-site") == "cross-site":
             refusal = CrossSite("pages of other sites may not use this server")
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, path)(scope, receive, send)
             return
         with ExitStack() as place:
             try:
-                caller = self._gate.identify(headers.get("authorization", ""))
+                caller = self._gate.identify(_authorization(headers))
                 place.enter_context(acting_for(caller))
                 if path == PROBE:
                     place.enter_context(self._gate.running(caller))
             except ForedraftError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, path)(scope, receive, send)
                 return
             if scope["method"] not in ("GET", "DELETE") and path not in UNCOUNTED:
                 receive = self._counted(receive, caller, place)
@@ -82,3 +82,10 @@ class GateMiddleware:
 
     def _is_open(self, path: str) -> bool:
         return path in self._open or path.startswith(OPEN_FOLDER)
+
+
+def _authorization(headers: Headers) -> str:
+    """How a request shows its key; Anthropic's clients have a header of their own for it."""
+    given = headers.get("authorization", "")
+    key = headers.get("x-api-key", "")
+    return given or (f"Bearer {key}" if key else "")

@@ -1,10 +1,10 @@
-"""Request fields of OpenAI's Responses and what becomes of them: data for tests and docs/request-fields.md."""
+"""Request fields of OpenAI's Responses and Anthropic's Messages, and what becomes of them: data for tests and docs/request-fields.md."""
 
 from typing import Any
 
 from tests.gateway.request_fields import Fate, Field
 
-RESPONSES = "/v1/responses"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 _TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 
 
@@ -92,3 +92,51 @@ RESPONSES_FIELDS: tuple[Field, ...] = (
     ),
     *_extensions(RESPONSES),
 )  # fmt: skip
+
+_ONLY_MESSAGES = frozenset(
+    {
+        "max_tokens", "stop_sequences", "stream", "temperature", "top_k", "top_p", "metadata",
+        "service_tier",
+    }
+)  # fmt: skip
+_CUSTOM = {"name": "f", "input_schema": {"type": "object"}}
+
+MESSAGES_FIELDS: tuple[Field, ...] = (
+    *_rows(
+        MESSAGES, "Anthropic", "honoured",
+        ("model", "tiny", "the served name, or empty; another is 404"),
+        ("messages", [{"role": "user", "content": "x"}], "text, tool_use, tool_result and thinking blocks, a line each; one role's in a row are one; the assistant's at the end is gone on with; an is_error's text begins with `Error: `"),
+        ("max_tokens", 3, "most tokens; where less fits the context, that (model_context_window_exceeded)"),
+        ("system", "x", "a text, or blocks of text"),
+        ("stop_sequences", ["a"], "up to 32 strings; they are left out of the text"),
+        ("stream", True, "Anthropic's events"),
+        ("temperature", 0.5, "0 to 100"),
+        ("top_k", 1, "0 and -1 are all"),
+        ("top_p", 0.5, "0 to 1; 0 is the likeliest token alone"),
+        ("tools", [_CUSTOM], "the client's own; a schema is always kept to; cache_control is ignored"),
+        ("tool_choice", {"type": "none"}, "auto, any, tool, none; disable_parallel_tool_use"),
+        ("thinking", {"type": "disabled"}, "disabled and adaptive change nothing; enabled is refused"),
+        ("output_config", {"format": None}, "format: json_schema, not together with tools; effort as reasoning_effort in chat completions"),
+    ),
+    *_rows(
+        MESSAGES, "Anthropic", "ignored",
+        ("cache_control", {"type": "ephemeral"}, "prefixes are found by their tokens"),
+        ("metadata", {"user_id": "x"}, "keys have names; a user changes nothing"),
+        ("service_tier", "auto", "there is one tier"),
+        ("speed", "standard", "there is one speed; fast is refused"),
+        ("user_profile_id", "x", "keys have names; a user changes nothing"),
+        ("workspace_id", "x", "keys have names; a workspace changes nothing"),
+    ),
+    *_rows(
+        MESSAGES, "Anthropic", "refused",
+        ("container", "x", "there are no containers"),
+        ("context_management", {"edits": []}, "send a shorter conversation"),
+        ("mcp_servers", [{"type": "url"}], "give the tools"),
+        ("diagnostics", {"a": 1}, "there are none"),
+        ("inference_geo", "us", "the server is where it is"),
+    ),
+    *_extensions(MESSAGES),
+)  # fmt: skip
+# POST /v1/messages/count_tokens has these alone.
+COUNT_FIELDS = tuple(field for field in MESSAGES_FIELDS if field.name not in _ONLY_MESSAGES)
+NEWER_FIELDS = (*RESPONSES_FIELDS, *MESSAGES_FIELDS)

@@ -29,7 +29,7 @@ class Field:
 
     routes: tuple[str, ...]
     name: str
-    origin: Literal["OpenAI", "SGLang", "vLLM", "Foredraft"]
+    origin: Literal["OpenAI", "Anthropic", "SGLang", "vLLM", "Foredraft"]
     fate: Fate
     how: str
     example: Any
@@ -290,15 +290,19 @@ def page() -> str:
         "<!-- Written by `make docs` from tests/gateway/request_fields.py and newer_fields.py, which the tests hold",
         "against a running server; edit these instead. -->",
         "",
-        "Every field of OpenAI's, SGLang's native and vLLM's requests, and what becomes of it. *Refused* is a 400 that",
+        "Every field of OpenAI's, Anthropic's, SGLang's native and vLLM's requests, and what becomes of it. *Refused* is a 400 that",
         "names the field in `param`; so is every field that is in none of the tables: nothing is half applied, and a",
         "misspelt name is told. A field that is `null` counts as absent.",
     ]
-    from tests.gateway.newer_fields import RESPONSES, RESPONSES_FIELDS  # made of this file's rows
+    from tests.gateway.newer_fields import (
+        MESSAGES,
+        NEWER_FIELDS,
+        RESPONSES,
+    )  # made of this file's rows
 
-    for route in (COMPLETIONS, CHAT, RESPONSES, GENERATE, SAMPLING):
+    for route in (COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE, SAMPLING):
         lines += ["", f"## `{route}`", "", "| field | whose | | how |", "| --- | --- | --- | --- |"]
-        rows = [field for field in (*FIELDS, *GRAMMARS, *RESPONSES_FIELDS) if route in field.routes]
+        rows = [field for field in (*FIELDS, *GRAMMARS, *NEWER_FIELDS) if route in field.routes]
         order = ("honoured", "ignored", "refused")
         for field in sorted(rows, key=lambda row: (order.index(row.fate), row.name)):
             how = field.how.replace("|", "\\|")

@@ -10,8 +10,9 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from gateway.anthropic import schemas as anthropic  # noqa: F401 - its bodies are looked through
 from gateway.http import Body
-from gateway.native import schemas as native  # noqa: F401 - its bodies are looked through
+from gateway.native import schemas as native  # noqa: F401
 from gateway.openai import schemas as openai  # noqa: F401
 from gateway.responses import schemas as responses  # noqa: F401
 from tests.gateway.bad_input import COMPLETIONS, ROWS, Bad, completion

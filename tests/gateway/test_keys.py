@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import grpc
 import httpx
 import openai
@@ -226,3 +227,40 @@ def test_a_response_is_its_keys_own(web: httpx.Client) -> None:
     assert web.get(path, headers=mine).json()["id"] == kept
     assert web.delete(path, headers=mine).json()["deleted"]
     assert web.get(path, headers=mine).status_code == 404
+
+
+def test_anthropics_client_shows_its_key(guarded: LocalStack) -> None:
+    asked: Any = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "ab"}]}
+    for secret in (SECRETS["main"], "wrong"):
+        with anthropic.Anthropic(
+            base_url=guarded.urls["http"], api_key=secret, max_retries=0
+        ) as client:
+            if secret == "wrong":
+                with pytest.raises(anthropic.AuthenticationError, match="not known here"):
+                    client.messages.create(**asked)
+            else:
+                assert client.messages.create(**asked).usage.output_tokens
+                assert client.messages.count_tokens(model="tiny", messages=asked["messages"])
+
+
+def test_a_key_may_come_as_anthropics_header(web: httpx.Client) -> None:
+    body = {"max_tokens": 4, "messages": [{"role": "user", "content": "ab"}]}
+    for headers, status in (
+        ({"x-api-key": SECRETS["main"]}, 200),
+        ({"x-api-key": "x"}, 401),
+        ({}, 401),
+    ):
+        answer = web.post("/v1/messages", headers=headers, json=body)
+        assert answer.status_code == status
+        if status == 401:
+            assert answer.json()["type"] == "error"
+            assert answer.json()["error"]["type"] == "authentication_error"
+
+
+def test_the_limits_of_a_key_hold_for_messages_too(web: httpx.Client) -> None:
+    asked = {"max_tokens": 100, "messages": [{"role": "user", "content": "ab"}], "ignore_eos": True}
+    # The prompt and 100 tokens are more than its minute; a full bucket lets them through once.
+    answers = [web.post("/v1/messages", headers=bearer("carol"), json=asked) for _ in range(2)]
+    again = answers[-1]
+    assert (again.status_code, again.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert int(again.headers["retry-after"]) >= 1

@@ -90,6 +90,8 @@ def test_documented_programs_run(
         "InferenceServiceStub(channel).Generate(request))": "sampling.temperature: must be in",
         "drafted tokens accepted": "drafted tokens accepted",
         "chunk.usage": " tokens\n",
+        "get_final_message": " tokens\n",
+        "responses.delete": "\n",
         "/v1/chat/completions": "data: [DONE]",
         "/generate": '"spec_accept_length":',
     }

@@ -1,0 +1,132 @@
+"""A message as Anthropic's API says it, whole and in events."""
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic_core import from_json
+
+from foredraft.types import FinishReason
+from gateway import envelopes
+from gateway.decoding import Chunk, Completion
+from gateway.http import encode_event
+from gateway.openai import replies
+from gateway.openai.parts import Change, Kind, Part, PartReader, Stage
+
+
+@dataclass(slots=True)
+class Answer:
+    """One message.
+
+    Attributes:
+        model: The model's name.
+        reader: Reads the text.
+        num_prompt_tokens: Tokens of the prompt.
+        max_tokens: Most tokens of the answer; with fewer, one that did not end by itself ran out of context.
+        seed: Seed that is used.
+    """
+
+    model: str
+    reader: PartReader
+    num_prompt_tokens: int
+    max_tokens: int
+    seed: int
+    id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+
+    def whole(self, chunk: Chunk) -> dict[str, Any]:
+        """The message."""
+        for _ in self.reader.read(chunk):
+            pass
+        end = chunk.completion
+        assert end is not None
+        content = [_block(part, part.text) for part in self.reader.parts]
+        found = self._message(content, self._usage(end))
+        return {**found, **self._stop(end), "speculation": replies.speculation(end)}
+
+    def started(self) -> bytes:
+        """The message has begun."""
+        usage = {"input_tokens": self.num_prompt_tokens, "output_tokens": 0}
+        return _event("message_start", message=self._message([], usage))
+
+    def read(self, chunk: Chunk) -> Iterator[bytes]:
+        """What a chunk brings."""
+        for change in self.reader.read(chunk):
+            yield self._changed(change)
+        end = chunk.completion
+        if end is not None:
+            yield _event("message_delta", delta=self._stop(end), usage=self._usage(end))
+            yield _event("message_stop")
+
+    def failed(self, error: Exception) -> bytes:
+        """An error ended the message."""
+        return b"event: error\n" + encode_event(envelopes.anthropic(error))
+
+    def _changed(self, change: Change) -> bytes:
+        part, index = change.part, change.part.index
+        if change.stage is Stage.OPENED:
+            return _event("content_block_start", index=index, content_block=_block(part, ""))
+        if change.stage is Stage.CLOSED:
+            return _event("content_block_stop", index=index)
+        delta = (
+            {"type": "input_json_delta", "partial_json": change.text}
+            if part.kind is Kind.CALL
+            else {"type": "text_delta", "text": change.text}
+        )
+        return _event("content_block_delta", index=index, delta=delta)
+
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+            "seed": self.seed,
+        }
+
+    def _stop(self, end: Completion) -> dict[str, Any]:
+        """Why it ended."""
+        if end.stop_text is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_text}
+        if end.reason is FinishReason.STOP:
+            has_calls = any(part.kind is Kind.CALL for part in self.reader.parts)
+            reason = "tool_use" if has_calls else "end_turn"
+        elif end.reason is FinishReason.LENGTH and end.completion_tokens < self.max_tokens:
+            reason = "model_context_window_exceeded"
+        else:
+            reason = "max_tokens"
+        return {"stop_reason": reason, "stop_sequence": None}
+
+    def _usage(self, end: Completion) -> dict[str, Any]:
+        """What was found in the prefix cache counts apart."""
+        cached = end.account.cached_tokens
+        return {
+            "input_tokens": end.account.prompt_tokens - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": end.completion_tokens,
+        }
+
+
+def _block(part: Part, text: str) -> dict[str, Any]:
+    if part.kind is Kind.CALL:
+        name = f"toolu_{part.id[:24]}"
+        return {"type": "tool_use", "id": name, "name": part.name, "input": _object(text)}
+    return {"type": "text", "text": text, "citations": None}
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The arguments of a call; those of one that was cut, as far as they came."""
+    try:
+        found = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\n".encode() + encode_event({"type": kind, **fields})

@@ -1,0 +1,114 @@
+"""Anthropic's messages as the messages of a chat."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from foredraft.errors import InvalidRequest
+from gateway.anthropic.schemas import Block, InnerBlock, InputMessage
+
+
+class Conversation:
+    """Messages of a chat: results of tools are messages of their own there, and one role's messages in a row are one."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._calls: set[str] = set()
+        self._open: set[str] = set()  # calls of the last message without a result
+
+    def instruct(self, system: str | Sequence[InnerBlock]) -> None:
+        """Begins with the system's text."""
+        self._say("system", _texts(system, "system"))
+
+    def add(self, messages: Sequence[InputMessage]) -> None:
+        """Appends messages.
+
+        Raises:
+            InvalidRequest: One cannot be taken.
+        """
+        for i, message in enumerate(messages):
+            where = f"messages.{i}"
+            if message.role != "user" and self._open:
+                raise InvalidRequest(where, "the tool_use before it needs a tool_result first")
+            content = message.content
+            if isinstance(content, str):
+                self._say(message.role, content)
+                continue
+            for j, block in enumerate(content):
+                self._block(message.role, block, f"{where}.content.{j}")
+        if self._open:
+            raise InvalidRequest("messages", "the last tool_use needs a tool_result")
+
+    def _block(self, role: str, block: Block, where: str) -> None:
+        block.refuse_others(where)
+        if block.type == "text":
+            if block.text is None:
+                raise InvalidRequest(f"{where}.text", "Field required")
+            self._say(role, block.text)
+        elif block.type == "tool_use" and role == "assistant":
+            self._call(block, where)
+        elif block.type == "tool_result" and role == "user":
+            self._result(block, where)
+        elif block.type == "thinking" and role == "assistant":
+            self._turn(role)["reasoning_content"] = block.thinking or ""
+        else:
+            known = {
+                "assistant": "text, thinking and tool_use",
+                "user": "text and tool_result",
+                "system": "text",
+            }
+            raise InvalidRequest(
+                f"{where}.type", f"only {known[role]} are taken there, not {block.type[:40]!r}"
+            )
+
+    def _say(self, role: str, text: str) -> None:
+        turn = self._turn(role)
+        turn["content"] += ("\n" if turn["content"] and text else "") + text
+
+    def _call(self, block: Block, where: str) -> None:
+        for name in ("id", "name", "input"):
+            if getattr(block, name) is None:
+                raise InvalidRequest(f"{where}.{name}", "Field required")
+        assert block.id is not None
+        self._calls.add(block.id)
+        self._open.add(block.id)
+        function = {"name": block.name, "arguments": block.input}
+        self._turn("assistant").setdefault("tool_calls", []).append(
+            {"id": block.id, "type": "function", "function": function}
+        )
+
+    def _result(self, block: Block, where: str) -> None:
+        name = block.tool_use_id
+        if name is None:
+            raise InvalidRequest(f"{where}.tool_use_id", "Field required")
+        if name not in self._calls:
+            raise InvalidRequest(
+                f"{where}.tool_use_id", f"no tool_use before it has the id {name[:80]!r}"
+            )
+        self._open.discard(name)
+        content = _texts(block.content or "", f"{where}.content")
+        if block.is_error:
+            content = f"Error: {content}"
+        self.messages.append({"role": "tool", "tool_call_id": name, "content": content})
+
+    def _turn(self, role: str) -> dict[str, Any]:
+        """The message that more of a role's goes to."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": ""})
+        return self.messages[-1]
+
+
+def _texts(content: str | Sequence[InnerBlock], where: str) -> str:
+    """Blocks of text, a line each."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, block in enumerate(content):
+        if block.type != "text":
+            raise InvalidRequest(
+                f"{where}.{i}.type", f"only text is taken, not {block.type[:40]!r}"
+            )
+        block.refuse_others(f"{where}.{i}")
+        if block.text is None:
+            raise InvalidRequest(f"{where}.{i}.text", "Field required")
+        texts.append(block.text)
+    return "\n".join(texts)

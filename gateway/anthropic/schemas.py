@@ -1,0 +1,225 @@
+"""Bodies of POST /v1/messages and /v1/messages/count_tokens."""
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from foredraft.errors import InvalidRequest
+from gateway.http import Body, Items, Objects, refuse
+from gateway.openai.extensions import ExtendedBody
+from gateway.openai.response_format import JsonSchema, ResponseFormat
+from gateway.openai.schemas import ChatBody, Message
+from gateway.openai.tools import Choice, Function, NamedChoice, NamedFunction, Tool
+
+_REFUSED = {
+    "container": "there are no containers",
+    "context_management": "nothing is compacted: send a shorter conversation",
+    "mcp_servers": "servers of tools are not asked from here: give their tools",
+    "diagnostics": "there are no diagnostics",
+    "inference_geo": "the server is where it is",
+}
+_TOOLS_REFUSED = {
+    "defer_loading": "all tools are told at once",
+    "input_examples": "put examples into the description",
+    "allowed_callers": "only the model calls tools: leave it out",
+}
+
+
+class Loose(Body):
+    """An object whose kind decides about its fields."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    def refuse_others(self, where: str) -> None:
+        """Raises InvalidRequest, naming the field below `where`, where a field is not known."""
+        for name, value in (self.model_extra or {}).items():
+            if value is not None:
+                raise InvalidRequest(f"{where}.{name[:40]}", "is not a field that can be honoured")
+
+
+class InnerBlock(Loose):
+    """A block of a tool's result or of the system's text."""
+
+    type: str
+    text: str | None = None
+    # These change nothing: prefixes are found by their tokens.
+    cache_control: dict[str, Any] | None = None
+    citations: Items[Any] | None = None
+
+
+class Block(InnerBlock):
+    """A block of a message; which fields count depends on `type`."""
+
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    caller: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | Objects[InnerBlock] | None = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    signature: str | None = None
+
+
+class InputMessage(Body):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Objects[Block]
+
+
+class ToolParam(Loose):
+    """A tool; the client's own are the only kind."""
+
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    # A schema is always kept to, and arguments come as they grow.
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    cache_control: dict[str, Any] | None = None
+
+    def converted(self, where: str) -> Tool:
+        """As chat completions take it."""
+        if self.type not in (None, "custom"):
+            raise InvalidRequest(
+                f"{where}.type", f"only the client's own tools are taken, not {self.type[:40]!r}"
+            )
+        for name, reason in _TOOLS_REFUSED.items():
+            if (self.model_extra or {}).pop(name, None) not in (None, False, [], ["direct"]):
+                raise InvalidRequest(f"{where}.{name}", reason)
+        self.refuse_others(where)
+        if self.input_schema is None:
+            raise InvalidRequest(f"{where}.input_schema", "Field required")
+        function = Function(
+            name=self.name, description=self.description, parameters=self.input_schema
+        )
+        return Tool(type="function", function=function)
+
+
+class ToolChoice(Body):
+    """Which tools may or have to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def converted(self) -> Choice:
+        """As chat completions take it."""
+        if self.type != "tool":
+            if self.name is not None:
+                raise InvalidRequest("tool_choice.name", "needs type: tool")
+            return "required" if self.type == "any" else self.type
+        if self.name is None:
+            raise InvalidRequest("tool_choice.name", "Field required")
+        return NamedChoice(type="function", function=NamedFunction(name=self.name))
+
+
+class OutputFormat(Body):
+    """What the text has to look like."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+    def converted(self) -> ResponseFormat:
+        """As chat completions take it."""
+        schema = JsonSchema.model_validate({"name": "output", "schema": self.schema_})
+        return ResponseFormat(type="json_schema", json_schema=schema)
+
+
+class OutputConfig(Body):
+    """How the answer is to be."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class Thinking(Body):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class Metadata(Body):
+    """About the request; changes nothing."""
+
+    user_id: str | None = None
+
+
+class CountBody(ExtendedBody):
+    """POST /v1/messages/count_tokens."""
+
+    model: str = ""
+    messages: Objects[InputMessage]
+    system: str | Objects[InnerBlock] | None = None
+    tools: Objects[ToolParam] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    # These change nothing.
+    cache_control: dict[str, Any] | None = None
+    speed: Literal["standard"] | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+    # Refused where they ask for something.
+    container: Any = None
+    context_management: Any = None
+    mcp_servers: Any = None
+    diagnostics: Any = None
+    inference_geo: str | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for a field that cannot be honoured."""
+        refuse(vars(self), _REFUSED)
+        if self.thinking is not None and self.thinking.type == "enabled":
+            raise InvalidRequest("thinking.type", "the model's thinking is part of its text")
+
+    def chat(self, messages: list[Message], **fields: Any) -> ChatBody:
+        """What chat completions run for it."""
+        choice, config = self.tool_choice, self.output_config or OutputConfig()
+        is_single = choice is not None and choice.disable_parallel_tool_use
+        return ChatBody(
+            model=self.model,
+            messages=messages,
+            # An assistant's message at the end is the beginning of the answer.
+            continue_final_message=messages[-1:] != [] and messages[-1].role == "assistant",
+            response_format=None if config.format is None else config.format.converted(),
+            reasoning_effort=config.effort,
+            tools=[tool.converted(f"tools.{i}") for i, tool in enumerate(self.tools or ())],
+            tool_choice=None if choice is None else choice.converted(),
+            parallel_tool_calls=False if is_single else None,
+            **fields,
+            **self.extensions(),
+        )
+
+    def field(self, name: str) -> str:
+        """A field of chat completions as this body has it."""
+        if name.startswith("tools."):
+            return name.replace(".function.parameters", ".input_schema").replace(".function.", ".")
+        names = {
+            "prompt": "messages",
+            "max_new_tokens": "max_tokens",
+            "max_completion_tokens": "max_tokens",
+            "min_new_tokens": "min_tokens",
+            "stop": "stop_sequences",
+            "grammar": "tools" if self.tools else "output_config.format.schema",
+            "response_format": "output_config.format",
+            "reasoning_effort": "output_config.effort",
+        }
+        return names.get(name, name)
+
+
+class MessagesBody(CountBody):
+    """POST /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: Items[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    metadata: Metadata | None = None
+    service_tier: str | None = None

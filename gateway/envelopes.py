@@ -1,0 +1,38 @@
+"""The body of an error, in the shape of the API that was asked."""
+
+from typing import Any
+
+from gateway import errors
+
+ANTHROPIC = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def envelope(error: Exception, path: str) -> dict[str, Any]:
+    """An exception as the route at a path says it."""
+    return anthropic(error) if is_anthropic(path) else errors.envelope(error)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path is one of Anthropic's API."""
+    return path == ANTHROPIC or path.startswith(ANTHROPIC + "/")
+
+
+def anthropic(error: Exception) -> dict[str, Any]:
+    """Anthropic's error object."""
+    return anthropic_of(errors.http_error(error).status, errors.envelope(error)["error"]["message"])
+
+
+def anthropic_of(status: int, message: str) -> dict[str, Any]:
+    """Anthropic's error object with a message."""
+    other = "api_error" if status >= 500 else "invalid_request_error"
+    kind = _ANTHROPIC_TYPES.get(status, other)
+    return {"type": "error", "error": {"type": kind, "message": message}}
