@@ -54,6 +54,7 @@ LONG = (
     "tests/draft_service/test_own_weights.py",
     "tests/gateway/test_openapi.py",
     "tests/gateway/test_attacks.py",
+    "tests/verify_service/engine/test_leftovers.py",
     "tests/e2e/test_concurrent_clients.py",
     "tests/bench/test_serve.py",
     "tests/models/test_registry.py",

@@ -205,6 +205,34 @@ def test_bad_files(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) 
     assert "chmod 600" in caplog.text
 
 
+def test_what_a_line_does_not_say_is_as_for_all(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    digest = hashlib.sha256(b"second").hexdigest()
+    path.write_text(
+        "a first concurrent=1 tokens=3  # the best\n"
+        "# nobody\n\n"
+        f"b sha256:{digest} requests=2\n"
+        "c third\n"
+    )
+    found = {key.name: key for key in keys.read_file(path, Limits(7, 8, 9))}
+    assert {name: key.limits for name, key in found.items()} == {
+        "a": Limits(1, 8, 3),
+        "b": Limits(7, 2, 9),
+        "c": Limits(7, 8, 9),
+    }
+    for name, secret in (("a", "first"), ("b", "second"), ("c", "third")):
+        assert keys.find(found.values(), secret) is found[name]
+        assert keys.find(found.values(), secret + "x") is None
+    assert keys.find(found.values(), "") is None
+    # What is cut off a secret that is too long must not make it a shorter one.
+    longest = "x" * keys.MAX_SECRET_CHARACTERS
+    path.write_text(f"d {longest}\n")
+    [only] = keys.read_file(path, Limits())
+    assert keys.find([only], longest) is only
+    assert keys.find([only], longest + "x") is None
+    assert keys.find([only], longest + "xyz") is None
+
+
 def test_a_secret_and_its_digest_are_one_key(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"a x\nb sha256:{hashlib.sha256(b'x').hexdigest()}\n")

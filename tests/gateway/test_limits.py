@@ -16,8 +16,10 @@ from grpc_status import rpc_status
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.cli.stack import LocalStack
+from foredraft.telemetry.metrics import value
 from foredraft.text.tokenizer import Tokenizer
-from gateway.security.limits import Bucket, Caller, Limits
+from gateway.errors import RateLimited
+from gateway.security.limits import Bucket, Caller, Limits, acting_for, current_caller
 from tests.support import stack as stacks
 from tests.support import tiny_tokenizers
 from tests.support.api_keys import SECRETS, bearer, write_keys
@@ -219,6 +221,58 @@ def test_bucket() -> None:
     assert bucket.take(100) == 0, "more than a minute's worth passes a full bucket"
     assert bucket.take(1) == pytest.approx(41)
     assert Bucket(0).take(1e9) == 0
+
+
+def test_a_caller_pays_for_what_was_generated() -> None:
+    now = 0.0
+
+    def spent(kind: str) -> float:
+        return value("foredraft_gateway_key_tokens_total", key="payer", kind=kind)
+
+    caller = Caller("payer", Limits(tokens=100), lambda: now)
+    with caller.charge(10, 60) as charge:
+        charge.num_tokens = 15
+        with pytest.raises(RateLimited, match=r"100 tokens a minute; try again in 1 s"):
+            caller.charge(1, 30).__enter__()
+    assert (spent("prompt"), spent("output")) == (10, 15)
+    with pytest.raises(RateLimited), caller.charge(10, 66):
+        pass
+    with contextlib.suppress(ZeroDivisionError), caller.charge(10, 65) as charge:
+        charge.num_tokens = 1
+        raise ZeroDivisionError
+    with caller.charge(0, 64):
+        pass
+    assert (spent("prompt"), spent("output")) == (20, 16)
+
+
+def test_a_place_is_given_back_however_a_request_ends() -> None:
+    caller = Caller("", Limits(concurrent=1))
+    for _ in range(3):
+        with contextlib.suppress(ZeroDivisionError), caller.running():
+            with pytest.raises(RateLimited, match="all clients together"), caller.running():
+                pass
+            raise ZeroDivisionError
+
+
+def test_who_is_refused_takes_no_place() -> None:
+    caller = Caller("", Limits(concurrent=2, requests=1), lambda: 0.0)
+    with caller.running():
+        pass
+    for _ in range(3):
+        with pytest.raises(RateLimited, match="1 requests a minute"), caller.running():
+            pass
+    caller.change(Limits(concurrent=2))
+    with caller.running(), caller.running():
+        pass
+
+
+def test_requests_act_for_their_caller_and_nobody_after_them() -> None:
+    alice, bob = Caller("alice", Limits()), Caller("bob", Limits())
+    with acting_for(alice):
+        with acting_for(bob):
+            assert current_caller() is bob
+        assert current_caller() is alice
+    assert current_caller().name == ""
 
 
 def test_callers_keep_their_counts_when_limits_change() -> None:

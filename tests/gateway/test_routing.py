@@ -68,6 +68,30 @@ def test_one_that_is_gone_or_came_back_empty_is_not_chosen_for_its_past() -> Non
     assert set(router._used) == {2, 3}
 
 
+def test_a_block_counts_only_behind_the_same_beginning() -> None:
+    router = Router()
+    router.choose(prompt(0) + prompt(1), {1: 0})
+    # The second half alone, and the first half behind another beginning.
+    for other in (prompt(1), prompt(2) + prompt(0)):
+        assert router.choose(other, {1: 1, 2: 0}) == Route(2, Reason.LOAD)
+    # What stands behind the last whole block decides nothing.
+    assert router.choose([*prompt(0), 5], {1: 1, 2: 0}) == Route(1, Reason.PREFIX)
+
+
+def test_a_block_that_all_have_is_remembered_of_the_newest() -> None:
+    router = Router()
+    for life in range(1, routing.MAX_HOLDERS + 3):
+        assert router.choose(prompt(0), {life: 0}).holder == life
+    newest = routing.MAX_HOLDERS + 2
+    assert router.choose(prompt(0), {1: 0, newest: 3}) == Route(newest, Reason.PREFIX)
+    known = dict.fromkeys(range(3, newest + 1), 3)
+    assert router.choose(prompt(0), {1: 0, 2: 0, **known}).reason is Reason.PREFIX
+    router = Router()
+    for life in range(1, newest + 1):
+        router.choose(prompt(0), {life: 0})
+    assert router.choose(prompt(0), {1: 0, 2: 0}).reason is Reason.LOAD
+
+
 def test_memory_is_bounded_and_the_oldest_goes() -> None:
     router = Router(max_blocks=1000)
     kept = prompt(-1, 5)

@@ -3,7 +3,7 @@
 import random
 
 from foredraft.telemetry.metrics import value
-from verify_service.metrics import SpeculationMetrics
+from verify_service.metrics import SeveralMetrics, SpeculationMetrics, speculation_metrics
 
 
 def test_verifications_are_counted_once_a_step() -> None:
@@ -43,3 +43,47 @@ def test_verifications_are_counted_once_a_step() -> None:
         # A bucket holds what is at most its bound.
         short = sum(accepted + 1 <= depth + 1 for _, accepted in seen)
         assert counted("accept_length_tokens_bucket", le=f"{depth + 1}.0") == short
+
+
+def test_plain_decoding_is_counted_as_one_token_each() -> None:
+    metrics = SpeculationMetrics("PLAIN")
+    generated = value("foredraft_generation_tokens_total")
+    for num_tokens in (3, 0, 2):
+        metrics.decoded(num_tokens)
+        metrics.flush()
+    assert value("foredraft_generation_tokens_total") == generated + 5
+    for name in ("verifies_total", "emitted_tokens_total", "accept_length_tokens_sum"):
+        assert value(f"foredraft_{name}", algorithm="PLAIN") == 5
+    assert value("foredraft_drafts_total", algorithm="PLAIN") == 0
+
+
+def test_each_of_several_drafts_is_counted_for_itself() -> None:
+    metrics = speculation_metrics(["ONE", "TWO"])
+    assert isinstance(metrics, SeveralMetrics)
+    generated = value("foredraft_generation_tokens_total")
+    metrics.of("ONE").verified(4, 1, is_lossy=False)
+    metrics.of("TWO").verified(6, 3, is_lossy=True)
+    metrics.generated(6)
+    metrics.flush()
+    metrics.flush()
+    found = {
+        name: (
+            value(f"foredraft_{name}_total", algorithm="ONE"),
+            value(f"foredraft_{name}_total", algorithm="TWO"),
+        )
+        for name in (
+            "drafts",
+            "draft_tokens",
+            "accepted_tokens",
+            "emitted_tokens",
+            "lossy_verifies",
+        )
+    }
+    assert found == {
+        "drafts": (1, 1),
+        "draft_tokens": (4, 6),
+        "accepted_tokens": (1, 3),
+        "emitted_tokens": (2, 4),
+        "lossy_verifies": (0, 1),
+    }
+    assert value("foredraft_generation_tokens_total") == generated + 6

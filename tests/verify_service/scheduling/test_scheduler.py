@@ -61,6 +61,14 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one():
     assert chunks(step(scheduler)) == [("long", 8, 8), ("middle", 0, 8)]
 
 
+def test_a_short_prompt_of_lower_priority_does():
+    scheduler = make_scheduler(num_pages=400)
+    scheduler.add(make_sequence("long", unlike(1, 400)))
+    scheduler.add(make_sequence("middle", unlike(2, 100)))
+    scheduler.add(make_sequence("short", unlike(3, 5), priority=-1))
+    assert chunks(step(scheduler)) == [("long", 0, 8), ("middle", 0, 8)]
+
+
 def test_priority_comes_before_arrival():
     scheduler = make_scheduler(max_running_requests=1)
     scheduler.add(make_sequence("first", unlike(1, 4), max_new_tokens=1))
