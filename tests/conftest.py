@@ -29,6 +29,7 @@ LONG = (
     "tests/chaos/test_chaos.py",
     "tests/web/test_pages.py",
     "tests/web/test_dashboard.py",
+    "tests/web/test_playground.py",
     "tests/monitoring/test_dashboards.py",
     "tests/verify_service/policy/test_draft_policy.py",
     "tests/cli/test_generate.py",

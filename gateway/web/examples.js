@@ -2,17 +2,6 @@
 
 export const EXAMPLES = [
   {
-    name: "Options of a command",
-    prompt: `import argparse
-
-
-def main():
-    parser = argparse.ArgumentParser(description="Counts words.")
-    parser.add_argument("--input", type=str, default=None, help="The file to read.")
-    parser.add_argument("--output", type=str, default=None, help="The file to write.")
-    parser.add_argument("--encoding", type=str, default=`,
-  },
-  {
     name: "A class",
     prompt: `class Rectangle:
     def __init__(self, width, height):
@@ -27,6 +16,17 @@ def main():
     @property
     def height(self):
 `,
+  },
+  {
+    name: "Options of a command",
+    prompt: `import argparse
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Counts words.")
+    parser.add_argument("--input", type=str, default=None, help="The file to read.")
+    parser.add_argument("--output", type=str, default=None, help="The file to write.")
+    parser.add_argument("--encoding", type=str, default=`,
   },
   {
     name: "Tests",

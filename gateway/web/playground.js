@@ -1,26 +1,30 @@
-// The playground: a prompt, one or two runs of it, and what came of each pass.
+// The playground: a prompt or a conversation, one or two runs of it, and what came of each pass.
 
-import { Problem, get, keepKey, stream, watchHealth } from "./api.js";
+import { Problem, apiKey, get, keepKey, stream, watchHealth } from "./api.js";
 import { EXAMPLES } from "./examples.js";
+import { Inspector } from "./inspector.js";
+import { copyFrom, snippet } from "./snippets.js";
+import { draftState } from "./states.js";
 import { Transcript } from "./transcript.js";
-import { describe, draw } from "./tree.js";
+import { FEW_DRAFTS, LoadWatch, compare, equalityOf } from "./verdict.js";
 
 const MAX_SEED = 2 ** 32;
+const LOAD_SECONDS = 0.25; // between looks at how busy the server is while a run goes
 const at = (id) => document.getElementById(id);
 
 const ui = {
-  form: at("form"), run: at("run"), stop: at("stop"), error: at("error"), panels: at("panels"),
+  form: at("form"), run: at("run"), stop: at("stop"), error: at("error"), panels: at("panels"), prompt: at("prompt"),
   verdict: at("verdict"), title: at("verdict_title"), detail: at("verdict_detail"),
-  inspector: at("inspector"), inspectorTitle: at("inspector_title"), inspectorText: at("inspector_text"), tree: at("tree"),
-  previous: at("previous"), next: at("next"),
 };
 
 let server = null; // what is served, once it has said so
 let running = null; // AbortController of the run under way
 let transcripts = [];
-let shown = null; // {transcript, index} in the inspector
-let isPinned = false; // a person chose what the inspector shows
+let turns = []; // of the conversation so far: {role, content}
+const written = { text: "", chat: "" }; // in the prompt, of the kind that is not shown
 const seen = new Set(); // prompts and seeds that have run
+const isChat = () => ui.form.elements.kind.value === "chat";
+const inspector = new Inspector();
 
 // ---- what is served
 
@@ -29,22 +33,21 @@ async function introduce() {
     const [model, settings] = await Promise.all([get("/get_model_info"), get("/get_server_info")]);
     server = { ...settings, chat: model.has_chat_template };
   } catch (problem) {
-    if (problem.status === 401) askForKey();
+    if (problem.status === 401) at("key_field").hidden = false;
     setTimeout(introduce, 1000);
     return;
   }
   const how = server.speculative_algorithm === "NONE" ? "no drafts" : `${server.speculative_algorithm} drafts`;
-  at("model").textContent = `${server.served_model_name} · ${how} · ${server.device}`;
-  at("chat_field").hidden = !server.chat;
+  at("model").textContent = `${server.served_model_name} · ${how} · ${server.dtype} · ${server.device}`;
+  at("kind_field").hidden = !server.chat;
   at("max_tokens").max = server.context_length;
   const limit = server.speculative_num_draft_tokens - 1;
   at("draft_tokens").max = Math.max(limit, 1);
   at("draft_tokens").disabled = limit < 1;
   at("draft_tokens").placeholder = limit < 1 ? "none" : `up to ${limit}`;
-}
-
-function askForKey() {
-  at("key_field").hidden = false;
+  at("equality").textContent = equalityOf(server);
+  at("equality").hidden = !equalityOf(server);
+  showCode();
 }
 
 // ---- running
@@ -62,74 +65,69 @@ function bodyOf(enabled) {
     return_provenance: true,
     speculation,
   };
-  const prompt = at("prompt").value;
-  if (!at("chat").checked) return ["/v1/completions", { ...body, prompt }];
-  return ["/v1/chat/completions", { ...body, messages: [{ role: "user", content: prompt }] }];
+  const prompt = ui.prompt.value;
+  if (!isChat()) return ["/v1/completions", { prompt, ...body }];
+  return ["/v1/chat/completions", { messages: [...turns, { role: "user", content: prompt }], ...body }];
 }
 
-async function runOne(transcript, enabled, signal) {
+async function runOne(transcript, enabled, numOwn, signal) {
   const [path, body] = bodyOf(enabled);
+  const load = new LoadWatch();
+  const watch = setInterval(() => noteLoad(transcript, load, numOwn), LOAD_SECONDS * 1000);
   transcript.started = performance.now();
   try {
     for await (const chunk of stream(path, body, signal)) {
       for (const choice of chunk.choices) transcript.add(choice);
-      if (!isPinned && enabled) follow(transcript);
+      if (enabled) inspector.follow(transcript);
     }
   } finally {
+    clearInterval(watch);
     transcript.end();
   }
+  return load;
+}
+
+/** Asks how many requests run; what fails is left out, as the run itself tells of it. */
+async function noteLoad(transcript, load, numOwn) {
+  if (!transcript.first || transcript.finish) return;
+  const info = await get("/get_server_info").catch(() => null);
+  if (!info || transcript.finish) return;
+  load.note(Object.values(info.verifiers).reduce((sum, one) => sum + one.running + one.waiting, 0), numOwn);
 }
 
 async function run() {
   if (running || !ui.form.reportValidity()) return;
   const mode = ui.form.elements.mode.value;
   const controller = (running = new AbortController());
-  const stopped = { value: false };
-  controller.signal.addEventListener("abort", () => (stopped.value = true));
+  const message = ui.prompt.value;
   setRunning(true);
   showProblem(null);
-  forgetInspector();
+  inspector.forget();
   const repeated = rememberRun();
-  transcripts = makePanels(mode, at("chat").checked ? "" : at("prompt").value);
-  say("running", mode === "single" ? "Running" : "Comparing", "Drafted tokens appear in blue, the target's own in orange.");
-  const speculative = () => runOne(transcripts[0], true, controller.signal);
-  const plain = () => runOne(transcripts[1], false, controller.signal);
+  transcripts = makePanels(mode, message);
+  say("running", mode === "single" ? "Running" : "Comparing", "Drafted tokens appear in blue, the model's own in orange.");
+  if (matchMedia("(max-width: 900px)").matches) at("results").scrollIntoView({ block: "start" });
+  const { signal } = controller;
+  const numOwn = mode === "together" ? 2 : 1;
+  const speculative = () => runOne(transcripts[0], true, numOwn, signal);
+  const plain = () => runOne(transcripts[1], false, numOwn, signal);
   let problem = null;
+  let loads = [];
   try {
     // Speculation goes first: n-gram drafts would otherwise know the text from the plain run.
-    if (mode === "turns") {
-      await speculative();
-      await plain();
-    } else {
-      await Promise.all(mode === "single" ? [speculative()] : [speculative(), plain()]);
-    }
+    if (mode === "turns") loads = [await speculative(), await plain()];
+    else loads = await Promise.all(mode === "single" ? [speculative()] : [speculative(), plain()]);
   } catch (error) {
-    controller.abort();
     if (error.name !== "AbortError") problem = error;
+    controller.abort();
   }
+  const stopped = signal.aborted;
+  if (!problem) await judge({ mode, stopped, repeated, server, loads });
+  if (!problem && !stopped && isChat()) keepTurn(message);
   running = null;
+  if (problem) showProblem(problem);
+  if (transcripts[0].steps.some((step) => step.element)) inspector.settle(transcripts[0]);
   setRunning(false);
-  if (problem) {
-    showProblem(problem);
-    say("idle", "Not finished", "");
-  } else {
-    judge(mode, stopped.value, repeated);
-  }
-  if (transcripts[0].steps.some((step) => step.element)) {
-    const index = mostTelling(transcripts[0]);
-    if (!isPinned) {
-      select(transcripts[0], index);
-      transcripts[0].reveal(index);
-    }
-  }
-}
-
-// The first pass whose tree says most: a few tokens accepted, and others rejected beside them.
-function mostTelling(transcript) {
-  const worth = ({ element, accepted, drafted }) =>
-    element ? 2 * Math.min(accepted.length, 4) + Math.min(drafted.length - accepted.length, 4) : -1;
-  const steps = transcript.steps;
-  return steps.reduce((best, step, index) => (worth(step) > worth(steps[best]) ? index : best), 0);
 }
 
 function rememberRun() {
@@ -140,18 +138,25 @@ function rememberRun() {
 }
 
 function makePanels(mode, prompt) {
-  const kinds = [{ title: "Speculative", note: draftNote() }];
+  const algorithm = server && server.speculative_algorithm !== "NONE" ? `${server.speculative_algorithm} drafts` : "";
+  const kinds = [{ title: "Speculative", note: algorithm }];
   if (mode !== "single") kinds.push({ title: "Plain", note: "one token per pass" });
+  const chat = isChat() && prompt ? [...turns, { role: "user", content: prompt }] : [];
+  return showPanels(kinds, chat.length ? "" : prompt, chat);
+}
+
+function showPanels(kinds, prompt, chat = []) {
   ui.panels.replaceChildren();
   return kinds.map(({ title, note }) => {
     const panel = at("panel").content.firstElementChild.cloneNode(true);
     ui.panels.append(panel);
-    return new Transcript(panel, { title, note, prompt, label: `${title} text`, onSelect: choose });
+    const choose = (transcript, index) => inspector.choose(transcript, index);
+    const transcript = new Transcript(panel, { title, note, prompt, turns: chat, label: `${title} text`, onSelect: choose });
+    const button = panel.querySelector(".copy");
+    button.setAttribute("aria-label", `Copy the ${title.toLowerCase()} text`);
+    button.addEventListener("click", () => copyFrom(button, transcript.text));
+    return transcript;
   });
-}
-
-function draftNote() {
-  return server && server.speculative_algorithm !== "NONE" ? `${server.speculative_algorithm} drafts` : "";
 }
 
 function setRunning(is) {
@@ -170,43 +175,29 @@ function say(state, title, detail) {
   ui.detail.textContent = detail;
 }
 
-function judge(mode, stopped, repeated) {
+async function judge(about) {
   const [drafted, plain] = transcripts;
-  if (mode === "single" || !plain.numTokens) {
+  if (about.mode === "single" || !plain.numTokens) {
     const length = drafted.acceptLength;
-    const per = length ? `${length.toFixed(2)} tokens per pass of the model.` : "";
-    say("idle", stopped ? `Stopped after ${drafted.numTokens} tokens` : `${drafted.numTokens} tokens`, per);
+    const title = about.stopped ? `Stopped after ${drafted.numTokens} tokens` : `${drafted.numTokens} tokens`;
+    say("idle", title, length ? `${length.toFixed(2)} tokens per pass of the model.` : "");
     return;
   }
-  const common = Math.min(drafted.numTokens, plain.numTokens);
-  const difference = drafted.ids.findIndex((id, index) => index < common && id !== plain.ids[index]);
-  const isWhole = !stopped;
-  const isEqual = difference < 0 && (!isWhole || (drafted.text === plain.text && drafted.numTokens === plain.numTokens));
-  if (!isEqual) {
-    const where = difference < 0 ? common : difference;
-    const why = drafted.account?.lossy
-      ? "This server accepts drafts by a threshold below 1, which may change the text."
-      : "Two tokens lie within rounding of each other there, or the arithmetic is coarser than float32.";
-    say("differs", `The texts differ from token ${where + 1} on`, why);
-    return;
-  }
-  const isBunched = drafted.isBunched || plain.isBunched;
-  const speeds = [drafted.speed(isBunched), plain.speed(isBunched)];
-  const ratio = speeds[0] && speeds[1] ? speeds[0] / speeds[1] : null;
-  const same = isWhole ? "Same text" : `Same text so far (${common} tokens)`;
-  say("equal", ratio ? `${same}, ${ratio.toFixed(2)}× the speed` : same, [
-    isWhole ? `${drafted.numTokens} tokens, equal one for one.` : "",
-    ratio && ratio < 1 ? "Drafting did not pay on this prompt." : "",
-    isBunched ? "Timed with the prompt's pass: tokens came in bunches." : "",
-    mode === "together" ? "Both shared the machine." : "",
-    repeated && server?.speculative_algorithm === "NGRAM" ? "This prompt ran before, and n-gram drafts remember it." : "",
-  ].filter(Boolean).join(" "));
+  const why = drafted.drafted < FEW_DRAFTS ? await whyLittle() : "";
+  const { state, title, detail } = compare(transcripts, { ...about, why });
+  say(state, title, detail);
 }
 
-// ---- errors
+/** Why little is drafted, as the server tells it; empty where it does not. */
+async function whyLittle() {
+  const figures = await get("/dashboard/figures").catch(() => null);
+  const telling = figures?.drafts.find(({ state }) => ["suspended", "unmatched", "loading", "lost"].includes(state));
+  return telling ? draftState(telling).why : "";
+}
 
 function showProblem(problem) {
   ui.error.hidden = !problem;
+  ui.verdict.hidden = Boolean(problem);
   ui.error.replaceChildren();
   if (!problem) return;
   if (!(problem instanceof Problem)) console.error(problem);
@@ -214,7 +205,7 @@ function showProblem(problem) {
   title.textContent = problem.title ?? "The page has a defect";
   ui.error.append(title, problem.detail ?? problem.message);
   if (problem.status === 401) {
-    askForKey();
+    at("key_field").hidden = false;
     at("key").focus();
   }
   if (problem.retryable) {
@@ -226,55 +217,59 @@ function showProblem(problem) {
   }
 }
 
-// ---- the inspector
+// ---- the conversation
 
-let pending = false;
-
-// While text streams the inspector shows the newest pass, at most once a frame.
-function follow(transcript) {
-  if (pending) return;
-  pending = true;
-  requestAnimationFrame(() => {
-    pending = false;
-    const index = transcript.steps.findLastIndex((step) => step.texts.length >= step.tokens);
-    if (!isPinned && running && index >= 0) select(transcript, index);
-  });
+function keepTurn(message) {
+  turns.push({ role: "user", content: message }, { role: "assistant", content: transcripts[0].text });
+  ui.prompt.value = "";
+  at("new_chat").hidden = false;
+  showKind();
 }
 
-function choose(transcript, index) {
-  isPinned = true;
-  select(transcript, index);
+function showKind() {
+  const chat = isChat();
+  at("prompt_label").textContent = chat ? (turns.length ? "Next message" : "Message") : "Prompt";
+  at("examples").hidden = chat;
+  at("new_chat").hidden = !chat || !turns.length;
+  showCode();
 }
 
-function select(transcript, index, focus = false) {
-  if (shown && shown.transcript !== transcript) shown.transcript.unmark();
-  shown = { transcript, index };
-  transcript.mark(index, focus);
-  const pass = transcript.pass(index);
-  ui.inspector.dataset.shown = "";
-  const which = transcripts.length > 1 ? ` · ${transcript.title.toLowerCase()}` : "";
-  ui.inspectorTitle.textContent = index ? `Pass ${index}${which}` : `The prompt's pass${which}`;
-  ui.inspectorText.textContent = describe(pass);
-  draw(ui.tree, pass);
-  ui.previous.disabled = index <= 0;
-  ui.next.disabled = !transcript.steps[index + 1]?.element;
+function startOver() {
+  turns = [];
+  ui.prompt.value = "";
+  showKind();
+  ui.prompt.focus();
 }
 
-function forgetInspector() {
-  shown = null;
-  isPinned = false;
-  delete ui.inspector.dataset.shown;
-  ui.tree.replaceChildren();
+function changeKind() {
+  const [now, before] = isChat() ? ["chat", "text"] : ["text", "chat"];
+  written[before] = ui.prompt.value;
+  ui.prompt.value = written[now];
+  showKind();
 }
 
-function stepBy(delta) {
-  if (!shown) return;
-  isPinned = true;
-  select(shown.transcript, shown.index + delta);
-  shown.transcript.steps[shown.index].element.scrollIntoView({ block: "nearest" });
+// ---- the request as code
+
+function showCode() {
+  if (!at("code").open) return;
+  const [path, body] = bodyOf(true);
+  delete body.return_provenance;
+  const language = ui.form.elements.language.value;
+  at("snippet").textContent = snippet(language, location.origin, path, body, Boolean(apiKey()) || !at("key_field").hidden);
 }
 
-// ---- wiring
+// ---- at first sight
+
+/** Shows a run that was recorded, so that there is something to look at before the first one. */
+async function showExample() {
+  const example = await get("/web/example.json").catch(() => null);
+  if (!example || running || document.body.dataset.runs) return;
+  transcripts = showPanels([{ title: "Speculative", note: `an example, recorded: ${example.model}, ${example.algorithm} drafts` }], example.prompt);
+  ui.panels.firstElementChild.dataset.recorded = "";
+  for (const choice of example.choices) transcripts[0].add(choice, false);
+  transcripts[0].end();
+  inspector.settle(transcripts[0]);
+}
 
 for (const example of EXAMPLES) {
   const button = document.createElement("button");
@@ -282,28 +277,29 @@ for (const example of EXAMPLES) {
   button.className = "quiet";
   button.textContent = example.name;
   button.addEventListener("click", () => {
-    at("prompt").value = example.prompt;
-    at("prompt").scrollTop = 0;
+    ui.prompt.value = example.prompt;
+    ui.prompt.scrollTop = 0;
+    showCode();
   });
   at("examples").append(button);
 }
-at("prompt").value = EXAMPLES[0].prompt;
+ui.prompt.value = EXAMPLES[0].prompt;
+at("parameters").open = !matchMedia("(max-width: 900px)").matches;
 at("reseed").addEventListener("click", () => {
   at("seed").value = Math.floor(Math.random() * MAX_SEED);
+  showCode();
 });
 at("key").addEventListener("change", () => keepKey(at("key").value.trim()));
 ui.form.addEventListener("submit", (event) => {
   event.preventDefault();
   run();
 });
+ui.form.addEventListener("input", showCode);
+at("code").addEventListener("toggle", showCode);
+at("copy_code").addEventListener("click", () => copyFrom(at("copy_code"), at("snippet").textContent));
+for (const choice of ui.form.elements.kind) choice.addEventListener("change", changeKind);
+at("new_chat").addEventListener("click", startOver);
 ui.stop.addEventListener("click", () => running?.abort());
-at("hide").addEventListener("click", () => {
-  shown?.transcript.unmark();
-  forgetInspector();
-  isPinned = true;
-});
-ui.previous.addEventListener("click", () => stepBy(-1));
-ui.next.addEventListener("click", () => stepBy(1));
 document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
     event.preventDefault();
@@ -312,7 +308,8 @@ document.addEventListener("keydown", (event) => {
     running.abort();
   }
 });
-transcripts = makePanels("turns", "");
+transcripts = makePanels("single", "");
+showExample();
 introduce();
 watchHealth(({ state, text }) => {
   at("health").dataset.state = state;

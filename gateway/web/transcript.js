@@ -6,10 +6,15 @@ export class Transcript {
   #stats;
   #onSelect;
   #following = true;
+  #numDrafted = 0;
   #filled = 0; // index of the pass that gets the next token
-  #arrivals = 0; // times at which tokens came
+  #arrivals = []; // {time, tokens} of each time at which tokens came
 
-  constructor(panel, { title, note, prompt, label, onSelect }) {
+  /**
+   * @param {HTMLElement} panel
+   * @param {{title: string, note: string, prompt: string, turns?: {role: string, content: string}[], label: string, onSelect: Function}} about
+   */
+  constructor(panel, { title, note, prompt, turns = [], label, onSelect }) {
     const heading = panel.querySelector("h2");
     heading.textContent = title;
     const small = document.createElement("small");
@@ -30,6 +35,8 @@ export class Transcript {
     this.first = null;
     this.last = 0;
     this.#output.replaceChildren();
+    for (const { role, content } of turns) this.#addTurn(role, content);
+    if (turns.length) this.#addTurn("assistant", "");
     if (prompt) {
       const given = document.createElement("span");
       given.className = "prompt";
@@ -39,22 +46,23 @@ export class Transcript {
     this.#listen();
   }
 
-  /** Takes one choice of a chunk of the stream. */
-  add(choice) {
+  /** Takes one choice of a chunk of the stream, or of a recording, whose times say nothing. */
+  add(choice, isLive = true) {
     const now = performance.now();
     for (const step of choice.steps ?? []) {
       this.steps.push({ ...step, texts: [], element: null, before: "" });
     }
     const tokens = choice.provenance ?? [];
-    if (tokens.length) {
+    if (tokens.length && isLive) {
       this.first ??= { time: now, tokens: tokens.length };
-      if (now - this.last >= 1) this.#arrivals += 1;
+      if (now - this.last >= 1) this.#arrivals.push({ time: now, tokens: 0 });
       this.last = now;
+      this.#arrivals.at(-1).tokens += tokens.length;
     }
+    this.finish = choice.finish_reason ?? this.finish;
     for (const token of tokens) this.#addToken(token);
     this.text += choice.text ?? choice.delta?.content ?? "";
     this.account = choice.speculation ?? this.account;
-    this.finish = choice.finish_reason ?? this.finish;
     if (this.#following) this.#output.scrollTop = this.#output.scrollHeight;
     this.#show();
   }
@@ -65,7 +73,22 @@ export class Transcript {
 
   /** Whether tokens of many passes came at once, because something on the way was held up: then gaps say nothing. */
   get isBunched() {
-    return this.#arrivals * 4 < this.steps.length;
+    return this.#arrivals.length * 4 < this.steps.length;
+  }
+
+  /** Tokens that came after one time and no later than another. */
+  between(from, to) {
+    return this.#arrivals.reduce((sum, { time, tokens }) => sum + (time > from && time <= to ? tokens : 0), 0);
+  }
+
+  /** Tokens of the text that were drafted. */
+  get accepted() {
+    return this.#numDrafted;
+  }
+
+  /** Tokens that were drafted for it, accepted or not. */
+  get drafted() {
+    return this.account?.drafted_tokens ?? this.steps.reduce((sum, step) => sum + step.drafted.length, 0);
   }
 
   /**
@@ -92,7 +115,7 @@ export class Transcript {
     return {
       before: index ? (this.steps[index - 1].texts.at(-1) ?? "") : "prompt",
       drafted: step.drafted,
-      accepted: step.accepted,
+      accepted: step.accepted.slice(0, step.texts.length), // the text may end before what was accepted
       added: isWhole ? step.texts.at(-1) : null,
     };
   }
@@ -130,8 +153,17 @@ export class Transcript {
     });
   }
 
+  #addTurn(role, content) {
+    const turn = document.createElement("span");
+    turn.className = "turn";
+    turn.dataset.role = { user: "You", assistant: "Model" }[role];
+    turn.textContent = content;
+    this.#output.append(turn);
+  }
+
   #addToken(token) {
     this.ids.push(token.id);
+    this.#numDrafted += token.drafted;
     let step = this.steps[this.#filled];
     while (step && step.texts.length >= step.tokens) {
       this.#filled += 1;
@@ -153,26 +185,27 @@ export class Transcript {
     const span = document.createElement("span");
     span.className = `token ${token.drafted ? "drafted" : "added"}`;
     token.text.split("\n").forEach((line, index) => {
-      if (index) span.append(lineEnd(), "\n");
+      if (index) span.append(sign("line-end"), "\n");
       span.append(line);
     });
+    if (!token.text && this.finish === "stop") span.append(sign("end-sign"));
     step.element.append(span);
   }
 
   #show() {
-    const { account, acceptLength } = this;
+    const { account, acceptLength, accepted, drafted } = this;
     const speed = this.speed();
-    const drafted = account?.drafted_tokens ?? this.steps.reduce((sum, step) => sum + step.drafted.length, 0);
-    const accepted = account?.accepted_tokens ?? this.steps.reduce((sum, step) => sum + step.accepted.length, 0);
     const values = {
       speed: speed === null ? "–" : speed.toFixed(speed < 100 ? 1 : 0),
       length: acceptLength === null ? "–" : acceptLength.toFixed(2),
-      tokens: this.numTokens,
-      passes: account?.verify_steps ?? Math.max(0, this.steps.length - 1),
+      tokens: String(this.numTokens),
+      passes: String(account?.verify_steps ?? Math.max(0, this.steps.length - 1)),
       accepted: drafted ? `${accepted} of ${drafted}` : "–",
       first: this.first ? `${Math.round(this.first.time - this.started)} ms` : "–",
     };
-    for (const [name, value] of Object.entries(values)) this.#stats[name].textContent = value;
+    for (const [name, value] of Object.entries(values)) {
+      if (this.#stats[name].textContent !== value) this.#stats[name].textContent = value;
+    }
   }
 
   #listen() {
@@ -207,9 +240,9 @@ export class Transcript {
 }
 
 // A sign that is seen but neither copied nor read aloud.
-function lineEnd() {
-  const sign = document.createElement("span");
-  sign.className = "line-end";
-  sign.setAttribute("aria-hidden", "true");
-  return sign;
+function sign(name) {
+  const element = document.createElement("span");
+  element.className = name;
+  element.setAttribute("aria-hidden", "true");
+  return element;
 }

@@ -12,49 +12,8 @@ from foredraft.errors import Overloaded
 from gateway import errors
 from tests.support import stack as stacks
 from tests.support.browsers import Browser
+from tests.support.playground import TOKENS, fill, output, run, tab_to
 from tests.support.stack import eventually, is_listening
-
-PROMPT = "def add(a, b):\n    return a + b\n\n\n" * 4 + "def"
-TOKENS = 64
-
-
-def fill(page, max_tokens: int = TOKENS, mode: str = "turns", **fields: object) -> None:
-    page.wait_for_selector("#health[data-state=ok]")
-    page.fill("#prompt", PROMPT)
-    for name, value in {"max_tokens": max_tokens, "temperature": 0, **fields}.items():
-        page.fill(f"#{name}", str(value))
-    page.check(f"input[name=mode][value={mode}]", force=True)
-
-
-def runs(page) -> int:
-    """Number of runs that have ended: a short one may be over before its state is looked at."""
-    return int(page.get_attribute("body", "data-runs") or 0)
-
-
-def run(page, **fields: object) -> None:
-    fill(page, **fields)
-    before = runs(page)
-    page.click("#run")
-    page.wait_for_selector(f"body[data-runs='{before + 1}']")
-
-
-def tab_to(page, condition: str) -> None:
-    """Presses Tab until the focused element fulfils a JavaScript condition on `e`."""
-    for _ in range(60):
-        page.keyboard.press("Tab")
-        if page.evaluate(f"(e => {condition})(document.activeElement)"):
-            return
-    pytest.fail(f"Tab does not reach {condition}")
-
-
-def output(page, index: int) -> str:
-    """The text of a run without its prompt, as it is copied."""
-    return (
-        page.locator(".output")
-        .nth(index)
-        .locator(".step")
-        .evaluate_all("steps => steps.map(step => step.textContent).join('')")
-    )
 
 
 @pytest.mark.parametrize(
@@ -65,8 +24,8 @@ def test_both_runs_give_the_same_text(
 ) -> None:
     with chrome.page(stack.urls["http"] + "/") as page:
         run(page, mode=mode, temperature=temperature, seed=seed)
-        assert page.get_attribute("#verdict", "data-state") == "equal"
-        assert "speed" in page.inner_text("#verdict_title")
+        assert page.get_attribute("#verdict", "data-state") in ("equal", "slower", "even")
+        assert "Same text" in page.inner_text("#verdict_title")
         assert page.locator("#error").is_hidden()
         assert output(page, 0) == output(page, 1) != ""
         assert page.locator(".panel").nth(1).locator(".token.drafted").count() == 0
@@ -240,9 +199,6 @@ def test_a_phone_shows_all(stack: LocalStack, chrome: Browser) -> None:
         assert box["y"] + box["height"] <= 740
         page.click("#hide")
         assert page.locator(".step[data-selected]").count() == 0
-        page.goto(stack.urls["http"] + "/dashboard")
-        page.wait_for_selector("#health[data-state=ok]")
-        assert page.evaluate(width) <= 360
 
 
 def test_errors_are_told_kindly(stack: LocalStack, chrome: Browser) -> None:
@@ -252,6 +208,11 @@ def test_errors_are_told_kindly(stack: LocalStack, chrome: Browser) -> None:
         page.click("#run")
         page.wait_for_selector("#error:not([hidden])")
         assert "too long" in page.inner_text("#error")
+        # One message, and nothing of the run before or of the recorded one.
+        assert page.locator("#verdict").is_hidden()
+        assert page.locator("#tree svg").count() == 0
+        assert "Pass" not in page.inner_text("#inspector_title")
+        assert page.locator("#next").is_disabled()
 
         full = Overloaded("the queue is full", retry_after_seconds=3)
         page.route(
