@@ -23,7 +23,7 @@ from benchmarks.real_prompts import real_prompts
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support.engines import Harness, Job, accept_length, running_engine
+from testing.engines import Harness, Job, accept_length, running_engine
 
 ROOT = Path(__file__).parents[1]
 TREES = {"chain 5": (5, 1, 6), "tree 5/4/8": (5, 4, 8)}

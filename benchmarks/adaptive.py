@@ -15,9 +15,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.support.policy_simulation import Load, simulate
-from tests.support.step_model import TABLES, StepModel
-from tests.support.step_trace import Trace
+from testing.policy_simulation import Load, simulate
+from testing.step_model import TABLES, StepModel
+from testing.step_trace import Trace
 from verify_service.policy.policy import DraftPolicy
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

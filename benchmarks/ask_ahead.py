@@ -14,7 +14,7 @@ from unittest import mock
 
 from foredraft.models.registry import resolve_model_path
 from foredraft.types import SamplingParams
-from tests.support.engines import Harness, Job, running_engine
+from testing.engines import Harness, Job, running_engine
 from verify_service.drafts.ask_ahead import AskAhead
 from verify_service.metrics import DRAFT_WAIT_SECONDS, DRAFTS_AHEAD
 

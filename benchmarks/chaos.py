@@ -16,14 +16,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.chaos_suite import leaks, report, room
-from benchmarks.chaos_suite.cases import Asker, make_cases
-from benchmarks.chaos_suite.faults import FAULTS, Fault, plan
-from benchmarks.chaos_suite.load import Load
-from benchmarks.chaos_suite.rig import START_SECONDS, Rig
-from benchmarks.chaos_suite.room import Room
-from benchmarks.chaos_suite.trial import GRACE_SECONDS, Trial
 from foredraft.errors import ForedraftError
+from testing.chaos import leaks, report, room
+from testing.chaos.cases import Asker, make_cases
+from testing.chaos.faults import FAULTS, Fault, plan
+from testing.chaos.load import Load
+from testing.chaos.rig import START_SECONDS, Rig
+from testing.chaos.room import Room
+from testing.chaos.trial import GRACE_SECONDS, Trial
 
 ALGORITHMS = ("NGRAM", "EAGLE3", "STANDALONE")
 WARM_SECONDS = 2.0

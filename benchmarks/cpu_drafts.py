@@ -33,16 +33,16 @@ from safetensors import safe_open
 
 from benchmarks.accept_length import HEADS, ROOT
 from benchmarks.cpu_serving import PROMPTS
-from benchmarks.turns import Turns, median_within
+from draft_service.models.shared_weights import read_token_map
 from foredraft.models.config import ModelConfig
 from foredraft.models.registry import resolve_model_path
-from foredraft.models.shared_weights import read_token_map
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support.engines import Harness, Job, running_engine
+from testing.engines import Harness, Job, running_engine
+from testing.turns import Turns, median_within
 
 ANSWERS = 3  # times the batch, in a round, at least
-CODE = (ROOT / "foredraft/kvcache/page_pool.py", ROOT / "foredraft/speculation/draft_tree.py")
+CODE = (ROOT / "verify_service/scheduler/page_pool.py", ROOT / "foredraft/trees/draft_tree.py")
 
 
 class Case(NamedTuple):

@@ -25,11 +25,11 @@ from typing import Any
 import httpx
 import uvloop
 
-from benchmarks import verifier_processes as processes
 from foredraft.bench import plots, prompts
 from foredraft.bench.http_client import HttpClient
 from foredraft.models.registry import resolve_model_path
-from tests.support.stack import eventually
+from testing import verifier_processes as processes
+from testing.stack import eventually
 
 ROUTE = "/v1/chat/completions"
 # A block that no prompt fills: the router knows no prefix then.

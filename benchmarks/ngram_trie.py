@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from foredraft.speculation.ngram import MatchType, NgramDrafter, NgramRules
+from draft_service.ngram.trie import MatchType, NgramDrafter, NgramRules
 
 VOCAB = 262_144
 SEQUENCE = 2_000

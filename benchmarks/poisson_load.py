@@ -25,14 +25,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engine_steps import EngineSteps, report
 from benchmarks.real_prompts import real_prompts
 from foredraft.cli import mps
 from foredraft.errors import Overloaded
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support.engines import Harness, running_engine
+from testing.engine_steps import EngineSteps, report
+from testing.engines import Harness, running_engine
 from verify_service.engine.live_requests import EngineRequest
 from verify_service.outputs import Load, StepOutput
 

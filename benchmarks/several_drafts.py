@@ -17,7 +17,7 @@ import time
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support.engines import Job, running_engine
+from testing.engines import Job, running_engine
 
 KINDS = ("NONE", "NGRAM", "EAGLE3", "EAGLE3,NGRAM")
 LIST = " ".join(f"item {i}: value {random.Random(i).randrange(1000)};" for i in range(20))

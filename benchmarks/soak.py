@@ -27,10 +27,10 @@ from typing import Any
 import psutil
 import uvloop
 
-from benchmarks.soak_growth import draw, growth
 from benchmarks.soak_load import KEYS, Load
 from foredraft.cli import serve, stack
 from foredraft.cli.supervisor import Supervisor
+from testing.soak_growth import draw, growth
 
 MIB = 2**20
 # A bounded trie and a small pool, so that what may fill has filled when the warm-up ends.

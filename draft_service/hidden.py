@@ -48,7 +48,7 @@ def open_arena(
     if not has_arena or not (needs_rows or info.device_steps):
         return None, None
     from foredraft.transport import choice
-    from foredraft.transport.base import ArenaError, RowFormat
+    from foredraft.transport.rows import ArenaError, RowFormat
 
     where = device or choice.CPU
     try:

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from foredraft.api.verify.v1 import verify_pb2
-from foredraft.text.detokenizer import Detokenizer
-from foredraft.text.stops import StopMatcher
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason
+from gateway.detokenizer import Detokenizer
+from gateway.stops import StopMatcher
 
 
 @dataclass(slots=True)

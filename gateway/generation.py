@@ -13,7 +13,7 @@ from foredraft.errors import (
     Overloaded,
     PromptTooLong,
 )
-from foredraft.speculation.seeds import derive_seed
+from foredraft.sampling.seeds import derive_seed
 from foredraft.telemetry import tracing
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason, SamplingParams, SpeculationParams

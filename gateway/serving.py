@@ -18,7 +18,7 @@ from foredraft.errors import (
     Unavailable,
 )
 from foredraft.models.hub import tokenizer_directory
-from foredraft.speculation.seeds import random_seed
+from foredraft.sampling.seeds import random_seed
 from foredraft.text.chat_template import ChatTemplate
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams, SpeculationParams

@@ -8,8 +8,8 @@ import torch
 
 from foredraft.errors import ConfigError
 from foredraft.models.config import ModelConfig
-from foredraft.runner.decode_step import ROWS_AT_ONCE
-from verify_service.target.chooser import CHOSEN_AT_ONCE
+from verify_service.executor.decode_step import ROWS_AT_ONCE
+from verify_service.executor.sampler import CHOSEN_AT_ONCE
 
 CPU_FRACTION = 0.4
 GPU_FRACTION = 0.85

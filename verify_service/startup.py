@@ -15,10 +15,7 @@ from foredraft.attention.choice import attention_for, device_for
 from foredraft.config.services import VerifyConfig
 from foredraft.config.speculation import HEADS, MODELS, with_tree_defaults
 from foredraft.errors import ConfigError
-from foredraft.kvcache.draft_marks import DraftMarks
-from foredraft.kvcache.page_pool import PagePool
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.kvcache.prefix_tree import PrefixTree
 from foredraft.layers.packed import pack_linears
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import available_host_bytes, load_model
@@ -35,9 +32,13 @@ from verify_service.drafts.links import (
     infos_of,
     tree_limits_of,
 )
+from verify_service.drafts.page_marks import DraftMarks
 from verify_service.drafts.several import Drafts
 from verify_service.engine.engine import Engine, EngineLimits
 from verify_service.engine.self_test import SelfTest, built_in_prompts
+from verify_service.executor.sampler import Chooser, Thresholds
+from verify_service.executor.simulation import SimulatedAcceptance
+from verify_service.executor.target_step import TargetStep
 from verify_service.kv_type import check_kv_flags, kv_scales, kv_type
 from verify_service.memory import (
     CPU_FRACTION,
@@ -50,10 +51,9 @@ from verify_service.memory import (
 from verify_service.metrics import AnyMetrics
 from verify_service.policy.policy import DraftPolicy
 from verify_service.policy.step_time import RowTimes, StepTimes
-from verify_service.scheduling.scheduler import Scheduler
-from verify_service.target.chooser import Chooser, Thresholds
-from verify_service.target.simulation import SimulatedAcceptance
-from verify_service.target.target_step import TargetStep
+from verify_service.scheduler.page_pool import PagePool
+from verify_service.scheduler.prefix_tree import PrefixTree
+from verify_service.scheduler.scheduler import Scheduler
 from verify_service.warm_up import reach_of, warm_up
 
 logger = logging.getLogger(__name__)
@@ -279,10 +279,10 @@ def _target_step(
     chooser.warm_up()
     if device.type == "cpu" or config.disable_cuda_graph:
         return TargetStep(runner, chooser)
-    from foredraft.runner.decode_graphs import DecodeGraphs  # needs triton
-    from foredraft.runner.decode_step import DecodeStep
-    from foredraft.runner.mixed_graphs import MixedGraphs
-    from verify_service.target.graph_step import GraphStep
+    from verify_service.executor.decode_graphs import DecodeGraphs  # needs triton
+    from verify_service.executor.decode_step import DecodeStep
+    from verify_service.executor.graph_step import GraphStep
+    from verify_service.executor.mixed_graphs import MixedGraphs
 
     started = time.monotonic()
     step = DecodeStep(

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from foredraft.config.services import VerifyConfig
-from foredraft.runner.hand_over import hand_over
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.runner.warm_up import Reach, forwards_to_run
 from verify_service.engine.engine import EngineLimits
+from verify_service.executor.hand_over import hand_over
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_steps import Step
 from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
 from benchmarks.gpu.step_costs import (
     LONGEST,
@@ -31,13 +30,14 @@ from benchmarks.gpu.step_costs import (
     rate_of,
 )
 from foredraft.cli import mps
-from foredraft.speculation.draft_tree import DraftTree
-from foredraft.speculation.triton_steps import pretended_path
-from tests.support.engines import Harness, running_engine
+from foredraft.trees.draft_tree import DraftTree
+from testing.engine_steps import Step
+from testing.engines import Harness, running_engine
 from verify_service.engine.engine import Engine
+from verify_service.executor.simulation import SimulatedAcceptance
+from verify_service.executor.triton_steps import pretended_path
 from verify_service.policy.messages import Plan, Want
 from verify_service.policy.policy import DraftPolicy
-from verify_service.target.simulation import SimulatedAcceptance
 
 ACCEPTANCES = (0.1, 0.3, 0.5, 0.7, 0.9)
 POOL_TOKENS = 4000  # of each sequence

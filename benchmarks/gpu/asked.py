@@ -20,7 +20,7 @@ import llguidance
 
 from benchmarks.gpu.runs import random_jobs
 from benchmarks.gpu.shapes import flags_of, write_checkpoints
-from tests.support.engines import Harness, Job, running_engine
+from testing.engines import Harness, Job, running_engine
 from verify_service.grammar.matcher import CompiledGrammar
 from verify_service.metrics import AWAITED_MASKS
 

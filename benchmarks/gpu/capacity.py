@@ -23,8 +23,8 @@ from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
 from foredraft.config.options import to_flags
 from foredraft.config.services import KV_CACHE_DTYPES
 from foredraft.telemetry import logging as telemetry_logging
-from tests.support.drafts import DraftProcess
-from tests.support.engines import CHANGED, DRAFT_FLAGS, Harness, running_engine
+from testing.drafts import DraftProcess
+from testing.engines import CHANGED, DRAFT_FLAGS, Harness, running_engine
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ from benchmarks.gpu.shapes import MODES, flags_of, head_bytes, target_bytes, wri
 from benchmarks.gpu.timeline import Timeline
 from benchmarks.gpu.timeline import report as report_timelines
 from foredraft.cli import mps
-from tests.support.engines import Harness, Job, running_engine
+from testing.engines import Harness, Job, running_engine
 
 BANDWIDTH = 4.49e12  # bytes/s, measured on an H200
 TIMELINE_TOKENS = 160

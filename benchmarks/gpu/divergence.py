@@ -19,8 +19,8 @@ from benchmarks.real_prompts import real_prompts
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support.engines import Job, accept_length, running_engine
-from tests.support.ties import Reference, first_difference
+from testing.engines import Job, accept_length, running_engine
+from testing.ties import Reference, first_difference
 
 TREES = {"chain": (3, 1, 4), "tree": (5, 4, 12)}
 

@@ -33,7 +33,7 @@ from foredraft.config.options import to_flags
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support.engines import Collector, Harness, Job, running_engine
+from testing.engines import Collector, Harness, Job, running_engine
 from verify_service.drafts.drafting import Drafting
 from verify_service.outputs import Load, StepOutput
 

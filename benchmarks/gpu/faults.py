@@ -29,10 +29,10 @@ from foredraft.models.registry import resolve_model_path
 from foredraft.rpc.lifetime import DEVICE_LOST
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support import engines
-from tests.support.engines import Harness, Job, running_engine
-from tests.support.fault_cases import BlockCount, FaultyDraft, do_fault
-from tests.support.faulty_draft import ATTACHING, BY_VALUE, DEVICE, POINTS
+from testing import engines
+from testing.engines import Harness, Job, running_engine
+from testing.fault_cases import BlockCount, FaultyDraft, do_fault
+from testing.faulty_draft import ATTACHING, BY_VALUE, DEVICE, POINTS
 
 CASES = [
     f"{point}:{action}"

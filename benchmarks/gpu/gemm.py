@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from foredraft.layers import few_rows
+from foredraft.layers import skinny_gemm
 
 SHAPES = {
     "qkv": (6144, 4096),
@@ -77,10 +77,12 @@ def _measure(name: str, rows: int, weights: dict[str, list[torch.Tensor]]) -> di
 
     def ours(x: torch.Tensor, w: torch.Tensor, gated: bool) -> object:
         if gated:
-            return few_rows.multiply(x, w, None, gated=True)
-        parts = few_rows.num_parts(x, w)
+            return skinny_gemm.multiply(x, w, None, gated=True)
+        parts = skinny_gemm.num_parts(x, w)
         return (
-            few_rows.multiply(x, w, None) if parts == 1 else few_rows.multiply_in_parts(x, w, parts)
+            skinny_gemm.multiply(x, w, None)
+            if parts == 1
+            else skinny_gemm.multiply_in_parts(x, w, parts)
         )
 
     def whole(microseconds: float) -> float:
@@ -95,7 +97,7 @@ def _measure(name: str, rows: int, weights: dict[str, list[torch.Tensor]]) -> di
         "rows": rows,
         "floor_us": whole(floor / BANDWIDTH * 1e6),
         "cublas_us": whole(_time(lambda: run(cublas))),
-        "ours_us": whole(_time(lambda: run(ours))) if rows <= few_rows.MOST_ROWS else 0.0,
+        "ours_us": whole(_time(lambda: run(ours))) if rows <= skinny_gemm.MOST_ROWS else 0.0,
     }
 
 

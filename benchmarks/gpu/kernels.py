@@ -19,17 +19,13 @@ import torch.nn.functional as F
 
 from foredraft.attention.base import Batch
 from foredraft.attention.paged_triton import TritonAttention, TritonPlan, splits_for
-from foredraft.attention.shares import Balance
+from foredraft.attention.split_kv import Balance
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused
-from foredraft.speculation import sampling
-from foredraft.speculation.sampling import SamplingRows
-from foredraft.speculation.triton_sampling import (
-    choose_tokens,
-    commit_paths,
-    prepare_trees,
-    walk_trees,
-)
+from foredraft.sampling import sampling
+from foredraft.sampling.rows import SamplingRows
+from foredraft.sampling.triton_sampling import choose_tokens
+from verify_service.executor.triton_trees import commit_paths, prepare_trees, walk_trees
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB = 32, 32, 8, 128, 4096, 14336, 128256
 PAGE_SIZE = 16

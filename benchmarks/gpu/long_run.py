@@ -36,12 +36,12 @@ from foredraft.models.registry import resolve_model_path
 from foredraft.telemetry.metrics import value
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason, SamplingParams
-from tests.support import counted_draft, engines
-from tests.support.engines import Harness, Job, running_engine
-from tests.support.fault_cases import BlockCount, GraphCount, device_bytes, num_descriptors
-from tests.support.segments import segments
-from tests.support.standby_drafts import StandbyDraft
-from tests.support.ties import first_difference
+from testing import counted_draft, engines
+from testing.engines import Harness, Job, running_engine
+from testing.fault_cases import BlockCount, GraphCount, device_bytes, num_descriptors
+from testing.segments import segments
+from testing.standby_drafts import StandbyDraft
+from testing.ties import first_difference
 from verify_service import metrics
 from verify_service.engine.live_requests import EngineRequest
 from verify_service.outputs import Finish, Load, StepOutput
@@ -75,7 +75,7 @@ def main() -> int:
     args = parser.parse_args()
     args.until = time.monotonic() + args.seconds
     args.out.mkdir(parents=True, exist_ok=True)
-    StandbyDraft.module = "tests.support.counted_draft"
+    StandbyDraft.module = "testing.counted_draft"
     StandbyDraft.num_spares = 3 if args.device == "cuda" else 1
     engines.DraftProcess = StandbyDraft  # type: ignore[assignment,misc]
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:

@@ -25,24 +25,24 @@ GROUPS = {
     ),
     "8-bit KV": (["tests/attention/test_eight_bit.py"], ""),
     "layers": (
-        ["tests/layers/test_fused.py", "tests/layers/test_few_rows.py"],
+        ["tests/layers/test_fused.py", "tests/layers/test_skinny_gemm.py"],
         "dtype1 and (test_norm or adding or gated) or rotates and (16-6 or 80-70) or angles "
         "or 30-72 or 136-512 or 9000",
     ),
-    "sampling": (["tests/speculation/test_triton_sampling.py"], ""),
+    "sampling": (["tests/sampling/test_triton_sampling.py"], ""),
     "trees, steps": (
         [
-            "tests/speculation/test_triton_steps.py",
-            "tests/speculation/test_triton_adjust.py",
-            "tests/speculation/test_fixed_shape_trees.py",
+            "tests/verify_service/executor/test_triton_steps.py",
+            "tests/verify_service/executor/test_triton_adjust.py",
+            "tests/trees/test_fixed_shape_trees.py",
         ],
         "",
     ),
     "drafts": (
         [
-            "tests/speculation/test_device_beams.py",
-            "tests/runner/test_draft_plan.py",
-            "tests/runner/test_hand_over.py",
+            "tests/draft_service/test_device_beams.py",
+            "tests/draft_service/test_draft_plan.py",
+            "tests/verify_service/executor/test_hand_over.py",
         ],
         "",
     ),

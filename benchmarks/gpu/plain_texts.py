@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any
 
 from foredraft.types import SamplingParams
-from tests.support.engines import Job, running_engine
-from tests.support.ties import Reference
+from testing.engines import Job, running_engine
+from testing.ties import Reference
 
 SECONDS = 1800.0  # for all texts, on a CPU too
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.gpu.runs import random_jobs
 from benchmarks.gpu.shapes import flags_of, write_checkpoints
-from foredraft.runner.mixed_graphs import MixedGraphs
-from tests.support.engines import running_engine
+from testing.engines import running_engine
+from verify_service.executor.mixed_graphs import MixedGraphs
 
 OWN = "Foredraft"
 LENGTHS, BATCHES, WARM_UP = (32, 128, 256, 512, 1024), (1, 8), 3

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from foredraft.types import SamplingParams
-from tests.support.engines import Harness, Job
-from verify_service.engine.run_ahead import RunAhead
+from testing.engines import Harness, Job
+from verify_service.engine.overlap import RunAhead
 
 
 def random_jobs(

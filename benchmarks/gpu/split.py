@@ -32,9 +32,9 @@ from foredraft.config.options import parse
 from foredraft.config.services import DraftConfig
 from foredraft.rpc.server import RpcServer
 from foredraft.transport import cuda
-from tests.support import engines
-from tests.support.drafts import DraftProcess
-from tests.support.engines import running_engine
+from testing import engines
+from testing.drafts import DraftProcess
+from testing.engines import running_engine
 
 SETTINGS = ("one process", "two, MPS", "two, no MPS")
 

@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.gpu.runs import watched_waits
 from benchmarks.gpu.stamps import Stamps
-from tests.support.drafts import DraftProcess
+from testing.drafts import DraftProcess
 from verify_service.drafts.wire import DraftWire
-from verify_service.target.graph_step import GraphStep
+from verify_service.executor.graph_step import GraphStep
 
 
 class StagedDraft:
@@ -206,7 +206,7 @@ def _lag(target, waits, offset):
 
 def _answer_questions(socket: str) -> None:
     from draft_service.drafters.graph_drafting import GraphDrafting
-    from foredraft.runner.draft_graphs import DraftGraphs
+    from draft_service.steps.graphs import DraftGraphs
 
     stamps, steps, launched = Stamps(), [], []
     proceed = GraphDrafting.proceed

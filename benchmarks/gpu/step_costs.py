@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.engine_steps import EngineSteps, Step
-from foredraft.speculation.triton_steps import pretended_path
 from foredraft.types import FinishReason, SamplingParams
+from testing.engine_steps import EngineSteps, Step
 from verify_service.engine.engine import Engine
 from verify_service.engine.live_requests import EngineRequest
+from verify_service.executor.triton_steps import pretended_path
 from verify_service.outputs import Load, StepOutput
 
 PROMPT = 256  # tokens

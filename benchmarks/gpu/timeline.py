@@ -20,8 +20,8 @@ import numpy as np
 from benchmarks.gpu.runs import run_batch, watched_waits
 from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
 from foredraft.cli import mps
-from tests.support.drafts import DraftProcess
-from tests.support.engines import Harness, running_engine
+from testing.drafts import DraftProcess
+from testing.engines import Harness, running_engine
 
 STEPS = 20  # that are shown
 COLORS = ("gray", "orange", "blue")

@@ -9,9 +9,9 @@ import torch
 from draft_service.drafters.paged_sequences import PagedSequence
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import SequenceRows
-from foredraft.speculation.draft_tree import DraftTree
-from foredraft.speculation.sampling import SamplingRows
-from foredraft.speculation.tree_building import BeamTree, Ordering
+from foredraft.sampling.rows import SamplingRows
+from foredraft.trees.draft_tree import DraftTree
+from foredraft.trees.tree_building import BeamTree, Ordering
 
 
 @dataclass(frozen=True, slots=True)

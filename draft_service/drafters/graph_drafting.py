@@ -13,19 +13,11 @@ import torch
 from draft_service.drafters.beam_drafting import Wish
 from draft_service.drafters.hidden_source import HiddenSource
 from draft_service.drafters.paged_sequences import Continuation, Extension, PagedSequence
+from draft_service.steps.graphs import DraftGraphs
+from draft_service.steps.records import HEADER, NUM_ROWS, ROW, SAMPLING, SLOT, START, VALID_FROM
+from draft_service.steps.uploads import StepRecords
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import Unavailable
-from foredraft.runner.draft_graphs import DraftGraphs
-from foredraft.runner.draft_records import (
-    HEADER,
-    NUM_ROWS,
-    ROW,
-    SAMPLING,
-    SLOT,
-    START,
-    VALID_FROM,
-)
-from foredraft.runner.draft_uploads import StepRecords
 from foredraft.transport.base import HiddenReader
 from foredraft.transport.device_exchange import DraftExchange
 

@@ -10,12 +10,12 @@ from draft_service.drafters.hidden_source import HiddenSource
 from draft_service.drafters.paged import Limits, PagedProposer
 from draft_service.drafters.paged_sequences import Extension
 from draft_service.drafters.step_shape import draft_shape, handed_on
+from draft_service.steps.graphs import DraftGraphs
+from draft_service.steps.head_runner import HeadRunner
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.base import Batch
 from foredraft.errors import InvalidRequest
 from foredraft.runner.batch import SequenceRows
-from foredraft.runner.draft_graphs import DraftGraphs
-from foredraft.runner.head_runner import HeadRunner
 
 
 class HeadLevels:

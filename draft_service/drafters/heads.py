@@ -18,6 +18,14 @@ from draft_service.drafters.paged import (
     weight_bytes,
 )
 from draft_service.drafters.target_weights import TargetWeights
+from draft_service.models.draft_head import DraftHead
+from draft_service.models.head_loader import load_head
+from draft_service.models.shared_weights import (
+    load_shared_weights,
+    read_token_map,
+    reduce_vocabulary,
+)
+from draft_service.steps.head_runner import HeadRunner
 from foredraft import __version__
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import DraftConfig
@@ -25,16 +33,8 @@ from foredraft.errors import AttachRefused
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.quantization import quantize
 from foredraft.models.config import ModelConfig
-from foredraft.models.draft_head import DraftHead
-from foredraft.models.head_loader import load_head
 from foredraft.models.registry import resolve_model_path
-from foredraft.models.shared_weights import (
-    load_shared_weights,
-    read_token_map,
-    reduce_vocabulary,
-)
 from foredraft.models.speculation import complete
-from foredraft.runner.head_runner import HeadRunner
 from foredraft.text.tokenizer import tokenizer_fingerprint
 from foredraft.transport import codec
 

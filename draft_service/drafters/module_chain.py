@@ -16,11 +16,11 @@ from draft_service.drafters.beam_drafting import Scratch, Wish
 from draft_service.drafters.head_proposer import HeadProposer
 from draft_service.drafters.paged import Limits, Run, forwards
 from draft_service.drafters.paged_sequences import Extension, PagedSequence
+from draft_service.steps.head_runner import HeadRunner
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.runner.head_runner import HeadRunner
-from foredraft.speculation.draft_tree import EMPTY, DraftTree
-from foredraft.speculation.sampling import SamplingRows
-from foredraft.speculation.tree_building import BeamTree
+from foredraft.sampling.rows import SamplingRows
+from foredraft.trees.draft_tree import EMPTY, DraftTree
+from foredraft.trees.tree_building import BeamTree
 
 
 @dataclass(slots=True)

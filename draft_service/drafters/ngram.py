@@ -1,4 +1,4 @@
-"""Drafting by n-grams for attached verifiers. The tries are in `foredraft.speculation.ngram`; never imports torch."""
+"""Drafting by n-grams for attached verifiers. The tries are in `draft_service.ngram.trie`; never imports torch."""
 
 import bisect
 import time
@@ -6,12 +6,12 @@ import time
 from draft_service.drafters.base import Drafter, Proposer
 from draft_service.drafters.slots import check_position, check_slots, check_tokens
 from draft_service.metrics import TRIE_NODES
+from draft_service.ngram import trie
 from foredraft import __version__
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import AttachRefused
-from foredraft.speculation import ngram
 
 # Lengths of a match at which the confidence of a proposal rises by one; 0 is a model's, of which nothing is known.
 CONFIDENT_LENGTHS = (1, 2, 3, 4, 6, 9)
@@ -23,7 +23,7 @@ class NgramDrafter(Drafter):
 
     def __init__(self, config: SpeculationConfig) -> None:
         longest, branch_length = config.ngram_window
-        self._rules = ngram.NgramRules(
+        self._rules = trie.NgramRules(
             min_window=config.speculative_ngram_min_match_window_size,
             max_window=longest,
             branch_length=branch_length,
@@ -49,7 +49,7 @@ class NgramDrafter(Drafter):
         if not request.max_batch:
             raise AttachRefused("max_batch", "must be at least 1")
         proposer = NgramProposer(
-            ngram.NgramDrafter(self._rules, self._capacity), request, self._limits
+            trie.NgramDrafter(self._rules, self._capacity), request, self._limits
         )
         return proposer, draft_pb2.AttachResponse()
 
@@ -59,7 +59,7 @@ class NgramProposer(Proposer):
 
     def __init__(
         self,
-        drafter: ngram.NgramDrafter,
+        drafter: trie.NgramDrafter,
         attach: draft_pb2.AttachRequest,
         limits: tuple[int, int, int],
     ) -> None:

@@ -21,9 +21,9 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.warm_up import Reach, forwards_to_run
-from foredraft.speculation.draft_tree import DraftTree
-from foredraft.speculation.tree_building import Ordering
 from foredraft.transport import cuda
+from foredraft.trees.draft_tree import DraftTree
+from foredraft.trees.tree_building import Ordering
 
 # Rows of one forward while catching up, over all sequences: enough to be worth launching, few enough to have memory for.
 CHUNK_ROWS, GPU_CHUNK_ROWS = 512, 1024

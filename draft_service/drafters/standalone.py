@@ -18,6 +18,8 @@ from draft_service.drafters.paged import (
     weight_bytes,
 )
 from draft_service.drafters.step_shape import draft_shape, handed_on
+from draft_service.models.shared_weights import read_token_map, reduce_vocabulary
+from draft_service.steps.graphs import DraftGraphs
 from foredraft import __version__
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
@@ -29,9 +31,7 @@ from foredraft.layers.quantization import quantize
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import load_model
 from foredraft.models.registry import resolve_model_path
-from foredraft.models.shared_weights import read_token_map, reduce_vocabulary
 from foredraft.runner.batch import SequenceRows
-from foredraft.runner.draft_graphs import DraftGraphs
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.text.tokenizer import tokenizer_fingerprint
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from draft_service.steps.hand_on import HandedOn
+from draft_service.steps.records import DraftShape
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import AttachRefused
-from foredraft.runner.draft_hand_on import HandedOn
-from foredraft.runner.draft_records import DraftShape
 from foredraft.transport.device_exchange import DraftExchange
 
 

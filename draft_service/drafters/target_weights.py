@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from draft_service.models.draft_head import DraftHead, SharedWeights
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.layers.embedding import Embedding, LMHead
-from foredraft.models.draft_head import DraftHead, SharedWeights
 from foredraft.models.loader import fill_tensors_randomly
-from foredraft.transport.base import ArenaError
+from foredraft.transport.rows import ArenaError
 from foredraft.transport.weights import MappedWeights
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
-from foredraft.attention.shares import Balance, Lengths, Levels, Shares, share_out
+from foredraft.attention.split_kv import Balance, Lengths, Levels, Shares, share_out
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
 

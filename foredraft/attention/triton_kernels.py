@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from foredraft.attention.share_kernels import (
+from foredraft.attention.split_kv_kernels import (
     BEGIN,
     BLOCK,
     COLUMNS,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foredraft.layers import few_rows
+from foredraft.layers import skinny_gemm
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 BLOCKS = 16
@@ -52,23 +52,23 @@ class Linear(nn.Module):
         if (
             self.multiply is cuda_linear
             and self.bias is None
-            and few_rows.supports(x, self.weight)
-            and (parts := few_rows.num_parts(x, self.weight)) > 1
+            and skinny_gemm.supports(x, self.weight)
+            and (parts := skinny_gemm.num_parts(x, self.weight)) > 1
         ):
-            return few_rows.multiply_in_parts(x, self.weight, parts)
+            return skinny_gemm.multiply_in_parts(x, self.weight, parts)
         return self(x)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor | None:
         """silu(first half of the outputs) * second half, where one kernel does both; else None."""
-        if self.multiply is cuda_linear and few_rows.supports(x, self.weight):
-            return few_rows.multiply(x, self.weight, self.bias, gated=True)
+        if self.multiply is cuda_linear and skinny_gemm.supports(x, self.weight):
+            return skinny_gemm.multiply(x, self.weight, self.bias, gated=True)
         return None
 
 
 def cuda_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`F.linear` for a GPU, with kernels of its own for few rows."""
-    if few_rows.supports(x, weight) and few_rows.is_faster(x, weight):
-        return few_rows.multiply(x, weight, bias)
+    if skinny_gemm.supports(x, weight) and skinny_gemm.is_faster(x, weight):
+        return skinny_gemm.multiply(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from foredraft.attention.base import Batch, SequenceSpan
-from foredraft.speculation.draft_tree import DraftTree, depths
+from foredraft.trees.draft_tree import DraftTree, depths
 
 
 @dataclass(frozen=True, slots=True)

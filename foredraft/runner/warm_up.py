@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from foredraft.attention.paged_triton import splits_for
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import SequenceRows
-from foredraft.speculation.draft_tree import DraftTree
+from foredraft.trees.draft_tree import DraftTree
 
 LARGER_TILES = 256  # rows times query heads of a KV head, above which attention's tiles are larger
 

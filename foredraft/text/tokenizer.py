@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from foredraft.errors import CheckpointError, InvalidRequest
-from foredraft.text import detokenizer
+from foredraft.text import stages
 from foredraft.text.chat_template import ChatTemplate
 
 SPECIAL_TOKEN_KEYS = (
@@ -52,7 +52,7 @@ class Tokenizer:
         backend.no_padding()
         roles = dict(special_tokens or {})
         self.decoder: Mapping[str, Any] | None = json.loads(backend.to_str())["decoder"]
-        detokenizer.build_stages(self.decoder)  # refuses here what could not be streamed later
+        stages.build_stages(self.decoder)  # refuses here what could not be streamed later
         self.special_ids = frozenset(
             token for token, added in backend.get_added_tokens_decoder().items() if added.special
         )
@@ -61,9 +61,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size()
         self._settled_texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
         self._token = functools.lru_cache(maxsize=2**16)(backend.id_to_token)
-        self._token_bytes = functools.lru_cache(maxsize=2**14)(
-            functools.partial(detokenizer.token_bytes, self)
-        )
+        self._token_bytes = functools.lru_cache(maxsize=2**14)(self._bytes_of)
 
     @classmethod
     def from_dir(
@@ -122,6 +120,10 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """UTF-8 of one token in the middle of a text; half a character for some tokens."""
         return self._token_bytes(token)
+
+    def _bytes_of(self, token: int) -> bytes:
+        piece = self.token(token)
+        return b"" if piece is None else stages.piece_bytes(piece, self.decoder)
 
     def settled_texts(self, skip_special_tokens: bool) -> dict[int, str]:
         """What detokenizers found tokens to read as where nothing before matters; no larger than the vocabulary."""

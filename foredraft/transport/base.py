@@ -3,64 +3,15 @@ bounds their memory."""
 
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
-from foredraft.errors import ForedraftError, InvalidRequest
+from foredraft.errors import InvalidRequest
 from foredraft.transport import codec
-
-if TYPE_CHECKING:
-    from foredraft.transport.device_exchange import DeviceExchange, DraftExchange
-
-HIDDEN = "hidden"  # name of the ring among the arena's tensors
-MAX_ROW_BYTES = 1 << 24
-
-
-class ArenaError(ForedraftError):
-    """An arena cannot be made here, or one that is offered cannot be mapped.
-
-    Args:
-        field: Of `tensor_pb2.Arena`, where one is to blame.
-    """
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
-        self.message = message
-
-
-@dataclass(frozen=True, slots=True)
-class RowFormat:
-    """One row of hidden states.
-
-    Attributes:
-        width: Elements.
-        dtype: Their type.
-    """
-
-    width: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, needs: draft_pb2.HiddenNeeds) -> "RowFormat":
-        """The rows that a draft wants.
-
-        Raises:
-            InvalidRequest: There are no such rows.
-        """
-        row = cls(needs.width, codec.to_torch(needs.dtype))
-        if not row.dtype.is_floating_point or not 0 < row.num_bytes <= MAX_ROW_BYTES:
-            raise InvalidRequest("hidden", f"rows of {row.width} x {row.dtype}")
-        return row
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of a row."""
-        return self.width * self.dtype.itemsize
+from foredraft.transport.device_exchange import DeviceExchange, DraftExchange
+from foredraft.transport.rows import HIDDEN, ArenaError, RowFormat
 
 
 class RowRing:
@@ -115,7 +66,7 @@ class Region:
     """
 
     arena: tensor_pb2.Arena
-    device: "DeviceExchange | None" = None
+    device: DeviceExchange | None = None
 
     def attached(self) -> None:
         """Both ends have mapped the memory: its name may go.
@@ -227,7 +178,7 @@ class HiddenReader(ABC):
     """
 
     ring: torch.Tensor | None = None
-    exchange: "DraftExchange | None" = None
+    exchange: DraftExchange | None = None
 
     def expect(self, step: int) -> None:  # noqa: B027
         """What is read from now on belongs to a step whose message has come."""

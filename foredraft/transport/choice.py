@@ -7,9 +7,10 @@ import torch
 
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.transport import cuda, shared_memory
-from foredraft.transport.base import ArenaError, HiddenReader, HiddenWriter, Region, RowFormat
+from foredraft.transport.base import HiddenReader, HiddenWriter, Region
 from foredraft.transport.device_exchange import DraftExchange, StepSizes
 from foredraft.transport.inline import InlineReader, InlineWriter
+from foredraft.transport.rows import ArenaError, RowFormat
 from foredraft.transport.shared_memory import SharedMemoryReader, SharedMemoryWriter
 
 NAMES: dict[tensor_pb2.Transport, str] = {

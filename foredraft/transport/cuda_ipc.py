@@ -15,16 +15,7 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import InvalidRequest
 from foredraft.transport import cuda, layout
-from foredraft.transport.base import (
-    HIDDEN,
-    ArenaError,
-    HiddenReader,
-    Region,
-    RingWriter,
-    RowFormat,
-    check_ring,
-    check_rows,
-)
+from foredraft.transport.base import HiddenReader, Region, RingWriter, check_ring, check_rows
 from foredraft.transport.device_exchange import (
     ACCEPTED,
     ROWS,
@@ -33,6 +24,7 @@ from foredraft.transport.device_exchange import (
     DraftExchange,
     StepSizes,
 )
+from foredraft.transport.rows import HIDDEN, ArenaError, RowFormat
 
 _HEADER = struct.Struct("<8sQQ")  # magic, epoch, size of the block
 _MAGIC, _ANSWER = b"foredra1", b"draftra1"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from foredraft.transport import cuda
-from foredraft.transport.base import RowFormat
 from foredraft.transport.layout import TensorSpec
+from foredraft.transport.rows import RowFormat
 
 ACCEPTED, ROWS, TREES = "accepted", "rows", "trees"  # names among the arena's tensors
 

@@ -6,7 +6,8 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import InvalidRequest
 from foredraft.transport import codec
-from foredraft.transport.base import HiddenReader, HiddenWriter, RowFormat
+from foredraft.transport.base import HiddenReader, HiddenWriter
+from foredraft.transport.rows import RowFormat
 
 MAX_BYTES = 32 << 20  # of rows in one message; half of gRPC's limit
 

@@ -9,7 +9,7 @@ import torch
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import InvalidRequest
 from foredraft.transport import codec
-from foredraft.transport.base import HIDDEN, ArenaError, RowFormat
+from foredraft.transport.rows import HIDDEN, ArenaError, RowFormat
 
 ALIGNMENT = 256  # bytes
 

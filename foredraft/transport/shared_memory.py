@@ -21,16 +21,10 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import InvalidRequest
 from foredraft.transport import codec
-from foredraft.transport.base import (
-    ArenaError,
-    HiddenReader,
-    RingWriter,
-    RowFormat,
-    check_ring,
-    check_rows,
-)
+from foredraft.transport.base import HiddenReader, RingWriter, check_ring, check_rows
 from foredraft.transport.layout import describe, ring_spec
 from foredraft.transport.process import pid_namespace, start_time
+from foredraft.transport.rows import ArenaError, RowFormat
 
 FOLDER = Path("/dev/shm")
 # Pid, its start time, pid namespace.

@@ -6,8 +6,8 @@ import torch
 
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.transport import codec, cuda, layout
-from foredraft.transport.base import ArenaError
 from foredraft.transport.cuda_ipc import map_block
+from foredraft.transport.rows import ArenaError
 
 
 def export(weights: Mapping[str, torch.Tensor], epoch: int) -> list[tensor_pb2.Arena]:

@@ -11,9 +11,9 @@ from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused
-from foredraft.speculation.triton_sampling import commit_paths
-from tests.support.attention_spans import SCALE, batch_of, brute_force, random_span, slots_of
-from tests.support.triton_device import DEVICE, INTERPRETED, needs_triton, true_casts
+from testing.attention_spans import SCALE, batch_of, brute_force, random_span, slots_of
+from testing.triton_device import DEVICE, INTERPRETED, needs_triton, true_casts
+from verify_service.executor.triton_trees import commit_paths
 
 TYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
 SCALES = ((0.5, 2.0), (0.037, 0.11))

@@ -9,12 +9,12 @@ import torch
 from foredraft.attention import paged_triton
 from foredraft.attention.base import SequenceSpan
 from foredraft.attention.paged_triton import TritonAttention
-from foredraft.attention.shares import Balance
+from foredraft.attention.split_kv import Balance
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.layers import few_rows
-from tests.support.attention_spans import batch_of
-from tests.support.triton_compiled import SHARED, Recorder
-from tests.support.triton_device import INTERPRETED
+from foredraft.layers import skinny_gemm
+from testing.attention_spans import batch_of
+from testing.triton_compiled import SHARED, Recorder
+from testing.triton_device import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or INTERPRETED, reason="needs Triton's compiler"
@@ -28,7 +28,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: pair)
     able = {"launch_pdl": pair >= (9, 0), "DEPENDENT": pair >= (9, 0)}
     monkeypatch.setattr(paged_triton, "overlapped", lambda device: able)
-    monkeypatch.setattr(few_rows, "overlapped", lambda device: able)
+    monkeypatch.setattr(skinny_gemm, "overlapped", lambda device: able)
     room = paged_triton.has_room(torch.device("cuda"))
     monkeypatch.setattr(paged_triton, "has_room", lambda device: room)
 
@@ -41,7 +41,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
 )
 @pytest.mark.parametrize("capability", [80, 86])  # of 89 and 120 as of 86
 def test_attention_fits(monkeypatch, capability, head_dim, kept, rows):
-    from foredraft.attention import share_kernels, triton_kernels
+    from foredraft.attention import split_kv_kernels, triton_kernels
 
     pretend(monkeypatch, capability)
     recorder = Recorder(triton_kernels.attend)
@@ -49,7 +49,7 @@ def test_attention_fits(monkeypatch, capability, head_dim, kept, rows):
     for module, name in (
         (triton_kernels, "combine"),
         (triton_kernels, "combine_shares"),
-        (share_kernels, "share_out"),
+        (split_kv_kernels, "share_out"),
     ):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name)))
     kv = PagedKV(1, 40, 16, 2, head_dim, kept, torch.device("cpu"))
@@ -71,15 +71,15 @@ def test_attention_fits(monkeypatch, capability, head_dim, kept, rows):
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("rows", [4, 64])
 def test_products_of_few_rows_fit_where_they_are_used(monkeypatch, rows, gated):
-    from foredraft.layers import few_rows_kernels
+    from foredraft.layers import skinny_gemm_kernels
 
     pretend(monkeypatch, 90)
-    recorder = Recorder(few_rows_kernels.multiply)
-    monkeypatch.setattr(few_rows_kernels, "multiply", recorder)
+    recorder = Recorder(skinny_gemm_kernels.multiply)
+    monkeypatch.setattr(skinny_gemm_kernels, "multiply", recorder)
     x = torch.zeros(rows, 4096, dtype=torch.bfloat16)
     for outputs in (4096, 16384):
         weight = torch.empty(outputs, 4096, dtype=torch.bfloat16)
-        few_rows.multiply(x, weight, None, gated)
+        skinny_gemm.multiply(x, weight, None, gated)
     assert max(recorder.shared_memory(90)) <= SHARED[90]
 
 
@@ -93,4 +93,4 @@ def test_products_of_few_rows_are_for_cards_that_have_room(monkeypatch, capabili
         is_cuda = True
 
     weight = torch.zeros(64, 64, dtype=torch.bfloat16).as_subclass(OnGpu)
-    assert few_rows.supports(torch.zeros(2, 64, dtype=torch.bfloat16), weight) is used
+    assert skinny_gemm.supports(torch.zeros(2, 64, dtype=torch.bfloat16), weight) is used

@@ -8,7 +8,7 @@ from foredraft.attention import sdpa
 from foredraft.attention.base import Batch, SequenceSpan
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.kvcache.paged_kv import PagedKV
-from tests.support.attention_spans import SCALE, batch_of, brute_force, random_span, slots_of
+from testing.attention_spans import SCALE, batch_of, brute_force, random_span, slots_of
 
 PAGE_SIZE, NUM_PAGES, HEAD_DIM = 4, 40, 8
 

@@ -12,8 +12,8 @@ from foredraft.attention.paged_triton import TritonAttention, splits_for
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
-from tests.support.attention_spans import SCALE, batch_of, brute_force, random_span, slots_of
-from tests.support.triton_device import DEVICE, INTERPRETED, needs_triton
+from testing.attention_spans import SCALE, batch_of, brute_force, random_span, slots_of
+from testing.triton_device import DEVICE, INTERPRETED, needs_triton
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine_steps import EngineSteps, Step, report
 from foredraft.types import SamplingParams
-from tests.support.checkpoints import make_checkpoint
-from tests.support.engines import Job, running_engine
-from tests.support.triton_device import INTERPRETED, needs_triton
+from testing.checkpoints import make_checkpoint
+from testing.engine_steps import EngineSteps, Step, report
+from testing.engines import Job, running_engine
+from testing.triton_device import INTERPRETED, needs_triton
 
 JOBS = [
     Job([*[5, 6, 7, 98, 99] * 3, 40 + i], SamplingParams(temperature=0.0, max_new_tokens=20))
@@ -56,7 +56,7 @@ def test_steps_that_are_waited_for(
 @needs_triton
 @pytest.mark.skipif(not INTERPRETED, reason="is for the interpreter")
 def test_steps_that_run_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.eager_graphs import use_eager_graphs  # needs Triton
+    from testing.eager_graphs import use_eager_graphs  # needs Triton
 
     path = make_checkpoint(tmp_path, num_hidden_layers=1)
     use_eager_graphs(monkeypatch)

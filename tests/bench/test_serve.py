@@ -17,8 +17,8 @@ from foredraft.bench.records import Record
 from foredraft.bench.statistics import summarize
 from foredraft.bench.stream import AnswerReader
 from foredraft.cli import bench, stack
-from tests.support.peer_server import PeerServer
-from tests.support.stack import running_stack
+from testing.peer_server import PeerServer
+from testing.stack import running_stack
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak_growth import growth
-from tests.support import tools
-from tests.support.stack import make_model
+from testing import tools
+from testing.soak_growth import growth
+from testing.stack import make_model
 
 
 def samples(leak: dict[str, float], count: int = 200) -> list[dict[str, Any]]:

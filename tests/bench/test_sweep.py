@@ -25,8 +25,8 @@ from foredraft.bench.sweep import (
 from foredraft.cli import bench
 from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import ConfigError, ForedraftError
-from tests.support.peer_server import PeerServer
-from tests.support.stack import make_model, running_stack
+from testing.peer_server import PeerServer
+from testing.stack import make_model, running_stack
 
 CASES = [Case(1, 0.0), Case(4, 1.0)]
 SETTINGS = [

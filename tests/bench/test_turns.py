@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.turns import Turns, median_within
 from foredraft.types import SamplingParams
-from tests.support.checkpoints import make_checkpoint
-from tests.support.engines import Job, running_engine
+from testing.checkpoints import make_checkpoint
+from testing.engines import Job, running_engine
+from testing.turns import Turns, median_within
 
 
 def test_no_engine_runs_two_steps_in_a_row_while_another_has_work(

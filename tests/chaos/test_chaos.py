@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos_suite.cases import Case, Result
-from benchmarks.chaos_suite.faults import BY_NAME, FAULTS, plan
-from benchmarks.chaos_suite.link import garble
-from benchmarks.chaos_suite.room import Room
-from benchmarks.chaos_suite.trial import assess
+from testing.chaos.cases import Case, Result
+from testing.chaos.faults import BY_NAME, FAULTS, plan
+from testing.chaos.link import garble
+from testing.chaos.room import Room
+from testing.chaos.trial import assess
 
 ROOT = Path(__file__).resolve().parents[2]
 # The most different ones; the long run has all.

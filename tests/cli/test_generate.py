@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.stack import eventually, make_model, running_stack
+from testing.stack import eventually, make_model, running_stack
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "foredraft.cli.main", "generate"]

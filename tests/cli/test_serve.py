@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chaos_suite.processes import is_alive
-from tests.support.checkpoints import make_checkpoint
-from tests.support.stack import eventually
-from tests.support.tiny_tokenizers import byte_level, save
+from testing.chaos.processes import is_alive
+from testing.checkpoints import make_checkpoint
+from testing.stack import eventually
+from testing.tiny_tokenizers import byte_level, save
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ("--port=0", "--grpc-port=0", "--max-total-tokens=2048", "--num-threads=1")

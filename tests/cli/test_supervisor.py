@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chaos_suite.processes import is_alive
 from foredraft.cli.supervisor import Service, ServiceFailed, Supervisor, describe_exit
 from foredraft.rpc.lifetime import PARENT_VARIABLE
-from tests.support.stack import eventually
+from testing.chaos.processes import is_alive
+from testing.stack import eventually
 
 CHILD = Path(__file__).with_name("child.py")
 ROOT = CHILD.parents[2]

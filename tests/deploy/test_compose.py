@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import command_lines, tools
-from tests.support.dockerfile import stages
+from testing import command_lines, tools
+from testing.dockerfile import stages
 
 PROFILES = {
     "cpu": {"namespaces", "gateway", "verifier", "draft", "prometheus", "grafana"},

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import tools
-from tests.support.dockerfile import stages
+from testing import tools
+from testing.dockerfile import stages
 
 SCRIPT = tools.ROOT / "tests" / "support" / "container_root.sh"
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from foredraft.config.services import GatewayConfig
-from tests.support import command_lines, tools
-from tests.support.dockerfile import NativeBuild, copy_context, stages
+from testing import command_lines, tools
+from testing.dockerfile import NativeBuild, copy_context, stages
 
 DOCKERFILE = tools.ROOT / "Dockerfile"
 TARGETS = ("gateway", "cpu", "cuda")
@@ -95,7 +95,7 @@ def test_the_cpu_image_loads_and_drafts(tmp_path: Path) -> None:
 import torch
 from foredraft.models.loader import load_model
 from foredraft.models.registry import resolve_model_path
-from foredraft.speculation.ngram import NgramDrafter
+from draft_service.ngram.trie import NgramDrafter
 load_model(resolve_model_path("foredraft-demo"), dtype=torch.float32, device=torch.device("cpu"))
 """
     _python(environment, "-c", code)

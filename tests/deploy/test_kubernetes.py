@@ -11,8 +11,8 @@ import yaml
 
 from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
 from gateway import metrics as gateway_metrics
-from tests.support import command_lines, tools
-from tests.support.dockerfile import stages
+from testing import command_lines, tools
+from testing.dockerfile import stages
 
 KUBERNETES = "1.34"  # the first with DRA in v1
 OVERLAYS = sorted(path.name for path in (tools.ROOT / "k8s" / "overlays").iterdir())

@@ -9,9 +9,9 @@ from draft_service.drafters.heads import HeadDrafter
 from draft_service.drafters.paged import PagedDrafter
 from draft_service.drafters.standalone import StandaloneDrafter
 from foredraft.config.services import DraftConfig
-from tests.support.checkpoints import make_checkpoint
-from tests.support.draft_cases import KINDS
-from tests.support.draft_heads import save_head
+from testing.checkpoints import make_checkpoint
+from testing.draft_cases import KINDS
+from testing.draft_heads import save_head
 
 
 @pytest.fixture(scope="module")

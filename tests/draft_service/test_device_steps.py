@@ -11,17 +11,17 @@ from draft_service.drafters import graph_drafting
 from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.heads import HeadDrafter
 from draft_service.drafters.paged import PagedDrafter, PagedProposer
+from draft_service.steps.graphs import DraftGraphs
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import AttachRefused, InvalidRequest, Unavailable
-from foredraft.runner.draft_graphs import DraftGraphs
-from foredraft.transport.base import RowFormat
 from foredraft.transport.device_exchange import StepSizes
-from tests.support.device_drafts import Driver, LocalExchange, LocalReader, Turn, schedule
-from tests.support.draft_cases import SAMPLINGS, SHAPES, limits_of
-from tests.support.draft_heads import VOCAB
-from tests.support.drafts import attach_request
-from tests.support.head_verifier import request_of
-from tests.support.plan_attention import PlanAttention
+from foredraft.transport.rows import RowFormat
+from testing.device_drafts import Driver, LocalExchange, LocalReader, Turn, schedule
+from testing.draft_cases import SAMPLINGS, SHAPES, limits_of
+from testing.draft_heads import VOCAB
+from testing.drafts import attach_request
+from testing.head_verifier import request_of
+from testing.plan_attention import PlanAttention
 
 PAGE, NUM_PAGES, MAX_BATCH = 4, 320, 8
 

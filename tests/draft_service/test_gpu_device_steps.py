@@ -14,12 +14,13 @@ from foredraft.models.config import ModelConfig
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.rpc.channel import channel
 from foredraft.transport import choice
-from foredraft.transport.base import HiddenWriter, Region, RowFormat
+from foredraft.transport.base import HiddenWriter, Region
 from foredraft.transport.device_exchange import DeviceExchange, StepSizes
-from tests.support.device_drafts import Driver, Turn, fill, schedule
-from tests.support.draft_cases import SAMPLINGS, limits_of
-from tests.support.drafts import DraftProcess, DraftStream, attach_request, open_stream
-from tests.support.triton_device import needs_gpu
+from foredraft.transport.rows import RowFormat
+from testing.device_drafts import Driver, Turn, fill, schedule
+from testing.draft_cases import SAMPLINGS, limits_of
+from testing.drafts import DraftProcess, DraftStream, attach_request, open_stream
+from testing.triton_device import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 GPU = torch.device("cuda", 0)

@@ -12,12 +12,12 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import DraftConfig
 from foredraft.models.config import ModelConfig
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
-from foredraft.transport.base import RowFormat
 from foredraft.transport.inline import InlineReader
-from tests.support.draft_cases import SAMPLINGS, limits_of
-from tests.support.drafts import attach_request
-from tests.support.head_verifier import Verifier, text
-from tests.support.triton_device import needs_gpu
+from foredraft.transport.rows import RowFormat
+from testing.draft_cases import SAMPLINGS, limits_of
+from testing.drafts import attach_request
+from testing.head_verifier import Verifier, text
+from testing.triton_device import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 

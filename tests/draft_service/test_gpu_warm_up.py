@@ -11,14 +11,9 @@ from torch import nn
 from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.module_chain import ModuleChainProposer
 from foredraft.api.draft.v1 import draft_pb2
-from tests.support.compiled_kernels import compiled, compiled_since
-from tests.support.published_drafts import (
-    DRAFTS,
-    make_extensions,
-    make_proposer,
-    some_extensions,
-)
-from tests.support.triton_device import needs_gpu
+from testing.compiled_kernels import compiled, compiled_since
+from testing.published_drafts import DRAFTS, make_extensions, make_proposer, some_extensions
+from testing.triton_device import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 GPU = torch.device("cuda", 0)

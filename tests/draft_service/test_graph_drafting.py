@@ -14,12 +14,12 @@ from draft_service.drafters.paged import PagedDrafter
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import InvalidRequest
 from foredraft.transport import codec
-from foredraft.transport.base import RowFormat
 from foredraft.transport.inline import InlineReader
-from tests.support.draft_cases import SAMPLINGS, SHAPES, limits_of
-from tests.support.drafts import attach_request
-from tests.support.head_verifier import Verifier, request_of, text
-from tests.support.plan_attention import PlanAttention
+from foredraft.transport.rows import RowFormat
+from testing.draft_cases import SAMPLINGS, SHAPES, limits_of
+from testing.drafts import attach_request
+from testing.head_verifier import Verifier, request_of, text
+from testing.plan_attention import PlanAttention
 
 
 @contextmanager

@@ -13,11 +13,11 @@ from draft_service.drafters.heads import HeadDrafter
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import DraftConfig
 from foredraft.errors import AttachRefused, CheckpointError, ConfigError, InvalidRequest
-from foredraft.speculation.noise import gumbel
-from foredraft.speculation.seeds import to_int64
+from foredraft.sampling.noise import gumbel
+from foredraft.sampling.seeds import to_int64
 from foredraft.types import SamplingParams
-from tests.support.draft_cases import KINDS
-from tests.support.draft_heads import (
+from testing.draft_cases import KINDS
+from testing.draft_heads import (
     VOCAB,
     HeadReference,
     TinyHead,
@@ -26,8 +26,8 @@ from tests.support.draft_heads import (
     save_head,
     tiny_head,
 )
-from tests.support.head_verifier import NUM_PAGES, Verifier, ask, attached, request_of, text
-from tests.support.speculation_reference import distribution
+from testing.head_verifier import NUM_PAGES, Verifier, ask, attached, request_of, text
+from testing.speculation_reference import distribution
 
 MODULES = tiny_head("MTP", 6, num_layers=4)
 CHAIN = (4, 1, 5)

@@ -14,11 +14,11 @@ from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import AttachRefused
 from foredraft.rpc.channel import channel
 from foredraft.rpc.errors import from_rpc_error
-from foredraft.transport.base import RowFormat
+from foredraft.transport.rows import RowFormat
 from foredraft.transport.shared_memory import SharedMemoryWriter
-from tests.support.drafts import DraftProcess, attach_request, open_stream
-from tests.support.hidden_drafts import HiddenDraft, HiddenDrafter
-from tests.support.segments import segments
+from testing.drafts import DraftProcess, attach_request, open_stream
+from testing.hidden_drafts import HiddenDraft, HiddenDrafter
+from testing.segments import segments
 
 WIDTH = 32
 ROW = RowFormat(WIDTH, torch.float32)

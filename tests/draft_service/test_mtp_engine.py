@@ -9,9 +9,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from foredraft.types import SamplingParams
-from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.support.draft_heads import tiny_head
-from tests.support.engines import Job, Result, running_engine
+from testing.checkpoints import VOCAB_SIZE, make_checkpoint
+from testing.draft_heads import tiny_head
+from testing.engines import Job, Result, running_engine
 
 # So few pages that sequences preempt each other, and chunks shorter than most prompts.
 PRESSURE = {

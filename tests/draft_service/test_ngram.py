@@ -9,7 +9,7 @@ import pytest
 
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.rpc.channel import channel, check_health
-from tests.support.drafts import ROOT, DraftProcess, DraftStream, attach_request
+from testing.drafts import ROOT, DraftProcess, DraftStream, attach_request
 
 COPY = [5, 6, 7, 8, 9, 10, 11, 5, 6, 7]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from foredraft.types import SamplingParams
-from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.support.engines import Harness, Job, running_engine
+from testing.checkpoints import VOCAB_SIZE, make_checkpoint
+from testing.engines import Harness, Job, running_engine
 
 # So few pages that sequences preempt each other, and chunks shorter than most prompts.
 PRESSURE = {

@@ -23,7 +23,7 @@ from foredraft.rpc.channel import channel, check_health
 from foredraft.rpc.protocol import DRAFT_PROTOCOL
 from foredraft.rpc.server import RpcServer
 from foredraft.telemetry import metrics
-from tests.support.drafts import ROOT, DraftStream, attach_request, open_stream
+from testing.drafts import ROOT, DraftStream, attach_request, open_stream
 
 
 class SlowDrafter(Drafter):
@@ -218,7 +218,7 @@ def test_a_verifier_that_stands_still_loses_its_place(
     monkeypatch.setattr(rpc_channel, "KEEPALIVE_SECONDS", 1)
     drafter, target = request.getfixturevalue("slow")
     program = (
-        "import time; from tests.support.drafts import DraftStream, attach_request\n"
+        "import time; from testing.drafts import DraftStream, attach_request\n"
         f"stream = DraftStream({target!r}, attach_request())\n"
         "print(flush=True); time.sleep(60)"
     )

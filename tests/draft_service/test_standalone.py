@@ -11,10 +11,10 @@ import pytest
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.rpc.channel import channel, check_health
 from foredraft.types import SamplingParams
-from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.support.draft_heads import paths_of
-from tests.support.drafts import DraftProcess, DraftStream, open_stream
-from tests.support.standalone_reference import (
+from testing.checkpoints import VOCAB_SIZE, make_checkpoint
+from testing.draft_heads import paths_of
+from testing.drafts import DraftProcess, DraftStream, open_stream
+from testing.standalone_reference import (
     BUSHY,
     NUM_PAGES,
     Reference,

@@ -11,11 +11,11 @@ import torch
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.rpc.channel import channel
 from foredraft.text.tokenizer import tokenizer_fingerprint
-from tests.support import tiny_tokenizers
-from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.support.draft_heads import paths_of
-from tests.support.drafts import DraftProcess, open_stream
-from tests.support.standalone_reference import BUSHY, Reference, Sequences, attach, flags, prompt
+from testing import tiny_tokenizers
+from testing.checkpoints import VOCAB_SIZE, make_checkpoint
+from testing.draft_heads import paths_of
+from testing.drafts import DraftProcess, open_stream
+from testing.standalone_reference import BUSHY, Reference, Sequences, attach, flags, prompt
 
 
 @pytest.fixture

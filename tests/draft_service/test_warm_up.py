@@ -10,10 +10,10 @@ import torch
 from draft_service.drafters.module_chain import ModuleChainProposer
 from draft_service.drafters.paged import GPU_CHUNK_ROWS, Run, forwards
 from draft_service.drafters.paged_sequences import PagedSequence
-from foredraft.speculation.draft_tree import EMPTY
+from foredraft.trees.draft_tree import EMPTY
 from foredraft.types import SamplingParams
-from tests.support.kernel_variants import META, as_on_gpu, recorded_launches
-from tests.support.published_drafts import DRAFTS, make_proposer, some_extensions
+from testing.kernel_variants import META, as_on_gpu, recorded_launches
+from testing.published_drafts import DRAFTS, make_proposer, some_extensions
 
 
 class FixedTree:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from benchmarks.chaos_suite import processes
 from foredraft.cli.stack import LocalStack
-from tests.support import stack as stacks
+from testing import stack as stacks
+from testing.chaos import processes
 
 NUM_CLIENTS, NUM_ROUNDS = 8, 4
 # gRPC's and Python's pools open a few more when they are first needed.

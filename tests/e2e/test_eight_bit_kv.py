@@ -8,10 +8,10 @@ import safetensors.torch
 import torch
 
 from foredraft.types import SamplingParams
-from tests.support.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
-from tests.support.engines import Job, running_engine
-from tests.support.reference import Reference
-from tests.support.rounding_cache import RoundingCache
+from testing.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
+from testing.engines import Job, running_engine
+from testing.reference import Reference
+from testing.rounding_cache import RoundingCache
 
 SCALES = [(0.0625, 0.02), (0.5, 0.125), (0.03, 0.25)]
 SCALES32 = tuple(map(tuple, torch.tensor(SCALES).tolist()))  # as a checkpoint keeps them

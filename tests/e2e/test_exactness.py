@@ -9,9 +9,9 @@ import pytest
 
 from foredraft.telemetry.metrics import value
 from foredraft.types import SamplingParams
-from tests.support.checkpoints import ARCHITECTURES, EOS, VOCAB_SIZE, make_checkpoint
-from tests.support.engines import Harness, Job, Result, running_engine
-from tests.support.reference import Reference
+from testing.checkpoints import ARCHITECTURES, EOS, VOCAB_SIZE, make_checkpoint
+from testing.engines import Harness, Job, Result, running_engine
+from testing.reference import Reference
 
 NUM_PROMPTS = 200
 NUM_TOKENS = 16

@@ -7,9 +7,9 @@ import pytest
 
 from foredraft.models.registry import resolve_model_path
 from foredraft.types import SamplingParams
-from tests.support import engines
-from tests.support.engines import Harness, Job, running_engine
-from tests.support.fault_cases import BlockCount, FaultyDraft, do_fault
+from testing import engines
+from testing.engines import Harness, Job, running_engine
+from testing.fault_cases import BlockCount, FaultyDraft, do_fault
 
 BLOCKS = BlockCount()  # there are none without a GPU
 WORK = [

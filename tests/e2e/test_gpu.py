@@ -7,11 +7,11 @@ import pytest
 from foredraft.config.options import to_flags
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.types import SamplingParams
-from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
-from tests.support.drafts import DraftProcess
-from tests.support.engines import Job, running_engine
-from tests.support.family_texts import assert_same, draft_flags, jobs, plain_jobs, texts_of
-from tests.support.triton_device import needs_gpu
+from testing.checkpoints import ARCHITECTURES, make_checkpoint
+from testing.drafts import DraftProcess
+from testing.engines import Job, running_engine
+from testing.family_texts import assert_same, draft_flags, jobs, plain_jobs, texts_of
+from testing.triton_device import needs_gpu
 from verify_service.metrics import OVERLAPPED_STEPS
 
 pytestmark = [pytest.mark.gpu, needs_gpu]

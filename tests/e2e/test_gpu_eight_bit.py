@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from foredraft.models.registry import resolve_model_path
-from tests.support.family_texts import draft_flags, plain_jobs, texts_of
-from tests.support.reference import Reference
-from tests.support.rounding_cache import RoundingCache
-from tests.support.triton_device import needs_gpu
+from testing.family_texts import draft_flags, plain_jobs, texts_of
+from testing.reference import Reference
+from testing.rounding_cache import RoundingCache
+from testing.triton_device import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 

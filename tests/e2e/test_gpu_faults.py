@@ -22,12 +22,12 @@ from foredraft.rpc.lifetime import DEVICE_LOST
 from foredraft.telemetry.metrics import value
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support import engines
-from tests.support.engines import Harness, Job, running_engine
-from tests.support.fault_cases import BlockCount, FaultyDraft, do_fault
-from tests.support.faulty_draft import FaultFile
-from tests.support.stack import eventually, running_stack
-from tests.support.triton_device import needs_gpu
+from testing import engines
+from testing.engines import Harness, Job, running_engine
+from testing.fault_cases import BlockCount, FaultyDraft, do_fault
+from testing.faulty_draft import FaultFile
+from testing.stack import eventually, running_stack
+from testing.triton_device import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 AVAILABLE = "foredraft_draft_available"

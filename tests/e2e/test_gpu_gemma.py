@@ -6,12 +6,12 @@ import pytest
 import torch
 import transformers
 
-from foredraft.speculation.noise import gumbel
+from foredraft.sampling.noise import gumbel
 from foredraft.types import SamplingParams
-from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.support.draft_heads import save_head, tiny_head
-from tests.support.engines import Job, running_engine
-from tests.support.triton_device import needs_gpu
+from testing.checkpoints import VOCAB_SIZE, make_checkpoint
+from testing.draft_heads import save_head, tiny_head
+from testing.engines import Job, running_engine
+from testing.triton_device import needs_gpu
 
 DEVICE = "cuda"
 pytestmark = [pytest.mark.gpu, needs_gpu]

@@ -9,8 +9,8 @@ import pytest
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import GrammarKind, SamplingParams
-from tests.support.engines import Job, Result, running_engine
-from tests.support.triton_device import needs_gpu
+from testing.engines import Job, Result, running_engine
+from testing.triton_device import needs_gpu
 from verify_service.grammar.matcher import CompiledGrammar
 from verify_service.grammar.source import to_llguidance
 from verify_service.grammar.vocabulary import LIMITS, load_vocabulary

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from foredraft.models.registry import resolve_model_path
-from foredraft.runner.mixed_graphs import MixedGraphs
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support.engines import Job
-from tests.support.family_texts import assert_same, texts_of
-from tests.support.triton_device import needs_gpu
+from testing.engines import Job
+from testing.family_texts import assert_same, texts_of
+from testing.triton_device import needs_gpu
+from verify_service.executor.mixed_graphs import MixedGraphs
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 TEXTS = Path(__file__).parents[2] / "benchmarks" / "accept_length_prompts.json"

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
-from tests.support.engines import Harness, running_engine
-from tests.support.family_texts import assert_same, plain_jobs, texts_of
-from tests.support.triton_device import needs_gpu
+from testing.engines import Harness, running_engine
+from testing.family_texts import assert_same, plain_jobs, texts_of
+from testing.triton_device import needs_gpu
 from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.run import Run
 from verify_service.metrics import OVERLAPPED_STEPS
 from verify_service.policy.choice import ChoiceHistory
-from verify_service.scheduling.request import Sequence
+from verify_service.scheduler.request import Sequence
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 NUM_TOKENS = 160

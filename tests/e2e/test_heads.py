@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from foredraft.models.registry import BUNDLED_DRAFTS
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support.engines import Collector, Harness, Job, Result, accept_length, running_engine
+from testing.engines import Collector, Harness, Job, Result, accept_length, running_engine
 from training.draft.acceptance import head_chain, head_tree
 from training.draft.heads import HeadShape, default_aux_layers, load_head
 from training.draft.target import Target

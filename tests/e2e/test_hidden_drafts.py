@@ -14,7 +14,7 @@ import pytest
 from foredraft.telemetry.metrics import value
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from tests.support.engines import Harness, Job, accept_length, running_engine
+from testing.engines import Harness, Job, accept_length, running_engine
 
 NUM_KILLS = int(os.environ.get("FOREDRAFT_TEST_KILLS", "4"))
 MODELS = Path(__file__).parents[2] / "models"

@@ -5,9 +5,9 @@ import urllib.request
 import pytest
 import uvloop
 
-from benchmarks import gateway_load
-from tests.support import stack as stacks
-from tests.support.stack import eventually
+from testing import many_streams
+from testing import stack as stacks
+from testing.stack import eventually
 
 CONNECTIONS, TOKENS = 100, 24
 
@@ -16,9 +16,9 @@ def test_a_hundred_streams(
     tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = stacks.make_model(tmp_path_factory.mktemp("many") / "model")
-    with gateway_load.running(str(model), CONNECTIONS, TOKENS) as stack:
-        uvloop.run(gateway_load.run(stack, CONNECTIONS, tokens=4))  # fills pools and caches
-        result = uvloop.run(gateway_load.run(stack, CONNECTIONS, TOKENS))
+    with many_streams.running(str(model), CONNECTIONS, TOKENS) as stack:
+        uvloop.run(many_streams.run(stack, CONNECTIONS, tokens=4))  # fills pools and caches
+        result = uvloop.run(many_streams.run(stack, CONNECTIONS, TOKENS))
         assert result.errors == []
         assert [stream.tokens for stream in result.streams] == [TOKENS] * CONNECTIONS
         for name, before in result.before.items():

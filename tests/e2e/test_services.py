@@ -14,11 +14,11 @@ import pytest
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.cli.stack import LocalStack, make_supervisor
 from foredraft.types import SamplingParams
-from tests.support import stack as stacks
-from tests.support.checkpoints import EOS, make_checkpoint
-from tests.support.reference import Reference
-from tests.support.stack import eventually
-from tests.support.tiny_tokenizers import byte_level, save
+from testing import stack as stacks
+from testing.checkpoints import EOS, make_checkpoint
+from testing.reference import Reference
+from testing.stack import eventually
+from testing.tiny_tokenizers import byte_level, save
 
 ENDS = frozenset({EOS})
 VOCAB_SIZE = 600

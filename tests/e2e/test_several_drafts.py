@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from foredraft.cli.stack import LocalStack
-from tests.support.stack import eventually, running_stack
+from testing.stack import eventually, running_stack
 
 MODELS = Path(__file__).parents[2] / "models"
 TARGET, HEAD = MODELS / "foredraft-demo", MODELS / "foredraft-demo-eagle3"

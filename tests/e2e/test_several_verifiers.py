@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks import verifier_processes as processes
-from benchmarks.verifier_processes import ServiceProcess
 from foredraft.rpc.channel import check_health
-from tests.support import stack as stacks
-from tests.support.stack import eventually
+from testing import stack as stacks
+from testing import verifier_processes as processes
+from testing.stack import eventually
+from testing.verifier_processes import ServiceProcess
 
 NUM_TOKENS = 160
 

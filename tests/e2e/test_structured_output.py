@@ -15,7 +15,7 @@ import pytest
 
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.cli.stack import LocalStack
-from tests.support import stack as stacks
+from testing import stack as stacks
 
 TARGET = Path(__file__).parents[2] / "models" / "foredraft-demo"
 SCHEMA = {

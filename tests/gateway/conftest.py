@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from foredraft.cli.stack import LocalStack
-from tests.support import stack as stacks
+from testing import stack as stacks
 
 # As Qwen's, with the names of functions alone.
 TOOL_TEMPLATE = (

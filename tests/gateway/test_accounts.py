@@ -19,7 +19,7 @@ from gateway.native.schemas import GenerateBody
 from gateway.openai import replies
 from gateway.security.limits import Charge
 from gateway.stopwatch import Stopwatch
-from tests.support import tiny_tokenizers
+from testing import tiny_tokenizers
 
 ACCOUNT = verify_pb2.Finish(
     prompt_tokens=21,

@@ -15,9 +15,9 @@ from anthropic.types.shared import ErrorResponse
 from pydantic import BaseModel, TypeAdapter
 
 from gateway.anthropic.schemas import CountBody, MessagesBody
+from testing.stack import CONTEXT_LENGTH
 from tests.gateway.newer_fields import COUNT_FIELDS, MESSAGES_FIELDS
 from tests.gateway.request_fields import Field
-from tests.support.stack import CONTEXT_LENGTH
 
 FIXED: Any = {"model": "tiny", "max_tokens": 24}
 # The client's later versions have no temperature of their own.

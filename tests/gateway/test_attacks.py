@@ -15,8 +15,8 @@ import pytest
 from foredraft.cli.stack import LocalStack
 from foredraft.cli.supervisor import Service, Supervisor
 from foredraft.rpc.channel import check_health
-from tests.support import stack as stacks
-from tests.support.stack import eventually, free_port, metric
+from testing import stack as stacks
+from testing.stack import eventually, free_port, metric
 
 FILES = 256
 BODY = 2000

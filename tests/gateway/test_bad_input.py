@@ -15,8 +15,8 @@ from gateway.http import Body
 from gateway.native import schemas as native  # noqa: F401
 from gateway.openai import schemas as openai  # noqa: F401
 from gateway.responses import schemas as responses  # noqa: F401
+from testing.stack import eventually
 from tests.gateway.bad_input import COMPLETIONS, ROWS, Bad, completion
-from tests.support.stack import eventually
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.path} {row.param} {row.title[:60]}")

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.text.tokenizer import Tokenizer
 from gateway.decoding import OutputToken, SequenceDecoder
-from tests.support import tiny_tokenizers
-from tests.support.whole_text import byte_tokens
+from testing import tiny_tokenizers
+from testing.whole_text import byte_tokens
 
 BUILT = {
     name: Tokenizer(tiny_tokenizers.FAMILIES[name]()) for name in ("byte_level", "llama_2", "gemma")

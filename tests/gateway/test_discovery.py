@@ -12,7 +12,7 @@ from foredraft.rpc.address import Address
 from foredraft.telemetry import metrics
 from gateway import discovery
 from gateway.verifier_pool import VerifierPool
-from tests.support.bare_verifiers import Verifier, eventually
+from testing.bare_verifiers import Verifier, eventually
 
 
 @asynccontextmanager

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.chaos_suite.processes import is_alive
 from foredraft.cli.stack import LocalStack
 from foredraft.errors import CheckpointError, InvalidRequest
 from foredraft.text.tokenizer import Tokenizer
 from gateway.encoding.pool import EncodingPool
-from tests.support import stack as stacks
-from tests.support.stack import eventually
+from testing import stack as stacks
+from testing.chaos.processes import is_alive
+from testing.stack import eventually
 
 TEMPLATE = """\
 {%- set said = messages[0].content -%}

@@ -18,10 +18,10 @@ import pytest
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.text.tokenizer import Tokenizer
-from tests.support import stack as stacks
-from tests.support import tiny_tokenizers
-from tests.support.scripted_verifier import Conversation, ScriptedVerifier, Submit, serving
-from tests.support.stack import metric
+from testing import stack as stacks
+from testing import tiny_tokenizers
+from testing.scripted_verifier import Conversation, ScriptedVerifier, Submit, serving
+from testing.stack import metric
 
 TOKENIZER = Tokenizer(tiny_tokenizers.byte_level())
 TEXT = "The dog sleeps."

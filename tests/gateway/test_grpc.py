@@ -17,8 +17,8 @@ from grpc_status import rpc_status
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.cli.stack import LocalStack
 from foredraft.text.tokenizer import Tokenizer
-from tests.support import tiny_tokenizers
-from tests.support.stack import CONTEXT_LENGTH, eventually, is_idle
+from testing import tiny_tokenizers
+from testing.stack import CONTEXT_LENGTH, eventually, is_idle
 
 TOKENIZER = Tokenizer(tiny_tokenizers.byte_level())
 TEXT = "The quick brown fox"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.cli.stack import LocalStack
-from tests.support.stack import eventually, is_idle
+from testing.stack import eventually, is_idle
 
 FINE = {
     grpc.StatusCode.OK,

@@ -18,9 +18,9 @@ import pytest
 
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.cli.stack import LocalStack
+from testing import stack as stacks
+from testing.stack import eventually, is_idle, metric
 from tests.gateway.bad_input import ROWS
-from tests.support import stack as stacks
-from tests.support.stack import eventually, is_idle, metric
 
 SHORT = {"prompt": "ab", "max_tokens": 4, "temperature": 0}
 

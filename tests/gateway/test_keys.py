@@ -18,9 +18,9 @@ from foredraft.cli.stack import LocalStack
 from foredraft.errors import ConfigError
 from gateway.security import keys
 from gateway.security.limits import Limits
-from tests.support import stack as stacks
-from tests.support.api_keys import SECRETS, bearer, write_keys
-from tests.support.stack import eventually, metric
+from testing import stack as stacks
+from testing.api_keys import SECRETS, bearer, write_keys
+from testing.stack import eventually, metric
 
 SHORT = {"prompt": "ab", "max_tokens": 4, "ignore_eos": True}
 

@@ -20,11 +20,11 @@ from foredraft.telemetry.metrics import value
 from foredraft.text.tokenizer import Tokenizer
 from gateway.errors import RateLimited
 from gateway.security.limits import Bucket, Caller, Limits, acting_for, current_caller
-from tests.support import stack as stacks
-from tests.support import tiny_tokenizers
-from tests.support.api_keys import SECRETS, bearer, write_keys
-from tests.support.scripted_verifier import Conversation, ScriptedVerifier, Submit, serving
-from tests.support.stack import eventually, metric
+from testing import stack as stacks
+from testing import tiny_tokenizers
+from testing.api_keys import SECRETS, bearer, write_keys
+from testing.scripted_verifier import Conversation, ScriptedVerifier, Submit, serving
+from testing.stack import eventually, metric
 
 LONG = {"prompt": "ab", "max_tokens": 400, "ignore_eos": True, "stream": True}
 SHORT = {"prompt": "ab", "max_tokens": 4, "ignore_eos": True}

@@ -10,8 +10,8 @@ import pytest
 
 from foredraft.text.tokenizer import Tokenizer
 from gateway.native.answers import Pace
-from tests.support import tiny_tokenizers
-from tests.support.stack import CONTEXT_LENGTH, VOCAB_SIZE, eventually, metric
+from testing import tiny_tokenizers
+from testing.stack import CONTEXT_LENGTH, VOCAB_SIZE, eventually, metric
 
 TOKENIZER = Tokenizer(tiny_tokenizers.byte_level())
 TEXT = "The quick brown fox"

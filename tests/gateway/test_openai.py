@@ -11,8 +11,8 @@ import pytest
 
 from foredraft.text.tokenizer import Tokenizer
 from gateway.openai.schemas import Message
-from tests.support import tiny_tokenizers
-from tests.support.stack import CONTEXT_LENGTH, eventually, is_idle
+from testing import tiny_tokenizers
+from testing.stack import CONTEXT_LENGTH, eventually, is_idle
 
 TOKENIZER = Tokenizer(tiny_tokenizers.byte_level())
 PROMPT = "The quick brown fox"

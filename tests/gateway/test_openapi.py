@@ -11,7 +11,7 @@ import pytest
 import schemathesis
 
 from foredraft.cli.stack import LocalStack
-from tests.support.stack import eventually, is_idle
+from testing.stack import eventually, is_idle
 
 PATH = Path(__file__).parents[2] / "docs" / "openapi.json"
 DOCUMENT: dict[str, Any] = json.loads(PATH.read_text())

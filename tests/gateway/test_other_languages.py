@@ -15,8 +15,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from foredraft.cli.stack import LocalStack
-from tests.support import node_packages
-from tests.support.stack import eventually, is_idle
+from testing import node_packages
+from testing.stack import eventually, is_idle
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "ab ab ab ab"

@@ -11,7 +11,7 @@ from gateway.http import encode_event
 from gateway.openai.plain_events import PlainEvents
 from gateway.openai.replies import ChatReply, CompletionReply, Reply
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
-from tests.support import tiny_tokenizers
+from testing import tiny_tokenizers
 
 TOKENIZER = Tokenizer(tiny_tokenizers.byte_level())
 BASE: dict[str, Any] = {"id": "a", "object": "b", "created": 1, "model": 'c "d"', "usage": None}

@@ -13,9 +13,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from gateway.responses.schemas import ResponsesBody
+from testing.stack import CONTEXT_LENGTH
 from tests.gateway.newer_fields import RESPONSES_FIELDS
 from tests.gateway.request_fields import Field
-from tests.support.stack import CONTEXT_LENGTH
 
 FIXED: Any = {"model": "tiny", "max_output_tokens": 24, "temperature": 0.8}
 SEED: Any = {"seed": 7}

@@ -15,7 +15,7 @@ from foredraft.telemetry import metrics
 from gateway import routing, verifier_connection
 from gateway.routing import BLOCK_TOKENS, Reason, Route, Router
 from gateway.verifier_pool import VerifierPool
-from tests.support.bare_verifiers import Verifier, eventually
+from testing.bare_verifiers import Verifier, eventually
 
 IDLE = {1: 0, 2: 0}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from foredraft.speculation.seeds import derive_seed
+from foredraft.sampling.seeds import derive_seed
 from foredraft.types import Grammar, GrammarKind, SamplingParams, SpeculationParams
 from gateway.generation import Job, _submit_request
 from gateway.security.limits import Caller, Limits

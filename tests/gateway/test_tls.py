@@ -22,9 +22,9 @@ from foredraft.errors import ConfigError
 from foredraft.rpc.channel import check_health
 from foredraft.rpc.lifetime import child_environment
 from foredraft.rpc.tls import Identity
-from tests.support import stack as stacks
-from tests.support.certificates import Authority, Certificate
-from tests.support.stack import eventually, free_port
+from testing import stack as stacks
+from testing.certificates import Authority, Certificate
+from testing.stack import eventually, free_port
 
 BODY = {"prompt": "ab", "max_tokens": 4, "temperature": 0}
 

@@ -9,8 +9,8 @@ import pytest
 from foredraft.api.verify.v1 import verify_pb2_grpc
 from gateway import verifier_connection
 from gateway.verifier_pool import VerifierPool
-from tests.support.bare_verifiers import Verifier, eventually
-from tests.support.stack import free_port
+from testing.bare_verifiers import Verifier, eventually
+from testing.stack import free_port
 
 LOGGER = verifier_connection.logger.name
 

@@ -10,7 +10,7 @@ from foredraft.layers import fused
 from foredraft.layers.mlp import ACTIVATIONS
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.rotary import Rotary, rotate
-from tests.support.triton_device import DEVICE, needs_triton
+from testing.triton_device import DEVICE, needs_triton
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 

@@ -8,7 +8,7 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.loader import load_model
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
-from foredraft.speculation.draft_tree import DraftTree, paths
+from foredraft.trees.draft_tree import DraftTree, paths
 
 PAGE_SIZE, NUM_PAGES = 4, 96
 

@@ -16,9 +16,9 @@ from foredraft.models.kv_scales import read_scales
 from foredraft.models.loader import load_model
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
-from foredraft.speculation.draft_tree import DraftTree, paths
-from tests.support.rounding_cache import RoundingCache
-from tests.support.triton_device import INTERPRETED, true_casts
+from foredraft.trees.draft_tree import DraftTree, paths
+from testing.rounding_cache import RoundingCache
+from testing.triton_device import INTERPRETED, true_casts
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALES = [(0.02, 0.5), (0.7, 0.03), (1.0, 2.0), (0.25, 0.25)]

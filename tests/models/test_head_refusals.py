@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from draft_service.models.shared_weights import read_token_map
 from foredraft.errors import CheckpointError
-from foredraft.models.shared_weights import read_token_map
-from tests.support.checkpoints import make_checkpoint
-from tests.support.draft_heads import HIDDEN, VOCAB, TinyHead, save_head, tiny_head
-from tests.support.loaded_heads import load, speculators
+from testing.checkpoints import make_checkpoint
+from testing.draft_heads import HIDDEN, VOCAB, TinyHead, save_head, tiny_head
+from testing.loaded_heads import load, speculators
 
 EAGLE, EAGLE3, MTP = tiny_head("EAGLE", 1), tiny_head("EAGLE3", 5), tiny_head("MTP", 13)
 

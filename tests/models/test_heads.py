@@ -10,29 +10,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foredraft.attention.sdpa import SdpaAttention
-from foredraft.errors import CheckpointError
-from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.models.config import ModelConfig
-from foredraft.models.draft_head import DraftHead
-from foredraft.models.head_loader import load_head
-from foredraft.models.shared_weights import (
+from draft_service.models.draft_head import DraftHead
+from draft_service.models.head_loader import load_head
+from draft_service.models.shared_weights import (
     load_shared_weights,
     read_token_map,
     reduce_vocabulary,
 )
+from draft_service.steps.head_runner import HeadRunner
+from foredraft.attention.sdpa import SdpaAttention
+from foredraft.errors import CheckpointError
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.models.config import ModelConfig
 from foredraft.runner.batch import SequenceRows
-from foredraft.runner.head_runner import HeadRunner
-from tests.support.checkpoints import make_checkpoint
-from tests.support.draft_heads import (
-    HIDDEN,
-    VOCAB,
-    HeadReference,
-    TinyHead,
-    save_head,
-    tiny_head,
-)
-from tests.support.loaded_heads import CPU, load, renamed, speculators
+from testing.checkpoints import make_checkpoint
+from testing.draft_heads import HIDDEN, VOCAB, HeadReference, TinyHead, save_head, tiny_head
+from testing.loaded_heads import CPU, load, renamed, speculators
 
 PAGE = 4
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from draft_service.models.shared_weights import read_token_map
 from foredraft.errors import CheckpointError
 from foredraft.models import hub
 from foredraft.models.registry import resolve_model_path
-from foredraft.models.shared_weights import read_token_map
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLDER = "89abcdef0123456789abcdef0123456789abcdef"

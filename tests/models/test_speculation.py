@@ -12,7 +12,7 @@ from foredraft.config.services import DraftConfig, VerifyConfig
 from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.models.speculation import resolve
-from tests.support.draft_heads import tiny_head
+from testing.draft_heads import tiny_head
 
 
 def write(folder: Path, config: dict[str, Any]) -> str:

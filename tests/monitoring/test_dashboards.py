@@ -11,8 +11,8 @@ import pytest
 
 from monitoring import pictures
 from monitoring.panels import DASHBOARDS, Dashboard, Panel
-from tests.support import tools
-from tests.support.watched_stack import INTERVAL, Prometheus, get_json, watched
+from testing import tools
+from testing.watched_stack import INTERVAL, Prometheus, get_json, watched
 
 PANELS = [panel for dashboard in DASHBOARDS for panel in dashboard.panels]
 # Nothing happens of which these would tell: no alert fires, and the engine never idles for its self-test.

@@ -6,7 +6,7 @@ import sys
 
 import yaml
 
-from tests.support import tools
+from testing import tools
 
 RULES = sorted((tools.ROOT / "monitoring" / "rules").glob("*.yml"))
 

@@ -10,7 +10,7 @@ from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import fill_randomly
 from foredraft.runner.batch import SequenceRows, build_batch
 from foredraft.runner.model_runner import ModelRunner
-from foredraft.speculation.draft_tree import DraftTree
+from foredraft.trees.draft_tree import DraftTree
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4

@@ -12,8 +12,8 @@ from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import SequenceRows, build_batch
 from foredraft.runner.warm_up import Reach, forwards_to_run
-from foredraft.speculation.draft_tree import DraftTree
-from tests.support.kernel_variants import META, recorded_launches
+from foredraft.trees.draft_tree import DraftTree
+from testing.kernel_variants import META, recorded_launches
 
 PAGE = 16
 SHAPES = {  # heads, KV heads, size of a head

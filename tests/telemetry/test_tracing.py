@@ -12,7 +12,7 @@ import pytest
 from foredraft.cli import stack
 from foredraft.errors import ConfigError
 from foredraft.telemetry import tracing
-from tests.support.watched_stack import complete
+from testing.watched_stack import complete
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

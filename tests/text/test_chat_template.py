@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from foredraft.errors import CheckpointError, InvalidRequest
 from foredraft.text.chat_template import ChatTemplate
 from foredraft.text.tokenizer import Tokenizer, fingerprint_of, tokenizer_fingerprint
-from tests.support import tiny_tokenizers
+from testing import tiny_tokenizers
 
 USER = [{"role": "user", "content": "Hi <b> & é"}]
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foredraft.models.registry import DEMO_GEMMA, cache_dir
-from foredraft.text.detokenizer import Detokenizer
 from foredraft.text.tokenizer import Tokenizer
-from tests.support.whole_text import whole_text
+from gateway.detokenizer import Detokenizer
+from testing.whole_text import whole_text
 
 FOLDER = next(iter(sorted(cache_dir().glob(f"{DEMO_GEMMA}-*/tokenizer.json"))), None)
 TEXT = "The dog 你好 🙂 naïve\n\n\tdef f(x):\n    return x  # 𓀀 ﷽ e\u0301"

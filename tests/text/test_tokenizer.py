@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from tokenizers.processors import ByteLevel, TemplateProcessing
 
 from foredraft.text.tokenizer import Tokenizer
-from tests.support import tiny_tokenizers
+from testing import tiny_tokenizers
 
 FAMILIES = {  # and the class that such a model's files name
     "byte_level": "PreTrainedTokenizerFast",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.models.shared_weights import read_token_map
+from draft_service.models.shared_weights import read_token_map
 from training.draft.heads import HeadShape, default_aux_layers, load_head
 from training.lm.model import LlamaShape
 from training.lm.trainer import load_model

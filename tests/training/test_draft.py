@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from draft_service.models.draft_head import SharedWeights
+from draft_service.models.head_loader import load_head as load_served_head
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.models.config import ModelConfig
-from foredraft.models.draft_head import SharedWeights
-from foredraft.models.head_loader import load_head as load_served_head
 from training.draft.acceptance import (
     head_chain,
     head_tree,

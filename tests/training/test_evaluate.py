@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from tests.support import tiny_tokenizers
+from testing import tiny_tokenizers
 from training.lm.evaluate import _windows, heldout_texts, score_domains
 from training.lm.model import Llama, LlamaShape
 from training.text_data import Document

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from draft_service.models.shared_weights import read_token_map
 from foredraft.errors import ConfigError
-from foredraft.models.shared_weights import read_token_map
 from training.token_map import count_tokens, select_tokens, write_token_map
 
 

@@ -14,10 +14,10 @@ import torch
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.transport import choice, codec, cuda, weights
-from foredraft.transport.base import ArenaError, RowFormat
 from foredraft.transport.process import Peer, own_identity
-from tests.support.pipe_process import PipeProcess
-from tests.support.triton_device import needs_gpu
+from foredraft.transport.rows import ArenaError, RowFormat
+from testing.pipe_process import PipeProcess
+from testing.triton_device import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 GPU = torch.device("cuda", 0)

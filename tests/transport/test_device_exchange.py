@@ -13,11 +13,12 @@ import torch
 
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.transport import choice
-from foredraft.transport.base import ArenaError, Region, RowFormat
+from foredraft.transport.base import Region
 from foredraft.transport.device_exchange import DeviceExchange, StepSizes
 from foredraft.transport.process import own_identity
-from tests.support.pipe_process import PipeProcess
-from tests.support.triton_device import needs_gpu
+from foredraft.transport.rows import ArenaError, RowFormat
+from testing.pipe_process import PipeProcess
+from testing.triton_device import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 GPU = torch.device("cuda", 0)

@@ -10,7 +10,8 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import InvalidRequest
 from foredraft.transport import codec
-from foredraft.transport.base import RowFormat, RowRing
+from foredraft.transport.base import RowRing
+from foredraft.transport.rows import RowFormat
 
 
 def test_rows_are_taken_in_order_and_go_round() -> None:

@@ -16,9 +16,10 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import InvalidRequest
 from foredraft.transport import choice, shared_memory
-from foredraft.transport.base import ArenaError, HiddenReader, HiddenWriter, RowFormat
+from foredraft.transport.base import HiddenReader, HiddenWriter
+from foredraft.transport.rows import ArenaError, RowFormat
 from foredraft.transport.shared_memory import SharedMemoryReader, SharedMemoryWriter
-from tests.support.segments import segments
+from testing.segments import segments
 
 ROOT = Path(__file__).parents[2]
 ROW = RowFormat(48, torch.float32)

@@ -9,8 +9,8 @@ import torch
 
 from foredraft.errors import ConfigError
 from foredraft.models.registry import resolve_model_path
-from tests.support.engines import running_engine
-from tests.support.triton_device import needs_gpu
+from testing.engines import running_engine
+from testing.triton_device import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -50,7 +50,7 @@ def test_no_memory_for_the_kv_cache(demo, leave):
 
 
 def test_no_memory_for_the_graphs(demo, leave, monkeypatch):
-    from foredraft.runner.decode_graphs import DecodeGraphs
+    from verify_service.executor.decode_graphs import DecodeGraphs
 
     warm_up = DecodeGraphs.warm_up
 

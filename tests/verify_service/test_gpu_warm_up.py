@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from foredraft.types import SamplingParams
-from tests.support.checkpoints import make_checkpoint
-from tests.support.compiled_kernels import compiled, compiled_since
-from tests.support.engines import Job, running_engine
-from tests.support.triton_device import needs_gpu
+from testing.checkpoints import make_checkpoint
+from testing.compiled_kernels import compiled, compiled_since
+from testing.engines import Job, running_engine
+from testing.triton_device import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 CONTEXT = 12_000

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from foredraft.rpc.lifetime import DEVICE_LOST
-from tests.support.checkpoints import make_checkpoint
-from tests.support.drafts import ROOT
+from testing.checkpoints import make_checkpoint
+from testing.drafts import ROOT
 from verify_service import __main__ as main
 
 

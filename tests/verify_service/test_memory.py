@@ -5,7 +5,7 @@ import torch
 
 from foredraft.errors import ConfigError
 from foredraft.models.config import ModelConfig
-from tests.support.checkpoints import make_checkpoint
+from testing.checkpoints import make_checkpoint
 from verify_service.memory import GpuBudget, explained, num_pages, workspace_bytes
 
 GIB = 1 << 30

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from foredraft.cli.stack import LocalStack, make_supervisor
-from tests.support.browsers import Browser, browser, chromium
+from testing.browsers import Browser, browser, chromium
 
 
 @pytest.fixture(scope="package")

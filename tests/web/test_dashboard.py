@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from foredraft.cli.stack import LocalStack
-from tests.support import stack as stacks
-from tests.support.browsers import Browser
-from tests.support.stack import free_port, running_gateway, running_stack
+from testing import stack as stacks
+from testing.browsers import Browser
+from testing.stack import free_port, running_gateway, running_stack
 
 KEY = "a-secret-of-the-test"
 PROMPT = "def add(a, b):\n    return a + b\n\n\n" * 4 + "def"

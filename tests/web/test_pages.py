@@ -10,10 +10,10 @@ import pytest
 from foredraft.cli.stack import LocalStack
 from foredraft.errors import Overloaded
 from gateway import errors
-from tests.support import stack as stacks
-from tests.support.browsers import Browser
-from tests.support.playground import TOKENS, fill, output, run, tab_to
-from tests.support.stack import eventually, is_listening
+from testing import stack as stacks
+from testing.browsers import Browser
+from testing.playground import TOKENS, fill, output, run, tab_to
+from testing.stack import eventually, is_listening
 
 
 @pytest.mark.parametrize(

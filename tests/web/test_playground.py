@@ -12,8 +12,8 @@ from foredraft.cli.stack import LocalStack
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from gateway.pages import load_assets
-from tests.support.browsers import Browser
-from tests.support.playground import PROMPT, fill, output, run
+from testing.browsers import Browser
+from testing.playground import PROMPT, fill, output, run
 
 # Two runs as `compare` sees them. The plain one brings 50 tokens a second.
 COMPARE = """async (given) => {

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.speculation.draft_tree import DraftTree
-from foredraft.speculation.tree_building import BeamTree
+from foredraft.trees.draft_tree import DraftTree
+from foredraft.trees.tree_building import BeamTree
 from training.draft.heads import DraftHead, Eagle3Head
 from training.draft.target import Target
 from training.draft.unroll import DraftInputs, unroll

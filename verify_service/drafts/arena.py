@@ -18,9 +18,10 @@ from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import AttachRefused, ForedraftError, InvalidRequest, Overloaded
 from foredraft.rpc import address
 from foredraft.transport import choice, cuda, shared_memory, weights
-from foredraft.transport.base import ArenaError, HiddenWriter, Region, RowFormat
+from foredraft.transport.base import HiddenWriter, Region
 from foredraft.transport.device_exchange import DeviceExchange, StepSizes
 from foredraft.transport.process import Peer
+from foredraft.transport.rows import ArenaError, RowFormat
 from verify_service import metrics
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ committed since is the next step's tree, so that this step need not wait for the
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foredraft.speculation.draft_tree import DraftTree
+from foredraft.trees.draft_tree import DraftTree
 from verify_service.drafts.proposals import Drafted, Wanted
-from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.scheduler.request import Sequence as RequestSequence
 
 LEAST_PART = 2  # of the nodes that a step may verify, at least one in so many must be left
 

@@ -5,21 +5,21 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from foredraft.speculation.draft_tree import DraftTree
+from foredraft.trees.draft_tree import DraftTree
 from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.proposals import Drafted, Tried
 from verify_service.drafts.several import Drafts
 from verify_service.drafts.tree_sizes import TreeSizes
 from verify_service.drafts.trial import known_outcome
+from verify_service.executor.sampler import VerifyRows
 from verify_service.metrics import MIXED_STEPS, AnyMetrics
 from verify_service.policy.choice import ChoiceHistory, DraftChoice
 from verify_service.policy.messages import NO_WAIT, Offer, Plan, Wait
 from verify_service.policy.policy import DraftPolicy
 from verify_service.policy.step_time import GridTimes, StepTimes
-from verify_service.scheduling.request import Sequence as RequestSequence
-from verify_service.scheduling.request import Status
-from verify_service.scheduling.step_plan import DecodeSlot
-from verify_service.target.chooser import VerifyRows
+from verify_service.scheduler.request import Sequence as RequestSequence
+from verify_service.scheduler.request import Status
+from verify_service.scheduler.step_plan import DecodeSlot
 
 
 @dataclass(frozen=True, slots=True)

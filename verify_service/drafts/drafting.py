@@ -10,24 +10,24 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from foredraft.errors import DraftError
-from foredraft.kvcache.draft_marks import DraftMarks
-from foredraft.runner.hand_over import hand_over
 from foredraft.runner.model_runner import ForwardOutput
-from foredraft.speculation.static_beams import NO_NODE
-from foredraft.transport.base import ArenaError
 from foredraft.transport.device_exchange import DeviceExchange
+from foredraft.transport.rows import ArenaError
+from foredraft.trees.draft_tree import NO_PARENT
 from verify_service.drafts.ask_ahead import AskAhead
 from verify_service.drafts.client import DraftClient
 from verify_service.drafts.hidden_states import CommittedRows, Gathered, HiddenStates
 from verify_service.drafts.news import DraftNews
+from verify_service.drafts.page_marks import DraftMarks
 from verify_service.drafts.proposals import Drafted, Member, OwnTime, Tried, Wanted
 from verify_service.drafts.telling import Telling
 from verify_service.drafts.wire import DraftWire, wish
+from verify_service.executor.hand_over import hand_over
+from verify_service.executor.target_step import DeviceOutcome
 from verify_service.metrics import DRAFTS_AHEAD, SpeculationMetrics
 from verify_service.policy.acceptance import DraftHistory
-from verify_service.scheduling.request import Sequence as RequestSequence
-from verify_service.scheduling.step_plan import PrefillChunk
-from verify_service.target.target_step import DeviceOutcome
+from verify_service.scheduler.request import Sequence as RequestSequence
+from verify_service.scheduler.step_plan import PrefillChunk
 
 logger = logging.getLogger(__name__)
 
@@ -341,7 +341,7 @@ class Drafting:
         own = exchange.trees[: len(trees)]
         num_nodes = own.shape[2]
         if num_nodes < trees.shape[2]:
-            trees[:, 1, num_nodes:].fill_(NO_NODE)
+            trees[:, 1, num_nodes:].fill_(NO_PARENT)
             trees = trees[:, :, :num_nodes]
         trees.copy_(own)
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 import torch
 
-from foredraft.kvcache.draft_marks import DraftMarks
 from foredraft.runner.model_runner import ForwardOutput
 from foredraft.transport.base import HiddenWriter
 from foredraft.transport.device_exchange import DeviceExchange
 from verify_service.drafts.arena import Arena
 from verify_service.drafts.kept_steps import KeptSteps, select_rows
+from verify_service.drafts.page_marks import DraftMarks
 from verify_service.drafts.run import MERGE_STEPS, Run
-from verify_service.scheduling.request import Sequence as RequestSequence
-from verify_service.scheduling.request import Status
-from verify_service.scheduling.step_plan import PrefillChunk
+from verify_service.scheduler.request import Sequence as RequestSequence
+from verify_service.scheduler.request import Status
+from verify_service.scheduler.step_plan import PrefillChunk
 
 LONG_PROMPT = 1024  # rows of a step that a sequence is given at once
 

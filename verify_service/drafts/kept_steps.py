@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from verify_service.scheduling.request import Sequence as RequestSequence
-from verify_service.scheduling.request import Status
+from verify_service.scheduler.request import Sequence as RequestSequence
+from verify_service.scheduler.request import Status
 
 # That are kept as they came, and their bytes: rows of those that have ended are among them.
 MOST_ROWS, MOST_BYTES = 16384, 64 << 20

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.kvcache.draft_marks import DraftMarks
 from verify_service.drafts.hidden_states import HiddenStates
+from verify_service.drafts.page_marks import DraftMarks
 from verify_service.drafts.run import Run
 from verify_service.policy.acceptance import DraftHistory
-from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.scheduler.request import Sequence as RequestSequence
 
 PATIENCE = 32  # tokens that are kept back while nothing is asked of a sequence's draft
 

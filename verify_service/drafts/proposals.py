@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.speculation.draft_tree import EMPTY, DraftTree, sanitize
+from foredraft.trees.draft_tree import EMPTY, DraftTree, sanitize
 from verify_service.metrics import SpeculationMetrics
-from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.scheduler.request import Sequence as RequestSequence
 
 USUAL_TOKENS = 3  # of a sequence that a step commits
 MOST_CONFIDENCE = 15  # acceptance is kept by confidence, and a draft must not make that grow

@@ -13,9 +13,9 @@ from foredraft.runner.model_runner import ForwardOutput
 from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.hidden_states import CommittedRows, Gathered
 from verify_service.drafts.proposals import Drafted, Member, Wanted
-from verify_service.scheduling.request import Sequence as RequestSequence
-from verify_service.scheduling.step_plan import PrefillChunk
-from verify_service.target.target_step import DeviceOutcome
+from verify_service.executor.target_step import DeviceOutcome
+from verify_service.scheduler.request import Sequence as RequestSequence
+from verify_service.scheduler.step_plan import PrefillChunk
 
 
 class Drafts:

@@ -7,7 +7,7 @@ from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.news import PATIENCE, DraftNews
 from verify_service.drafts.proposals import Asked, Wanted
 from verify_service.drafts.wire import DraftWire, wish
-from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.scheduler.request import Sequence as RequestSequence
 
 MOST_READ = 512  # tokens that sequences left out until now make a step read, if there are several
 

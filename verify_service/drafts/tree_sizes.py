@@ -3,17 +3,17 @@
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
-from foredraft.speculation.draft_tree import DraftTree
+from foredraft.trees.draft_tree import DraftTree
 from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.proposals import NOTHING, Drafted, Tried
 from verify_service.drafts.trial import Trial, known_outcome
+from verify_service.executor.sampler import VerifyRows
 from verify_service.metrics import AnyMetrics
 from verify_service.policy.acceptance import DraftHistory
 from verify_service.policy.messages import NO_WAIT, Observed, Offer, Plan, Wait, Want
 from verify_service.policy.policy import DraftPolicy
-from verify_service.scheduling.request import Sequence as RequestSequence
-from verify_service.scheduling.step_plan import DecodeSlot
-from verify_service.target.chooser import VerifyRows
+from verify_service.scheduler.request import Sequence as RequestSequence
+from verify_service.scheduler.step_plan import DecodeSlot
 
 
 class TreeSizes:

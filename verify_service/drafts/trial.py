@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from foredraft.speculation.draft_tree import DraftTree
+from foredraft.trees.draft_tree import DraftTree
 from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.proposals import Tried, Wanted
-from verify_service.scheduling.request import Sequence as RequestSequence
-from verify_service.scheduling.request import Status
+from verify_service.scheduler.request import Sequence as RequestSequence
+from verify_service.scheduler.request import Status
 
 Outcome = tuple[RequestSequence, int, list[int], int]
 """A sequence, the nodes of its tree, those that were right, and the proposal's confidence."""

@@ -9,7 +9,7 @@ from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.news import split_news
 from verify_service.drafts.proposals import Asked, Drafted, OwnTime, Proposals
 from verify_service.metrics import DRAFT_SECONDS, SpeculationMetrics
-from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.scheduler.request import Sequence as RequestSequence
 
 MOST_UNREAD = 64  # answers; where nobody is asked for, nothing is in them
 LOOK_SECONDS = 5e-4  # for an answer that should have come long ago

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
-from foredraft.speculation.draft_tree import EMPTY
+from foredraft.trees.draft_tree import EMPTY
 from foredraft.types import FinishReason
 from verify_service import metrics
 from verify_service.drafts.chosen_sizes import SizeRules, sizes_of
@@ -25,15 +25,15 @@ from verify_service.drafts.proposals import NOTHING, Drafted, Wanted
 from verify_service.drafts.several import Drafts
 from verify_service.engine.live_requests import EngineRequest, Live, LiveRequests
 from verify_service.engine.outcomes import Outcomes
-from verify_service.engine.run_ahead import Flight, RunAhead
+from verify_service.engine.overlap import Flight, RunAhead
 from verify_service.engine.self_test import SelfTest
+from verify_service.executor.sampler import VerifyRows
+from verify_service.executor.target_step import TargetStep
 from verify_service.outputs import Load
 from verify_service.policy.policy import DraftPolicy
-from verify_service.scheduling.request import Sequence
-from verify_service.scheduling.scheduler import Scheduler
-from verify_service.scheduling.step_plan import StepPlan
-from verify_service.target.chooser import VerifyRows
-from verify_service.target.target_step import TargetStep
+from verify_service.scheduler.request import Sequence
+from verify_service.scheduler.scheduler import Scheduler
+from verify_service.scheduler.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from foredraft.errors import ForedraftError
 from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from verify_service import metrics
 from verify_service.outputs import Finish, Load, Sink, StepOutput
-from verify_service.scheduling.request import Sequence
+from verify_service.scheduler.request import Sequence
 
 if TYPE_CHECKING:  # llguidance may be absent
     from verify_service.grammar.matcher import CompiledGrammar

@@ -11,12 +11,12 @@ from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.several import Drafts
 from verify_service.drafts.tree_sizes import TreeSizes
 from verify_service.engine.live_requests import LiveRequests
+from verify_service.executor.sampler import Outcome, VerifyRows
+from verify_service.executor.target_step import TargetStep
 from verify_service.outputs import StepOutput, VerifiedTree
-from verify_service.scheduling.request import Sequence, Status
-from verify_service.scheduling.scheduler import Scheduler
-from verify_service.scheduling.step_plan import StepPlan
-from verify_service.target.chooser import Outcome, VerifyRows
-from verify_service.target.target_step import TargetStep
+from verify_service.scheduler.request import Sequence, Status
+from verify_service.scheduler.scheduler import Scheduler
+from verify_service.scheduler.step_plan import StepPlan
 
 
 class Outcomes:

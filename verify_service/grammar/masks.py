@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from foredraft.speculation.draft_tree import DraftTree
-from verify_service.scheduling.request import Sequence as RequestSequence
-from verify_service.scheduling.request import Status
+from foredraft.trees.draft_tree import DraftTree
+from verify_service.scheduler.request import Sequence as RequestSequence
+from verify_service.scheduler.request import Status
 
 MANY = 4  # sequences from which on their masks are made side by side
 NUM_THREADS = min(8, (os.cpu_count() or 1) // 2)

@@ -7,7 +7,7 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from foredraft.speculation.draft_tree import EMPTY, DraftTree
+from foredraft.trees.draft_tree import EMPTY, DraftTree
 
 WORD_BITS = 32
 # Masks of one sequence in one step; a grammar that is slow to follow gets a smaller tree.

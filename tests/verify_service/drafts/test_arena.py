@@ -14,15 +14,16 @@ from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import AttachRefused, DraftError, Overloaded
 from foredraft.telemetry.metrics import value
 from foredraft.transport import choice, shared_memory
-from foredraft.transport.base import ArenaError, HiddenWriter, Region, RowFormat
+from foredraft.transport.base import HiddenWriter, Region
 from foredraft.transport.device_exchange import StepSizes
 from foredraft.transport.process import pid_namespace, start_time
+from foredraft.transport.rows import ArenaError, RowFormat
 from foredraft.types import SamplingParams
-from tests.support.checkpoints import make_checkpoint
-from tests.support.engines import Job
-from tests.support.hidden_drafts import HiddenDrafter, engine_with
-from tests.support.segments import segments
-from tests.support.stack import eventually
+from testing.checkpoints import make_checkpoint
+from testing.engines import Job
+from testing.hidden_drafts import HiddenDrafter, engine_with
+from testing.segments import segments
+from testing.stack import eventually
 from verify_service.drafts.arena import Arena, is_same_host
 
 SHM, INLINE = tensor_pb2.TRANSPORT_SHM, tensor_pb2.TRANSPORT_INLINE

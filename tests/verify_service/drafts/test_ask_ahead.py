@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.speculation.draft_tree import DraftTree
+from foredraft.trees.draft_tree import DraftTree
 from foredraft.types import SamplingParams, SpeculationParams
-from tests.support.checkpoints import make_checkpoint
-from tests.support.engines import Harness, Job, running_engine
+from testing.checkpoints import make_checkpoint
+from testing.engines import Harness, Job, running_engine
 from verify_service.drafts.ask_ahead import AskAhead, below
 from verify_service.drafts.proposals import Drafted, Wanted
 from verify_service.drafts.tree_sizes import TreeSizes
 from verify_service.metrics import DRAFTS_AHEAD
-from verify_service.scheduling.request import Sequence
-from verify_service.scheduling.step_plan import DecodeSlot
+from verify_service.scheduler.request import Sequence
+from verify_service.scheduler.step_plan import DecodeSlot
 
 CHAIN = DraftTree((1, 2, 3, 4, 5, 6), (-1, 0, 1, 2, 3, 4))
 

@@ -13,8 +13,8 @@ import pytest
 
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.errors import DraftError
-from tests.support.drafts import DraftProcess, attach_request
-from tests.support.stack import eventually
+from testing.drafts import DraftProcess, attach_request
+from testing.stack import eventually
 from verify_service.drafts import client as draft_client
 from verify_service.drafts.client import DraftClient
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from foredraft.types import SamplingParams
-from tests.support.checkpoints import make_checkpoint
-from tests.support.engines import Job, running_engine
-from tests.support.stack import eventually
+from testing.checkpoints import make_checkpoint
+from testing.engines import Job, running_engine
+from testing.stack import eventually
 from verify_service.drafts import links as draft_links
 
 

@@ -6,12 +6,12 @@ import pytest
 
 from draft_service.drafters.paged_sequences import PagedSequences
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.kvcache.draft_marks import DraftMarks
-from foredraft.kvcache.page_pool import PagePool
 from foredraft.types import SamplingParams
-from tests.support.drafts import attach_request
+from testing.drafts import attach_request
 from verify_service.drafts.news import DraftNews, split_news
-from verify_service.scheduling.request import Sequence, Status
+from verify_service.drafts.page_marks import DraftMarks
+from verify_service.scheduler.page_pool import PagePool
+from verify_service.scheduler.request import Sequence, Status
 
 PAGE, NUM_PAGES = 4, 32
 SAMPLING = SamplingParams(temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, seed=2**64 - 3)

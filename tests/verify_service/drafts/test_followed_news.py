@@ -7,13 +7,13 @@ import pytest
 
 from draft_service.drafters.paged_sequences import PagedSequences
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.kvcache.draft_marks import DraftMarks
-from foredraft.kvcache.page_pool import PagePool
 from foredraft.types import SamplingParams
-from tests.support.drafts import attach_request
+from testing.drafts import attach_request
 from verify_service.drafts.news import DraftNews
+from verify_service.drafts.page_marks import DraftMarks
 from verify_service.drafts.wire import wish
-from verify_service.scheduling.request import Sequence, Status
+from verify_service.scheduler.page_pool import PagePool
+from verify_service.scheduler.request import Sequence, Status
 
 NUM_PAGES, WHOLE = 64, (3, 2, 7)
 WISH = wish(*WHOLE)

@@ -11,12 +11,12 @@ import torch
 
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.types import SamplingParams
-from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.support.eager_ahead import EagerAhead
-from tests.support.engines import Job, running_engine
-from tests.support.hidden_drafts import HiddenDrafter, engine_with
-from tests.support.hidden_work import FLAGS, WIDTH, jobs, run, texts
-from tests.support.stack import eventually
+from testing.checkpoints import VOCAB_SIZE, make_checkpoint
+from testing.eager_ahead import EagerAhead
+from testing.engines import Job, running_engine
+from testing.hidden_drafts import HiddenDrafter, engine_with
+from testing.hidden_work import FLAGS, WIDTH, jobs, run, texts
+from testing.stack import eventually
 from verify_service import startup
 from verify_service.drafts import links as draft_links
 from verify_service.drafts.arena import Arena

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from foredraft.kvcache.draft_marks import DraftMarks
-from foredraft.kvcache.page_pool import PagePool
 from foredraft.types import SamplingParams
 from verify_service.drafts import hidden_states, kept_steps
 from verify_service.drafts.hidden_states import CommittedRows, HiddenStates
-from verify_service.scheduling.request import Sequence, Status
-from verify_service.scheduling.step_plan import PrefillChunk
+from verify_service.drafts.page_marks import DraftMarks
+from verify_service.scheduler.page_pool import PagePool
+from verify_service.scheduler.request import Sequence, Status
+from verify_service.scheduler.step_plan import PrefillChunk
 
 PAGE, NUM_PAGES = 4, 400
 

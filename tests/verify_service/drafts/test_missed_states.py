@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from foredraft.types import SamplingParams, SpeculationParams
-from tests.support.checkpoints import make_checkpoint
-from tests.support.engines import Job
-from tests.support.hidden_drafts import HiddenDrafter, engine_with
-from tests.support.hidden_work import FLAGS, WIDTH, jobs, run, texts
-from tests.support.stack import eventually
+from testing.checkpoints import make_checkpoint
+from testing.engines import Job
+from testing.hidden_drafts import HiddenDrafter, engine_with
+from testing.hidden_work import FLAGS, WIDTH, jobs, run, texts
+from testing.stack import eventually
 from verify_service.drafts import drafting, telling
 from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.tree_sizes import TreeSizes

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.speculation.draft_tree import EMPTY, DraftTree
 from foredraft.telemetry.metrics import value
+from foredraft.trees.draft_tree import EMPTY, DraftTree
 from foredraft.types import SamplingParams
 from verify_service.drafts.proposals import (
     MOST_CONFIDENCE,
@@ -18,7 +18,7 @@ from verify_service.drafts.proposals import (
     Wanted,
 )
 from verify_service.metrics import SpeculationMetrics
-from verify_service.scheduling.request import Sequence
+from verify_service.scheduler.request import Sequence
 
 
 def test_confidences_are_few_whatever_a_draft_says() -> None:

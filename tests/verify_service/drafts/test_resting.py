@@ -3,14 +3,14 @@
 from typing import Any
 
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.kvcache.draft_marks import DraftMarks
-from foredraft.kvcache.page_pool import PagePool
 from foredraft.types import SamplingParams
 from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.hidden_states import HiddenStates
+from verify_service.drafts.page_marks import DraftMarks
 from verify_service.drafts.proposals import Wanted
 from verify_service.metrics import SpeculationMetrics
-from verify_service.scheduling.request import Sequence, Status
+from verify_service.scheduler.page_pool import PagePool
+from verify_service.scheduler.request import Sequence, Status
 
 
 class Client:

@@ -8,10 +8,10 @@ import pytest
 
 from foredraft.telemetry.metrics import render
 from foredraft.types import SamplingParams
-from tests.support.checkpoints import make_checkpoint
-from tests.support.drafts import DraftProcess
-from tests.support.engines import Collector, Harness, Job, running_engine
-from tests.support.stack import eventually
+from testing.checkpoints import make_checkpoint
+from testing.drafts import DraftProcess
+from testing.engines import Collector, Harness, Job, running_engine
+from testing.stack import eventually
 from verify_service.drafts.several import Drafts
 
 CHAIN = {

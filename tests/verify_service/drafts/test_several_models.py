@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import make_checkpoint
-from tests.support.eager_ahead import EagerAhead
-from tests.support.engines import Harness
-from tests.support.hidden_drafts import HiddenDrafter, engine_with
-from tests.support.hidden_work import FLAGS, WIDTH, jobs, texts
-from tests.support.late_drafts import LateDrafter, asks
-from tests.support.stack import eventually
+from testing.checkpoints import make_checkpoint
+from testing.eager_ahead import EagerAhead
+from testing.engines import Harness
+from testing.hidden_drafts import HiddenDrafter, engine_with
+from testing.hidden_work import FLAGS, WIDTH, jobs, texts
+from testing.late_drafts import LateDrafter, asks
+from testing.stack import eventually
 from verify_service import startup
 from verify_service.drafts import links as draft_links
 from verify_service.policy.choice import ChoiceHistory

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import make_checkpoint
-from tests.support.hidden_drafts import HiddenDrafter, engine_with
-from tests.support.hidden_work import FLAGS, jobs, texts
+from testing.checkpoints import make_checkpoint
+from testing.hidden_drafts import HiddenDrafter, engine_with
+from testing.hidden_work import FLAGS, jobs, texts
 
 
 @pytest.mark.parametrize("refill", [0, 6])

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import make_checkpoint
-from tests.support.engines import Harness, Job
-from tests.support.hidden_drafts import HiddenDrafter, engine_with
-from tests.support.hidden_work import FLAGS, WIDTH, jobs, texts
-from tests.support.late_drafts import LateDrafter, asks
-from tests.support.stack import eventually
+from testing.checkpoints import make_checkpoint
+from testing.engines import Harness, Job
+from testing.hidden_drafts import HiddenDrafter, engine_with
+from testing.hidden_work import FLAGS, WIDTH, jobs, texts
+from testing.late_drafts import LateDrafter, asks
+from testing.stack import eventually
 from verify_service.drafts import wire
 from verify_service.policy.acceptance import DraftHistory
 from verify_service.policy.messages import Plan, Want

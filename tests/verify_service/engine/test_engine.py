@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from foredraft.errors import InvalidRequest, Overloaded, PromptTooLong, Unavailable
 from foredraft.telemetry.metrics import value
 from foredraft.types import FinishReason, SamplingParams, SpeculationParams
-from tests.support.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
-from tests.support.engines import Harness, Job, running_engine
-from tests.support.reference import Reference
+from testing.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
+from testing.engines import Harness, Job, running_engine
+from testing.reference import Reference
 from verify_service.engine import engine as engine_module
 from verify_service.engine.live_requests import EngineRequest
 from verify_service.outputs import Load, StepOutput

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from foredraft.types import SamplingParams, SpeculationParams
-from tests.support.checkpoints import make_checkpoint
-from tests.support.engines import Harness, Job, running_engine
+from testing.checkpoints import make_checkpoint
+from testing.engines import Harness, Job, running_engine
 from verify_service.engine.engine import Engine
 
 OURS = ("verify_service", "foredraft")

@@ -7,7 +7,7 @@ from foredraft.telemetry.metrics import value
 from foredraft.types import FinishReason, SamplingParams
 from verify_service.engine.live_requests import EngineRequest, Live, LiveRequests
 from verify_service.outputs import Finish, Load, StepOutput
-from verify_service.scheduling.request import Sequence
+from verify_service.scheduler.request import Sequence
 
 LOAD = Load(waiting=0, running=0, free_pages=1, total_pages=1, draft_available=False)
 OUTCOME = "foredraft_verifier_requests_total"

@@ -9,28 +9,28 @@ import pytest
 import torch
 
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.kvcache.draft_marks import DraftMarks
-from foredraft.kvcache.page_pool import PagePool
-from foredraft.kvcache.prefix_tree import PrefixTree
-from foredraft.speculation.draft_tree import EMPTY, DraftTree
-from foredraft.speculation.verification import Verified
+from foredraft.trees.draft_tree import EMPTY, DraftTree
 from foredraft.types import SamplingParams
 from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.hidden_states import HiddenStates
+from verify_service.drafts.page_marks import DraftMarks
 from verify_service.engine.engine import Engine, EngineLimits
 from verify_service.engine.live_requests import EngineRequest
-from verify_service.metrics import SpeculationMetrics
-from verify_service.policy.policy import DraftPolicy
-from verify_service.scheduling.scheduler import Scheduler
-from verify_service.scheduling.step_plan import PrefillChunk
-from verify_service.target.chooser import Outcome, VerifyRows
-from verify_service.target.target_step import (
+from verify_service.executor.sampler import Outcome, VerifyRows
+from verify_service.executor.target_step import (
     AheadRows,
     DeviceOutcome,
     StartedStep,
     StepResult,
     TargetStep,
 )
+from verify_service.executor.verification import Verified
+from verify_service.metrics import SpeculationMetrics
+from verify_service.policy.policy import DraftPolicy
+from verify_service.scheduler.page_pool import PagePool
+from verify_service.scheduler.prefix_tree import PrefixTree
+from verify_service.scheduler.scheduler import Scheduler
+from verify_service.scheduler.step_plan import PrefillChunk
 
 PAGE, WIDTH, NUM_PAGES = 64, 2, 200
 

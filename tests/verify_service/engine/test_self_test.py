@@ -6,11 +6,11 @@ import pytest
 
 from foredraft.telemetry.metrics import value
 from foredraft.types import SamplingParams
-from tests.support.checkpoints import make_checkpoint
-from tests.support.engines import Harness, Job, running_engine
-from tests.support.hidden_drafts import HiddenDrafter, engine_with
-from tests.support.stack import eventually
-from tests.support.tiny_tokenizers import byte_level, save
+from testing.checkpoints import make_checkpoint
+from testing.engines import Harness, Job, running_engine
+from testing.hidden_drafts import HiddenDrafter, engine_with
+from testing.stack import eventually
+from testing.tiny_tokenizers import byte_level, save
 from verify_service.engine.self_test import TEXTS, built_in_prompts
 
 COUNTERS = (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.oracle_draft import NODES, PAGE, VOCAB, OracleDraft, Run
+from testing.oracle_draft import NODES, PAGE, VOCAB, OracleDraft, Run
 from verify_service.drafts.chosen_sizes import SizeRules
 from verify_service.drafts.proposals import Drafted, Tried, Wanted
 from verify_service.drafts.several import Drafts
@@ -15,7 +15,7 @@ from verify_service.engine.engine import Engine, EngineLimits
 from verify_service.metrics import MIXED_STEPS, OVERLAPPED_STEPS, SeveralMetrics
 from verify_service.policy.choice import ChoiceHistory
 from verify_service.policy.step_time import GridTimes
-from verify_service.scheduling.request import Sequence as RequestSequence
+from verify_service.scheduler.request import Sequence as RequestSequence
 
 GRID = GridTimes({(b, r): 0.004 + 1e-5 * b * r for b in (1, 3, 5) for r in (1, 3, NODES + 1)})
 

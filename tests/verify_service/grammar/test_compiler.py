@@ -14,7 +14,7 @@ from foredraft.errors import InvalidRequest
 from foredraft.telemetry.metrics import value
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import Grammar, GrammarKind
-from tests.support import tiny_tokenizers
+from testing import tiny_tokenizers
 from verify_service.grammar import compiler as compilers
 from verify_service.grammar.compiler import GrammarCompiler, GrammarLimits
 

@@ -12,7 +12,7 @@ import pytest
 
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason, GrammarKind, SamplingParams, SpeculationParams
-from tests.support.engines import Harness, Job, Result, running_engine
+from testing.engines import Harness, Job, Result, running_engine
 from verify_service.grammar.matcher import CompiledGrammar
 from verify_service.grammar.source import to_llguidance
 from verify_service.grammar.vocabulary import LIMITS, load_vocabulary

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from foredraft.speculation.draft_tree import DraftTree, paths
 from foredraft.text.tokenizer import Tokenizer
+from foredraft.trees.draft_tree import DraftTree, paths
 from foredraft.types import GrammarKind
-from tests.support import tiny_tokenizers
+from testing import tiny_tokenizers
 from verify_service.grammar import masks as masks_module
 from verify_service.grammar.masks import allow_only
 from verify_service.grammar.matcher import CompiledGrammar, GrammarState

@@ -1,11 +1,11 @@
 """How much is drafted on two small cores while requests come and go: hardly ever slower than plain decoding.
 
-In a model of such steps (`tests.support.cpu_load`), whose table of times is wrong as tables measured at start have been.
+In a model of such steps (`testing.cpu_load`), whose table of times is wrong as tables measured at start have been.
 """
 
 import pytest
 
-from tests.support.cpu_load import Cpu, Request, arrivals, serve
+from testing.cpu_load import Cpu, Request, arrivals, serve
 from verify_service.policy.policy import DraftPolicy
 
 SECONDS, SEEDS = 20.0, (0, 1, 2)

@@ -1,6 +1,6 @@
 """How much is drafted: hardly ever slower than plain decoding, near the best fixed setting, soon after every change.
 
-In a model of steps (`tests.support.step_model`) whose times are tables of an H200 and of a CPU; nothing here reads a clock.
+In a model of steps (`testing.step_model`) whose times are tables of an H200 and of a CPU; nothing here reads a clock.
 """
 
 import random
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.policy_simulation import Load, simulate
-from tests.support.step_model import TABLES, StepModel
-from tests.support.step_trace import Trace
+from testing.policy_simulation import Load, simulate
+from testing.step_model import TABLES, StepModel
+from testing.step_trace import Trace
 from verify_service.policy.acceptance import Acceptance, DraftHistory, Ladder
 from verify_service.policy.messages import Observed, Offer, Wait, Want
 from verify_service.policy.policy import DraftPolicy

@@ -1,10 +1,10 @@
-"""What n-grams cost and gain on two small cores by default, in a model of such steps (`tests.support.ngram_load`)."""
+"""What n-grams cost and gain on two small cores by default, in a model of such steps (`testing.ngram_load`)."""
 
 from statistics import mean
 
 import pytest
 
-from tests.support.ngram_load import COPIED, MACHINES, NEW, SAMPLED, Machine, Match, gain
+from testing.ngram_load import COPIED, MACHINES, NEW, SAMPLED, Machine, Match, gain
 from verify_service.policy.acceptance import Acceptance, DraftHistory, Ladder
 from verify_service.policy.step_time import RowTimes
 

@@ -1,6 +1,6 @@
 """How much is drafted while prompts interrupt steps that else follow one another on a GPU: never much slower than always or never.
 
-In a model of steps (`tests.support.policy_simulation`) by what a log of an H200's steps showed; nothing here reads a clock.
+In a model of steps (`testing.policy_simulation`) by what a log of an H200's steps showed; nothing here reads a clock.
 """
 
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.policy_simulation import FixedNodes, Load, simulate
-from tests.support.step_model import StepModel
-from tests.support.step_trace import Trace
+from testing.policy_simulation import FixedNodes, Load, simulate
+from testing.step_model import StepModel
+from testing.step_trace import Trace
 from verify_service.policy.acceptance import Acceptance, DraftHistory, Ladder
 from verify_service.policy.grid_choice import BUSY_SECONDS, LISTEN_SECONDS, LOOK_SECONDS, GridChoice
 from verify_service.policy.messages import Observed, Plan, Wait, Want

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from foredraft.runner.decode_graphs import batch_sizes, row_sizes
+from verify_service.executor.decode_graphs import batch_sizes, row_sizes
 from verify_service.policy.step_time import DraftTimes, GridTimes, RowTimes, rising
 
 GRID = {(1, 1): 4.0, (1, 8): 4.5, (8, 1): 5.0, (8, 4): 5.5, (8, 8): 6.5}

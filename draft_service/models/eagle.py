@@ -1,0 +1,65 @@
+"""EAGLE-1 and EAGLE-2 (Li et al. 2024, arXiv 2401.15077 and 2406.16858): decoder layers over fused embedding and feature."""
+
+import torch
+from torch import nn
+
+from draft_service.models.draft_head import DraftHead, Pass, SharedWeights
+from foredraft.layers.linear import Linear
+from foredraft.models.head_config import HeadConfig
+from foredraft.models.loader import block_targets
+
+
+class EagleHead(DraftHead):
+    """x = fc([embedding; feature]), then decoder layers of which the first has no norm before attention, and no final norm.
+
+    The output is a prediction of the target's own state after its final norm: it is the next feature, and the target's
+    LM head reads it.
+
+    Args:
+        fc_bias: Whether fc has a bias.
+    """
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        shared: SharedWeights,
+        num_target_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        fc_bias: bool,
+    ) -> None:
+        super().__init__(config, shared, num_target_layers, dtype, device)
+        size = config.layer.hidden_size
+        self.fc = Linear(2 * size, size, fc_bias, dtype, device)
+        self._layers = [self.make_layer(index, size) for index in range(config.layer.num_layers)]
+        self._norms = [self.make_norm(size) for _ in self._layers[1:]]
+        self.layers, self.norms = nn.ModuleList(self._layers), nn.ModuleList(self._norms)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """See DraftHead."""
+        found: dict[str, torch.Tensor] = {"fc.weight": self.fc.weight}
+        if self.fc.bias is not None:
+            found["fc.bias"] = self.fc.bias
+        for index, layer in enumerate(self._layers):
+            found |= block_targets(f"layers.{index}.", layer.attention, layer.mlp)
+            found[f"layers.{index}.post_attention_layernorm.weight"] = layer.mlp_norm.weight
+        for index, norm in enumerate(self._norms, 1):
+            found[f"layers.{index}.input_layernorm.weight"] = norm.weight
+        return found
+
+    def compute(
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        sources: torch.Tensor | None,
+        run: Pass,
+        module: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DraftHead."""
+        embeds, features = self.read(tokens, features, sources)
+        stream = self.fc(torch.cat((embeds, features), -1))
+        x = stream
+        norms = [*self._norms, None]
+        for layer, next_norm in zip(self._layers, norms, strict=True):
+            stream, x = layer(x, stream, run, next_norm is None, next_norm)
+        return stream, stream

@@ -1,0 +1,127 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): fused streams of three target layers, attention over [embedding; feature]."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from draft_service.models.draft_head import DraftHead, Pass, SharedWeights
+from foredraft.layers.embedding import LMHead
+from foredraft.layers.linear import Linear
+from foredraft.models.head_config import HeadConfig
+from foredraft.models.loader import block_targets
+
+
+class Eagle3Head(DraftHead):
+    """A first layer that attends by [norm(embedding); norm(feature)], usual ones after it, a final norm.
+
+    The feature passed on is the residual stream before the final norm, or after it with `norm_output`.
+
+    Args:
+        layout: Shapes of the checkpoint's tensors, which decide what config.json leaves open: whether fc has a bias or
+            is there at all, whether the LM head is the head's own and how many rows it has, and how the norms of further
+            layers are called.
+    """
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        shared: SharedWeights,
+        num_target_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        layout: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        super().__init__(config, shared, num_target_layers, dtype, device)
+        layer = config.layer
+        size, width = layer.hidden_size, self.hidden_width
+        bias = config.fc_bias if config.fc_bias is not None else "fc.bias" in layout
+        has_fc = config.num_streams > 0 or width != size or "fc.weight" in layout
+        self.fc = Linear(width, size, bias, dtype, device) if has_fc else None
+        chunks = max(1, config.num_streams) if config.fc_norm else 0
+        self._stream_norms = [self.make_norm(config.target_hidden_size) for _ in range(chunks)]
+        self.stream_norms = nn.ModuleList(self._stream_norms)
+        self.input_norm = self.make_norm(width) if config.norm_before_fc else None
+        self.embedding_norm = self.make_norm(size)
+        self._layers = [
+            self.make_layer(index, size if index else 2 * size) for index in range(layer.num_layers)
+        ]
+        self._norms = [self.make_norm(size) for _ in self._layers]
+        self.layers, self.norms = nn.ModuleList(self._layers), nn.ModuleList(self._norms)
+        # SGLang calls the norm of every layer hidden_norm, speculators those of further layers input_layernorm.
+        self._norm_names = ["layers.0.hidden_norm.weight"] + [
+            f"layers.{index}.{name}.weight"
+            for index in range(1, layer.num_layers)
+            for name in ("input_layernorm", "hidden_norm")
+            if (name == "hidden_norm") == (f"layers.{index}.hidden_norm.weight" in layout)
+        ]
+        self.norm = self.make_norm(size)
+        vocab = config.draft_vocab_size or layout.get("lm_head.weight", (None,))[0]
+        self._own_lm_head = "lm_head.weight" in layout or (
+            vocab is not None and vocab != layer.vocab_size and not layer.tie_word_embeddings
+        )
+        if self._own_lm_head:
+            self.lm_head = LMHead(size, vocab or layer.vocab_size, None, None, dtype, device)
+            self.token_map = None  # head_loader sets it
+
+    def fuse(self, rows: torch.Tensor) -> torch.Tensor:
+        """See DraftHead."""
+        if self._stream_norms:
+            streams = rows.split(self.config.target_hidden_size, -1)
+            rows = torch.cat(
+                [norm(s) for norm, s in zip(self._stream_norms, streams, strict=True)], -1
+            )
+        if self.input_norm is not None:
+            rows = self.input_norm(rows)
+        return rows if self.fc is None else self.fc(rows)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """See DraftHead."""
+        found: dict[str, torch.Tensor] = {
+            "norm.weight": self.norm.weight,
+            "layers.0.input_layernorm.weight": self.embedding_norm.weight,
+        }
+        if self.fc is not None:
+            found["fc.weight"] = self.fc.weight
+            if self.fc.bias is not None:
+                found["fc.bias"] = self.fc.bias
+        for index, norm in enumerate(self._stream_norms):
+            found[f"fc_norm.{index}.weight"] = norm.weight
+        if self.input_norm is not None:
+            found["input_norm.weight"] = self.input_norm.weight
+        for index, layer in enumerate(self._layers):
+            found |= block_targets(f"layers.{index}.", layer.attention, layer.mlp)
+            found[f"layers.{index}.post_attention_layernorm.weight"] = layer.mlp_norm.weight
+            found[self._norm_names[index]] = self._norms[index].weight
+        if self._own_lm_head:
+            found["lm_head.weight"] = self.lm_head.weight
+        return found
+
+    def compute(
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        sources: torch.Tensor | None,
+        run: Pass,
+        module: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DraftHead."""
+        num_rows, size = len(tokens), features.shape[-1]
+        x = torch.empty(num_rows, 2 * size, dtype=self._dtype, device=self._device)
+        if self.embedding.is_plain:
+            self.embedding_norm.of_rows(self.embedding.weight, tokens, x[:, :size])
+        else:
+            self.embedding_norm(self.embedding(tokens), x[:, :size])
+        normed = x[:, size:]
+        if sources is None:
+            self._norms[0](features, normed)
+        else:
+            picked = features.new_empty(num_rows, size)
+            self._norms[0].of_rows(features, sources, normed, picked)
+            features = picked
+        stream = normed if self.config.norm_before_residual else features
+        norms = [*self._norms[1:], self.norm]
+        for layer, next_norm in zip(self._layers, norms, strict=True):
+            stream, x = layer(x, stream, run, layer is self._layers[-1], next_norm)
+        out = x
+        return out, out if self.config.norm_output else stream

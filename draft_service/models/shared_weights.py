@@ -1,0 +1,170 @@
+"""What a draft reads of its target: the token embedding and the LM head, and the reduced vocabulary of FR-Spec.
+
+On a CPU the draft's process reads the two tensors from the target's checkpoint by itself: through a memory map where the
+type in the file is the one that is computed with, so that they cost no memory of their own; converted otherwise.
+"""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from draft_service.models.draft_head import SharedWeights
+from foredraft.errors import CheckpointError
+from foredraft.layers.embedding import Embedding, LMHead
+from foredraft.models import hub
+from foredraft.models.config import ModelConfig
+from foredraft.models.loader import fill_randomly
+from foredraft.models.registry import BUNDLED
+from foredraft.models.weights import SafetensorsFile, checkpoint_files, first_line
+
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def load_shared_weights(
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    on_host: bool = False,
+) -> SharedWeights:
+    """The target's embedding (not scaled: heads are trained on its plain rows) and LM head.
+
+    Args:
+        directory: The target's checkpoint.
+        config: Of the target.
+        load_format: `auto` reads them; `dummy` makes random ones.
+        on_host: Leave them on the host, mapped where they can be (dummies: without memory), for `device` to be given
+            them later.
+
+    Raises:
+        CheckpointError: They are missing or misshaped.
+    """
+    embedding = Embedding(0, config.hidden_size, 1.0, dtype, device)
+    lm_head = LMHead(0, 0, None, config.logit_softcap, dtype, device)
+    names = [EMBEDDING] if config.tie_word_embeddings else [EMBEDDING, LM_HEAD]
+    shape = (config.vocab_size, config.hidden_size)
+    if load_format == "dummy":
+        place = torch.device("meta") if on_host else device
+        found = {name: torch.empty(shape, dtype=dtype, device=place) for name in names}
+    else:
+        place = torch.device("cpu") if on_host else device
+        found = _read(directory, names, shape, dtype, place)
+    embedding.weight = nn.Parameter(found[EMBEDDING], requires_grad=False)
+    lm_head.weight = embedding.weight
+    if not config.tie_word_embeddings:
+        lm_head.weight = nn.Parameter(found[LM_HEAD], requires_grad=False)
+    if load_format == "dummy" and not on_host:
+        fill_randomly(nn.ModuleList([embedding, lm_head]))
+    return SharedWeights(embedding, lm_head)
+
+
+def reduce_vocabulary(lm_head: LMHead, token_map: torch.Tensor) -> LMHead:
+    """The LM head of the tokens in `token_map` alone (FR-Spec, Zhao et al. 2025, arXiv 2502.14856)."""
+    weight = lm_head.weight
+    reduced = LMHead(0, 0, None, lm_head.softcap, weight.dtype, weight.device)
+    if weight.is_meta:
+        rows = weight.new_empty(len(token_map), weight.shape[1])
+    else:
+        rows = weight[token_map.to(weight.device)]
+    reduced.weight = nn.Parameter(rows, requires_grad=False)
+    reduced.multiply = lm_head.multiply  # the weight may still be on its way to the device
+    return reduced
+
+
+def read_token_map(path: str | os.PathLike[str], vocab_size: int) -> torch.Tensor:
+    """The target's tokens that a reduced draft vocabulary has.
+
+    Args:
+        path: A .pt file that holds a list or a tensor of token ids (no code in it is run), a .json file with a list, a
+            safetensors file with one tensor, the name of a bundled map, or a file on a hub, `organisation/name/file`.
+        vocab_size: Of the target.
+
+    Returns:
+        int64 [number of tokens], in the file's order.
+
+    Raises:
+        CheckpointError: The file holds something else, or cannot be had.
+    """
+    file = Path(path).expanduser()
+    bundled = BUNDLED / os.fspath(path) / "token_map.safetensors"
+    if not file.exists() and bundled.is_file():
+        file = bundled
+    elif hub.is_file(path):
+        file = hub.fetch_file(os.fspath(path))
+    if file.suffix == ".safetensors":
+        with SafetensorsFile(file) as tensors:
+            if len(tensors.entries) != 1:
+                raise CheckpointError(f"{file}: {len(tensors.entries)} tensors, a token map is one")
+            (entry,) = tensors.entries.values()
+            if entry.dtype.is_floating_point or len(entry.shape) != 1:
+                raise CheckpointError(f"{file}: {entry.name} is not a list of token ids")
+            ids = torch.empty(entry.shape, dtype=torch.int64)
+            tensors.copy_to(entry, ids)
+    else:
+        ids = _load_ids(file)
+    if not len(ids) or ids.min() < 0 or ids.max() >= vocab_size:
+        raise CheckpointError(
+            f"{file}: token ids must be in [0, {vocab_size}), and there must be some"
+        )
+    if len(ids.unique()) != len(ids):
+        raise CheckpointError(f"{file}: a token id is there twice")
+    return ids
+
+
+def _load_ids(file: Path) -> torch.Tensor:
+    try:
+        if file.suffix == ".json":
+            loaded = json.loads(file.read_text())
+        else:
+            loaded = torch.load(file, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        # What torch says of it ends in advice to run what is in the file.
+        raise CheckpointError(
+            f"{file}: holds more than numbers, or is neither .pt, .json nor .safetensors"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {first_line(error)}") from error
+    try:
+        ids = torch.as_tensor(loaded)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{file}: not a list of token ids") from error
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise CheckpointError(f"{file}: not a list of token ids")
+    return ids.to(torch.int64)
+
+
+def _read(
+    directory: Path,
+    names: list[str],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in checkpoint_files(directory):
+        file = SafetensorsFile(path)
+        for name in names:
+            entry = file.entries.get(name)
+            if entry is None:
+                continue
+            if entry.shape != shape or not entry.dtype.is_floating_point:
+                raise CheckpointError(
+                    f"{path}: tensor {name} has shape {list(entry.shape)} and type {entry.dtype}, "
+                    f"config.json asks for {list(shape)}"
+                )
+            mapped = None
+            if entry.dtype == dtype and device.type == "cpu":
+                mapped = file.mapped(entry)
+            if mapped is None:
+                mapped = torch.empty(shape, dtype=dtype, device=device)
+                file.copy_to(entry, mapped)
+            found[name] = mapped
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise CheckpointError(f"{directory}: missing tensor {', '.join(missing)}")
+    return found

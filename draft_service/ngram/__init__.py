@@ -1,0 +1,1 @@
+"""The n-gram trie over prompts and outputs, written in C."""

@@ -1,0 +1,1 @@
+"""Captured draft steps on a GPU: their records, kernels and graphs."""

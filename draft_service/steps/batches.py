@@ -1,0 +1,106 @@
+"""The batches of a draft step of fixed shape: views of its plan."""
+
+import torch
+
+from draft_service.steps.plan import DraftPlan
+from draft_service.steps.records import DraftShape
+from foredraft.attention.base import Batch
+from foredraft.attention.paged_triton import TritonPlan, splits_for
+from foredraft.attention.split_kv import Balance, Levels
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.sampling.rows import SamplingRows
+
+
+class DraftBatches:
+    """Batches of one size.
+
+    Args:
+        plan: Filled in by whoever runs the step.
+    """
+
+    def __init__(self, plan: DraftPlan, shape: DraftShape, kv: PagedKV) -> None:
+        self.plan = plan
+        self._shape, self._kv = shape, kv
+        batch, device = len(plan.start), plan.start.device
+        rows, topk = shape.num_rows, shape.topk
+        self._first_row, self._first_beam = (
+            torch.arange(0, batch * each, each, dtype=torch.int32, device=device)
+            for each in (rows, topk)
+        )
+        max_keys = shape.max_pages * kv.page_size
+        self._row_splits = splits_for(batch, rows, kv, max_keys)
+        self._beam_splits = splits_for(batch, topk, kv, max_keys)
+        self._is_balanced = batch > 1
+        self._beam_balance: Balance | None = None
+
+    def committed(self) -> Batch:
+        """Committed tokens: up to R rows of each sequence, of which the last ones' logits are wanted."""
+        plan = self.plan
+        attention = TritonPlan(
+            kv=self._kv,
+            page_tables=plan.tables,
+            first_row=self._first_row,
+            num_rows=plan.num_rows,
+            prefix_start=plan.prefix_start,
+            prefix_len=plan.start,
+            write_index=plan.start,
+            positions=plan.positions,
+            tail_mask=None,
+            is_causal=None,
+            tail_positions=None,
+            max_rows=self._shape.num_rows,
+            num_splits=self._row_splits,
+            balance=Balance(self._kv.data.dtype) if self._is_balanced else None,
+        )
+        return Batch(plan.tokens, plan.positions, plan.slots, (), plan.last, plan=attention)
+
+    def level(self, level: int, tokens: torch.Tensor, mask: torch.Tensor | None) -> Batch:
+        """Drafted tokens: a level's beams attend to the committed keys and to their own ancestors. Level 0 comes first.
+
+        Args:
+            tokens: int64 [B, K].
+            mask: bool [B * K, (level + 1) * K], the beams' ancestors; None for a chain.
+        """
+        plan, shape = self.plan, self._shape
+        first, positions = plan.level_first[level], plan.level_positions[level]
+        tail_positions = None
+        if shape.is_windowed and mask is not None:
+            tail_positions = plan.tail_positions[:, : mask.shape[1]]
+        if level == 0 and self._is_balanced:
+            # Of all levels at once.
+            before = plan.num_keys.expand_as(plan.level_first)
+            prefix_len = plan.level_first if mask is None else before
+            levels = Levels(prefix_len, plan.level_first, plan.level_positions)
+            self._beam_balance = Balance(self._kv.data.dtype, levels)
+        attention = TritonPlan(
+            kv=self._kv,
+            page_tables=plan.tables,
+            first_row=self._first_beam,
+            num_rows=plan.num_beams,
+            prefix_start=plan.valid_from,
+            prefix_len=first if mask is None else plan.num_keys,
+            write_index=first,
+            positions=positions,
+            tail_mask=mask,
+            is_causal=None,
+            tail_positions=tail_positions,
+            max_rows=shape.topk,
+            num_splits=self._beam_splits,
+            balance=self._beam_balance,
+            level=level,
+        )
+        return Batch(tokens.flatten(), positions, plan.level_slots[level], (), plan=attention)
+
+    def sampling(self, any_sampled: bool, any_ranked: bool) -> SamplingRows:
+        """The sequences' sampling parameters; see `SamplingRows` for the two promises."""
+        plan = self.plan
+        return SamplingRows(
+            temperature=plan.temperature,
+            top_p=plan.top_p,
+            min_p=plan.min_p,
+            top_k=plan.top_k,
+            seed=plan.seed,
+            position=plan.position,
+            any_sampled=any_sampled,
+            any_ranked=any_ranked,
+        )

@@ -1,0 +1,179 @@
+"""Beam trees on a GPU by a few kernels per level; the trees of `static_beams`, for rows without top-k and top-p."""
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from draft_service.steps import beam_kernels
+from draft_service.steps.static_beams import StaticBeams
+from foredraft.kernel_launch import power_of_two
+from foredraft.sampling.rows import SamplingRows
+from foredraft.trees.tree_building import MIN_RIVALS, Ordering
+from foredraft.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_BLOCK = 4096  # columns of one program
+
+
+class DeviceBeams:
+    """Beams of one drafting round; all memory is taken at once, so that a graph can hold it.
+
+    Args:
+        batch: Number of sequences, B.
+        num_steps: Levels.
+        topk: Children taken per node and beams kept per level, K.
+        vocab: Columns of the logits.
+        ordering: Of children.
+        rows: For `coupled` where some are sampled: of the sequences, with the position of the first drafted token.
+        launch: Options of the kernels' launches, see `kernel_launch`.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        num_steps: int,
+        topk: int,
+        vocab: int,
+        ordering: Ordering,
+        device: torch.device,
+        rows: SamplingRows | None = None,
+        launch: Mapping[str, bool] | None = None,
+    ) -> None:
+        self._launch = launch or {}
+        self._batch, self._topk, self._vocab = batch, topk, vocab
+        self._keeps_first = ordering == "coupled"
+        self._rows = rows
+        # How many of a row's best columns are looked at.
+        self._count = topk
+        if rows is not None and topk > 1:
+            self._count = min(max(topk, MIN_RIVALS), vocab)
+        self._parts = -(-vocab // _BLOCK)
+        self._num_candidates = topk + (num_steps - 1) * topk * topk
+        num_rows = batch * topk
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self._keys = empty(num_rows, self._parts, self._count, dtype=torch.int64)
+        # Each starts where memory is aligned, so that a kernel is compiled once.
+        self._maxima = empty(num_rows, self._parts, dtype=torch.float32)
+        self._sums = empty(num_rows, self._parts, dtype=torch.float32)
+        # Of the level before and the next one, by turns.
+        self._values = [empty(batch, topk, dtype=torch.float32) for _ in range(2)]
+        self._nodes = [empty(batch, topk) for _ in range(2)]
+        self._masks = [empty(num_rows, num_steps * topk, dtype=torch.uint8) for _ in range(2)]
+        self._scores = empty(batch, self._num_candidates, dtype=torch.float32)
+        self._tokens, self._parents, self._places = (
+            empty(batch, self._num_candidates) for _ in range(3)
+        )
+        self._level = 0
+
+    def grow(
+        self, logits: torch.Tensor, token_map: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes the children of the current beams and selects the next beams among them.
+
+        Args:
+            logits: [rows, V], rows in the order of the beams: one for each sequence at first, then K.
+            token_map: int64 [V], the target's token of each column.
+
+        Returns:
+            int64 [B, K] tokens of the beams, int64 [B * K] the row that each of them continues.
+        """
+        level, topk, parts = self._level, self._topk, self._parts
+        num_rows = len(logits)
+        beams = num_rows // self._batch
+        self._find_best(logits, beams, token_map)
+        tokens = torch.empty(self._batch, topk, dtype=torch.int64, device=logits.device)
+        sources = torch.empty(self._batch * topk, dtype=torch.int64, device=logits.device)
+        old, new = level % 2, 1 - level % 2
+        width = self._masks[0].shape[1]
+        beam_kernels.select_beams[(self._batch,)](
+            self._keys, self._maxima, self._sums, sources if token_map is None else token_map,
+            self._maxima if self._rows is None else self._rows.temperature, self._values[old], self._nodes[old], self._masks[old],
+            self._values[new], self._nodes[new], self._masks[new], tokens, sources,
+            self._scores, self._tokens, self._parents, self._num_candidates, width,
+            0 if level == 0 else topk + (level - 1) * topk * topk, level,
+            PARTS=parts, TOPK=topk, COUNT=self._count, BEAMS=beams, PAD_TOPK=power_of_two(topk),
+            PAD_COUNT=power_of_two(self._count),
+            PAD_PARTS=power_of_two(parts), PAD_MASK=power_of_two(width),
+            HAS_PARENTS=level > 0, MAPPED=token_map is not None, KEEP_FIRST=self._keeps_first,
+            SAMPLED=self._rows is not None, num_warps=4, **self._launch,
+        )  # fmt: skip
+        self._level += 1
+        return tokens, sources
+
+    def _find_best(self, logits: torch.Tensor, beams: int, token_map: torch.Tensor | None) -> None:
+        """The best columns of every part of every row."""
+        rows, unused = self._rows, self._maxima
+        passes = [(self._count, False)] if rows is None else [(0, False), (self._count, True)]
+        for count, is_sampled in passes:
+            beam_kernels.best_of_parts[(len(logits), self._parts)](
+                logits, self._keys, self._maxima, self._sums,
+                self._keys if token_map is None else token_map,
+                unused if rows is None else rows.temperature,
+                unused if rows is None else rows.min_p,
+                self._keys if rows is None else rows.seed,
+                self._keys if rows is None else rows.position,
+                logits.stride(0), self._vocab, self._level, PARTS=self._parts,
+                PAD_PARTS=power_of_two(self._parts), COUNT=count, PAD_COUNT=power_of_two(max(1, count)),
+                BEAMS=beams, BLOCK=_BLOCK,
+                SAMPLED=is_sampled, MAPPED=token_map is not None, num_warps=8,
+                **self._launch,
+            )  # fmt: skip
+
+    def seen(self) -> torch.Tensor:
+        """Which drafted rows each beam selected last may see: bool [B * K, level * K + K], levels counted from 0."""
+        return self._masks[self._level % 2][:, : self._level * self._topk].view(torch.bool)
+
+    def write(self, results: torch.Tensor) -> None:
+        """The most valuable candidates of all levels, after the last `grow`.
+
+        Args:
+            results: int32 [B, 2, N], written; see `StaticBeams.nodes`. Places without a node are -1.
+        """
+        nodes = results.shape[-1]
+        beam_kernels.select_nodes[(self._batch,)](
+            self._scores, self._tokens, self._parents, self._places, results,
+            self._num_candidates, results.stride(0),
+            NODES=nodes, PAD_CANDIDATES=power_of_two(self._num_candidates),
+            PAD_NODES=power_of_two(nodes), num_warps=4, **self._launch,
+        )  # fmt: skip
+
+
+def works(
+    num_steps: int,
+    topk: int,
+    vocab: int,
+    device: torch.device,
+    launch: Mapping[str, bool] | None = None,
+) -> bool:
+    """Whether the kernels compile here and build a tree that is known; says in the log why not.
+
+    They are compiled for each kind of GPU where they first run; without them torch builds the trees.
+    """
+    nodes = min(topk * num_steps, 31)
+    row = torch.arange(topk * vocab, device=device).view(topk, vocab)
+    logits = (row * 7919 % vocab).float() * (40 / vocab)
+    try:
+        for rows in (None, SamplingRows.from_params([SamplingParams(seed=3)], [5], device)):
+            found = DeviceBeams(1, num_steps, topk, vocab, "coupled", device, rows, launch)
+            own = rows or SamplingRows.from_params([SamplingParams(temperature=0.0)], [5], device)
+            expected = StaticBeams(1, num_steps, topk, nodes + 1, "coupled", own)
+            for level in range(num_steps):
+                part = logits[: topk if level else 1]
+                found.grow(part, None)
+                expected.grow(part, None)
+            results = torch.zeros(2, 1, 2, nodes, dtype=torch.int32, device=device)
+            found.write(results[0])
+            expected.write(results[1])
+            # Of equal values either may come first; the best chain is the same in any case.
+            if not torch.equal(results[0, 0, 0, 0], results[1, 0, 0, 0]):
+                logger.warning("draft trees by torch: the kernels' first token differs")
+                return False
+    except Exception as error:  # Triton's compiler has no exceptions of its own to name
+        logger.warning("draft trees by torch, which takes longer: %s", error)
+        return False
+    return True

@@ -1,0 +1,213 @@
+"""What the batches of a draft step are made of. Filled in on the device once per step, of the records that the host
+uploaded, and read by the batch of committed tokens and by those of all levels."""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from draft_service.steps.hand_on import HandedOn
+from draft_service.steps.records import (
+    HEADER,
+    MIN_P,
+    NUM_ROWS,
+    ROW,
+    SEED_HIGH,
+    SEED_LOW,
+    SLOT,
+    START,
+    TEMPERATURE,
+    TOP_K,
+    VALID_FROM,
+    DraftShape,
+)
+from foredraft.kvcache.paged_kv import PagedKV
+
+
+@dataclass(slots=True)
+class DraftPlan:
+    """Tensors of B sequences with up to R committed tokens and L levels of K beams below the first; all contiguous.
+
+    A drafted token's KV goes behind the sequence's committed keys: into what is left of their last page, which is the
+    sequence's own, and then into scratch pages of its slot. Padding has a slot of its own.
+
+    Attributes:
+        tokens, places, positions, slots: int64 [B * R], of committed tokens: places are those of hidden states, slots those
+            of the cache. Rows that are none write where nobody reads.
+        last: int64 [B], row of each sequence's newest token.
+        start, num_rows, prefix_start: int32 [B], key index of the first one, how many there are, what they see first.
+        tables: int32 [B, pages and scratch pages], of committed and drafted keys.
+        num_keys: int32 [B], committed keys, those of the step with them.
+        num_beams: int32 [B], K, or 0 for padding.
+        valid_from: int32 [B], what drafted tokens see first.
+        level_first: int32 [L, B], key index of each level's first beam.
+        level_positions, level_slots: int64 [L, B * K].
+        tail_positions: int32 [B, L * K], of drafted keys.
+        temperature, top_p, min_p: float32 [B].
+        top_k, seed, position: int64 [B]; the position is the first drafted token's.
+    """
+
+    tokens: torch.Tensor
+    places: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    last: torch.Tensor
+    start: torch.Tensor
+    num_rows: torch.Tensor
+    prefix_start: torch.Tensor
+    tables: torch.Tensor
+    num_keys: torch.Tensor
+    num_beams: torch.Tensor
+    valid_from: torch.Tensor
+    level_first: torch.Tensor
+    level_positions: torch.Tensor
+    level_slots: torch.Tensor
+    tail_positions: torch.Tensor
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    top_k: torch.Tensor
+    seed: torch.Tensor
+    position: torch.Tensor
+
+    @classmethod
+    def empty(cls, shape: DraftShape, kv: PagedKV, batch: int) -> "DraftPlan":
+        """For batches of one size."""
+        levels, beams, rows = shape.num_steps - 1, batch * shape.topk, batch * shape.num_rows
+        entries = shape.max_pages + shape.scratch_pages(kv.page_size)
+
+        def make(dtype: torch.dtype, *size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=kv.data.device)
+
+        long, word, real = torch.int64, torch.int32, torch.float32
+        return cls(
+            tokens=make(long, rows),
+            places=make(long, rows),
+            positions=make(long, rows),
+            slots=make(long, rows),
+            last=make(long, batch),
+            start=make(word, batch),
+            num_rows=make(word, batch),
+            prefix_start=make(word, batch),
+            tables=make(word, batch, entries),
+            num_keys=make(word, batch),
+            num_beams=make(word, batch),
+            valid_from=make(word, batch),
+            level_first=make(word, levels, batch),
+            level_positions=make(long, levels, beams),
+            level_slots=make(long, levels, beams),
+            tail_positions=make(word, batch, levels * shape.topk),
+            temperature=make(real, batch),
+            top_p=make(real, batch),
+            min_p=make(real, batch),
+            top_k=make(long, batch),
+            seed=make(long, batch),
+            position=make(long, batch),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a plan is made of beside the records.
+
+    Attributes:
+        tables: int32 [slots + 1, max_pages], page tables.
+        num_keys: int32 [slots + 1], keys of each slot after its last step; a plan brings them up to date.
+        handed_on: What another process committed.
+        dump_slot: Of the cache, for what rows write that are none.
+    """
+
+    tables: torch.Tensor
+    num_keys: torch.Tensor
+    handed_on: HandedOn
+    dump_slot: int
+
+
+def fill(
+    plan: DraftPlan, shape: DraftShape, kv: PagedKV, records: torch.Tensor, known: Known
+) -> None:
+    """Fills in a plan. Where a record's start is -1, the device knows it; where its number of rows is -1, that, the tokens and
+    the places of their hidden states are found in what was handed on. Tokens beyond the page table are left out.
+
+    Args:
+        records: int32 [B, HEADER + 2 * R].
+    """
+    made = _rows(shape, kv, records, known)
+    made |= _levels(shape, kv, records, known, made["num_keys"], made["num_rows"])
+    words = records[:, TEMPERATURE : MIN_P + 1].t().contiguous().view(torch.float32)
+    made["temperature"], made["top_p"], made["min_p"] = words
+    made["top_k"] = records[:, TOP_K]
+    low, high = records[:, SEED_LOW].long(), records[:, SEED_HIGH].long()
+    made["seed"] = (high << 32) | (low & 0xFFFFFFFF)
+    made["position"] = made["num_keys"] + shape.shift
+    for field in fields(plan):
+        target: torch.Tensor = getattr(plan, field.name)
+        target.copy_(made[field.name].reshape(target.shape))
+    known.num_keys.index_copy_(0, records[:, SLOT].long(), plan.num_keys)
+
+
+def _rows(
+    shape: DraftShape, kv: PagedKV, records: torch.Tensor, known: Known
+) -> dict[str, torch.Tensor]:
+    """Of committed tokens."""
+    rows, size = shape.num_rows, kv.page_size
+    slot, row, start = records[:, SLOT], records[:, ROW], records[:, START]
+    is_handed_on = records[:, NUM_ROWS] < 0
+    accepted = known.handed_on.accepted.index_select(0, row)
+    start = torch.where(start < 0, known.num_keys.index_select(0, slot), start)
+    count = torch.where(is_handed_on, accepted[:, 0].clamp(0, rows), records[:, NUM_ROWS])
+    count = torch.minimum(count, (shape.max_pages * size - start).clamp_min(0))
+    index = torch.arange(rows, dtype=torch.int32, device=records.device)
+    is_row = index < count[:, None]
+    own = known.handed_on.first_place + row[:, None] * rows + index
+    keys = start[:, None] + index
+    pages = known.tables.index_select(0, slot)
+    pages = pages.gather(1, (keys // size).clamp_max(shape.max_pages - 1).long())
+    slots = pages.long() * size + keys % size
+    first = torch.arange(0, len(records) * rows, rows, device=records.device)
+    handed, tokens = is_handed_on[:, None], records[:, HEADER : HEADER + rows]
+    return {
+        "tokens": torch.where(handed, torch.where(is_row, accepted[:, 1:], 0), tokens),
+        "places": torch.where(handed, own, records[:, HEADER + rows :]),
+        "positions": keys,
+        "slots": torch.where(is_row, slots, known.dump_slot),
+        "last": first + (count.long() - 1).clamp_min(0),
+        "start": start,
+        "num_rows": count,
+        "prefix_start": torch.minimum(records[:, VALID_FROM], start),
+        "num_keys": start + count,
+    }
+
+
+def _levels(
+    shape: DraftShape,
+    kv: PagedKV,
+    records: torch.Tensor,
+    known: Known,
+    num_keys: torch.Tensor,
+    num_rows: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Of drafted tokens."""
+    size, topk, levels = kv.page_size, shape.topk, shape.num_steps - 1
+    device, slot = records.device, records[:, SLOT]
+    per_slot = shape.scratch_pages(size)
+    used = (num_keys + size - 1) // size
+    columns = torch.arange(shape.max_pages + per_slot, dtype=torch.int32, device=device)
+    committed = torch.nn.functional.pad(known.tables.index_select(0, slot), (0, per_slot))
+    over = (columns - used[:, None]).clamp_max(per_slot - 1)
+    scratch = kv.num_pages + slot[:, None] * per_slot + over
+    tables = torch.where(over < 0, committed, scratch)
+    row = torch.arange(levels * topk, dtype=torch.int32, device=device)
+    keys = num_keys[:, None] + row
+    slots = tables.gather(1, (keys // size).long()).long() * size + keys % size
+    places = num_keys[:, None] + row // topk
+    by_level = (len(records), levels, topk)
+    level = torch.arange(levels, dtype=torch.int32, device=device)
+    return {
+        "tables": tables,
+        "num_beams": torch.where(num_rows > 0, topk, 0),
+        "valid_from": torch.minimum(records[:, VALID_FROM], num_keys),
+        "level_first": num_keys + level[:, None] * topk,
+        "level_positions": places.view(by_level).transpose(0, 1),
+        "level_slots": slots.view(by_level).transpose(0, 1),
+        "tail_positions": places,
+    }

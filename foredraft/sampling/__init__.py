@@ -1,0 +1,1 @@
+"""The sampling rule: filters, position-keyed noise, and the choice of each token."""

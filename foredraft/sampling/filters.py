@@ -1,0 +1,77 @@
+"""Temperature, top-k, top-p and min-p over whole rows of logits, with deterministic ties.
+
+In this order: temperature; top-k keeps the k best; top-p keeps the smallest prefix of what remains, best first, whose
+probability (renormalised) reaches p, and at least one token; min-p keeps what is at least min_p times as likely as the
+best. Of equally likely tokens the lower id comes first.
+"""
+
+import math
+
+import torch
+
+from foredraft.sampling.rows import SamplingRows
+
+
+def tempered(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """(logits - best) / temperature, float32 [R, V]: tempered log-probabilities relative to the best token's 0."""
+    return relative(logits, logits.amax(-1, keepdim=True), rows.temperature[:, None])
+
+
+def relative(logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """As `tempered`, for any part of a row. Subtracting first keeps the digits where they matter, near the best."""
+    best = torch.where(best == -math.inf, 0.0, best)
+    return (logits - best).div_(torch.where(temperature > 0, temperature, 1.0))
+
+
+def log_min_p(rows: SamplingRows) -> torch.Tensor:
+    """float32 [R]: the least tempered relative log-probability that min-p keeps."""
+    return rows.min_p.log()
+
+
+def keep_mask(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Which tokens the filters keep.
+
+    Args:
+        scores: float32 [R, V] from `tempered`.
+        rows: The parameters of each row.
+
+    Returns:
+        bool [R, V].
+    """
+    keep = scores >= log_min_p(rows)[:, None]
+    if not rows.any_ranked:
+        return keep
+    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+    total = total_mass(scores.exp())
+    kept = ranked_keep(ranked, total, rows)
+    return keep & torch.empty_like(keep).scatter_(-1, order, kept)
+
+
+def total_mass(mass: torch.Tensor) -> torch.Tensor:
+    """The sum of each row, float32 [R, V] -> float64 [R]: short sums in float32, which is fast, and these in float64."""
+    padded = torch.nn.functional.pad(mass, (0, -mass.shape[-1] % 256))
+    return padded.view(mass.shape[0], -1, 256).sum(-1).sum(-1, dtype=torch.float64)
+
+
+def ranked_keep(ranked: torch.Tensor, total: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Which of a row's best tokens top-k and top-p keep.
+
+    Args:
+        ranked: float32 [R, C], tempered scores, best first, holding every token that can be kept (ties at the k-th
+            place included); minus infinity beyond a row's own.
+        total: float64 [R], the sum of exp(scores) over the whole row.
+        rows: The parameters of each row.
+
+    Returns:
+        bool [R, C].
+    """
+    width = ranked.shape[-1]
+    limited = rows.top_k > 0
+    top_k = torch.where(limited, rows.top_k, width).clamp_max(width)[:, None]
+    mass = ranked.exp().to(torch.float64)
+    through = mass.cumsum(-1)
+    total = torch.where(limited, through.gather(-1, top_k - 1)[:, 0], total)[:, None]
+    top_p = rows.top_p.to(torch.float64)[:, None]
+    before = through - mass
+    first = torch.arange(width, device=ranked.device) < top_k
+    return first & ((before < top_p * total) | (top_p >= 1))

@@ -1,0 +1,149 @@
+"""The sampling rule: which token follows, as a function of logits, parameters, seed and position, and of nothing else.
+
+    chosen = argmax_v(log p(v) + g(seed, position, v))     temperature > 0, p after temperature, top-k, top-p, min-p
+    chosen = argmax_v(logits(v))                           temperature = 0
+
+The noise lives in `noise`, the exact shortcut for large vocabularies in `pruning`, walking a tree in `verification`.
+"""
+
+import math
+
+import torch
+
+from foredraft.sampling import pruning
+from foredraft.sampling.filters import keep_mask, tempered
+from foredraft.sampling.noise import gumbel
+from foredraft.sampling.rows import SamplingRows
+
+# Below this many entries the dense rule is the faster one on a CPU.
+_MIN_PRUNED_VOCAB = 4096
+# Rows at a time by kernels, which keep a number for each token of each, and programs of each.
+_KERNEL_ROWS, _KERNEL_PARTS = 128, 8
+
+
+def choose(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Applies the rule; of equal scores the lowest token id wins.
+
+    Args:
+        logits: float32 [R, V], penalties and masks applied. NaN counts as minus infinity.
+        rows: The parameters of each row.
+
+    Returns:
+        int64 [R], the chosen tokens.
+    """
+    if logits.is_cuda and rows.any_sampled:
+        return _choose_by_kernels(logits, rows)
+    logits = scrub(logits)
+    if not rows.any_sampled:
+        return greedy(logits)
+    is_sampled = rows.temperature > 0
+    if bool(is_sampled.all()):
+        return perturbed_top(logits, rows, 1)[0][:, 0]
+    chosen = greedy(logits)
+    if bool(is_sampled.any()):
+        chosen[is_sampled] = perturbed_top(logits[is_sampled], rows.take(is_sampled), 1)[0][:, 0]
+    return chosen
+
+
+def _choose_by_kernels(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    from foredraft.sampling.triton_sampling import choose_tokens
+
+    fields = [rows.temperature, rows.seed, rows.position]
+    if rows.any_filtered:
+        fields += [rows.top_k, rows.top_p, rows.min_p]
+    parts = [
+        choose_tokens(
+            logits[first : first + _KERNEL_ROWS],
+            *(field[first : first + _KERNEL_ROWS] for field in fields),
+            num_parts=_KERNEL_PARTS,
+        )
+        for first in range(0, len(rows), _KERNEL_ROWS)
+    ]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def scrub(logits: torch.Tensor) -> torch.Tensor:
+    """The logits without NaN (now minus infinity) and plus infinity (now the largest number); a copy only where needed."""
+    # The CPU looks before it copies; on a GPU looking would wait for the device.
+    if not logits.is_cuda and bool((logits.amax(-1) < math.inf).all()):
+        return logits
+    largest = torch.finfo(logits.dtype).max
+    return torch.nan_to_num(logits, nan=-math.inf, posinf=largest, neginf=-math.inf)
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The lowest id among the largest logits of each row, int64 [R]."""
+    num_rows, vocab = logits.shape
+    if logits.is_cuda or vocab < _MIN_PRUNED_VOCAB or vocab % pruning.BLOCK or not num_rows:
+        return logits.argmax(-1)
+    # argmax over a long row is scalar code in torch's CPU build, amax is not.
+    blocks = logits.reshape(num_rows, -1, pruning.BLOCK)
+    best = blocks.amax(-1).argmax(-1)
+    inside = blocks[torch.arange(num_rows), best].argmax(-1)
+    return best * pruning.BLOCK + inside
+
+
+def perturbed_top(
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    k: int,
+    token_map: torch.Tensor | None = None,
+    dense: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k best tokens by log p + g, best first: the first is what the rule chooses, the rest who came closest.
+
+    Args:
+        logits: float32 [R, V] without NaN; rows with temperature 0 are treated as temperature 1.
+        rows: The parameters of each row.
+        k: How many, at most V.
+        token_map: int64 [V], the target's token id of each column where the vocabulary is a reduced one.
+        dense: Evaluate the noise for every token; by default only where that is the faster way. The result is the same.
+
+    Returns:
+        int64 [R, k] columns and float32 [R, k] scores, relative to an unperturbed best token's 0; minus infinity where
+        the filters keep fewer than k tokens.
+    """
+    if dense is None:
+        dense = logits.is_cuda or logits.shape[-1] < _MIN_PRUNED_VOCAB
+    if not dense:
+        return pruning.perturbed_top(logits, rows, k, token_map)
+    scores = tempered(logits, rows)
+    scores.masked_fill_(~keep_mask(scores, rows), -math.inf)
+    tokens = (
+        token_map if token_map is not None else torch.arange(logits.shape[-1], device=logits.device)
+    )
+    scores += gumbel(rows.seed, rows.position, tokens)
+    if k == 1:
+        best = scores.argmax(-1, keepdim=True)
+        return best, scores.gather(-1, best)
+    columns = scores.topk(k, dim=-1).indices.sort(-1).values
+    top, order = scores.gather(-1, columns).sort(dim=-1, descending=True, stable=True)
+    return columns.gather(-1, order), top
+
+
+def probabilities(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """The distribution that the rule samples from, float32 [R, V]; one-hot for rows with temperature 0."""
+    logits = scrub(logits)
+    scores = tempered(logits, rows)
+    probs = scores.masked_fill(~keep_mask(scores, rows), -math.inf).softmax(-1)
+    one_hot = torch.zeros_like(probs).scatter_(-1, greedy(logits)[:, None], 1.0)
+    return torch.where(rows.temperature[:, None] > 0, probs, one_hot)
+
+
+def log_probs(
+    logits: torch.Tensor, tokens: torch.Tensor, top_n: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities by the raw logits (temperature 1, no filters).
+
+    Args:
+        logits: float32 [R, V].
+        tokens: int64 [R], the emitted tokens.
+        top_n: How many alternatives, best first.
+
+    Returns:
+        float32 [R] of the emitted tokens, int64 [R, top_n] alternatives, float32 [R, top_n] of these.
+    """
+    norm = logits.logsumexp(-1, keepdim=True)
+    emitted = (logits.gather(-1, tokens[:, None]) - norm)[:, 0]
+    top = logits.topk(top_n, dim=-1)
+    return emitted, top.indices, top.values - norm

@@ -1,0 +1,123 @@
+"""The sampling rule on a GPU: shapes are fixed and nothing is read on the host. The kernels are imported on first use."""
+
+import torch
+
+from foredraft.kernel_launch import power_of_two
+
+_BLOCK = 1024  # tokens that a program looks at together
+_MAX_PARTS = 128
+_PROGRAMS = 1024  # enough to keep a GPU busy
+_LEAST_TOP, _MAX_TOPS = 64, 2048  # tokens of a block whose best is looked at, and how many blocks
+
+
+def choose_tokens(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    *,
+    num_parts: int | None = None,
+) -> torch.Tensor:
+    """As `sampling.choose`: in one pass for rows without top-k, top-p and min-p, in two more for those that have some.
+
+    Args:
+        logits: float32, bfloat16 or float16 [R, V], the last dimension contiguous.
+        temperature: float32 [R].
+        seed: int64 [R].
+        position: int64 [R].
+        top_k, top_p, min_p: Integers, float32 and float32 [R], as in `SamplingRows`; all three or none of them.
+        num_parts: Programs of a row, each number of which compiles a kernel; by default as many as keep a GPU busy.
+
+    Returns:
+        int64 [R]; of equal scores the lowest token.
+    """
+    from foredraft.sampling import sampling_kernels
+
+    num_rows, vocab = logits.shape
+    blocks = -(-vocab // _BLOCK)
+    wanted = num_parts or max(4, -(-_PROGRAMS // max(1, num_rows)))
+    tiles = -(-blocks // min(blocks, _MAX_PARTS, wanted))
+    parts = -(-blocks // tiles)
+    floats = torch.empty(2, num_rows, parts, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
+    chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    sampling_kernels.choose_parts[(num_rows, parts)](
+        logits, temperature, seed, position, floats[0], floats[1], tokens,
+        vocab, logits.stride(0),
+        BLOCK=_BLOCK, TILES=tiles, NUM_PARTS=parts, num_warps=4,
+    )  # fmt: skip
+    sampling_kernels.choose_best[(num_rows,)](
+        temperature, floats[0], floats[1], tokens, chosen,
+        NUM_PARTS=parts, BLOCK=power_of_two(parts), num_warps=1,
+    )  # fmt: skip
+    if top_k is not None and top_p is not None and min_p is not None:
+        _choose_filtered(logits, temperature, seed, position, top_k, top_p, min_p, chosen)
+    return chosen
+
+
+def _choose_filtered(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    chosen: torch.Tensor,
+) -> None:
+    """Overwrites `chosen` where rows have filters."""
+    from foredraft.sampling import filter_kernels
+
+    (num_rows, vocab), device = logits.shape, logits.device
+    size = max(_LEAST_TOP, power_of_two(-(-vocab // _MAX_TOPS)))
+    blocks, tops_of_program = -(-vocab // size), max(1, 1024 // size)
+    tops = torch.empty(num_rows, blocks, dtype=torch.float32, device=device)
+    asked = temperature, top_k, top_p, min_p
+    filter_kernels.tops[(num_rows, -(-blocks // tops_of_program))](
+        logits, *asked, tops, vocab, logits.stride(0), blocks, SIZE=size, COUNT=tops_of_program
+    )
+    bases, cuts = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2))
+    counts = torch.empty(num_rows, dtype=torch.int32, device=device)
+    totals = torch.empty(num_rows, dtype=torch.int64, device=device)
+    filter_kernels.bound[(num_rows,)](
+        tops, *asked, bases, cuts, counts, totals, vocab, blocks,
+        BLOCK=power_of_two(blocks), num_warps=4,
+    )  # fmt: skip
+    tiles = -(-vocab // _BLOCK)
+    parts = min(tiles, _MAX_PARTS, max(4, -(-_PROGRAMS // max(1, num_rows))))
+    tiles = -(-tiles // parts)
+    ranks = torch.empty(num_rows, vocab, dtype=torch.int64, device=device)
+    filter_kernels.collect[(num_rows, parts)](
+        logits, *asked, bases, cuts, counts, totals, ranks, vocab, logits.stride(0), tiles,
+        BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    turns = 8 + -(-(vocab - 1).bit_length() // 4)
+    filter_kernels.choose_kept[(num_rows,)](
+        logits, temperature, seed, position, top_k, top_p, min_p, bases, counts, totals, ranks, chosen,
+        vocab, logits.stride(0), turns, BLOCK=4096, SHORT=1024, num_warps=16,
+    )  # fmt: skip
+
+
+def gumbel(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """As `noise.gumbel`, within 2 ulp of max(1, |g|).
+
+    Args:
+        seeds: int64 [R].
+        positions: int64 [R].
+        tokens: int64 [C] or [R, C].
+
+    Returns:
+        float32 [R, C].
+    """
+    from foredraft.sampling import sampling_kernels
+
+    num_rows, num_tokens = seeds.shape[0], tokens.shape[-1]
+    out = torch.empty(num_rows, num_tokens, dtype=torch.float32, device=seeds.device)
+    sampling_kernels.gumbel_rows[(num_rows, -(-num_tokens // _BLOCK))](
+        seeds, positions, tokens, out, num_tokens, tokens.stride(0) if tokens.dim() > 1 else 0,
+        BLOCK=_BLOCK,
+    )  # fmt: skip
+    return out

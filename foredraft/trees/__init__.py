@@ -1,0 +1,1 @@
+"""Draft trees: their shape, and how drafts build them."""

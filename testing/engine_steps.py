@@ -1,0 +1,257 @@
+"""What each step of an engine chose, expected, took and gave, on a GPU and on a CPU: why speculation gains or loses there."""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from verify_service.drafts.drafting import Drafting
+from verify_service.drafts.proposals import Drafted
+from verify_service.engine.engine import Engine
+from verify_service.engine.overlap import Flight
+from verify_service.executor.target_step import StepResult
+from verify_service.policy.messages import Plan
+from verify_service.scheduler.request import Sequence as RequestSequence
+from verify_service.scheduler.step_plan import StepPlan
+
+KINDS = ("prompt", "plain", "trial", "drafted")
+
+
+class Expected(NamedTuple):
+    """What the policy believed of a step when it chose: seconds of draft and target, tokens, and seconds of a plain step."""
+
+    draft: float
+    target: float
+    tokens: float
+    plain: float
+
+
+class Step(NamedTuple):
+    """A step whose outcome is known.
+
+    Attributes:
+        kind: One of `KINDS`: with a prompt, or by what the policy chose.
+        end: Seconds of decoding so far, this step included; steps with prompts count nothing.
+        seconds: Since the step before it ended, or since there was something to do.
+        batch: Sequences that decoded.
+        nodes: That were chosen to be drafted, of all sequences.
+        rows: With logits: of each sequence where it ran ahead of the host, else of all.
+        tokens: Of all sequences.
+        context: Committed tokens of all sequences.
+        draft: Seconds that the host waited for the draft. Of a step started behind another none: there the device waits.
+        target: Seconds of the target's run; where it ran ahead of the host, those that the host waited for it.
+        is_behind: Whether it was started before the outcome of the one before it was known.
+        expected: None where that was not asked for or no policy chose.
+    """
+
+    kind: str
+    end: float
+    seconds: float
+    batch: int
+    nodes: int
+    rows: int
+    tokens: int
+    context: int
+    draft: float
+    target: float
+    is_behind: bool
+    expected: Expected | None
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A step before its outcome is known."""
+
+    kind: str = "plain"
+    batch: int = 0
+    nodes: int = 0
+    draft: float = 0.0
+    is_behind: bool = False
+    expected: Expected | None = None
+
+
+class EngineSteps:
+    """Listens to a running engine, from its own thread.
+
+    Args:
+        expects: Whether to note what the policy expected, which takes some microseconds a sequence and step.
+    """
+
+    def __init__(self, engine: Engine, expects: bool = False) -> None:
+        self.steps: list[Step] = []
+        self.clock = 0.0
+        self._engine = engine
+        self._expects = expects
+        self._last = 0.0
+        self._planned = self._begun = _Begun()
+        self._flights: dict[int, _Begun] = {}
+        self._outcome = 0, 0, 0.0  # of the newest step: rows, tokens, seconds of the target
+        self._listens = threading.Event()
+        engine._inbox.put(self._listen)
+        if not self._listens.wait(60):
+            raise TimeoutError("the engine does not look at its inbox")
+
+    def _listen(self) -> None:
+        engine: Any = self._engine
+        ahead, sizes, target = engine._ahead, engine._sizes, engine._target
+        sizes.plan = self._plan(sizes.plan)
+        engine._draft = self._draft(engine._draft)
+        target.run = self._run(target.run)
+        ahead.start = self._start(ahead.start)
+        ahead.start_behind = self._start_behind(ahead.start_behind)
+        ahead.finish = self._finish(ahead.finish)
+        engine._ended = self._ended(engine._ended)
+        engine._wait_for_work = self._wait_for_work(engine._wait_for_work)
+        self._last = time.perf_counter()
+        self._listens.set()
+
+    def _plan(self, plan: Callable[..., Plan]) -> Callable[..., Plan]:
+        def planned(sequences: Sequence[RequestSequence], *args: int, **options: bool) -> Plan:
+            chosen = plan(sequences, *args, **options)
+            policy = getattr(self._engine._sizes, "policy", None)
+            is_trial = policy is not None and policy._is_trial
+            nodes = sum(chosen.nodes)
+            kind = "plain" if not nodes else "trial" if is_trial else "drafted"
+            expected = self._expectation(sequences, chosen) if self._expects else None
+            self._planned = _Begun(kind, len(sequences), nodes, expected=expected)
+            return chosen
+
+        return planned
+
+    def _expectation(self, sequences: Sequence[RequestSequence], chosen: Plan) -> Expected | None:
+        policy, drafting = getattr(self._engine._sizes, "policy", None), self._engine._drafting
+        if policy is None or policy._times is None or not isinstance(drafting, Drafting):
+            return None
+        times, acceptance, batch = policy._times, policy._acceptance, len(sequences)
+        levels = min(max(chosen.nodes, default=0), policy._depth)
+        asked, plain, rows = sum(map(bool, chosen.nodes)), batch, batch + sum(chosen.nodes)
+        if times.is_padded:
+            asked, plain, rows = batch, 1, chosen.rows if asked else 1
+        tokens = float(batch)
+        for sequence, num_nodes in zip(sequences, chosen.nodes, strict=True):
+            if num_nodes:
+                gains = acceptance.gains(drafting.history(sequence), 0, policy._probing.now)
+                tokens += sum(gains[: acceptance.ladder.num_within(num_nodes)])
+        draft = policy._draft_times.steps(asked, levels) * times.unit if levels else 0.0
+        return Expected(draft, times.seconds(batch, rows), tokens, times.seconds(batch, plain))
+
+    def _draft(
+        self, draft: Callable[[StepPlan], dict[int, Drafted]]
+    ) -> Callable[[StepPlan], dict[int, Drafted]]:
+        def drafted(plan: StepPlan) -> dict[int, Drafted]:
+            started = time.perf_counter()
+            trees = draft(plan)
+            self._begun = self._planned if plan.decode else _Begun()
+            self._begun.draft = time.perf_counter() - started
+            if plan.prefill:
+                self._begun.kind = "prompt"
+            return trees
+
+        return drafted
+
+    def _run(self, run: Callable[..., StepResult]) -> Callable[..., StepResult]:
+        def ran(*args: Any) -> StepResult:
+            started = time.perf_counter()
+            result = run(*args)
+            self._take(result, result.num_logit_rows, started)
+            return result
+
+        return ran
+
+    def _start(self, start: Callable[..., Flight]) -> Callable[..., Flight]:
+        def has_started(*args: Any) -> Flight:
+            flight = start(*args)
+            self._flights[id(flight)] = self._begun
+            return flight
+
+        return has_started
+
+    def _start_behind(self, start: Callable[..., Flight | None]) -> Callable[..., Flight | None]:
+        def has_started(*args: Any) -> Flight | None:
+            flight = start(*args)
+            if flight is not None:
+                self._planned.is_behind = True
+                self._flights[id(flight)] = self._planned
+            return flight
+
+        return has_started
+
+    def _finish(self, finish: Callable[[Flight], Any]) -> Callable[[Flight], Any]:
+        def finished(flight: Flight) -> Any:
+            started = time.perf_counter()
+            result, trees = finish(flight)
+            self._begun = self._flights.pop(id(flight), _Begun())
+            self._begun.batch = len(flight.sequences)
+            self._take(result, flight.started.num_rows, started)
+            return result, trees
+
+        return finished
+
+    def _take(self, result: StepResult, rows: int, started: float) -> None:
+        tokens = sum(len(outcome.verified.tokens) for outcome in result.outcomes)
+        self._outcome = rows, tokens, time.perf_counter() - started
+
+    def _ended(self, ended: Callable[[float], None]) -> Callable[[float], None]:
+        def has_ended(started: float) -> None:
+            now, begun = time.perf_counter(), self._begun
+            seconds, self._last = now - self._last, now
+            if begun.kind != "prompt":
+                self.clock += seconds
+            rows, tokens, target = self._outcome
+            context = sum(len(one.tokens) for one in self._engine._scheduler.running)
+            self.steps.append(
+                Step(
+                    begun.kind, self.clock, seconds, begun.batch, begun.nodes, rows, tokens, context,
+                    begun.draft, target, begun.is_behind, begun.expected,
+                )
+            )  # fmt: skip
+            ended(started)
+
+        return has_ended
+
+    def _wait_for_work(self, wait: Callable[[], None]) -> Callable[[], None]:
+        def waited() -> None:
+            wait()
+            self._last = time.perf_counter()
+
+        return waited
+
+
+def report(name: str, steps: Sequence[Step]) -> None:
+    """Prints means by batch (by powers of two) and kind, what was expected behind each."""
+    print(f"\n{name}: means of steps, in brackets what was expected of them")
+    print(
+        "| batch | kind | steps | started behind another | seconds in all | ms | draft ms | target ms "
+        "| tokens | plain step ms |"
+    )
+    print("| --- " * 10 + "|")
+    for size in sorted({step.batch.bit_length() for step in steps}):
+        for kind in KINDS:
+            own = [s for s in steps if (s.batch.bit_length(), s.kind) == (size, kind)]
+            if not own:
+                continue
+            first, last = (1 << size) // 2, (1 << size) - 1
+            batch = f"{first}" if first >= last else f"{first}-{last}"
+            believed = [step.expected for step in own if step.expected is not None]
+            expected = (
+                Expected(*map(statistics.mean, zip(*believed, strict=True))) if believed else None
+            )
+            total = sum(step.seconds for step in own)
+            cells = [
+                _cell(statistics.mean(getattr(step, field) for step in own), expected, field)
+                for field in ("draft", "target", "tokens")
+            ]
+            plain = f"({expected.plain * 1e3:.2f})" if expected else ""
+            behind = statistics.mean(step.is_behind for step in own)
+            print(
+                f"| {batch} | {kind} | {len(own)} | {behind:.0%} | {total:.2f} | {total / len(own) * 1e3:.2f} "
+                f"| {' | '.join(cells)} | {plain} |"
+            )
+
+
+def _cell(mean: float, expected: Expected | None, field: str) -> str:
+    unit = 1 if field == "tokens" else 1e3
+    text = f"{mean * unit:.2f}"
+    return text if expected is None else f"{text} ({getattr(expected, field) * unit:.2f})"

@@ -1,0 +1,184 @@
+"""An engine in this process, with a real draft service beside it where the algorithm has one."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foredraft.config.options import to_flags
+from foredraft.config.services import DraftConfig, VerifyConfig
+from foredraft.config.speculation import each_draft
+from foredraft.models.speculation import resolve
+from foredraft.types import SamplingParams, SpeculationParams
+from testing.drafts import DraftProcess
+from verify_service.engine.engine import Engine
+from verify_service.engine.live_requests import EngineRequest
+from verify_service.metrics import speculation_metrics
+from verify_service.outputs import Finish, Load, StepOutput, TokenLogprob
+from verify_service.startup import build_engine, connect_draft, load_target
+
+if TYPE_CHECKING:  # llguidance may be absent
+    from verify_service.grammar.matcher import CompiledGrammar
+
+CHANGED = ("speculative_algorithm", "speculative_draft_model_path")  # of each of several drafts
+DRAFT_FLAGS = {field.name for field in fields(DraftConfig)} - {"listen"}
+
+
+@dataclass(slots=True)
+class Result:
+    """All that an engine said of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: Finish | None = None
+    num_blocks: int = 0
+
+
+@dataclass(slots=True)
+class Job:
+    """A request for the harness."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    priority: int = 0
+    timeout_seconds: float | None = None
+    key_label: str = ""
+    cancel_after: int | None = None
+    grammar: "CompiledGrammar | None" = None
+
+
+class Collector:
+    """Gathers outputs; `wait` returns when every request has finished."""
+
+    def __init__(self, engine: Engine, num_requests: int) -> None:
+        self.results = [Result() for _ in range(num_requests)]
+        self._engine = engine
+        self._left = num_requests
+        self._done = threading.Event()
+        self._cancel_at: dict[int, tuple[int, int]] = {}
+
+    def run(self, jobs: Sequence[Job], timeout: float) -> list[Result]:
+        """Submits all jobs at once and waits for all."""
+        for i, job in enumerate(jobs):
+            number = self._engine.submit(
+                EngineRequest(
+                    tag=i,
+                    prompt=list(job.prompt),
+                    sampling=job.sampling,
+                    sink=self._take,
+                    speculation=job.speculation,
+                    priority=job.priority,
+                    timeout_seconds=job.timeout_seconds,
+                    key_label=job.key_label,
+                    return_provenance=True,
+                    grammar=job.grammar,
+                )
+            )
+            if job.cancel_after is not None:
+                self._cancel_at[i] = (number, job.cancel_after)
+        if jobs and not self._done.wait(timeout):
+            raise TimeoutError(f"{self._left} of {len(jobs)} requests have not finished")
+        return self.results
+
+    def _take(self, outputs: list[StepOutput], load: Load) -> None:
+        for output in outputs:
+            result = self.results[output.tag]
+            assert result.finish is None, "output after the end"
+            result.tokens += output.tokens
+            result.drafted += output.drafted
+            result.logprobs += output.logprobs
+            result.num_blocks += bool(output.tokens)
+            number, count = self._cancel_at.get(output.tag, (0, 1 << 60))
+            if len(result.tokens) >= count:
+                self._engine.cancel(number)
+            if output.finish is not None:
+                result.finish = output.finish
+                self._left -= 1
+        if self._left == 0:
+            self._done.set()
+
+
+@dataclass(slots=True)
+class Harness:
+    """A running engine and its draft, the first where there are several; all are in `drafts`, by algorithm."""
+
+    engine: Engine
+    draft: DraftProcess | None
+    drafts: dict[str, DraftProcess] = field(default_factory=dict)
+
+    def run(self, jobs: Sequence[Job], timeout: float = 120) -> list[Result]:
+        """Runs jobs together."""
+        return Collector(self.engine, len(jobs)).run(jobs, timeout)
+
+    def wait_for_draft(self, timeout: float = 60.0) -> None:
+        """Returns when all drafts are attached: after a start, which on a GPU captures graphs, or after a kill."""
+        deadline = time.monotonic() + timeout
+        while not self.engine.load().draft_available:
+            assert time.monotonic() < deadline, "the draft was not attached"
+            time.sleep(0.005)
+
+    def check_nothing_left(self) -> None:
+        """Asserts that no page or slot is in use once all requests have ended."""
+        scheduler = self.engine._scheduler
+        scheduler.check_integrity()
+        pool = scheduler.pool
+        assert pool.num_free + pool.num_idle == pool.num_pages
+        assert scheduler.num_running == scheduler.num_waiting == 0
+
+
+def accept_length(results: Sequence[Result]) -> float:
+    """Tokens per verify, the target's own included."""
+    finishes = [result.finish for result in results if result.finish is not None]
+    assert len(finishes) == len(results)
+    num_steps = sum(finish.verify_steps for finish in finishes)
+    return 1 + sum(finish.accepted_tokens for finish in finishes) / num_steps
+
+
+@contextlib.contextmanager
+def running_engine(
+    model_path: Path, algorithm: str = "NONE", wait: bool = True, **flags: Any
+) -> Iterator[Harness]:
+    """An engine on `model_path` (float32, one thread) with the draft services that `algorithm` needs, unless `draft` names some."""
+    flags = {
+        "model_path": str(model_path),
+        "speculative_algorithm": algorithm,
+        "device": "cpu",
+        "num_threads": 1,
+        "max_total_tokens": 4096,
+        "skip_draft_self_test": True,
+        "speculative_adaptive": False,  # what pays on this machine is no matter in most tests
+        **flags,
+    }
+    with contextlib.ExitStack() as stack:
+        drafts = {}
+        for one in each_draft(VerifyConfig(**flags)):
+            name = one.speculative_algorithm
+            if name != "NONE" and "draft" not in flags:
+                values = {field.name: getattr(one, field.name) for field in fields(one)}
+                drafts[name] = DraftProcess(
+                    *to_flags(
+                        {key: values[key] for key in (*flags, *CHANGED) if key in DRAFT_FLAGS}
+                    )
+                )
+                stack.enter_context(drafts[name])
+        if "draft" not in flags:
+            flags["draft"] = tuple(f"{name}={draft.target}" for name, draft in drafts.items())
+        config = resolve(VerifyConfig(**flags))
+        metrics = speculation_metrics(config.algorithms)
+        target = load_target(config)
+        links = connect_draft(config, target, metrics)
+        engine = build_engine(config, target, metrics, links)
+        engine.start()
+        try:
+            harness = Harness(engine, next(iter(drafts.values()), None), drafts)
+            if links and wait:
+                harness.wait_for_draft()
+            yield harness
+        finally:
+            engine.stop()
+    assert engine.failure is None

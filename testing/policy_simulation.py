@@ -1,0 +1,326 @@
+"""Runs a policy against a model of steps: sequences that end and begin, steps that run ahead, prompts that interrupt them."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from testing.step_model import StepModel, accepted_nodes, tree_shape
+from testing.step_trace import Trace, TraceStep
+from verify_service.policy.acceptance import DraftHistory
+from verify_service.policy.messages import NO_WAIT, Observed, Plan, Wait, Want
+from verify_service.policy.policy import DraftPolicy
+
+HOST_SECONDS = 5e-4  # that the host takes for a step; in the rest it waits
+BRIEF = 24  # tokens of a sequence that a draft reads in no time
+JUDGED_SECONDS = 0.02  # after which the tokens of a few steps have said what a trial was worth
+PROMPT = 256  # tokens, which a draft reads with the first tree that it is asked for
+
+
+@dataclass(slots=True)
+class Answer:
+    """A sequence that runs; its draft was not told of the last `behind` tokens."""
+
+    history: DraftHistory = field(default_factory=DraftHistory)
+    num_left: int = 512
+    context: int = PROMPT
+    behind: int = PROMPT
+    rate: float | None = None  # of acceptance, once it was drafted for
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """From `start` seconds on: so many sequences, drafts right so often; of each sequence, drawn from a range.
+
+    Attributes:
+        arrivals: Of other sequences, a second, each in the place of one that runs; their prompts are computed in a step.
+    """
+
+    start: float
+    batch: int
+    acceptance: tuple[float, float]
+    arrivals: float = 0.0
+
+
+class Chooses(Protocol):
+    """What `simulate` asks of a policy."""
+
+    @property
+    def rests_on(self) -> bool:
+        """See `DraftPolicy`."""
+
+    @property
+    def is_resting(self) -> bool:
+        """See `DraftPolicy`."""
+
+    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
+        """See `DraftPolicy`."""
+
+    def record(self, history: DraftHistory, num_nodes: int, accepted: list[int]) -> None:
+        """See `DraftPolicy`."""
+
+    def ended_trial(self, num_outcomes: int) -> None:
+        """See `DraftPolicy`."""
+
+    def passes(self, seconds: float, tokens: int) -> bool:
+        """See `DraftPolicy`."""
+
+    def observe(self, step: Observed) -> None:
+        """See `DraftPolicy`."""
+
+    def interrupted(self, batch: int, tokens: int, seconds: float, wait: Wait) -> None:
+        """See `DraftPolicy`."""
+
+
+class FixedNodes(DraftPolicy):
+    """Drafts the same for every sequence in every step; with 0 the draft is told nothing."""
+
+    def __init__(self, nodes: int) -> None:
+        super().__init__(None, max(nodes, 1), 1)
+        self._nodes = nodes
+
+    @property
+    def is_resting(self) -> bool:
+        """See DraftPolicy."""
+        return self._nodes == 0
+
+    @property
+    def rests_on(self) -> bool:
+        """See DraftPolicy."""
+        return self._nodes == 0
+
+    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
+        """See DraftPolicy."""
+        return Plan([min(want.limit, self._nodes) for want in wanted], 1 + self._nodes)
+
+
+def simulate(
+    model: StepModel,
+    policy: Chooses,
+    loads: Sequence[Load],
+    seconds: float,
+    *,
+    seed: int = 0,
+    noise: float = 0.03,
+    answer: int = 512,
+) -> Trace:
+    """Runs a policy against the model.
+
+    Args:
+        noise: Standard deviation of a step's time; one step in 500 stalls besides.
+        answer: Tokens of an answer; then another sequence takes its place.
+    """
+    run = _Run(model, policy, random.Random(seed), noise, answer)
+    pending = list(loads)
+    arrivals: Iterator[float] = iter(())
+    due = float("inf")
+    while run.now < seconds:
+        while pending and pending[0].start <= run.now:
+            load = pending.pop(0)
+            run.resize(load)
+            arrivals = _arrivals(load, random.Random(seed))
+            due = next(arrivals, float("inf"))
+        num_prompts = 0
+        while due <= run.now:
+            num_prompts += 1
+            due = next(arrivals, float("inf"))
+        run.step(num_prompts)
+    return run.trace
+
+
+def _arrivals(load: Load, rng: random.Random) -> Iterator[float]:
+    due = load.start
+    while load.arrivals:
+        due += rng.expovariate(load.arrivals)
+        yield due
+
+
+class _Run:
+    def __init__(
+        self, model: StepModel, policy: Chooses, rng: random.Random, noise: float, answer: int
+    ) -> None:
+        self.trace, self.now = Trace(model), 0.0
+        self._model = model
+        self._policy = policy
+        self._rng = rng
+        self._noise = noise
+        self._answer = answer
+        self._answers: list[Answer] = []
+        self._acceptance = (0.0, 0.0)
+        self._shape = tree_shape(model.tree)
+        self._was_drafted = False
+        self._unread = 0  # tokens that the draft was told of and has not read
+        self._host = (
+            0.0  # seconds that it has spent on the coming step, beside what every step takes
+        )
+        self._trial: list[tuple[DraftHistory, int, list[int]]] = []  # outcomes of one beside steps
+        self._judged_at = self._busy_until = (
+            0.0  # when they are known, and until when the draft works at it
+        )
+        # What the policy is told of the newest step, which is under way.
+        self._late: Callable[[], None] | None = None
+
+    def resize(self, load: Load) -> None:
+        """Another load begins."""
+        answers = self._answers
+        self._acceptance = load.acceptance
+        del answers[load.batch :]
+        for one in answers:
+            one.rate = None
+        while len(answers) < load.batch:
+            answers.append(Answer(num_left=self._rng.randint(1, self._answer)))
+
+    def step(self, num_prompts: int) -> None:
+        """Runs a step, with the prompts of so many new sequences."""
+        model, policy, answers = self._model, self._policy, self._answers
+        padded, batch = model.is_padded, len(answers)
+        plan = self._plan(0, self._late is not None)
+        # A step of whom the draft was told all can be started before the one before it has ended.
+        is_told = not any(one.behind for one in answers)
+        can_follow = is_told if any(plan.nodes) else not self._was_drafted
+        is_ahead = self._late is not None and can_follow and not num_prompts
+        if not is_ahead and padded:
+            # The outcome of the step under way is waited for, and the policy asked again.
+            self._land()
+            plan = self._plan(num_prompts, False)
+        nodes = plan.nodes
+        is_drafted, num_asked = any(nodes), sum(map(bool, nodes))
+        unread = sum(one.behind for one, num in zip(answers, nodes, strict=True) if num)
+        lead = 0.0
+        if padded and not is_ahead:
+            if is_drafted or not policy.is_resting:
+                lead = model.change_seconds(num_asked, unread)
+            elif self._was_drafted:
+                lead = model.change_seconds(0, 0)
+            if not is_drafted and not policy.is_resting:  # the draft is told, and reads meanwhile
+                self._unread = sum(one.behind for one in answers)
+        late = max(self._busy_until - self.now, 0.0)
+        if is_drafted:
+            lead += late
+        factor = max(0.7, self._rng.gauss(1, self._noise))
+        outcomes = [self._commit(*pair) for pair in zip(answers, nodes, strict=True)]
+        tokens = sum(len(path) + 1 for _, _, path in outcomes)
+        is_told = padded and not is_ahead and not is_drafted and not policy.is_resting
+        if is_told:
+            for one in answers:
+                one.behind = 0
+        context = sum(one.context for one in answers)
+        rows = plan.rows if padded else batch + sum(nodes)
+        target = model.seconds(batch, rows, context) + model.told * is_told
+        if num_prompts:
+            target = model.prompt + target - model.seconds(batch, 1, context)
+        elif is_ahead and is_drafted and self._unread:
+            target += model.change_seconds(0, self._unread) - model.change_seconds(0, 0)
+            self._unread = 0
+        levels = min(max(nodes), model.tree[0])
+        if late and not is_drafted:
+            factor *= 1 + model.beside
+        if not is_drafted:
+            # What it does besides comes on top where it does not wait so long.
+            waits = max(target - HOST_SECONDS, 0.0)
+            target += max(self._host - waits, 0.0) if padded else 0.0
+        self._host = 0.0
+        target = factor * target + model.stall * (self._rng.random() < 0.002)
+        draft = factor * model.draft_seconds(num_asked, levels) + lead
+        self.now += target + draft
+        self._was_drafted = is_drafted
+        if is_ahead and is_drafted:
+            # A captured draft step always drafts all its levels.
+            wait = Wait(model.tree[0], num_asked, None)
+        elif is_drafted:
+            wait = Wait(levels, num_asked, draft, lead=draft)
+        else:
+            wait = NO_WAIT._replace(lead=lead)
+
+        def tell() -> None:
+            if num_prompts:
+                policy.interrupted(batch, tokens, target, wait)
+            elif not policy.passes(target + draft, tokens):
+                policy.observe(Observed(batch, rows, target + draft - wait.lead, tokens, wait))
+            for outcome in outcomes:
+                policy.record(*outcome)
+
+        if sum(one.behind for one in answers) > model.kept:
+            for one in answers:
+                one.behind = 0
+        self._land()
+        self._late = tell
+        if not padded or num_prompts:
+            self._land()
+        self._replace(num_prompts)
+        each = rows if padded else rows // batch
+        self.trace.steps.append(TraceStep(self.now, target + draft, batch, each, tokens, context))
+
+    def _plan(self, num_prompts: int, is_ahead: bool) -> Plan:
+        most = self._model.tree[2]
+        wanted = [
+            Want(
+                one.history,
+                most if one.num_left > 1 else 0,
+                behind=one.behind * self._model.is_padded,
+                context=one.context,
+            )
+            for one in self._answers
+        ]
+        if self._trial and self.now > max(self._judged_at, self._busy_until):
+            trial, self._trial = self._trial, []
+            for outcome in trial:
+                self._policy.record(*outcome)
+            self._policy.ended_trial(len(trial))
+        if self._policy.rests_on:
+            return Plan([0] * len(wanted), 1)
+        plan = self._policy.plan(wanted, num_prompts, is_ahead)
+        self._host += len(wanted) * self._model.host[0]
+        if plan.tried:
+            self._try([self._answers[i] for i in plan.tried])
+        return plan
+
+    def _try(self, tried: Sequence[Answer]) -> None:
+        """Asks for whole trees beside steps."""
+        model = self._model
+        # A few tokens of each are read as quickly as what a step commits.
+        num_unread = sum(one.behind for one in tried if one.behind > BRIEF)
+        seconds = model.change_seconds(0, num_unread) - model.change_seconds(0, 0)
+        self._judged_at = self.now + JUDGED_SECONDS
+        self._busy_until = self.now + (1 + model.beside) * seconds
+        nodes, (parents, ranks) = model.tree[2], self._shape
+        for one in tried:
+            one.behind = 0
+            path = accepted_nodes(parents, ranks, self._rate(one), self._rng)
+            self._trial.append((one.history, nodes, path))
+
+    def _rate(self, one: Answer) -> float:
+        if one.rate is None:
+            one.rate = self._rng.uniform(*self._acceptance)
+        return one.rate
+
+    def _land(self) -> None:
+        if self._late is not None:
+            self._late()
+        self._late = None
+
+    def _commit(self, one: Answer, num: int) -> tuple[DraftHistory, int, list[int]]:
+        """What a tree of so many nodes brings a sequence."""
+        path: list[int] = []
+        rate = self._rate(one)
+        if num:
+            parents, ranks = self._shape
+            path = accepted_nodes(parents[:num], ranks[:num], rate, self._rng)
+            path = path[: one.num_left - 1]
+        tokens = len(path) + 1
+        one.num_left -= tokens
+        one.context += tokens
+        one.behind = 0 if num else one.behind + tokens
+        return one.history, num, path
+
+    def _replace(self, num_prompts: int) -> None:
+        """Others take the place of sequences that have ended, and of some more."""
+        answers = self._answers
+        for i, one in enumerate(answers):
+            if one.num_left <= 0:
+                behind = PROMPT * (not self._was_drafted)
+                answers[i] = Answer(num_left=self._answer, behind=behind)
+            elif num_prompts:  # what it committed beside them is told with the next step
+                one.behind += 1
+        for i in self._rng.sample(range(len(answers)), min(num_prompts, len(answers))):
+            answers[i] = Answer(num_left=self._rng.randint(1, self._answer))

@@ -1,0 +1,48 @@
+"""Slow, independent versions of what `foredraft.sampling` and `foredraft.trees` compute, in float64 numpy and plain loops."""
+
+import numpy as np
+
+from foredraft.types import SamplingParams
+
+
+def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The exact distribution of one row after temperature and filters."""
+    logits = logits.astype(np.float64)
+    if params.temperature == 0:
+        return np.eye(len(logits))[int(np.argmax(logits))]
+    scaled = (logits - logits.max()) / params.temperature
+    probs = np.exp(scaled)
+    probs /= probs.sum()
+    order = sorted(range(len(probs)), key=lambda v: (-probs[v], v))
+    if params.top_k > 0:
+        for v in order[params.top_k :]:
+            probs[v] = 0
+        probs /= probs.sum()
+    if params.top_p < 1:
+        reached = 0.0
+        for v in order:
+            if reached >= params.top_p:
+                probs[v] = 0
+            reached += probs[v]
+        probs /= probs.sum()
+    probs[probs < params.min_p * probs.max()] = 0
+    return probs / probs.sum()
+
+
+def penalised(
+    logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int], ends: set[int]
+) -> np.ndarray:
+    """One row of logits under a history."""
+    out = logits.astype(np.float64)
+    for v in set(prompt) | set(output):
+        out[v] = (
+            out[v] / params.repetition_penalty if out[v] > 0 else out[v] * params.repetition_penalty
+        )
+    for v in set(output):
+        out[v] -= params.frequency_penalty * output.count(v) + params.presence_penalty
+    for v, bias in params.logit_bias.items():
+        out[v] += bias
+    if len(output) < params.min_new_tokens:
+        for v in ends:
+            out[v] = -np.inf
+    return out

@@ -1,0 +1,109 @@
+"""A tiny model and the shipped services on it, as real processes."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from foredraft.cli.stack import LocalStack, make_supervisor
+from foredraft.rpc.lifetime import child_environment
+from testing.tiny_tokenizers import byte_level, save
+
+Outcome = TypeVar("Outcome")
+VOCAB_SIZE = 600
+gateway_processes: list[subprocess.Popen[bytes]] = []  # started by running_gateway, newest last
+CONTEXT_LENGTH = 512
+
+
+def make_model(directory: Path) -> Path:
+    """A random Llama with a byte-level tokenizer and a chat template; its text is nonsense, broken UTF-8 included."""
+    from testing.checkpoints import make_checkpoint  # brings torch
+
+    make_checkpoint(directory, vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT_LENGTH)
+    save(byte_level(VOCAB_SIZE), directory)
+    return directory
+
+
+@contextlib.contextmanager
+def running_stack(
+    model: Path, lines: list[str] | None = None, **flags: Any
+) -> Iterator[LocalStack]:
+    """Gateway, verifier and an n-gram draft on free ports, until the block ends; `lines` gets what they log."""
+    values = {
+        "model_path": str(model),
+        "served_model_name": "tiny",
+        "device": "cpu",
+        "num_threads": 1,
+        "max_total_tokens": 8192,
+        "page_size": 16,
+        "speculative_adaptive": False,  # no draft pays for a model as small as this
+        "port": 0,
+        "grpc_port": 0,
+        **flags,
+    }
+    lines = [] if lines is None else lines
+    stack = make_supervisor(values, on_line=lambda name, line: lines.append(f"{name}: {line}"))
+    try:
+        with stack:
+            stack.wait_healthy(timeout=120)
+            yield stack
+    finally:
+        # pytest shows it beside a failure.
+        print("\n".join(lines))
+
+
+@contextlib.contextmanager
+def running_gateway(*verifiers: str, **flags: Any) -> Iterator[tuple[str, str]]:
+    """A gateway process alone; gives the HTTP URL and the address of its gRPC once it listens."""
+    http, grpc = free_port(), free_port()
+    options = {"port": http, "grpc_port": grpc, **flags}
+    command = [sys.executable, "-m", "gateway", *(f"--verifier={where}" for where in verifiers)]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    process = subprocess.Popen(command, env=child_environment())
+    gateway_processes.append(process)
+    try:
+        eventually(lambda: is_listening(grpc) and is_listening(http))
+        yield f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}"
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def free_port() -> int:
+    """A TCP port that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def eventually(condition: Callable[[], Outcome], seconds: float = 60.0) -> Outcome:
+    """What a condition gives once it holds; fails after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (outcome := condition()):
+        assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
+        time.sleep(0.01)
+    return outcome
+
+
+def metric(page: str, name: str) -> float:
+    """The sum of a metric's samples on a page; the name with all labels means one sample."""
+    lines = [line for line in page.splitlines() if line.startswith((name + " ", name + "{"))]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def is_idle(http: httpx.Client) -> bool:
+    """Whether no verifier of a gateway has anything to do."""
+    loads = http.get("/get_server_info").json()["verifiers"].values()
+    return all(load["running"] + load["waiting"] == 0 for load in loads)
+
+
+def is_listening(port: int) -> bool:
+    """Whether a TCP port of this machine takes connections."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

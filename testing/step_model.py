@@ -1,0 +1,222 @@
+"""A model of what steps cost and bring, for policies: times from a table, acceptance from a seeded generator, no clock."""
+
+import functools
+import heapq
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verify_service.executor.decode_graphs import row_sizes
+from verify_service.policy.step_time import GridTimes, RowTimes, StepTimes
+
+TABLES = Path(__file__).parents[1] / "benchmarks/step_tables"
+SIBLINGS = 0.3  # of a node's acceptance that the next of its siblings has
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Seconds of steps.
+
+    Attributes:
+        target: By rows in all, or by (batch, rows of each sequence) where `is_padded`; as measured at start.
+        draft: [seconds of a step, of each level, and of each sequence in each level]; not where `is_padded`.
+        tree: (steps, topk, nodes) of the largest tree.
+        extra: By (batch, rows), what a real step takes beyond the one measured at start, its draft included.
+        context: Seconds that a token of context adds to a step, by sequences.
+        change: Seconds of a change between steps with drafts and without, and besides for each sequence asked.
+        read: Seconds of letting a draft read what it was not told of, and of each token.
+        told: Seconds that a plain step takes more whose draft is told of others while it runs.
+        kept: Tokens that a draft can be told later; with more, all is forgotten.
+        beside: Share by which a step is slower while the draft reads or drafts beside it, and the draft likewise.
+        host: Seconds that the host takes to plan for a sequence, and to ask for it beside steps; hidden where steps take longer.
+        prompt: Seconds of the target's part of a step with prompts.
+        stall: Seconds that one step in 500 takes more.
+    """
+
+    name: str
+    is_padded: bool
+    target: dict[Any, float]
+    draft: tuple[float, float, float]
+    tree: tuple[int, int, int]
+    extra: dict[tuple[int, int], float] = field(default_factory=dict)
+    context: dict[int, float] = field(default_factory=lambda: {1: 0.0})
+    change: tuple[float, float] = (0.0, 0.0)
+    read: tuple[float, float] = (0.0, 0.0)
+    told: float = 0.0
+    kept: int = 1 << 30
+    beside: float = 0.0
+    host: tuple[float, float] = (1.2e-5, 1.5e-4)
+    prompt: float = 0.0
+    stall: float = 0.01
+
+    @classmethod
+    def from_json(cls, path: Path, tree: tuple[int, int, int]) -> "StepModel":
+        """Reads a table of milliseconds: {"rows": {"1": ...}, "draft": [...]} or as h200.json says of itself."""
+        table = json.loads(path.read_text())
+        if "rows" in table:
+            rows = {int(key): ms * 1e-3 for key, ms in table["rows"].items()}
+            step, level, row = (ms * 1e-3 for ms in table["draft"])
+            return cls(path.stem, False, rows, (step, level, row), tree)
+        target = {
+            (int(batch), rows): of_rows[str(rows)] * 1e-3
+            for batch, of_rows in table["grid"].items()
+            for rows in row_sizes(int(batch), tree[2] + 1)
+        }
+        extra = {(int(batch), 1): ms * 1e-3 for batch, ms in table["real"].items()}
+        for batch, of_rows in table["drafts"]["/".join(map(str, tree))].items():
+            extra |= {(int(batch), int(rows)): ms * 1e-3 for rows, ms in of_rows.items()}
+        context = {int(batch): ms * 1e-3 for batch, ms in table["context"].items()}
+        change, asked = (ms * 1e-3 for ms in table["change"])
+        read, token = (ms * 1e-3 for ms in table["read"])
+        return cls(
+            path.stem, True, target, (0.0, 0.0, 0.0), tree,
+            extra, context, (change, asked), (read, token), table["told"] * 1e-3, table["kept"], table["beside"],
+        )  # fmt: skip
+
+    def times(self, error: Callable[[], float] = lambda: 1.0) -> StepTimes:
+        """The table as measured at start, every entry wrong by a factor `error()`."""
+        if self.is_padded:
+            return GridTimes({shape: seconds * error() for shape, seconds in self.target.items()})
+        widths = sorted(self.target)
+        return RowTimes(widths, [self.target[width] * error() for width in widths])
+
+    def seconds(self, batch: int, rows: int, context: float = 0.0) -> float:
+        """Of the target's part of a step; where steps are padded, of a whole one.
+
+        Args:
+            rows: Of each sequence where steps are padded, else of all.
+            context: Tokens of all sequences.
+        """
+        return (
+            self._exact.seconds(batch, rows)
+            + self._extra(batch, rows)
+            + self._of_context(batch) * context
+        )
+
+    def _of_context(self, batch: int) -> float:
+        if batch not in self._per_token:
+            known = list(self.context)
+            self._per_token[batch] = float(np.interp(batch, known, list(self.context.values())))
+        return self._per_token[batch]
+
+    @functools.cached_property
+    def _per_token(self) -> dict[int, float]:
+        return {}
+
+    @functools.cached_property
+    def _exact(self) -> StepTimes:
+        return self.times()
+
+    def _extra(self, batch: int, rows: int) -> float:
+        """Between batches that were measured, interpolated; of the next larger rows that were."""
+        if not self.extra:
+            return 0.0
+        key = batch, rows
+        if key not in self._extras:
+            kind = [one for one in self.extra if (one[1] > 1) == (rows > 1)]
+            known = sorted({one[0] for one in kind})
+            seconds = []
+            for size in known:
+                sizes = [one[1] for one in kind if one[0] == size]
+                nearest = min(sizes, key=lambda n: (n < rows, abs(n - rows)))
+                seconds.append(self.extra[size, nearest])
+            self._extras[key] = float(np.interp(batch, known, seconds))
+        return self._extras[key]
+
+    @functools.cached_property
+    def _extras(self) -> dict[tuple[int, int], float]:
+        return {}
+
+    def draft_seconds(self, num_sequences: int, levels: int) -> float:
+        """The wait for trees of so many levels for so many sequences; where steps are padded it is in their own time."""
+        step, level, row = self.draft
+        return step + levels * (level + row * num_sequences) if levels else 0.0
+
+    def change_seconds(self, num_asked: int, num_unread: int) -> float:
+        """What a change between steps with drafts and without takes besides.
+
+        Args:
+            num_asked: Sequences that are drafted for.
+            num_unread: Tokens that the draft has to read for them first.
+        """
+        seconds = self.change[0] + self.change[1] * num_asked
+        return seconds + (self.read[0] + self.read[1] * num_unread if num_unread else 0.0)
+
+
+def tree_shape(tree: tuple[int, int, int]) -> tuple[list[int], list[int]]:
+    """Parents and ranks among siblings of the nodes of a tree in order of value, as a draft sure of 0.6 would order them."""
+    steps, topk, num_nodes = tree
+    parents: list[int] = []
+    ranks: list[int] = []
+    depths: list[int] = []
+    heap = [(-0.6, -1, 0, 1)]  # value, parent, rank, depth
+    while heap and len(parents) < num_nodes:
+        value, parent, rank, depth = heapq.heappop(heap)
+        node = len(parents)
+        parents.append(parent)
+        ranks.append(rank)
+        depths.append(depth)
+        if rank + 1 < topk:
+            heapq.heappush(heap, (value * SIBLINGS, parent, rank + 1, depth))
+        if depth < steps:
+            heapq.heappush(heap, (value * 0.6, node, 0, depth + 1))
+    return parents, ranks
+
+
+def expected_tokens(model: StepModel, nodes: int, acceptance: float) -> float:
+    """Tokens of a step of one sequence on average, with a tree of so many nodes."""
+    parents, ranks = tree_shape(model.tree)
+    tokens = 1.0
+    right: list[float] = []
+    for parent, rank in zip(parents[:nodes], ranks[:nodes], strict=True):
+        above = 1.0 if parent < 0 else right[parent]
+        right.append(above * _share(acceptance, rank))
+        tokens += right[-1]
+    return tokens
+
+
+def fixed_seconds(model: StepModel, batch: int, nodes: int, context: float) -> float:
+    """Of a step with trees of always the same size."""
+    rows = 1 + nodes if model.is_padded else batch * (1 + nodes)
+    levels = min(nodes, model.tree[0])
+    return model.seconds(batch, rows, context) + model.draft_seconds(batch, levels)
+
+
+def sizes(model: StepModel, batch: int) -> list[int]:
+    """Nodes that trees of a step can be of one size of; 0 first."""
+    times = model.times()
+    if isinstance(times, GridTimes):
+        return [rows - 1 for rows in times.rows(batch)]
+    return list(range(model.tree[2] + 1))
+
+
+def _share(acceptance: float, rank: int) -> float:
+    if rank == 0:
+        return acceptance
+    return min(
+        acceptance * SIBLINGS**rank, (1 - acceptance) * (1 - SIBLINGS) * SIBLINGS ** (rank - 1)
+    )
+
+
+def accepted_nodes(
+    parents: Sequence[int], ranks: Sequence[int], acceptance: float, rng: random.Random
+) -> list[int]:
+    """A walk: the target's token is a node's first child with probability `acceptance`, later ones are rarer."""
+    path: list[int] = []
+    at = -1
+    while True:
+        draw, rank = rng.random(), 0
+        while rank < 8 and draw >= (share := _share(acceptance, rank)):
+            draw -= share
+            rank += 1
+        at = next(
+            (i for i, of in enumerate(zip(parents, ranks, strict=True)) if of == (at, rank)), -1
+        )
+        if at < 0:
+            return path
+        path.append(at)

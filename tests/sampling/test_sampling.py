@@ -1,0 +1,222 @@
+"""The sampling rule: filters against numpy, its distribution, its exact shortcut, its independence of the batch."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from foredraft.sampling import noise, sampling
+from foredraft.sampling.rows import SamplingRows
+from foredraft.types import SamplingParams
+from testing.speculation_reference import distribution
+from testing.triton_device import needs_gpu
+
+GRID = [
+    SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
+    for t, k, p, m in itertools.product(
+        (0.4, 1.0, 2.5), (-1, 1, 3, 50), (1.0, 0.8, 0.2), (0.0, 0.1)
+    )
+]
+
+
+def rows_for(params: SamplingParams, n: int, position: int = 3) -> SamplingRows:
+    rows = SamplingRows.from_params([params] * n, [position] * n)
+    rows.seed = torch.arange(n)
+    return rows
+
+
+def same(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Equal bit for bit; where the filters left nothing the column means nothing."""
+    return bool((a[1] == b[1]).all() and ((a[0] == b[0]) | (a[1] == -math.inf)).all())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_filters_match_numpy(tied: bool) -> None:
+    logits = torch.randn(len(GRID), 40, generator=torch.Generator().manual_seed(1)) * 2
+    if tied:
+        logits = logits.round()
+    got = sampling.probabilities(logits, SamplingRows.from_params(GRID, [0] * len(GRID)))
+    for row, params in enumerate(GRID):
+        want = distribution(logits[row].numpy(), params)
+        # Two probabilities that are equal in exact arithmetic may be cut either way by p only where p falls between them.
+        assert np.array_equal(got[row].numpy() > 0, want > 0), params
+        np.testing.assert_allclose(got[row].numpy(), want, rtol=2e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("top_k", [-1, 4])
+def test_top_p_keeps_no_more_where_it_is_reached_exactly(top_k: int, dense: bool) -> None:
+    logits = torch.full((1, 4096), -math.inf)
+    # With top-k the other four are cut before the mass is counted.
+    equal = [5, 40, 700, 4000] if top_k < 0 else [5, 40, 700, 4000, 4001, 4002, 4003, 4004]
+    logits[0, equal] = 2.0
+    params = SamplingParams(temperature=1.0, top_p=0.5, top_k=top_k)
+    rows = SamplingRows.from_params([params], [3])
+    columns, scores = sampling.perturbed_top(logits, rows, 5, dense=dense)
+    assert sorted(columns[scores > -math.inf].tolist()) == [5, 40]
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    for vocab in (7, 8192):
+        logits = torch.zeros(3, vocab)
+        logits[1, 5] = logits[1, 6] = 1.0
+        logits[2, -1] = 2.0
+        rows = SamplingRows.from_params([SamplingParams(temperature=0)] * 3, [0, 1, 2])
+        assert sampling.choose(logits, rows).tolist() == [0, 5, vocab - 1]
+
+
+def test_nan_and_infinities_are_harmless() -> None:
+    for vocab in (8, 8192):
+        for temperature in (0.0, 1.0):
+            rows = SamplingRows.from_params(
+                [SamplingParams(temperature=temperature)] * 3, [0, 1, 2]
+            )
+            logits = torch.full((3, vocab), -math.inf)
+            logits[0, 4], logits[0, 2] = 1.0, math.nan
+            logits[1, 6] = math.inf
+            assert sampling.choose(logits, rows).tolist() == [4, 6, 0]
+
+
+@pytest.mark.parametrize("params", [p for p in GRID if p.temperature != 0.4], ids=str)
+def test_distribution_is_exact(params: SamplingParams) -> None:
+    n = 20000
+    logits = torch.tensor([1.0, 0.3, -0.5, 2.0, -1.0, 0.3, -3.0, 0.0])
+    chosen = sampling.choose(logits.expand(n, -1), rows_for(params, n))
+    counts = np.bincount(chosen.numpy(), minlength=8)
+    want = distribution(logits.numpy(), params)
+    assert (counts[want == 0] == 0).all()
+    if (want > 0).sum() > 1:
+        assert stats.chisquare(counts[want > 0], n * want[want > 0]).pvalue > 1e-4
+
+
+def pair_pvalue(first: np.ndarray, second: np.ndarray, probs: np.ndarray) -> float:
+    joint = np.bincount(first * len(probs) + second, minlength=len(probs) ** 2)
+    return float(stats.chisquare(joint, len(first) * np.outer(probs, probs).ravel()).pvalue)
+
+
+def test_consecutive_tokens_are_independent_and_a_broken_rule_is_caught() -> None:
+    n, params = 20000, SamplingParams(temperature=1.0)
+    logits = torch.tensor([0.5, 0.0, -0.5, 1.0])
+    probs = distribution(logits.numpy(), params)
+    batch = logits.expand(n, -1)
+    tokens = [sampling.choose(batch, rows_for(params, n, position)).numpy() for position in (4, 5)]
+    assert pair_pvalue(tokens[0], tokens[1], probs) > 1e-4
+    # Noise that forgets the position gives the same token twice.
+    assert (
+        pair_pvalue(tokens[0], sampling.choose(batch, rows_for(params, n, 4)).numpy(), probs) < 1e-9
+    )
+
+
+def test_acceptance_that_reuses_the_noise_is_caught() -> None:
+    # A tempting mistake: accept the draft by a coin made of its own noise, else fall back to the rule with that noise.
+    n, params, draft = 20000, SamplingParams(temperature=1.0), 1
+    logits = torch.tensor([0.5, 0.0, -0.5, 1.0])
+    probs = distribution(logits.numpy(), params)
+    rows = rows_for(params, n)
+    chosen = sampling.choose(logits.expand(n, -1), rows)
+    coin = (-noise.gumbel(rows.seed, rows.position, torch.tensor([draft]))[:, 0]).exp().neg().exp()
+    broken = torch.where(coin < probs[draft], draft, chosen)
+    assert stats.chisquare(np.bincount(chosen, minlength=4), n * probs).pvalue > 1e-4
+    assert stats.chisquare(np.bincount(broken, minlength=4), n * probs).pvalue < 1e-9
+
+
+@settings(max_examples=40)
+@given(
+    vocab=st.sampled_from([1, 5, 256, 300, 1000, 4096]),
+    scale=st.sampled_from([0.0, 0.3, 2.0, 8.0, 40.0]),
+    ties=st.booleans(),
+    masked=st.booleans(),
+    params=st.lists(
+        st.builds(
+            SamplingParams,
+            temperature=st.sampled_from([1e-4, 0.2, 1.0, 5.0]),
+            top_k=st.sampled_from([-1, 1, 2, 20, 5000]),
+            top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 1e-4]),
+            min_p=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+            seed=st.integers(0, 2**64 - 1),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    k=st.integers(1, 5),
+    mapped=st.booleans(),
+)
+def test_pruned_equals_dense(
+    vocab: int,
+    scale: float,
+    ties: bool,
+    masked: bool,
+    params: list[SamplingParams],
+    k: int,
+    mapped: bool,
+) -> None:
+    logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(vocab)) * scale
+    if ties:
+        logits = logits.round()
+    if masked:
+        logits[:, ::3] = -math.inf
+    token_map = torch.arange(vocab).flip(0) * 2 if mapped else None
+    rows = SamplingRows.from_params(params, range(len(params)))
+    k = min(k, vocab)
+    dense = sampling.perturbed_top(logits, rows, k, token_map, dense=True)
+    assert same(sampling.perturbed_top(logits, rows, k, token_map, dense=False), dense)
+
+
+def test_pruned_equals_dense_on_a_large_vocabulary() -> None:
+    params = [
+        SamplingParams(seed=i, temperature=0.5 + 0.5 * i, top_k=-1 if i % 2 else 30)
+        for i in range(4)
+    ]
+    for vocab in (262144, 151936):
+        for scale in (0.2, 3.0):
+            logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(5)) * scale
+            rows = SamplingRows.from_params(params, [9, 10, 11, 12])
+            for k in (1, 4):
+                dense = sampling.perturbed_top(logits, rows, k, dense=True)
+                assert same(sampling.perturbed_top(logits, rows, k, dense=False), dense)
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    params = [SamplingParams(temperature=0.0), *GRID[::5], SamplingParams(temperature=0.0)]
+    positions = list(range(len(params)))
+    for vocab in (50, 6000):
+        logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(2)) * 3
+        together = sampling.choose(logits, SamplingRows.from_params(params, positions)).tolist()
+        alone = [
+            sampling.choose(logits[i : i + 1], SamplingRows.from_params([p], [positions[i]])).item()
+            for i, p in enumerate(params)
+        ]
+        assert together == alone
+
+
+def test_logits_are_left_alone() -> None:
+    logits = torch.randn(4, 5000)
+    before = logits.clone()
+    sampling.choose(logits, SamplingRows.from_params([SamplingParams(top_p=0.9)] * 4, range(4)))
+    assert torch.equal(logits, before)
+
+
+def test_log_probs() -> None:
+    logits = torch.randn(3, 20)
+    emitted, ids, values = sampling.log_probs(logits, torch.tensor([1, 2, 3]), 4)
+    want = logits.double().log_softmax(-1)
+    torch.testing.assert_close(emitted.double(), want[range(3), [1, 2, 3]], rtol=1e-5, atol=1e-5)
+    assert torch.equal(ids, want.topk(4).indices)
+    torch.testing.assert_close(values.double(), want.topk(4).values, rtol=1e-5, atol=1e-5)
+    assert sampling.log_probs(logits, torch.tensor([1, 2, 3]), 0)[1].shape == (3, 0)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_same_tokens_on_a_gpu() -> None:
+    params = [SamplingParams(temperature=0.0), *GRID]
+    logits = torch.randn(len(params), 6000, generator=torch.Generator().manual_seed(3)) * 3
+    positions = range(len(params))
+    want = sampling.choose(logits, SamplingRows.from_params(params, positions))
+    got = sampling.choose(logits.cuda(), SamplingRows.from_params(params, positions, "cuda"))
+    assert got.tolist() == want.tolist()

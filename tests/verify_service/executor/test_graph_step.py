@@ -1,0 +1,84 @@
+"""The engine over steps of fixed shape, whatever sequences ask for, against the CPU's own way; in Triton's interpreter."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import llguidance
+import pytest
+
+from foredraft.types import SamplingParams
+from testing.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
+from testing.engines import Job, Result, running_engine
+from testing.triton_device import INTERPRETED, needs_triton
+from verify_service.executor import decode_step
+from verify_service.grammar.matcher import CompiledGrammar
+from verify_service.metrics import LATE_MASKS, OVERLAPPED_STEPS
+
+pytestmark = [needs_triton, pytest.mark.skipif(not INTERPRETED, reason="is for the interpreter")]
+ASKED = (
+    {"top_p": 0.7},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.4, "logprobs": 2},
+    {"logit_bias": {7: 3.0, 9: -20.0}, "min_new_tokens": 5, "temperature": 0.0},
+    {"presence_penalty": 1.0, "top_k": 9},
+)
+
+
+class Bytes:
+    """A vocabulary of single bytes, as llguidance asks for it."""
+
+    is_tokenizer_wrapper = True
+    eos_token_id, bos_token_id, special_token_ids = EOS, None, (0, EOS)
+    tokens = tuple(bytes([i]) for i in range(VOCAB_SIZE))
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def jobs() -> list[Job]:
+    """Of which the last follows a grammar."""
+    regex = llguidance.LLMatcher.grammar_from_regex("([a-f]{2,3} ){4}")
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer(Bytes()), regex)
+    assert not matcher.is_error(), matcher.get_error()
+    made = []
+    for i, asked in enumerate(ASKED):
+        sampling = SamplingParams(**{"max_new_tokens": 6 + 2 * i, "seed": i, **asked})
+        prompt = [*[5, 6, 7, 98, 99] * 2, 40 + i]
+        grammar = CompiledGrammar(matcher, VOCAB_SIZE) if i == len(ASKED) - 1 else None
+        made.append(Job(prompt, sampling, grammar=grammar))
+    return made
+
+
+def run(path: Path, algorithm: str) -> Sequence[Result]:
+    flags = {"speculative_num_draft_tokens": 3} if algorithm == "NGRAM" else {}
+    with running_engine(
+        path, algorithm, page_size=8, max_total_tokens=512, max_running_requests=4, **flags
+    ) as harness:
+        harness.engine.draft_everything()
+        results = harness.run(jobs(), timeout=300)
+        harness.check_nothing_left()
+    return results
+
+
+@pytest.mark.parametrize("algorithm", ["NONE", "NGRAM"])
+def test_steps_of_fixed_shape_give_what_the_engine_gives(
+    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path, num_hidden_layers=1)
+    want = run(path, "NONE")
+    from testing.eager_graphs import use_eager_graphs  # needs Triton
+
+    use_eager_graphs(monkeypatch)
+    monkeypatch.setattr(decode_step, "ROWS_AT_ONCE", 6)  # so that there is more than one part
+    overlapped, masks = OVERLAPPED_STEPS._value.get(), LATE_MASKS._value.get()
+    got = run(path, algorithm)
+    assert LATE_MASKS._value.get() - masks > 5
+    if algorithm == "NONE":
+        assert OVERLAPPED_STEPS._value.get() - overlapped > 5
+    else:
+        assert sum(result.finish.drafted_tokens for result in got if result.finish) > 5
+    for one, other in zip(got, want, strict=True):
+        assert one.tokens == other.tokens
+        assert len(one.logprobs) == len(other.logprobs)
+        for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            assert ours.top_tokens == theirs.top_tokens

@@ -1,0 +1,148 @@
+"""Page tables of sequences: how they grow, shrink, and share pages through the prefix tree."""
+
+from collections.abc import Callable, Iterable
+
+from verify_service.scheduler.page_pool import PagePool
+from verify_service.scheduler.prefix_tree import PrefixNode, PrefixTree, page_keys
+from verify_service.scheduler.request import Sequence
+
+UsablePrefix = Callable[[Sequence, list[int]], int]
+
+
+class PageTables:
+    """Every change of `Sequence.pages`, `num_computed`, `num_cached` and `node`.
+
+    A running sequence stands on a node of the prefix tree: the first `node.depth` pages of its
+    table are that node's path, the others are its own.
+
+    Args:
+        longest_shared: Prompts of more tokens share no pages; None where all do.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        prefix_tree: PrefixTree,
+        share: bool,
+        usable_prefix: UsablePrefix | None,
+        look_ahead: int,
+        longest_shared: int | None = None,
+    ) -> None:
+        self._pool = pool
+        self._tree = prefix_tree
+        self._share = share
+        self._usable_prefix = usable_prefix
+        self._look_ahead = look_ahead
+        self._longest_shared = longest_shared
+        # Evicting some more at once leaves runs of free pages instead of single ones.
+        self._eviction_batch = min(pool.num_pages // 32, 64)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self._pool.page_size
+
+    def find_prefix(self, seq: Sequence) -> PrefixNode:
+        """The deepest known node that leaves at least one token to compute."""
+        if not self._shares(seq):
+            return self._tree.root
+        self._hash_pages(seq)
+        limit = (len(seq.tokens) - 1) // self._pool.page_size
+        node = seq.node or self._tree.root
+        seq.node = self._tree.deepen(node, seq.page_keys, limit)
+        return seq.node
+
+    def take_prefix(self, seq: Sequence, node: PrefixNode) -> None:
+        """Continues the table, whose pages are full so far, with the pages down to `node`."""
+        num_full = seq.num_computed // self._pool.page_size
+        known = self._tree.pages(node, num_full)
+        self._pool.retain(known)
+        self.truncate(seq, num_full)
+        seq.pages += known
+        seq.node = node
+        usable = node.depth * self._pool.page_size
+        if self._usable_prefix is not None and known:
+            usable = min(usable, self._usable_prefix(seq, seq.pages))
+        if seq.num_preemptions == 0:
+            seq.num_cached += max(0, usable - seq.num_computed)
+        seq.num_computed = max(seq.num_computed, usable)
+
+    def skip_known(self, seq: Sequence) -> None:
+        """Takes over what another sequence has filled since this one was admitted."""
+        node = seq.node
+        if node is not None and node.depth * self._pool.page_size == seq.num_computed:
+            deeper = self.find_prefix(seq)
+            if deeper is not node:
+                self.take_prefix(seq, deeper)
+
+    def next_page(self, seq: Sequence) -> tuple[int, bytes] | None:
+        """What identifies the full page that the sequence fills next, if it is one to share."""
+        node = seq.node
+        if node is None or node.depth * self._pool.page_size != seq.num_computed:
+            return None
+        if node.depth >= len(seq.page_keys):
+            return None
+        return id(node), seq.page_keys[node.depth]
+
+    def commit(self, seq: Sequence, num_tokens: int) -> None:
+        """Counts `num_tokens` more as computed and shares the pages that they filled."""
+        seq.num_computed += num_tokens
+        node = seq.node
+        num_full = seq.num_computed // self._pool.page_size
+        if node is None or node.depth >= num_full or not self._shares(seq):
+            return
+        self._hash_pages(seq)
+        while node.depth < num_full:
+            i = node.depth
+            node, page = self._tree.extend(node, seq.page_keys[i], seq.pages[i])
+            if page != seq.pages[i]:
+                seq.pages[i] = page
+                seq.pages_changed(i)
+        seq.node = node
+
+    def grow(self, seq: Sequence, num_keys: int) -> int:
+        """Lengthens the table towards `num_keys`, as far as free and idle pages allow.
+
+        Returns:
+            Keys that the table covers.
+        """
+        missing = self._pool.pages_for(num_keys) - len(seq.pages)
+        if missing > 0:
+            lacking = missing - self._pool.num_free
+            if lacking > 0:
+                self._tree.evict(max(lacking, self._eviction_batch))
+            near = seq.pages[-1] if seq.pages else None
+            seq.pages += self._pool.allocate(min(missing, self._pool.num_free), near)
+        return len(seq.pages) * self._pool.page_size
+
+    def grow_all(self, wanted: Iterable[tuple[Sequence, int]]) -> bool:
+        """Lengthens tables to so many keys each; none of them, and False, where pages are short for all."""
+        missing, growing = 0, []
+        for seq, num_keys in wanted:
+            num_missing = self._pool.pages_for(num_keys) - len(seq.pages)
+            if num_missing > 0:
+                missing += num_missing
+                growing.append((seq, num_keys))
+        if missing > self._pool.num_free + self._pool.num_idle:
+            return False
+        for seq, num_keys in growing:
+            self.grow(seq, num_keys)
+        return True
+
+    def truncate(self, seq: Sequence, num_pages: int) -> None:
+        """Gives back all but the first `num_pages`."""
+        if len(seq.pages) > num_pages:
+            surplus = seq.pages[num_pages:]
+            del seq.pages[num_pages:]
+            seq.pages_changed(num_pages)
+            # The prefix tree wants pages back deepest first.
+            self._pool.release(reversed(surplus))
+
+    def _shares(self, seq: Sequence) -> bool:
+        longest = self._longest_shared
+        return self._share and (longest is None or seq.num_prompt <= longest)
+
+    def _hash_pages(self, seq: Sequence) -> None:
+        size, ahead = self._pool.page_size, self._look_ahead
+        if len(seq.page_keys) < (len(seq.tokens) - ahead) // size:
+            seq.page_keys += page_keys(seq.tokens, size, len(seq.page_keys), ahead)

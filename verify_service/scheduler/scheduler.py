@@ -1,0 +1,417 @@
+"""Who runs in the next step, with how many rows, on which pages. Pure policy: no torch, no drafts.
+
+Sequences are ranked by priority, then arrival. Each step holds every running decode and at most one
+chunk of prompt tokens. What a better-ranked sequence needs to go on is taken from worse-ranked ones,
+so the best-ranked one always progresses.
+"""
+
+import bisect
+import heapq
+import math
+import time
+from collections.abc import Callable
+
+from foredraft.errors import InvalidRequest, Overloaded, PromptTooLong
+from foredraft.types import FinishReason
+from verify_service.scheduler.page_pool import PagePool
+from verify_service.scheduler.page_tables import PageTables, UsablePrefix
+from verify_service.scheduler.prefill_split import split_chunk
+from verify_service.scheduler.prefix_tree import PrefixNode, PrefixTree
+from verify_service.scheduler.request import Sequence, Status
+from verify_service.scheduler.step_plan import DecodeSlot, PrefillChunk, StepPlan
+
+
+class Scheduler:
+    """Owns the queue, the slots and the page tables of all sequences.
+
+    One thread calls: `add` and `cancel` between steps, then per step `schedule`, and for each
+    sequence of the plan `Sequence.append_tokens`, `on_committed`, and `finish` when it has ended.
+    While the outcome of one step is not known, `schedule_ahead` plans the step after it.
+
+    Args:
+        pool: The pages.
+        prefix_tree: Over the same pool; None caches and shares nothing.
+        max_running_requests: Number of slots.
+        chunked_prefill_size: Prompt tokens per step.
+        max_queue: Waiting sequences above which `add` refuses, besides those that free slots will take.
+        context_length: Longest sequence that the model can hold, or None.
+        admission_headroom: Output tokens that admission keeps room for per running sequence (as
+            far as it may still generate them), so that admitting does not soon preempt.
+        usable_prefix: Called with a sequence and the pages that the prefix tree has for it, says
+            how many of their tokens need not be computed again. The others are, onto the same
+            pages: that is how a draft gets back state that it lost.
+        look_ahead: Tokens after a page (0 or 1) that must agree too for it to be shared: the last
+            entry of an EAGLE-family draft's page depends on the token after it.
+        longest_shared: Prompts of more tokens share no pages, because their keys depend on their length; None where
+            none do.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        prefix_tree: PrefixTree | None,
+        *,
+        max_running_requests: int,
+        chunked_prefill_size: int,
+        max_queue: int = 1024,
+        context_length: int | None = None,
+        admission_headroom: int = 64,
+        usable_prefix: UsablePrefix | None = None,
+        look_ahead: int = 0,
+        longest_shared: int | None = None,
+    ) -> None:
+        self.pool = pool
+        self.prefix_tree = prefix_tree or PrefixTree(pool)
+        self.max_running_requests = max_running_requests
+        self.chunked_prefill_size = chunked_prefill_size
+        self.max_queue = max_queue
+        self.admission_headroom = admission_headroom
+        self.num_preemptions = 0
+        # The newest token is never in KV, so a sequence may be one longer than the pool.
+        capacity = pool.num_pages * pool.page_size + 1
+        self.max_sequence_tokens = min(capacity, context_length or capacity)
+        self._tables = PageTables(
+            pool,
+            self.prefix_tree,
+            prefix_tree is not None,
+            usable_prefix,
+            look_ahead,
+            longest_shared,
+        )
+        self._live: dict[int, Sequence] = {}
+        self._waiting: list[Sequence] = []  # both sorted by rank
+        self._running: list[Sequence] = []
+        self._cancelled: list[Sequence] = []
+        # Whether admission may turn out otherwise than when it was last tried.
+        self._may_admit = False
+        self._next_deadline = math.inf
+        self._num_arrived = 0
+        self._free_slots = list(range(max_running_requests))  # a heap: low numbers first
+        self._released_slots: list[int] = []
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences with a slot, best rank first."""
+        return tuple(self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences with a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that are free, or cached and used by nobody."""
+        return self.pool.num_free + self.pool.num_idle
+
+    @property
+    def has_work(self) -> bool:
+        """True while `schedule` may have something to do or to report."""
+        return bool(self._live)
+
+    def check(self, num_prompt: int, max_new_tokens: int) -> None:
+        """What `add` would say of such a request now. May be called from any thread.
+
+        Raises:
+            InvalidRequest: No prompt.
+            PromptTooLong: Prompt and max_new_tokens can never fit.
+            Overloaded: The queue is full.
+        """
+        num_tokens = num_prompt + max_new_tokens
+        if num_prompt < 1:
+            raise InvalidRequest("prompt", "is empty")
+        if num_tokens > self.max_sequence_tokens:
+            raise PromptTooLong(
+                "prompt",
+                f"{num_prompt} tokens and max_new_tokens {max_new_tokens} make {num_tokens};"
+                f" this server holds {self.max_sequence_tokens} per request",
+            )
+        # Those that a free slot takes in the next step do not wait.
+        num_free = self.max_running_requests - len(self._running)
+        if len(self._waiting) >= self.max_queue + num_free:
+            raise Overloaded(f"{len(self._waiting)} requests are waiting")
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a sequence.
+
+        Raises:
+            InvalidRequest: No prompt, or the id of a live request.
+            PromptTooLong, Overloaded: As in `check`.
+        """
+        self.check(seq.num_prompt, seq.sampling.max_new_tokens)
+        if seq.request_id in self._live:
+            raise InvalidRequest("request_id", f"{seq.request_id} is in use")
+        seq.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._live[seq.request_id] = seq
+        self._enqueue(seq)
+        self._may_admit = True
+        if seq.deadline is not None:
+            self._next_deadline = min(self._next_deadline, seq.deadline)
+
+    def cancel(self, request_id: int) -> bool:
+        """Ends a request at the next `schedule`; False when it is not known (any more)."""
+        seq = self._live.get(request_id)
+        if seq is not None:
+            self._cancelled.append(seq)
+        return seq is not None
+
+    def schedule(
+        self,
+        wanted_nodes: Callable[[list[Sequence], int], list[int]],
+        now: float | None = None,
+    ) -> StepPlan:
+        """Plans the next step and reserves its pages.
+
+        Args:
+            wanted_nodes: Tree nodes that each decoding sequence would verify, given these and the prompt tokens.
+            now: `time.monotonic()` seconds.
+        """
+        plan = StepPlan()
+        self._drop_ended(time.monotonic() if now is None else now, plan)
+        decoding, has_room = self._reserve_roots(plan)
+        if has_room:
+            self._admit(plan, decoding)
+        self._reserve_chunks(plan)
+        decoding = [seq for seq in decoding if seq.status is Status.RUNNING]
+        if decoding:
+            num_prompt = sum(chunk.num_tokens for chunk in plan.prefill)
+            for seq, num_nodes in zip(decoding, wanted_nodes(decoding, num_prompt), strict=True):
+                plan.decode.append(DecodeSlot(seq, self._reserve_tree(seq, num_nodes)))
+        plan.released_slots, self._released_slots = self._released_slots, []
+        return plan
+
+    def going_on(self, flying: list[Sequence]) -> list[Sequence]:
+        """Those of a step under way that surely take part in the step after it."""
+        running = Status.RUNNING
+        return [seq for seq in flying if seq.status is running and seq.num_output_left > 1]
+
+    def schedule_ahead(self, going: list[Sequence], num_nodes: int) -> str | None:
+        """Plans a step that decodes only, behind one whose outcome is not known yet, and reserves its pages.
+
+        Args:
+            going: Its sequences, with `num_in_flight` set.
+            num_nodes: Tree nodes that each would verify beside its root.
+
+        Returns:
+            None where it may be started, else why not: somebody joins or leaves, a prompt has to be computed, nobody
+            goes on, or pages are short.
+        """
+        if self._cancelled or time.monotonic() >= self._next_deadline:
+            return "leaves"
+        if self._may_admit and self._waiting and self._free_slots:
+            return "joins"
+        # Whoever does not fly has a prompt to compute, or has just computed it.
+        if any(not seq.num_in_flight for seq in self._running):
+            return "prompt"
+        if not going:
+            return "ends"
+        size = self.pool.page_size
+        wanted = [
+            (seq, num_keys)
+            for seq in going
+            if (num_keys := len(seq.tokens) + seq.num_in_flight + num_nodes) > len(seq.pages) * size
+        ]
+        return None if self._tables.grow_all(wanted) else "pages"
+
+    def on_committed(self, seq: Sequence, num_tokens: int) -> None:
+        """Notes that the KV of `num_tokens` more tokens of `seq.tokens` is in its pages.
+
+        Called after `append_tokens`, with the rows of a chunk or the tokens kept of a
+        verification. Full pages go to the prefix tree at once, so live sequences share them; an
+        entry of the page table may change to the page that another sequence filled the same way.
+        """
+        if not 0 <= num_tokens < seq.num_uncomputed:
+            raise ValueError(f"{num_tokens} of {seq.num_uncomputed} uncomputed tokens committed")
+        self._tables.commit(seq, num_tokens)
+
+    def on_token(self, seq: Sequence) -> None:
+        """`on_committed` of one token, as of nearly every step."""
+        seq.num_computed += 1
+        if seq.num_computed % self.pool.page_size == 0:
+            self._tables.commit(seq, 0)
+
+    def finish(self, seq: Sequence, reason: FinishReason | None = None) -> None:
+        """Ends a live sequence and releases slot and pages; its full pages stay cached.
+
+        Args:
+            seq: Waiting or running; one that has ended is left as it is.
+            reason: Where `append_tokens` has not set one.
+        """
+        if seq.status is Status.FINISHED:
+            return
+        if seq.status is Status.RUNNING:
+            self._detach(seq)
+        else:
+            self._waiting.remove(seq)
+        seq.status = Status.FINISHED
+        seq.finish_reason = seq.finish_reason or reason
+        seq.node = None
+        seq.page_keys = []
+        del self._live[seq.request_id]
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless each page has as many references as owners, and each slot one.
+
+        Walks the whole pool: for idle moments.
+        """
+        holders = self.prefix_tree.holders()
+        for seq in self._running:
+            for page in seq.pages:
+                holders[page] = holders.get(page, 0) + 1
+        self.pool.check_integrity(holders)
+        self.prefix_tree.check_integrity()
+        slots = [seq.slot for seq in self._running] + self._free_slots
+        if sorted(slot for slot in slots if slot is not None) != list(
+            range(self.max_running_requests)
+        ):
+            raise RuntimeError(f"slots in use and free do not add up: {slots}")
+        if any(seq.pages or seq.slot is not None for seq in self._waiting):
+            raise RuntimeError("a waiting sequence holds pages or a slot")
+        if len(self._live) != len(self._running) + len(self._waiting):
+            raise RuntimeError(f"{len(self._live)} sequences are live")
+
+    def _drop_ended(self, now: float, plan: StepPlan) -> None:
+        for seq in self._cancelled:
+            if seq.status is not Status.FINISHED:
+                self.finish(seq, FinishReason.CANCELLED)
+                plan.ended.append(seq)
+        self._cancelled.clear()
+        if now < self._next_deadline:
+            return
+        for seq in list(self._live.values()):
+            if seq.deadline is not None and seq.deadline <= now:
+                self.finish(seq, FinishReason.DEADLINE)
+                plan.ended.append(seq)
+        deadlines = (seq.deadline for seq in self._live.values() if seq.deadline is not None)
+        self._next_deadline = min(deadlines, default=math.inf)
+
+    def _reserve_roots(self, plan: StepPlan) -> tuple[list[Sequence], bool]:
+        """Gives every decoding sequence the page of its root, by preemption if need be.
+
+        Returns:
+            The sequences that got it, and whether pages sufficed for all.
+        """
+        decoding = []
+        has_room, size = True, self.pool.page_size
+        for seq in list(self._running):
+            if seq.status is not Status.RUNNING or not seq.is_decoding:
+                continue
+            num_tokens = len(seq.tokens)
+            if num_tokens > len(seq.pages) * size:
+                missing = self.pool.pages_for(num_tokens) - len(seq.pages)
+                if missing > self.num_available_pages:
+                    has_room = False
+                    self._take_back(missing, seq, plan)
+                if self._tables.grow(seq, num_tokens) < num_tokens:
+                    continue
+            decoding.append(seq)
+        return decoding, has_room
+
+    def _admit(self, plan: StepPlan, decoding: list[Sequence]) -> None:
+        """Moves waiting sequences to running, in order, while there are slots and pages.
+
+        Never overtakes: who does not fit holds the others back, so that it will fit.
+        """
+        self._may_admit = False
+        if not self._waiting or not self._free_slots:
+            return
+        unclaimed = self.num_available_pages
+        for seq in self._running:
+            unclaimed -= max(0, self._target_pages(seq) - len(seq.pages))
+        while self._waiting and self._free_slots:
+            seq = self._waiting[0]
+            node = self._tables.find_prefix(seq)
+            needed = self._target_pages(seq) - node.depth
+            if needed > unclaimed:
+                return
+            needed += self.prefix_tree.num_idle_on_path(node)
+            if needed > unclaimed:
+                return
+            unclaimed -= needed
+            del self._waiting[0]
+            self._start(seq, node)
+            plan.admitted.append(seq)
+            if seq.is_decoding and self._tables.grow(seq, len(seq.tokens)) >= len(seq.tokens):
+                bisect.insort(decoding, seq, key=_rank)
+
+    def _start(self, seq: Sequence, node: PrefixNode) -> None:
+        seq.status = Status.RUNNING
+        seq.slot = heapq.heappop(self._free_slots)
+        seq.pages_changed(0)
+        bisect.insort(self._running, seq, key=_rank)
+        self._tables.take_prefix(seq, node)
+
+    def _reserve_chunks(self, plan: StepPlan) -> None:
+        """Splits the step's prompt tokens over the prefilling sequences and reserves their pages."""
+        prefilling = [seq for seq in self._running if not seq.is_decoding]
+        chunks = []
+        for seq, num_tokens in split_chunk(prefilling, self.chunked_prefill_size, self._tables):
+            if seq.status is not Status.RUNNING:
+                continue
+            end = seq.num_computed + num_tokens
+            if self.pool.pages_for(end) - len(seq.pages) > self.num_available_pages:
+                # Room for one more token must be found; for the rest, what is there.
+                first = self.pool.pages_for(seq.num_computed + 1) - len(seq.pages)
+                self._take_back(first, seq, plan)
+            end = min(end, self._tables.grow(seq, end))
+            if end > seq.num_computed:
+                chunks.append(PrefillChunk(seq, seq.num_computed, end - seq.num_computed))
+        plan.prefill = [chunk for chunk in chunks if chunk.seq.status is Status.RUNNING]
+        plan.prefill.sort(key=lambda chunk: chunk.seq.rank)
+
+    def _target_pages(self, seq: Sequence) -> int:
+        """Pages for all tokens and the output that admission keeps room for."""
+        headroom = min(self.admission_headroom, seq.num_output_left - 1)
+        return self.pool.pages_for(len(seq.tokens) + headroom)
+
+    def _reserve_tree(self, seq: Sequence, num_nodes: int) -> int:
+        """Room for up to `num_nodes` after the root; none is needed for the last output token."""
+        if num_nodes <= 0 or seq.num_output_left <= 1:
+            return 0
+        covered = self._tables.grow(seq, len(seq.tokens) + num_nodes)
+        return min(num_nodes, covered - len(seq.tokens))
+
+    def _take_back(self, num_pages: int, seq: Sequence, plan: StepPlan) -> None:
+        """Makes `num_pages` available to `seq`: first what others hold for draft trees, then by
+        preempting from the worst rank up, but none better than `seq`.
+
+        Where that is not enough, `seq` goes without in this step.
+        """
+        for other in self._running:
+            if other.is_decoding:
+                self._tables.truncate(other, self.pool.pages_for(len(other.tokens)))
+        while self.num_available_pages < num_pages and self._running[-1] is not seq:
+            plan.preempted.append(self._running[-1])
+            self._preempt(self._running[-1])
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._detach(seq)
+        if seq.grammar is not None:
+            seq.grammar.release()
+        seq.status = Status.WAITING
+        seq.num_computed = 0
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(seq)
+
+    def _detach(self, seq: Sequence) -> None:
+        assert seq.slot is not None
+        self._may_admit = True
+        self._tables.truncate(seq, 0)
+        heapq.heappush(self._free_slots, seq.slot)
+        self._released_slots.append(seq.slot)
+        seq.slot = None
+        self._running.remove(seq)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        bisect.insort(self._waiting, seq, key=_rank)
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    return seq.rank
