@@ -4,7 +4,7 @@
 
 Float32. Every figure is the least of several repetitions that are interleaved, so that a busy moment of a shared
 machine hits all alike. The floor is the bytes of the weights over the bandwidth of a plain read, measured in the same run.
-`--kernels` adds the ways of multiplying few rows with the model's matrices, from which `layers/linear.py` chooses.
+`--kernels` adds the ways of multiplying few rows with the model's matrices, from which `layers/cpu_products.py` chooses.
 """
 
 import argparse
@@ -18,8 +18,9 @@ import torch.nn.functional as F
 
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.layers.linear import float32_linear
-from foredraft.layers.packed import PackedMultiply, pack_linears
+from foredraft.layers.cpu_products import float32_linear
+from foredraft.layers.linear import Linear
+from foredraft.layers.packed import PackedMethod, pack_linears
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import load_model
 from foredraft.models.registry import resolve_model_path
@@ -118,6 +119,13 @@ def transformers_jobs(path: Path) -> Jobs:
     }
 
 
+def _packed(weight: torch.Tensor) -> Linear:
+    linear = Linear(weight.shape[1], weight.shape[0], False, torch.float32, weight.device)
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    linear.method = PackedMethod(weight)
+    return linear
+
+
 def measure(jobs: Jobs, repetitions: int) -> dict[tuple[str, int], float]:
     """Least seconds of each job; the first round warms up."""
     best: dict[tuple[str, int], float] = {}
@@ -146,8 +154,8 @@ def measure_kernels(model: DecoderModel, repetitions: int) -> dict[str, dict[int
         ),
         "chosen": lambda x, weight: float32_linear(x, weight, None),
     }
-    packed = {weight: PackedMultiply(weight) for weight in weights}
-    ways["packed"] = lambda x, weight: packed[weight](x, weight, None)
+    packed = {weight: _packed(weight) for weight in weights}
+    ways["packed"] = lambda x, weight: packed[weight](x)
     inputs = {(n, w.shape[1]): torch.randn(n, w.shape[1]) for n in ROWS for w in weights}
 
     def all_products(name: str, rows: int) -> Callable[[], object]:

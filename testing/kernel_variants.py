@@ -21,7 +21,7 @@ import foredraft
 from foredraft.attention import paged_triton
 from foredraft.kernel_launch import VARIANTS
 from foredraft.layers import fused, skinny_gemm
-from foredraft.layers.linear import Linear, cuda_linear
+from foredraft.layers.linear import CudaMethod, Linear
 
 META = torch.device("meta")
 KERNELS = (
@@ -113,4 +113,4 @@ def as_on_gpu(model: nn.Module) -> None:
     """Gives a model's matrices the products of a GPU."""
     for linear in model.modules():
         if isinstance(linear, Linear):
-            linear.multiply = cuda_linear
+            linear.method = CudaMethod()

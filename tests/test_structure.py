@@ -1,4 +1,4 @@
-"""Holds the shape of the code: no import circles, who may import whom beside the arrows."""
+"""Holds the shape of the code: no import circles, who may import whom beside the arrows, and nothing in the library for one user."""
 
 import ast
 import subprocess
@@ -7,6 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SERVICES = ("gateway", "verify_service", "draft_service", "training")
+# The command and its benchmarks are one user each by nature; the stubs are generated.
+EXEMPT = ("foredraft.api", "foredraft.bench", "foredraft.cli")
 
 
 @cache
@@ -45,6 +47,35 @@ def circles(graph: dict[str, frozenset[str]]) -> list[list[str]]:
     return [sorted(remaining)] if remaining else []
 
 
+def is_entry_point(module: str) -> bool:
+    """Whether it is a program of its own, started by name."""
+    return '__name__ == "__main__"' in (ROOT / modules()[module]).read_text()
+
+
+def owners() -> dict[str, set[str]]:
+    """For each module of the library the services that need it: by themselves, or through another module of the library."""
+    shared = [name for name in modules() if name.startswith("foredraft.")]
+    found = {
+        name: {
+            user.partition(".")[0]
+            for user in modules()
+            if user.partition(".")[0] in SERVICES and name in imports(user)
+        }
+        for name in shared
+    }
+    changed = True
+    while changed:
+        changed = False
+        for user in shared:
+            if user.startswith(EXEMPT):
+                continue
+            for name in imports(user):
+                if name in found and not found[user] <= found[name]:
+                    found[name] |= found[user]
+                    changed = True
+    return found
+
+
 def test_a_planted_circle_is_found():
     planted = {"a": frozenset("b"), "b": frozenset("c"), "c": frozenset("b"), "d": frozenset("a")}
     assert circles(planted) == [["b", "c"]]
@@ -75,3 +106,15 @@ def test_no_product_code_imports_what_tests_share():
         )
     }
     assert users == set()
+
+
+def test_the_library_holds_only_what_two_services_need():
+    single = {
+        name: needed
+        for name, needed in owners().items()
+        if len(needed) < 2
+        and not name.startswith(EXEMPT)
+        and modules()[name].name != "__init__.py"
+        and not is_entry_point(name)
+    }
+    assert single == {}

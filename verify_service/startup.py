@@ -16,7 +16,7 @@ from foredraft.config.services import VerifyConfig
 from foredraft.config.speculation import HEADS, MODELS, with_tree_defaults
 from foredraft.errors import ConfigError
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.layers.packed import pack_linears
+from foredraft.layers.conversions import convert_linears
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import available_host_bytes, load_model
 from foredraft.models.registry import resolve_model_path
@@ -101,7 +101,7 @@ def load_target(config: VerifyConfig) -> Target:
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     num_packed = 0
     if device.type == "cpu" and 4 * weight_bytes < available_host_bytes():
-        num_packed = pack_linears(model)
+        num_packed = convert_linears(model, "packed", device)
     name = config.served_model_name or Path(config.model_path).name.removesuffix(".gguf")
     logger.info(
         "loaded %s: %.1f M parameters, %.0f MiB and %.0f MiB packed for verifying, in %.1f s",

@@ -31,7 +31,7 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import DraftConfig
 from foredraft.errors import AttachRefused
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.layers.quantization import quantize
+from foredraft.layers.conversions import convert_linears
 from foredraft.models.config import ModelConfig
 from foredraft.models.registry import resolve_model_path
 from foredraft.models.speculation import complete
@@ -104,7 +104,7 @@ class HeadDrafter(PagedDrafter):
             config.speculative_draft_load_format,
             config.enable_multi_layer_eagle,
         )
-        quantize(head, config.speculative_draft_model_quantization, device)
+        convert_linears(head, config.speculative_draft_model_quantization, device)
         drafter = cls(
             head,
             target,

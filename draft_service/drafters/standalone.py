@@ -27,7 +27,7 @@ from foredraft.attention.base import Batch
 from foredraft.config.services import DraftConfig
 from foredraft.errors import AttachRefused
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.layers.quantization import quantize
+from foredraft.layers.conversions import convert_linears
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import load_model
 from foredraft.models.registry import resolve_model_path
@@ -82,7 +82,7 @@ class StandaloneDrafter(PagedDrafter):
             token_map = read_token_map(config.speculative_token_map, model.config.vocab_size)
             token_map = token_map.to(device)
             model.lm_head = reduce_vocabulary(model.lm_head, token_map)
-        quantize(model, config.speculative_draft_model_quantization, device)
+        convert_linears(model, config.speculative_draft_model_quantization, device)
         name = Path(config.speculative_draft_model_path).name.removesuffix(".gguf")
         drafter = cls(model, name, tokenizer_fingerprint(path), config.tree_limits, token_map)
         drafter.graphs = graph_settings(config, device)

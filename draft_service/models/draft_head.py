@@ -13,7 +13,9 @@ from torch import nn
 
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.layers.attention import SelfAttention
 from foredraft.layers.embedding import Embedding, LMHead
+from foredraft.layers.mlp import GatedMLP
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.rotary import Rotary
 from foredraft.models.config import ModelConfig
@@ -66,6 +68,12 @@ class Pass:
     attention: AttentionBackend
     plan: object
     kept_rows: torch.Tensor | None
+
+
+def block_tensors(prefix: str, attention: SelfAttention, mlp: GatedMLP) -> dict[str, torch.Tensor]:
+    """The memory that the tensors of a head's attention and MLP fill; their names begin with `prefix`."""
+    targets = attention.targets(f"{prefix}self_attn.") | mlp.targets(f"{prefix}mlp.")
+    return {name: target.memory for name, target in targets.items()}
 
 
 class HeadLayer(nn.Module):

@@ -3,10 +3,9 @@
 import torch
 from torch import nn
 
-from draft_service.models.draft_head import DraftHead, Pass, SharedWeights
+from draft_service.models.draft_head import DraftHead, Pass, SharedWeights, block_tensors
 from foredraft.layers.linear import Linear
 from foredraft.models.head_config import HeadConfig
-from foredraft.models.loader import block_targets
 
 
 class EagleHead(DraftHead):
@@ -41,7 +40,7 @@ class EagleHead(DraftHead):
         if self.fc.bias is not None:
             found["fc.bias"] = self.fc.bias
         for index, layer in enumerate(self._layers):
-            found |= block_targets(f"layers.{index}.", layer.attention, layer.mlp)
+            found |= block_tensors(f"layers.{index}.", layer.attention, layer.mlp)
             found[f"layers.{index}.post_attention_layernorm.weight"] = layer.mlp_norm.weight
         for index, norm in enumerate(self._norms, 1):
             found[f"layers.{index}.input_layernorm.weight"] = norm.weight

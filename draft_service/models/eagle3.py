@@ -5,11 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from draft_service.models.draft_head import DraftHead, Pass, SharedWeights
+from draft_service.models.draft_head import DraftHead, Pass, SharedWeights, block_tensors
 from foredraft.layers.embedding import LMHead
 from foredraft.layers.linear import Linear
 from foredraft.models.head_config import HeadConfig
-from foredraft.models.loader import block_targets
 
 
 class Eagle3Head(DraftHead):
@@ -90,7 +89,7 @@ class Eagle3Head(DraftHead):
         if self.input_norm is not None:
             found["input_norm.weight"] = self.input_norm.weight
         for index, layer in enumerate(self._layers):
-            found |= block_targets(f"layers.{index}.", layer.attention, layer.mlp)
+            found |= block_tensors(f"layers.{index}.", layer.attention, layer.mlp)
             found[f"layers.{index}.post_attention_layernorm.weight"] = layer.mlp_norm.weight
             found[self._norm_names[index]] = self._norms[index].weight
         if self._own_lm_head:

@@ -17,6 +17,7 @@ from draft_service.models.eagle3 import Eagle3Head
 from draft_service.models.mtp import MTPHead
 from foredraft.errors import CheckpointError
 from foredraft.layers.embedding import Embedding, LMHead
+from foredraft.layers.parameters import Target
 from foredraft.models.config import ModelConfig
 from foredraft.models.head_config import HeadAlgorithm, HeadConfig
 from foredraft.models.loader import fill_tensors_randomly
@@ -151,7 +152,7 @@ class CheckpointTensors:
         if isinstance(source, torch.Tensor):
             target.copy_(source)
         else:
-            source.copy_to(self.entries[name], target)
+            source.copy_to(self.entries[name], Target.whole(target))
 
     def close(self) -> None:
         """Closes the files."""

@@ -3,10 +3,9 @@
 import torch
 from torch import nn
 
-from draft_service.models.draft_head import DraftHead, Pass, SharedWeights
+from draft_service.models.draft_head import DraftHead, Pass, SharedWeights, block_tensors
 from foredraft.layers.linear import Linear
 from foredraft.models.head_config import HeadConfig
-from foredraft.models.loader import block_targets
 
 
 class MTPModule(nn.Module):
@@ -64,7 +63,7 @@ class MTPHead(DraftHead):
         found: dict[str, torch.Tensor] = {}
         for index, module in enumerate(self._modules_by_depth):
             prefix = f"mtp_layers.{index}."
-            found |= block_targets(prefix, module.layer.attention, module.layer.mlp)
+            found |= block_tensors(prefix, module.layer.attention, module.layer.mlp)
             found |= {
                 f"{prefix}token_layernorm.weight": module.token_norm.weight,
                 f"{prefix}hidden_layernorm.weight": module.hidden_norm.weight,

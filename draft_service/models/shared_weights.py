@@ -15,6 +15,7 @@ from torch import nn
 from draft_service.models.draft_head import SharedWeights
 from foredraft.errors import CheckpointError
 from foredraft.layers.embedding import Embedding, LMHead
+from foredraft.layers.parameters import Target
 from foredraft.models import hub
 from foredraft.models.config import ModelConfig
 from foredraft.models.loader import fill_randomly
@@ -72,7 +73,7 @@ def reduce_vocabulary(lm_head: LMHead, token_map: torch.Tensor) -> LMHead:
     else:
         rows = weight[token_map.to(weight.device)]
     reduced.weight = nn.Parameter(rows, requires_grad=False)
-    reduced.multiply = lm_head.multiply  # the weight may still be on its way to the device
+    reduced.method = lm_head.method  # the weight may still be on its way to the device
     return reduced
 
 
@@ -104,7 +105,7 @@ def read_token_map(path: str | os.PathLike[str], vocab_size: int) -> torch.Tenso
             if entry.dtype.is_floating_point or len(entry.shape) != 1:
                 raise CheckpointError(f"{file}: {entry.name} is not a list of token ids")
             ids = torch.empty(entry.shape, dtype=torch.int64)
-            tensors.copy_to(entry, ids)
+            tensors.copy_to(entry, Target.whole(ids))
     else:
         ids = _load_ids(file)
     if not len(ids) or ids.min() < 0 or ids.max() >= vocab_size:
@@ -162,7 +163,7 @@ def _read(
                 mapped = file.mapped(entry)
             if mapped is None:
                 mapped = torch.empty(shape, dtype=dtype, device=device)
-                file.copy_to(entry, mapped)
+                file.copy_to(entry, Target.whole(mapped))
             found[name] = mapped
     missing = [name for name in names if name not in found]
     if missing:

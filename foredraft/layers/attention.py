@@ -8,7 +8,9 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused
 from foredraft.layers.linear import Linear
 from foredraft.layers.norm import RMSNorm
+from foredraft.layers.parameters import Target
 from foredraft.layers.rotary import rotate
+from foredraft.parallel.group import SINGLE, Group, share
 
 
 class SelfAttention(nn.Module):
@@ -16,10 +18,11 @@ class SelfAttention(nn.Module):
 
     Args:
         input_size: Width of what comes in, which for a draft head may differ from `hidden_size`.
+        num_heads, num_kv_heads: Numbers of heads over all ranks of the group, which share them equally.
         window: Newest positions that a row sees, None for all.
 
     Attributes:
-        qkv: Outputs are the query heads, the key heads, the value heads.
+        qkv: Outputs are this rank's query heads, key heads and value heads.
     """
 
     def __init__(
@@ -37,19 +40,39 @@ class SelfAttention(nn.Module):
         qk_norm: tuple[float, bool] | None,
         dtype: torch.dtype,
         device: torch.device,
+        group: Group = SINGLE,
     ) -> None:
         super().__init__()
-        self._shape = (-1, num_heads + 2 * num_kv_heads, head_dim)
-        self._num_heads = num_heads
-        self._num_kv_heads = num_kv_heads
+        self._num_heads = share(num_heads, group, "query heads")
+        self._num_kv_heads = share(num_kv_heads, group, "key and value heads")
+        self._shape = (-1, self._num_heads + 2 * self._num_kv_heads, head_dim)
         self._scale = scale
         self.window = window
-        self.qkv = Linear(
-            input_size, (num_heads + 2 * num_kv_heads) * head_dim, bias, dtype, device
+        heads = {
+            "q_proj": num_heads * head_dim,
+            "k_proj": num_kv_heads * head_dim,
+            "v_proj": num_kv_heads * head_dim,
+        }
+        self.qkv = Linear(input_size, heads, bias, dtype, device, "outputs", group)
+        self.output = Linear(
+            num_heads * head_dim,
+            {"o_proj": hidden_size},
+            output_bias,
+            dtype,
+            device,
+            "inputs",
+            group,
         )
-        self.output = Linear(num_heads * head_dim, hidden_size, output_bias, dtype, device)
         self.q_norm = RMSNorm(head_dim, *qk_norm, dtype, device) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, *qk_norm, dtype, device) if qk_norm else None
+
+    def targets(self, prefix: str) -> dict[str, Target]:
+        """The memory that each of the block's tensors in a checkpoint fills; their names begin with `prefix`."""
+        found = self.qkv.targets(prefix) | self.output.targets(prefix)
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                found[f"{prefix}{name}.weight"] = Target.whole(norm.weight)
+        return found
 
     def forward(
         self,
@@ -67,14 +90,14 @@ class SelfAttention(nn.Module):
         Args:
             angles: Of `rotary.Rotary`, for the batch's positions.
             layer: Of the cache.
-            later: Allows the parts of `Linear.sum_later` instead.
+            later: Allows the parts of `Linear.deferred` instead.
         """
         heads = self.qkv(x).view(self._shape)
         store = self._store_fused if fused.on_gpu(heads) else self._store
         queries = store(heads, angles, layer, batch, kv)
-        out = x.new_empty(x.shape[0], self.output.weight.shape[1])
+        out = x.new_empty(x.shape[0], self.output.num_inputs)
         attention.attend(plan, queries, layer, self.window, self._scale, out)
-        return self.output.sum_later(out) if later else self.output(out)
+        return self.output.deferred(out) if later else self.output(out)
 
     def _store(
         self,

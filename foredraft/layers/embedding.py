@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foredraft.layers.linear import Linear, new_parameter
+from foredraft.layers.linear import Linear
+from foredraft.layers.parameters import new_parameter
 
 
 class Embedding(nn.Module):

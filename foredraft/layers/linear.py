@@ -1,120 +1,183 @@
-"""Matrix products with weights stored as checkpoints store them, in the form that is fastest where they run."""
+"""Linear layers: what they hold, how a checkpoint fills them, and how a group of ranks shares them."""
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foredraft.layers import skinny_gemm
+from foredraft.layers import cpu_products, skinny_gemm
+from foredraft.layers.parameters import Target, new_parameter
+from foredraft.parallel.group import SINGLE, Group, share
 
-HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-BLOCKS = 16
-EXACT_ROWS = 32  # above, padding costs less than the kernels
+Split = Literal["none", "outputs", "inputs"]
+
+
+class LinearMethod(ABC):
+    """How a `Linear` keeps its weights and multiplies with them. One object may serve many layers."""
+
+    def create(self, linear: "Linear", dtype: torch.dtype, device: torch.device) -> None:
+        """Gives the layer its parameters, still to be filled."""
+        linear.weight = new_parameter((linear.num_outputs, linear.num_inputs), dtype, device)
+
+    def targets(self, linear: "Linear", rows: slice, total: int, first: int) -> dict[str, Target]:
+        """The memory that one matrix of the checkpoint fills, by the last part of its tensors' names.
+
+        Args:
+            rows: Outputs of the layer that are this matrix's.
+            total: Number of outputs of the whole matrix, over all ranks.
+            first: Output of the whole matrix with which the share of this rank begins.
+        """
+        weight = linear.weight[rows]
+        if linear.split == "inputs":
+            whole = linear.num_inputs * linear.group.size
+            begin = linear.num_inputs * linear.group.rank
+            return {"weight": Target(weight, (total, whole), 1, begin)}
+        return {"weight": Target(weight, (total, linear.num_inputs), 0, first)}
+
+    @abstractmethod
+    def apply(self, linear: "Linear", x: torch.Tensor) -> torch.Tensor:
+        """x W^T + b: contiguous [num_rows, num_inputs] -> contiguous [num_rows, num_outputs]."""
+
+    def apply_deferred(self, linear: "Linear", x: torch.Tensor) -> torch.Tensor:
+        """As `apply`; or, where that is faster, float32 [parts, num_rows, num_outputs], whose sum it is."""
+        return self.apply(linear, x)
+
+    def apply_gated(self, linear: "Linear", x: torch.Tensor) -> torch.Tensor | None:
+        """silu(first half of the outputs) * second half, where one kernel does both; else None."""
+        return None
 
 
 class Linear(nn.Module):
-    """y = x W^T + b.
+    """y = x W^T + b. W may be several matrices of a checkpoint, one below the other.
 
     Args:
-        num_inputs, num_outputs: Widths.
+        num_inputs: Width of x, over all ranks.
+        parts: Number of outputs of each matrix, over all ranks, by its name in a checkpoint and in the order of y; a single
+            number for a matrix without a name.
         bias: Whether there is b.
+        split: What the ranks of the group share: `outputs` (each computes some of every part), `inputs` (each reads some of x,
+            and the products are summed over the ranks), or `none` (each computes all).
+        method: How the weights are kept; None for what is fastest for plain weights on the device.
 
     Attributes:
-        weight: [num_outputs, num_inputs].
-        multiply: Takes x, weight and bias; `quantization` replaces it together with the weight.
+        weight: [num_outputs, num_inputs] of this rank, for plain weights.
+        scales: A quantised method's factors, in a form of its own.
+        num_inputs, num_outputs: Widths of this rank's share.
     """
 
-    multiply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    weight: nn.Parameter
+    scales: torch.Tensor
 
     def __init__(
         self,
         num_inputs: int,
-        num_outputs: int,
+        parts: Mapping[str, int] | int,
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        split: Split = "none",
+        group: Group = SINGLE,
+        method: LinearMethod | None = None,
     ) -> None:
         super().__init__()
-        self.weight = new_parameter((num_outputs, num_inputs), dtype, device)
-        self.bias = new_parameter((num_outputs,), dtype, device) if bias else None
-        if device.type == "cuda":
-            self.multiply = cuda_linear
-        else:
-            self.multiply = float32_linear if dtype == torch.float32 else F.linear
+        self.split, self.group = split, group
+        self._parts = {"": parts} if isinstance(parts, int) else dict(parts)
+        by_outputs = group if split == "outputs" else SINGLE
+        self._shares = {
+            name: share(size, by_outputs, f"outputs of {name or 'a matrix'}")
+            for name, size in self._parts.items()
+        }
+        self.num_inputs = share(num_inputs, group if split == "inputs" else SINGLE, "inputs")
+        self.num_outputs = sum(self._shares.values())
+        # The sum over ranks must hold the bias once.
+        keeps_bias = split != "inputs" or group.rank == 0
+        self.bias = (
+            new_parameter((self.num_outputs,), dtype, device) if bias and keeps_bias else None
+        )
+        self._elsewhere = torch.empty(0) if bias and not keeps_bias else None
+        self._adds_up = split == "inputs" and group.size > 1
+        self.method = method or plain_method(dtype, device)
+        self.method.create(self, dtype, device)
+
+    def targets(self, prefix: str) -> dict[str, Target]:
+        """The memory that each of the layer's tensors in a checkpoint fills; their names begin with `prefix`."""
+        found: dict[str, Target] = {}
+        begin = 0
+        for name, size in self._shares.items():
+            rows, total = slice(begin, begin + size), self._parts[name]
+            first = size * self.group.rank if self.split == "outputs" else 0
+            own = self.method.targets(self, rows, total, first)
+            found |= {f"{prefix}{name}.{suffix}": target for suffix, target in own.items()}
+            if self.bias is not None:
+                found[f"{prefix}{name}.bias"] = Target(self.bias[rows], (total,), 0, first)
+            elif self._elsewhere is not None:
+                found[f"{prefix}{name}.bias"] = Target(self._elsewhere, (total,))
+            begin += size
+        return found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Contiguous [num_rows, num_inputs] -> contiguous [num_rows, num_outputs]."""
-        return self.multiply(x, self.weight, self.bias)
+        out = self.method.apply(self, x)
+        return self.group.all_reduce(out) if self._adds_up else out
 
-    def sum_later(self, x: torch.Tensor) -> torch.Tensor:
-        """As `forward`; or, where that is faster, float32 [parts, num_rows, num_outputs] whose sum it is."""
-        if (
-            self.multiply is cuda_linear
-            and self.bias is None
-            and skinny_gemm.supports(x, self.weight)
-            and (parts := skinny_gemm.num_parts(x, self.weight)) > 1
-        ):
-            return skinny_gemm.multiply_in_parts(x, self.weight, parts)
-        return self(x)
+    def deferred(self, x: torch.Tensor) -> torch.Tensor:
+        """As `forward`; or, where that is faster, float32 [parts, num_rows, num_outputs], whose sum it is."""
+        return self(x) if self._adds_up else self.method.apply_deferred(self, x)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor | None:
         """silu(first half of the outputs) * second half, where one kernel does both; else None."""
-        if self.multiply is cuda_linear and skinny_gemm.supports(x, self.weight):
-            return skinny_gemm.multiply(x, self.weight, self.bias, gated=True)
+        return self.method.apply_gated(self, x)
+
+
+class PlainMethod(LinearMethod):
+    """Weights in a type that torch multiplies with on any device."""
+
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        return F.linear(x, linear.weight, linear.bias)
+
+
+class Float32CpuMethod(LinearMethod):
+    """float32 weights on a CPU."""
+
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        return cpu_products.float32_linear(x, linear.weight, linear.bias)
+
+
+class CudaMethod(LinearMethod):
+    """Plain weights on a GPU: our own kernels for few rows, else cuBLAS."""
+
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        weight = linear.weight
+        if skinny_gemm.supports(x, weight) and skinny_gemm.is_faster(x, weight):
+            return skinny_gemm.multiply(x, weight, linear.bias)
+        return F.linear(x, weight, linear.bias)
+
+    def apply_deferred(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        weight = linear.weight
+        if (
+            linear.bias is None
+            and skinny_gemm.supports(x, weight)
+            and (parts := skinny_gemm.num_parts(x, weight)) > 1
+        ):
+            return skinny_gemm.multiply_in_parts(x, weight, parts)
+        return self.apply(linear, x)
+
+    def apply_gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor | None:
+        """See LinearMethod."""
+        if skinny_gemm.supports(x, linear.weight):
+            return skinny_gemm.multiply(x, linear.weight, linear.bias, gated=True)
         return None
 
 
-def cuda_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`F.linear` for a GPU, with kernels of its own for few rows."""
-    if skinny_gemm.supports(x, weight) and skinny_gemm.is_faster(x, weight):
-        return skinny_gemm.multiply(x, weight, bias)
-    return F.linear(x, weight, bias)
-
-
-def float32_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """`F.linear` for the CPU, by whichever library reads the weights fastest for this number of rows.
-
-    F.linear gives MKL a few rows as the *left* matrix, which costs 3 to 5 times what the memory needs for 2 to 16 of
-    them. Measured by `benchmarks/cpu_forward.py --kernels`: one row is fastest as matrix times vector in blocks, since
-    the single product uses one thread; up to five as weights times columns; from six on oneDNN is ahead.
-    """
-    num_rows, (num_outputs, num_inputs) = x.shape[0], weight.shape
-    if num_rows == 1 and num_outputs % BLOCKS == 0:
-        blocks = weight.view(BLOCKS, num_outputs // BLOCKS, num_inputs)
-        # The stride of the one column must not be 1: it makes torch take a transposed, slow product.
-        column = x.as_strided((BLOCKS, num_inputs, 1), (0, 1, num_inputs))
-        result = torch.bmm(blocks, column).view(1, num_outputs)
-    elif num_rows <= 5:
-        result = torch.mm(weight, x.t()).t().contiguous()
-    elif HAS_ONEDNN:
-        return onednn_linear(x, weight, bias)
-    else:
-        return F.linear(x, weight, bias)
-    return result if bias is None else result.add_(bias)
-
-
-def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`F.linear` by oneDNN, which compiles a kernel of about 0.6 MiB for every number of rows of every matrix and keeps it:
-    rows are rounded up, so that these stay few."""
-    num_rows, num_sized = x.shape[0], rows_with_kernel(x.shape[0])
-    if num_sized > num_rows:
-        wide = x.new_zeros((num_sized, x.shape[1]))
-        wide[:num_rows] = x
-        x = wide
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")[:num_rows]
-
-
-def rows_with_kernel(num_rows: int) -> int:
-    """Up to 32 as it is; above, the next multiple of an eighth of the power of two that it does not pass."""
-    if num_rows <= EXACT_ROWS:
-        return num_rows
-    step = (1 << (num_rows - 1).bit_length()) // 8
-    return -(-num_rows // step) * step
-
-
-def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Memory for a weight that a loader fills."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+def plain_method(dtype: torch.dtype, device: torch.device) -> LinearMethod:
+    """The fastest method for weights kept as checkpoints store them."""
+    if device.type == "cuda":
+        return CudaMethod()
+    return Float32CpuMethod() if dtype == torch.float32 else PlainMethod()

@@ -9,6 +9,8 @@ from torch import nn
 
 from foredraft.layers import fused
 from foredraft.layers.linear import Linear
+from foredraft.layers.parameters import Target
+from foredraft.parallel.group import SINGLE, Group
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -32,16 +34,23 @@ class GatedMLP(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        group: Group = SINGLE,
     ) -> None:
         super().__init__()
         self._kind, self._activation = activation, ACTIVATIONS[activation]
-        self._size = intermediate_size
-        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias, dtype, device)
-        self.down = Linear(intermediate_size, hidden_size, bias, dtype, device)
+        halves = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up = Linear(hidden_size, halves, bias, dtype, device, "outputs", group)
+        down = {"down_proj": hidden_size}
+        self.down = Linear(intermediate_size, down, bias, dtype, device, "inputs", group)
+        self._size = self.down.num_inputs
+
+    def targets(self, prefix: str) -> dict[str, Target]:
+        """The memory that each of the block's tensors in a checkpoint fills; their names begin with `prefix`."""
+        return self.gate_up.targets(prefix) | self.down.targets(prefix)
 
     def forward(self, x: torch.Tensor, later: bool = False) -> torch.Tensor:
-        """[num_rows, hidden] -> [num_rows, hidden]; `later` allows the parts of `Linear.sum_later` instead."""
-        down = self.down.sum_later if later else self.down
+        """[num_rows, hidden] -> [num_rows, hidden]; `later` allows the parts of `Linear.deferred` instead."""
+        down = self.down.deferred if later else self.down
         inner = self.gate_up.gated(x) if self._kind == "silu" else None
         if inner is not None:
             return down(inner)

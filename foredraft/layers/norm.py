@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from foredraft.layers import fused
-from foredraft.layers.linear import new_parameter
+from foredraft.layers.parameters import new_parameter
 
 
 class RMSNorm(nn.Module):

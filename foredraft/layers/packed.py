@@ -4,7 +4,8 @@ than one row."""
 import torch
 from torch import nn
 
-from foredraft.layers.linear import HAS_ONEDNN, Linear, float32_linear, onednn_linear
+from foredraft.layers.cpu_products import HAS_ONEDNN, float32_linear, onednn_linear
+from foredraft.layers.linear import Float32CpuMethod, Linear, LinearMethod
 
 LEAST_ROWS = 3  # up to two rows the plain matrix is read as fast
 _TYPICAL_ROWS = 16  # oneDNN lays a matrix out for some number of rows; others are served by it too
@@ -24,21 +25,20 @@ def pack_linears(module: nn.Module) -> int:
         return 0
     num_bytes = 0
     for linear in module.modules():
-        if isinstance(linear, Linear) and linear.multiply is float32_linear:
-            linear.multiply = PackedMultiply(linear.weight)
+        if isinstance(linear, Linear) and isinstance(linear.method, Float32CpuMethod):
+            linear.method = PackedMethod(linear.weight)
             num_bytes += linear.weight.numel() * linear.weight.element_size()
     return num_bytes
 
 
-class PackedMultiply:
-    """y = x W^T + b, by whichever form of W is faster for the number of rows."""
+class PackedMethod(LinearMethod):
+    """One layer's float32 weights in two forms, of which the faster is used for each number of rows."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
 
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
         if x.shape[0] < LEAST_ROWS:
-            return float32_linear(x, weight, bias)
-        return onednn_linear(x, self._packed, bias)
+            return float32_linear(x, linear.weight, linear.bias)
+        return onednn_linear(x, self._packed, linear.bias)

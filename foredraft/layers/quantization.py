@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from foredraft.errors import ConfigError
-from foredraft.layers.linear import Linear
+from foredraft.layers.linear import Linear, LinearMethod
 
 # From so many rows on, one conversion of the weights costs less than reading them once for each row.
 _MANY_ROWS = 8
@@ -15,21 +15,13 @@ _FP8_CAPABILITY = (8, 9)  # of the first cards that multiply 8-bit floats (Ada)
 _FP8_MULTIPLE = 16  # both widths of a matrix that those products take
 
 
-def quantize(module: nn.Module, kind: str, device: torch.device) -> None:
-    """Does what `--speculative-draft-model-quantization` asks for: unquant, int8 or fp8.
-
-    Raises:
-        ConfigError: fp8, and the device does not multiply 8-bit floats.
-    """
-    if kind == "int8":
-        quantize_int8(module)
-    elif kind == "fp8":
-        reason = _why_no_fp8(device)
-        if reason:
-            raise ConfigError(
-                f"--speculative-draft-model-quantization fp8: {reason}; int8 works everywhere"
-            )
-        quantize_fp8(module)
+def check_fp8(device: torch.device) -> None:
+    """Raises ConfigError when the device does not multiply 8-bit floats."""
+    reason = _why_no_fp8(device)
+    if reason:
+        raise ConfigError(
+            f"--speculative-draft-model-quantization fp8: {reason}; int8 works everywhere"
+        )
 
 
 def _why_no_fp8(device: torch.device) -> str:
@@ -57,7 +49,7 @@ def quantize_fp8(module: nn.Module) -> None:
             continue
         rounded, scales = _to_fp8(weight)
         linear.weight = nn.Parameter(rounded, requires_grad=False)
-        linear.multiply = _Fp8Multiply(scales.t())
+        linear.scales, linear.method = scales.t(), Fp8Method()
 
 
 def _to_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,25 +58,21 @@ def _to_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (rows / scales).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8), scales
 
 
-class _Fp8Multiply:
-    """y = x W8^T + b with x rounded to 8-bit floats too.
+class Fp8Method(LinearMethod):
+    """8-bit floats with a scale for each output, float32 [1, num_outputs]; rows of x are rounded to 8-bit floats too."""
 
-    Args:
-        scales: Of the outputs, float32 [1, num_outputs].
-    """
-
-    def __init__(self, scales: torch.Tensor) -> None:
-        self._scales = scales
-
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
         rows, scales = _to_fp8(x)
         # The kernel gives bfloat16 alone where scales go by rows.
         out = torch._scaled_mm(
-            rows, weight.t(), scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
+            rows,
+            linear.weight.t(),
+            scale_a=scales,
+            scale_b=linear.scales,
+            out_dtype=torch.bfloat16,
         ).to(x.dtype)
-        return out if bias is None else out.add_(bias)
+        return out if linear.bias is None else out.add_(linear.bias)
 
 
 @torch.no_grad()
@@ -104,24 +92,16 @@ def quantize_int8(module: nn.Module) -> None:
         ):
             part.copy_((source / scale.unsqueeze(1)).round_().clamp_(-127, 127))
         linear.weight = nn.Parameter(rounded, requires_grad=False)
-        linear.multiply = _Int8Multiply(scales.to(weight.dtype))
+        linear.scales, linear.method = scales.to(weight.dtype), Int8Method()
 
 
-class _Int8Multiply:
-    """y = (x W8^T) * scales + b.
+class Int8Method(LinearMethod):
+    """8-bit integers with a scale for each output, [num_outputs] of the activations' type."""
 
-    Args:
-        scales: [num_outputs], of the activations' type.
-    """
-
-    def __init__(self, scales: torch.Tensor) -> None:
-        self._scales = scales
-
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
         if x.shape[0] < _MANY_ROWS and not x.is_cuda:
-            out = torch._weight_int8pack_mm(x, weight, self._scales)
+            out = torch._weight_int8pack_mm(x, linear.weight, linear.scales)
         else:
-            out = F.linear(x, weight.to(x.dtype)).mul_(self._scales)
-        return out if bias is None else out.add_(bias)
+            out = F.linear(x, linear.weight.to(x.dtype)).mul_(linear.scales)
+        return out if linear.bias is None else out.add_(linear.bias)

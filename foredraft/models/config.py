@@ -109,7 +109,7 @@ class ModelConfig:
         try:
             reader = Reader(raw, where)
             architecture = _architecture(reader)
-            family = _FAMILIES[architecture]
+            family = FAMILIES[architecture]
             if is_whole_model:
                 check_model_type(reader, architecture, family.model_type)
                 check_keys(reader, architecture, family.keys)
@@ -250,7 +250,7 @@ _QWEN2 = _Family(
     qkv_bias_only=True,
     sliding="upper",
 )
-_FAMILIES = {
+FAMILIES = {
     "LlamaForCausalLM": _Family("llama", max_positions=2048),
     "MistralForCausalLM": _Family("mistral", _WINDOW_KEYS, max_positions=131072, sliding="all"),
     "Qwen2ForCausalLM": _QWEN2,
@@ -282,9 +282,9 @@ def _architecture(reader: Reader) -> str:
     for key, kind in REFUSED_KINDS.items():
         if raw.get(key):
             raise reader.fail(f"{kind} models are not supported ({name}, {key})")
-    if not isinstance(name, str) or name not in _FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise reader.fail(
-            f"architecture {name!r} is not supported; supported: {', '.join(_FAMILIES)}"
+            f"architecture {name!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
     if raw.get("use_bidirectional_attention"):
         raise reader.fail("use_bidirectional_attention is not supported")

@@ -10,10 +10,12 @@ from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.layers.norm import RMSNorm
+from foredraft.layers.parameters import Target
 from foredraft.layers.rotary import Rotary
 from foredraft.models.config import ModelConfig
 from foredraft.models.layer_parts import layer_parts
 from foredraft.models.rope_config import RopeConfig
+from foredraft.parallel.group import SINGLE, Group
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -39,7 +41,12 @@ class DecoderLayer(nn.Module):
     """Attention and MLP around the residual stream; norms before each, and with `sandwich_norms` after each too."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group,
     ) -> None:
         super().__init__()
         offset = config.norm_offset != 0.0
@@ -47,7 +54,9 @@ class DecoderLayer(nn.Module):
         def norm() -> RMSNorm:
             return RMSNorm(config.hidden_size, config.rms_norm_eps, offset, dtype, device)
 
-        self.attention, self.mlp = layer_parts(config, layer, config.hidden_size, dtype, device)
+        self.attention, self.mlp = layer_parts(
+            config, layer, config.hidden_size, dtype, device, group
+        )
         self.attention_norm = norm()
         self.mlp_norm = norm()
         self.attention_post_norm = norm() if config.sandwich_norms else None
@@ -78,6 +87,20 @@ class DecoderLayer(nn.Module):
         x = self.mlp(self.mlp_norm.add(stream, x, self.attention_post_norm), later=True)
         return next_norm.add(stream, x, self.mlp_post_norm, copy)
 
+    def targets(self, prefix: str) -> dict[str, Target]:
+        """The memory that each of the layer's tensors in a checkpoint fills; their names begin with `prefix`."""
+        found = self.attention.targets(f"{prefix}self_attn.") | self.mlp.targets(f"{prefix}mlp.")
+        norms = {"input_layernorm": self.attention_norm}
+        if self.attention_post_norm is not None and self.mlp_post_norm is not None:
+            norms["post_attention_layernorm"] = self.attention_post_norm
+            norms["pre_feedforward_layernorm"] = self.mlp_norm
+            norms["post_feedforward_layernorm"] = self.mlp_post_norm
+        else:
+            norms["post_attention_layernorm"] = self.mlp_norm
+        for name, norm in norms.items():
+            found[f"{prefix}{name}.weight"] = Target.whole(norm.weight)
+        return found
+
 
 class DecoderModel(nn.Module):
     """A decoder-only language model whose weights a loader fills.
@@ -86,13 +109,20 @@ class DecoderModel(nn.Module):
         config: What it is.
         dtype: Of weights and activations.
         device: Where the weights lie.
+        group: The ranks that share its attention heads and MLPs.
 
     Attributes:
         kv_scales: float32 [num_layers, 2] on the CPU: by which each layer's keys and values are to be divided in a cache of 8-bit
             floats; 1 where the checkpoint does not say.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group = SINGLE,
+    ) -> None:
         super().__init__()
         self.config = config
         self.kv_scales = torch.ones(config.num_layers, 2)
@@ -100,7 +130,7 @@ class DecoderModel(nn.Module):
             config.vocab_size, config.hidden_size, config.embedding_scale, dtype, device
         )
         self.decoder_layers = [
-            DecoderLayer(config, layer, dtype, device) for layer in range(config.num_layers)
+            DecoderLayer(config, layer, dtype, device, group) for layer in range(config.num_layers)
         ]
         self.layers = nn.ModuleList(self.decoder_layers)
         self.norm = RMSNorm(
@@ -119,6 +149,31 @@ class DecoderModel(nn.Module):
         }
         self._windows = tuple(dict.fromkeys(config.windows))
         self._group_size = config.num_heads // config.num_kv_heads
+
+    def targets(self) -> dict[str, Target]:
+        """The memory that each tensor of a Hugging Face checkpoint fills."""
+        found = {
+            "model.embed_tokens.weight": Target.whole(self.embedding.weight),
+            "model.norm.weight": Target.whole(self.norm.weight),
+        }
+        if not self.config.tie_word_embeddings:
+            found["lm_head.weight"] = Target.whole(self.lm_head.weight)
+        for index, layer in enumerate(self.decoder_layers):
+            found |= layer.targets(f"model.layers.{index}.")
+        return found
+
+    def ignored_tensors(self) -> list[str]:
+        """Beginnings of names of a checkpoint's tensors that are known and not wanted."""
+        ignored = ["model.mtp_layers."] if self.config.architecture == "MiMoForCausalLM" else []
+        return [*ignored, "lm_head.weight"] if self.config.tie_word_embeddings else ignored
+
+    @torch.no_grad()
+    def finish_loading(self) -> None:
+        """Brings weights that a checkpoint has filled into the form that is computed with."""
+        if self.config.norm_offset:
+            for name, parameter in self.named_parameters():
+                if name.endswith("norm.weight"):
+                    parameter.add_(self.config.norm_offset)
 
     @property
     def dtype(self) -> torch.dtype:

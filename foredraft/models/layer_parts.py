@@ -5,10 +5,16 @@ import torch
 from foredraft.layers.attention import SelfAttention
 from foredraft.layers.mlp import GatedMLP
 from foredraft.models.config import ModelConfig
+from foredraft.parallel.group import SINGLE, Group
 
 
 def layer_parts(
-    config: ModelConfig, layer: int, input_size: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    layer: int,
+    input_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group = SINGLE,
 ) -> tuple[SelfAttention, GatedMLP]:
     """Both parts of one layer, for weights still to come.
 
@@ -30,6 +36,7 @@ def layer_parts(
         qk_norm=(config.rms_norm_eps, has_offset) if config.qk_norm else None,
         dtype=dtype,
         device=device,
+        group=group,
     )
     mlp = GatedMLP(
         config.hidden_size,
@@ -38,5 +45,6 @@ def layer_parts(
         config.mlp_bias,
         dtype,
         device,
+        group,
     )
     return attention, mlp

@@ -9,12 +9,13 @@ import torch
 from tqdm import tqdm
 
 from foredraft.errors import CheckpointError
-from foredraft.layers.attention import SelfAttention
-from foredraft.layers.mlp import GatedMLP
+from foredraft.layers.parameters import Target
+from foredraft.models.architectures import model_class
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.kv_scales import check_scales, scale_targets
 from foredraft.models.weights import check_finite, checkpoint_files, open_checkpoint
+from foredraft.parallel.group import SINGLE, Group
 
 DUMMY_SEED = 0
 DUMMY_STD = 0.02
@@ -26,6 +27,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     load_format: str = "auto",
+    group: Group = SINGLE,
 ) -> DecoderModel:
     """Loads a decoder.
 
@@ -34,6 +36,7 @@ def load_model(
         dtype: Type of the weights in memory; the checkpoint's when None.
         device: Where they go.
         load_format: `auto` reads weights; `dummy` makes random ones from config.json alone.
+        group: The ranks that share the model; each reads its part of the weights.
 
     Raises:
         CheckpointError: Something is missing, broken, unknown, or too large for the memory.
@@ -47,74 +50,23 @@ def load_model(
     if load_format != "dummy":
         checkpoint_files(directory)  # what is missing is said before memory is taken
     _check_memory(config, dtype, device, directory)
-    model = DecoderModel(config, dtype, device)
+    model = model_class(config.architecture)(config, dtype, device, group)
     if load_format == "dummy":
         fill_randomly(model)
         return model
-    ignored = ["model.mtp_layers."] if config.architecture == "MiMoForCausalLM" else []
-    if config.tie_word_embeddings:
-        ignored.append("lm_head.weight")
     scales = scale_targets(model.kv_scales)
-    copy_checkpoint(directory, checkpoint_targets(model), ignored, scales)
+    copy_checkpoint(directory, model.targets(), model.ignored_tensors(), scales)
     check_scales(model.kv_scales, str(directory))
     if config.tie_word_embeddings:
         _check_tied_head(directory, model.embedding.weight)
-    if config.norm_offset:
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.add_(config.norm_offset)
+    model.finish_loading()
     return model
-
-
-def checkpoint_targets(model: DecoderModel) -> dict[str, torch.Tensor]:
-    """The memory that each tensor of a Hugging Face checkpoint fills; fused weights are several."""
-    config = model.config
-    targets: dict[str, torch.Tensor] = {
-        "model.embed_tokens.weight": model.embedding.weight,
-        "model.norm.weight": model.norm.weight,
-    }
-    if not config.tie_word_embeddings:
-        targets["lm_head.weight"] = model.lm_head.weight
-    mlp_norm = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
-    for index, layer in enumerate(model.decoder_layers):
-        prefix = f"model.layers.{index}."
-        targets |= block_targets(prefix, layer.attention, layer.mlp)
-        targets[f"{prefix}input_layernorm.weight"] = layer.attention_norm.weight
-        targets[f"{prefix}{mlp_norm}.weight"] = layer.mlp_norm.weight
-        if layer.attention_post_norm is not None and layer.mlp_post_norm is not None:
-            targets[f"{prefix}post_attention_layernorm.weight"] = layer.attention_post_norm.weight
-            targets[f"{prefix}post_feedforward_layernorm.weight"] = layer.mlp_post_norm.weight
-    return targets
-
-
-def block_targets(prefix: str, attention: SelfAttention, mlp: GatedMLP) -> dict[str, torch.Tensor]:
-    """The memory that the tensors of an attention block and of the MLP after it fill; names begin with `prefix`."""
-    kv = (attention.qkv.weight.shape[0] - attention.output.weight.shape[1]) // 2
-    heads, size = attention.output.weight.shape[1], mlp.gate_up.weight.shape[0] // 2
-    parts: dict[str, tuple[torch.nn.Module | None, slice]] = {
-        "self_attn.q_proj": (attention.qkv, slice(heads)),
-        "self_attn.k_proj": (attention.qkv, slice(heads, heads + kv)),
-        "self_attn.v_proj": (attention.qkv, slice(heads + kv, None)),
-        "self_attn.o_proj": (attention.output, slice(None)),
-        "mlp.gate_proj": (mlp.gate_up, slice(size)),
-        "mlp.up_proj": (mlp.gate_up, slice(size, None)),
-        "mlp.down_proj": (mlp.down, slice(None)),
-        "self_attn.q_norm": (attention.q_norm, slice(None)),
-        "self_attn.k_norm": (attention.k_norm, slice(None)),
-    }
-    targets = {}
-    for part, (module, rows) in parts.items():
-        for name in ("weight", "bias"):
-            parameter = getattr(module, name, None)
-            if parameter is not None:
-                targets[f"{prefix}{part}.{name}"] = parameter[rows]
-    return targets
 
 
 @torch.no_grad()
 def copy_checkpoint(
     directory: Path,
-    targets: Mapping[str, torch.Tensor],
+    targets: Mapping[str, Target],
     ignored: Sequence[str] = (),
     scalars: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
@@ -128,7 +80,7 @@ def copy_checkpoint(
     Raises:
         CheckpointError: Tensors are missing, unexpected, misshaped or not finite; they are named.
     """
-    total = sum(tensor.numel() for tensor in targets.values())
+    total = sum(target.memory.numel() for target in targets.values())
     filled: set[str] = set()
     with tqdm(
         total=total,
@@ -142,12 +94,13 @@ def copy_checkpoint(
             for name, entry in file.entries.items():
                 target = targets.get(name)
                 if target is None and scalars is not None and name in scalars:
-                    target = scalars[name]
+                    scalar = scalars[name]
                     if entry.shape in ((), (1,)):
-                        number = target.new_empty(entry.shape)
-                        file.copy_to(entry, number)
-                        target.fill_(number.item())
+                        number = scalar.new_empty(entry.shape)
+                        file.copy_to(entry, Target.whole(number))
+                        scalar.fill_(number.item())
                         continue
+                    target = Target.whole(scalar)
                 if target is None:
                     # Old checkpoints carry the rotary frequencies, which follow from the configuration.
                     if name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(ignored)):
@@ -155,7 +108,7 @@ def copy_checkpoint(
                     raise CheckpointError(
                         f"{file.path}: unexpected tensor {name} {list(entry.shape)}"
                     )
-                if entry.shape != tuple(target.shape):
+                if entry.shape != target.shape:
                     raise CheckpointError(
                         f"{file.path}: tensor {name} has shape {list(entry.shape)}, "
                         f"config.json asks for {list(target.shape)}"
@@ -165,9 +118,9 @@ def copy_checkpoint(
                 if name in filled:
                     raise CheckpointError(f"{file.path}: tensor {name} is there twice")
                 file.copy_to(entry, target)
-                check_finite(target, name, file.path)
+                check_finite(target.memory, name, file.path)
                 filled.add(name)
-                bar.update(target.numel())
+                bar.update(target.memory.numel())
     missing = [name for name in targets if name not in filled]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

@@ -11,6 +11,7 @@ from types import TracebackType
 import torch
 
 from foredraft.errors import CheckpointError
+from foredraft.layers.parameters import Target
 
 DTYPES = {
     "F64": torch.float64,
@@ -76,19 +77,19 @@ class SafetensorsFile:
     ) -> None:
         self._map.close()
 
-    def copy_to(self, entry: TensorEntry, target: torch.Tensor) -> None:
-        """Copies a tensor to memory of the same shape, converting its type, and forgets the file's pages.
-
-        Args:
-            target: Any device and type.
-        """
-        if not target.numel():
+    def copy_to(self, entry: TensorEntry, target: Target) -> None:
+        """Copies a tensor, or the part of it that the target keeps, converting its type, and forgets the file's pages."""
+        memory = target.memory
+        if not memory.numel():
             return
         if not entry.shape:
-            target.copy_(self._view(entry, entry.begin, 1)[0])
+            memory.copy_(self._view(entry, entry.begin, 1)[0])
             return
-        for first, values in self._blocks(entry):
-            target[first : first + len(values)].copy_(values)
+        first, count = (target.first, len(memory)) if target.dim == 0 else (0, entry.shape[0])
+        for row, values in self._blocks(entry, first, count):
+            if target.dim:
+                values = values.narrow(target.dim, target.first, memory.shape[target.dim])
+            memory[row - first : row - first + len(values)].copy_(values)
 
     def equals(self, entry: TensorEntry, tensor: torch.Tensor) -> bool:
         """Whether `copy_to` would leave `tensor`, one of at least one dimension, as it is."""
@@ -96,15 +97,17 @@ class SafetensorsFile:
             return False
         return all(
             torch.equal(values.to(tensor), tensor[first : first + len(values)])
-            for first, values in self._blocks(entry)
+            for first, values in self._blocks(entry, 0, entry.shape[0])
         )
 
-    def _blocks(self, entry: TensorEntry) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, some rows) of a tensor, one block after the other; pages are forgotten as it goes on."""
+    def _blocks(
+        self, entry: TensorEntry, first: int, num_rows: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, some rows) of a range of a tensor's rows, block after block; pages are forgotten as it goes on."""
         row_bytes = (entry.end - entry.begin) // entry.shape[0]
         rows_at_once = max(1, COPY_BYTES // max(1, row_bytes))
-        for row in range(0, entry.shape[0], rows_at_once):
-            count = min(rows_at_once, entry.shape[0] - row)
+        for row in range(first, first + num_rows, rows_at_once):
+            count = min(rows_at_once, first + num_rows - row)
             begin = entry.begin + row * row_bytes
             values = self._view(entry, begin, count * row_bytes // entry.dtype.itemsize)
             yield row, values.view(count, *entry.shape[1:])

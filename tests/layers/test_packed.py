@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from foredraft.layers.cpu_products import rows_with_kernel
 from foredraft.layers.embedding import Embedding, LMHead
-from foredraft.layers.linear import Linear, float32_linear, rows_with_kernel
+from foredraft.layers.linear import Linear, PlainMethod
 from foredraft.layers.packed import pack_linears
 from foredraft.layers.quantization import quantize_int8
 
@@ -46,7 +47,7 @@ def test_other_types_are_left_alone() -> None:
     quantized.weight.normal_()
     quantize_int8(quantized)
     assert pack_linears(nn.ModuleList([half, quantized])) == 0
-    assert half.multiply is not float32_linear
+    assert isinstance(half.method, PlainMethod)
 
 
 def test_few_numbers_of_rows_get_kernels() -> None:

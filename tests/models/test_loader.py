@@ -12,7 +12,7 @@ import torch
 from foredraft.errors import CheckpointError
 from foredraft.models import loader
 from foredraft.models.config import ModelConfig
-from foredraft.models.loader import checkpoint_targets, load_model
+from foredraft.models.loader import load_model
 
 
 @pytest.fixture
@@ -31,12 +31,12 @@ def test_every_weight_arrives(variant):
     name, directory, model = variant
     loaded = load_model(directory)
     offset = loaded.config.norm_offset
-    targets = checkpoint_targets(loaded)
+    targets = loaded.targets()
     for key, weight in model.state_dict().items():
         if name.startswith("gemma3") and key.endswith("norm.weight"):
             weight = weight + offset
         if key in targets:
-            assert torch.equal(targets[key], weight), key
+            assert torch.equal(targets[key].memory, weight), key
         else:
             assert key == "lm_head.weight"
             assert loaded.config.tie_word_embeddings
@@ -52,8 +52,8 @@ def test_indexed_checkpoint(copy):
     weight_map = {name: file for file, part in parts.items() for name in part}
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    targets = checkpoint_targets(load_model(directory))
-    assert all(torch.equal(targets[name], tensors[name]) for name in names)
+    targets = load_model(directory).targets()
+    assert all(torch.equal(targets[name].memory, tensors[name]) for name in names)
     (directory / "b.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"b\.safetensors: cannot be read"):
         load_model(directory)
@@ -240,7 +240,7 @@ def test_peak_memory_is_near_the_weights(copy, dtype):
     config |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
     (directory / "config.json").write_text(json.dumps(config))
     model = load_model(directory, torch.bfloat16, load_format="dummy")
-    save(directory, {name: weight.clone() for name, weight in checkpoint_targets(model).items()})
+    save(directory, {name: target.memory.clone() for name, target in model.targets().items()})
     result = subprocess.run(
         [sys.executable, "-c", MEASURE, str(directory), dtype],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from foredraft.errors import ConfigError
+from foredraft.layers.conversions import convert_linears
 from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.layers.linear import Linear
-from foredraft.layers.quantization import quantize, quantize_fp8, quantize_int8
+from foredraft.layers.quantization import quantize_fp8, quantize_int8
 
 CPU = torch.device("cpu")
 
@@ -109,9 +110,9 @@ def test_8_bit_floats_are_refused_where_no_card_multiplies_them(
 ) -> None:
     linear = random_linear(32, 32, False, torch.bfloat16)
     with pytest.raises(ConfigError, match=r"--speculative-draft-model-quantization fp8.*CPU"):
-        quantize(linear, "fp8", CPU)
+        convert_linears(linear, "fp8", CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(ConfigError, match=r"A100 is sm_80.*sm_89"):
-        quantize(linear, "fp8", torch.device("cuda"))
+        convert_linears(linear, "fp8", torch.device("cuda"))
     assert linear.weight.dtype == torch.bfloat16

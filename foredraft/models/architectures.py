@@ -1,0 +1,27 @@
+"""Which class computes which architecture. A class's module is imported when a checkpoint of its kind is loaded.
+
+An architecture that only differs from Llama in what `config.FAMILIES` can say is one row there. Another kind of layer
+(a mixture of experts, a recurrent one) is a class of its own, in a file of its own, and a line here.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from foredraft.models.config import FAMILIES
+
+if TYPE_CHECKING:
+    from foredraft.models.decoder import DecoderModel
+
+
+def _decoder() -> "type[DecoderModel]":
+    from foredraft.models.decoder import DecoderModel
+
+    return DecoderModel
+
+
+_CLASSES: dict[str, Callable[[], "type[DecoderModel]"]] = dict.fromkeys(FAMILIES, _decoder)
+
+
+def model_class(architecture: str) -> "type[DecoderModel]":
+    """The class of an architecture that `ModelConfig` has accepted."""
+    return _CLASSES[architecture]()

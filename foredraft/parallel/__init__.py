@@ -1,0 +1,1 @@
+"""How the ranks of one model work together; a group of one costs nothing."""
