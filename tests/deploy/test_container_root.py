@@ -13,7 +13,7 @@ import pytest
 from testing import tools
 from testing.dockerfile import stages
 
-SCRIPT = tools.ROOT / "tests" / "support" / "container_root.sh"
+SCRIPT = tools.ROOT / "testing" / "container_root.sh"
 
 # Runs inside: what docker-compose.yml starts, one request, and an orderly end.
 INSIDE = """
