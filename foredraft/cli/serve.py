@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import logging
 import signal
 import sys
@@ -59,6 +60,8 @@ _GROUPS: tuple[tuple[str, type], ...] = (
     ("verifier", VerifyConfig),
     ("metrics", stack.ServeConfig),
 )
+# Any model goes on with it, much of it as it began: drafts of every kind show what they can.
+FIRST_PROMPT = "class Point:\n    @property\n    def x(self):\n        return self._x\n\n    @property\n    def y(self):\n"
 _COLOURS = {"gateway": "cyan", "verify": "green", "draft": "magenta"}
 
 logger = logging.getLogger(__name__)
@@ -160,11 +163,12 @@ class Terminal:
         print(
             f"\nForedraft serves {model} (ready after {seconds:.1f} s)\n"
             f"  HTTP     {urls['http']}\n"
+            f"  try it   {urls['http']}/ (playground), {urls['http']}/dashboard\n"
             f"  gRPC     {urls['grpc']}\n"
             f"  metrics  {' '.join(url for name, url in urls.items() if 'metrics' in name)}\n\n"
-            f"  curl -N {urls['http']}/v1/completions -H 'Content-Type: application/json'{key} \\\n"
-            f'    -d \'{{"model": "{model}", "prompt": "The quick brown fox", "max_tokens": 32,'
-            ' "stream": true}\'\n\n'
+            f"  curl {urls['http']}/v1/completions -H 'Content-Type: application/json'{key} \\\n"
+            f'    -d \'{{"model": "{model}", "prompt": {json.dumps(FIRST_PROMPT)}, "max_tokens": 64,'
+            ' "temperature": 0}\'\n\n'
             "Ctrl-C stops it.\n",
             flush=True,
         )

@@ -54,6 +54,8 @@ export class Inspector {
 
   /** Shows what a person points at. */
   choose(transcript, index) {
+    const isShown = this.#shown?.transcript === transcript && this.#shown.index === index;
+    if (this.#isPinned && isShown && "shown" in at("inspector").dataset) return;
     this.#isPinned = true;
     at("inspector").dataset.shown = "";
     this.#select(transcript, index);

@@ -211,8 +211,10 @@ export class Transcript {
   #listen() {
     const output = this.#output;
     const indexOf = (target) => target.closest?.(".step")?.dataset.index;
-    for (const kind of ["pointerover", "focusin", "click"]) {
+    for (const kind of ["pointermove", "focusin", "click"]) {
       output.addEventListener(kind, (event) => {
+        // Text that moves under a pointer at rest is not pointed at, nor what a finger scrolls over.
+        if (kind === "pointermove" && (event.pointerType !== "mouse" || !(event.movementX || event.movementY))) return;
         const index = indexOf(event.target);
         if (index !== undefined) this.#onSelect(this, Number(index));
       });
