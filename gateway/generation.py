@@ -393,7 +393,8 @@ def fitted(sampling: SamplingParams, num_prompt_tokens: int, context_length: int
     if room < 1:
         raise PromptTooLong(
             "prompt",
-            f"it has {num_prompt_tokens} tokens; the context length is {context_length} with the output",
+            f"it has {num_prompt_tokens} tokens; this model's maximum context length is {context_length} tokens, with the "
+            "output",
         )
     if sampling.max_new_tokens <= room:
         return sampling

@@ -4,9 +4,8 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -20,10 +19,10 @@ from foredraft.telemetry.logging import bind_request_id, new_request_id
 from foredraft.telemetry.tracing import bind_traceparent
 from gateway import envelopes, errors
 from gateway.errors import BodyTooLarge, SlowClient
+from gateway.validation import invalid_request
 
 logger = logging.getLogger(__name__)
 
-M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 # Pydantic notes every error that it finds, and some kilobytes for each: of millions of wrong items, the first is enough.
@@ -35,14 +34,20 @@ MAX_MEMBERS = 16_384  # of one object: its unknown names and wrong values are al
 
 DONE = b"data: [DONE]\n\n"
 _SEND = "foredraft.send"
-_WANTS = "Input should be "
-_FIELD = re.compile(r"(?!(?:str|int|float|bool|dict|list)$)[a-z][a-z0-9_]*")
 
 
 class Body(BaseModel):
-    """A request body: types as JSON has them, no NaN, and no field that would be silently left out."""
+    """A request body: types as JSON has them, no NaN, and no field that would be silently left out.
 
+    Attributes:
+        remedies: What to send instead of fields that are not known here, by their names.
+    """
+
+    remedies: ClassVar[Mapping[str, str]] = {}
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+B = TypeVar("B", bound=Body)
 
 
 class Bounds:
@@ -96,7 +101,7 @@ class Arrival:
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
 
-async def read(request: Request, model: type[M], bounds: Bounds) -> M:
+async def read(request: Request, model: type[B], bounds: Bounds) -> B:
     """The body as a model.
 
     Raises:
@@ -135,7 +140,7 @@ async def read(request: Request, model: type[M], bounds: Bounds) -> M:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        raise _invalid(error) from None
+        raise invalid_request(error, body, model, model.remedies) from None
 
 
 def _check_members(body: bytes) -> None:
@@ -155,28 +160,6 @@ def _check_members(body: bytes) -> None:
                 )
             part = part.values()
         parts.extend(each for each in part if isinstance(each, dict | list))
-
-
-def _invalid(error: ValidationError) -> InvalidRequest:
-    found = error.errors(include_url=False, include_input=False)
-    first = found[0]
-    # Names of the branches of a union, such as `str` or `list[int]`, are no field of the client's.
-    path = [str(part) for part in first["loc"] if isinstance(part, int) or _FIELD.fullmatch(part)]
-    field = ".".join(path[:4])
-    if first["type"] == "json_invalid":
-        return InvalidRequest(
-            "body", f"is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
-        )
-    if first["type"] == "extra_forbidden":
-        return InvalidRequest(
-            field, "is not a field of this request, or not one that can be honoured"
-        )
-    # A union says what each of its branches would have taken.
-    start = first["loc"][: len(path)]
-    wants = [each["msg"] for each in found if each["loc"][: len(start)] == start]
-    tails = [text.removeprefix(_WANTS) for text in wants if text.startswith(_WANTS)]
-    message = _WANTS + " or ".join(dict.fromkeys(tails)) if tails else first["msg"]
-    return InvalidRequest(field or "body", message)
 
 
 def refuse(values: Mapping[str, Any], reasons: Mapping[str, str]) -> None:

@@ -134,7 +134,8 @@ class Serving:
         if len(text) > limit:
             raise PromptTooLong(
                 "prompt",
-                f"it has {len(text)} characters; no more than {limit} can fit the context length",
+                f"it has {len(text)} characters; this model's maximum context length is {self.info.context_length} tokens, "
+                f"which no more than {limit} can fit",
             )
         return await self._ready()[2].encode(text, add_special_tokens, "prompt")
 
@@ -201,7 +202,9 @@ class Serving:
         longest = self.config.max_prompt_tokens
         if longest and len(prompt) > longest:
             raise PromptTooLong(
-                "prompt", f"it has {len(prompt)} tokens; {longest} are taken here at most"
+                "prompt",
+                f"it has {len(prompt)} tokens; this model's maximum context length is {longest} tokens here, as the server "
+                "was started",
             )
         fitting = fitted(sampling, len(prompt), info.context_length)
         most = self.config.max_output_tokens or info.context_length

@@ -1,12 +1,14 @@
 """Bodies of the native routes: SGLang's fields and defaults, and what of them cannot be honoured."""
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, GrammarKind, SamplingParams
+from gateway import remedies
 from gateway.http import Body, Items, Objects
 from gateway.openai.schemas import Speculation
 
@@ -88,6 +90,11 @@ class NativeSampling(NativeBody):
 
 class GenerateBody(NativeBody):
     """POST /generate."""
+
+    remedies: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(NativeSampling.model_fields, "put it into sampling_params"),
+        **remedies.GENERATE,
+    }
 
     text: str | Items[str] | None = None
     input_ids: Items[int] | Items[Items[int]] | None = None

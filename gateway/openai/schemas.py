@@ -6,6 +6,7 @@ from pydantic import ConfigDict
 
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, SamplingParams, SpeculationParams
+from gateway import remedies
 from gateway.http import Body, Items, Objects, refuse
 from gateway.openai.response_format import ResponseFormat, StructuredOutputs
 from gateway.openai.tools import Choice, Tool, ToolUse, tool_use
@@ -35,6 +36,8 @@ class Speculation(Body):
 
 class GenerationBody(Body):
     """What completions and chat completions have in common."""
+
+    remedies = remedies.OPENAI
 
     model: str = ""
     stream: bool | None = None
@@ -165,6 +168,10 @@ class CompletionBody(GenerationBody):
         return texts or [[part for part in prompt if isinstance(part, int)]]
 
 
+# What asks for nothing that is not done anyway: prefixes are cached by themselves.
+IGNORED = ("cache_control",)
+
+
 class ContentPart(Body):
     """A part of a message: text, or a refusal that an earlier answer was."""
 
@@ -179,6 +186,8 @@ class ContentPart(Body):
         if self.type not in ("text", "refusal"):
             raise InvalidRequest(f"{where}.type", f"only text is taken, not {self.type[:40]!r}")
         for name in self.model_extra or {}:
+            if name in IGNORED:
+                continue
             raise InvalidRequest(f"{where}.{name[:40]}", "is not a field of a part of text")
         words = self.text if self.type == "text" else self.refusal
         if words is None:

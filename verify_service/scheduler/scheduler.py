@@ -129,7 +129,7 @@ class Scheduler:
             raise PromptTooLong(
                 "prompt",
                 f"{num_prompt} tokens and max_new_tokens {max_new_tokens} make {num_tokens};"
-                f" this server holds {self.max_sequence_tokens} per request",
+                f" this model's maximum context length is {self.max_sequence_tokens} tokens on this server",
             )
         # Those that a free slot takes in the next step do not wait.
         num_free = self.max_running_requests - len(self._running)

@@ -160,7 +160,7 @@ def test_admission_keeps_the_headroom():
 def test_what_never_fits_is_refused():
     scheduler = make_scheduler(num_pages=4)  # 16 keys, so 17 tokens
     scheduler.add(make_sequence("fits", 9, max_new_tokens=8))
-    with pytest.raises(PromptTooLong, match="18; this server holds 17"):
+    with pytest.raises(PromptTooLong, match="18; this model's maximum context length is 17 tokens"):
         scheduler.add(make_sequence("a", 10, max_new_tokens=8))
     with pytest.raises(PromptTooLong):
         make_scheduler(context_length=16).add(make_sequence("a", 9, max_new_tokens=8))

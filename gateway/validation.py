@@ -1,0 +1,100 @@
+"""What is wrong with a body, in one sentence: the client's own name of the field, and what to send instead."""
+
+import difflib
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+
+from foredraft.errors import InvalidRequest
+
+UNKNOWN = "is not a field of this request, or not one that can be honoured"
+_WANTS = "Input should be "
+# What says of a name that it is the client's, or should be; all other errors may end in the name of a union's branch.
+_OF_NAMES = ("extra_forbidden", "missing")
+_MAX_ERRORS = 256
+_MAX_DEPTH = 8
+_MAX_NAME_CHARACTERS = 64
+
+
+def invalid_request(
+    error: ValidationError, body: bytes, model: type[BaseModel], remedies: Mapping[str, str]
+) -> InvalidRequest:
+    """What pydantic found wrong.
+
+    Args:
+        error: What it found.
+        body: The bytes that were read.
+        model: As what they were read.
+        remedies: What to send instead of fields that are not known, by their names.
+    """
+    found = error.errors(include_url=False, include_input=False)[:_MAX_ERRORS]
+    first = found[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(
+            "body", f"is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
+        )
+    value = from_json(body)
+    same = [each for each in found if each["loc"][:1] == first["loc"][:1]]
+    paths = {each["loc"]: _path(each["loc"], each["type"], value) for each in same}
+    if first["type"] not in _OF_NAMES:
+        # Of a union's branches, the one that the value resembles goes deepest.
+        named = [each for each in same if each["type"] in _OF_NAMES]
+        first = max(named, key=lambda each: len(paths[each["loc"]]), default=first)
+    path = paths[first["loc"]]
+    field = ".".join(path[:_MAX_DEPTH]) or "body"
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(field, f"{UNKNOWN}{_remedy(path, model, remedies)}")
+    # A union says what each of its branches would have taken.
+    wants = [each["msg"] for each in same if paths[each["loc"]][: len(path)] == path]
+    if first["type"] == "missing":
+        wants = [first["msg"]]
+    tails = [text.removeprefix(_WANTS) for text in wants if text.startswith(_WANTS)]
+    message = _WANTS + " or ".join(dict.fromkeys(tails)) if tails else first["msg"]
+    return InvalidRequest(field, message)
+
+
+def _path(location: Sequence[int | str], kind: str, value: Any) -> list[str]:
+    """The names of pydantic's location that are in the client's body, without those of a union's branches."""
+    path = []
+    for i, part in enumerate(location):
+        if isinstance(part, int):
+            path.append(str(part))
+            value = value[part] if isinstance(value, list) and part < len(value) else None
+        elif isinstance(value, dict) and part in value:
+            path.append(part[:_MAX_NAME_CHARACTERS])
+            value = value[part]
+        elif i == len(location) - 1 and kind in _OF_NAMES:
+            path.append(part)
+    return path
+
+
+def _remedy(path: Sequence[str], model: type[BaseModel], remedies: Mapping[str, str]) -> str:
+    """What to send instead, as the end of a sentence; empty where nobody knows."""
+    names = [part for part in path if not part.isdigit()]
+    if found := remedies.get(".".join(names)):
+        return f"; {found}"
+    known = _names(model)[len(names) > 1]
+    name = names[-1] if names else ""
+    meant = known.get(_bare(name))
+    if meant is None:
+        near = difflib.get_close_matches(name.lower(), known.values(), n=1, cutoff=0.8)
+        meant = near[0] if near else None
+    return "" if meant is None else f"; did you mean {meant}?"
+
+
+@functools.cache
+def _names(model: type[BaseModel]) -> tuple[dict[str, str], dict[str, str]]:
+    """The names that a model's own objects may have, and those inside of it, by how they read without signs."""
+    schema = model.model_json_schema()
+    inner = [
+        name for each in schema.get("$defs", {}).values() for name in each.get("properties", ())
+    ]
+    return tuple({_bare(name): name for name in names} for names in (schema["properties"], inner))  # type: ignore[return-value]
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
