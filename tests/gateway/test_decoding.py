@@ -95,3 +95,24 @@ def test_the_stop_token_has_no_text_unless_kept() -> None:
         text, tokens = decoder.feed([output])
         assert text + decoder.flush()[0] == expected
         assert len(tokens) == decoder.num_tokens == len(ids)
+
+
+def test_steps_are_told_up_to_the_stop_and_no_further() -> None:
+    tokenizer = BUILT["byte_level"]
+    ids = tokenizer.encode("aXbXc", False)
+    count = fewest_tokens(tokenizer, [], ids, ["Xb"])
+    assert 2 < count < len(ids)
+    tree = verify_pb2.VerifiedTree(tokens=[7], parents=[-1], draft="NGRAM")
+    outputs = [
+        verify_pb2.SequenceOutput(tokens=ids[:2], drafted=[True, False], tree=tree),
+        verify_pb2.SequenceOutput(tokens=ids[2:], drafted=[False] * len(ids[2:])),
+        verify_pb2.SequenceOutput(tokens=ids[:1], drafted=[True], tree=tree),
+    ]
+    decoder = SequenceDecoder(tokenizer, [], ["Xb"], 0, False, True)
+    tokens = decoder.feed(outputs)[1] + decoder.flush()[1]
+    assert [(step.num_tokens, step.tree) for step in decoder.take_steps()] == [
+        (2, tree),
+        (count - 2, None),
+    ]
+    assert decoder.take_steps() == []
+    assert [token.drafted for token in tokens] == [True, *[False] * (count - 1)]
