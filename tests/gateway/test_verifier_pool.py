@@ -13,7 +13,7 @@ from foredraft.errors import Overloaded, Unavailable
 from gateway import verifier_connection
 from gateway.routing import BLOCK_TOKENS
 from gateway.verifier_pool import VerifierPool
-from tests.support.bare_verifiers import eventually
+from testing.bare_verifiers import eventually
 
 PROMPT = list(range(BLOCK_TOKENS * 2))
 
