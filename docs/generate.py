@@ -159,7 +159,7 @@ def main(argv: list[str]) -> int:
         "flags.md": flags_page(),
         "metrics.md": metrics_page(),
         "openapi.json": openapi_document(),
-        "request-fields.md": importlib.import_module("tests.gateway.request_fields").page(),
+        "request-fields.md": importlib.import_module("tests.gateway.request_fields_page").page(),
         "errors.md": importlib.import_module("tests.gateway.bad_input").page(),
     }
     for name, text in pages.items():
