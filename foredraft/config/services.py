@@ -357,6 +357,12 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
     request_timeout: float = option(
         600.0, "Seconds after which a request ends with DEADLINE.", least=0.001
     )
+    reasoning_parser: str = option(
+        "",
+        "How the model writes reasoning, which chat answers then have in `reasoning_content`: qwen3 (`<think>`, where it "
+        "thinks), deepseek-r1 (always), gpt-oss (channels). Without it reasoning is part of the text.",
+        choices=("", "qwen3", "deepseek-r1", "gpt-oss"),
+    )
     response_store_mb: int = option(
         256,
         "MiB of responses kept in memory for `previous_response_id` and `GET /v1/responses`; 0 keeps none. Where there are "

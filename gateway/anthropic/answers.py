@@ -14,6 +14,12 @@ from gateway.http import encode_event
 from gateway.openai import replies
 from gateway.openai.parts import Change, Kind, Part, PartReader, Stage
 
+_DELTAS = {
+    Kind.REASONING: ("thinking_delta", "thinking"),
+    Kind.TEXT: ("text_delta", "text"),
+    Kind.CALL: ("input_json_delta", "partial_json"),
+}
+
 
 @dataclass(slots=True)
 class Answer:
@@ -68,11 +74,8 @@ class Answer:
             return _event("content_block_start", index=index, content_block=_block(part, ""))
         if change.stage is Stage.CLOSED:
             return _event("content_block_stop", index=index)
-        delta = (
-            {"type": "input_json_delta", "partial_json": change.text}
-            if part.kind is Kind.CALL
-            else {"type": "text_delta", "text": change.text}
-        )
+        kind, name = _DELTAS[part.kind]
+        delta = {"type": kind, name: change.text}
         return _event("content_block_delta", index=index, delta=delta)
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
@@ -109,6 +112,7 @@ class Answer:
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
             "output_tokens": end.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": self.reader.num_reasoning_tokens},
         }
 
 
@@ -116,6 +120,8 @@ def _block(part: Part, text: str) -> dict[str, Any]:
     if part.kind is Kind.CALL:
         name = f"toolu_{part.id[:24]}"
         return {"type": "tool_use", "id": name, "name": part.name, "input": _object(text)}
+    if part.kind is Kind.REASONING:
+        return {"type": "thinking", "thinking": text, "signature": ""}
     return {"type": "text", "text": text, "citations": None}
 
 

@@ -38,7 +38,7 @@ def make_router(serving: Serving) -> APIRouter:
     @router.post("/v1/messages/count_tokens", response_model=None, openapi_extra=reads(CountBody))
     async def count_tokens(request: Request) -> Response:
         body = await read(request, CountBody, bounds)
-        body.check()
+        body.check(bool(serving.config.reasoning_parser))
         chat = body.chat(_messages(body))
         with naming_by(body.field):
             prompt = await chats.render(serving, chat)
@@ -49,7 +49,7 @@ def make_router(serving: Serving) -> APIRouter:
 
 async def _prepare(serving: Serving, body: MessagesBody) -> tuple[Job, Answer]:
     serving.check_model(body.model)
-    body.check()
+    body.check(bool(serving.config.reasoning_parser))
     # The field is required, so many ask for more than a model's context holds: what fits is generated.
     most = serving.config.max_output_tokens or serving.info.context_length
     max_tokens = min(body.max_tokens, most)

@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field
 from foredraft.errors import InvalidRequest
 from gateway.http import Body, Items, Objects, refuse
 from gateway.openai.extensions import ExtendedBody
+from gateway.openai.reasoning import switch_variables
 from gateway.openai.response_format import JsonSchema, ResponseFormat
 from gateway.openai.schemas import ChatBody, Message
 from gateway.openai.tools import Choice, Function, NamedChoice, NamedFunction, Tool
@@ -171,15 +172,26 @@ class CountBody(ExtendedBody):
     diagnostics: Any = None
     inference_geo: str | None = None
 
-    def check(self) -> None:
-        """Raises InvalidRequest for a field that cannot be honoured."""
+    def check(self, can_think: bool) -> None:
+        """Raises InvalidRequest for a field that cannot be honoured.
+
+        Args:
+            can_think: Whether reasoning is set apart.
+        """
         refuse(vars(self), _REFUSED)
-        if self.thinking is not None and self.thinking.type == "enabled":
-            raise InvalidRequest("thinking.type", "the model's thinking is part of its text")
+        if self.thinking is not None and self.thinking.type == "enabled" and not can_think:
+            raise InvalidRequest(
+                "thinking.type", "needs a server with --reasoning-parser; leave thinking out"
+            )
 
     def chat(self, messages: list[Message], **fields: Any) -> ChatBody:
         """What chat completions run for it."""
         choice, config = self.tool_choice, self.output_config or OutputConfig()
+        extensions = self.extensions()
+        if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
+            variables = switch_variables(self.thinking.type == "enabled")
+            given = extensions.get("chat_template_kwargs", {})
+            extensions["chat_template_kwargs"] = variables | given
         is_single = choice is not None and choice.disable_parallel_tool_use
         return ChatBody(
             model=self.model,
@@ -192,7 +204,7 @@ class CountBody(ExtendedBody):
             tool_choice=None if choice is None else choice.converted(),
             parallel_tool_calls=False if is_single else None,
             **fields,
-            **self.extensions(),
+            **extensions,
         )
 
     def field(self, name: str) -> str:

@@ -1,30 +1,104 @@
 """Cuts a model's answer into the parts that it consists of."""
 
-from gateway.openai.tool_parser import Piece, ToolParser
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.decoding import Chunk
+from gateway.openai.harmony import HarmonyParser
+from gateway.openai.pieces import Piece
+from gateway.openai.reasoning import ReasoningStyle, ThinkSplitter
+from gateway.openai.tool_parser import ToolParser
 from gateway.openai.tools import Convention
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How the answers to a request are read.
+
+    Attributes:
+        convention: How calls are written, None where none is looked for.
+        style: How reasoning is written, None where it is not set apart.
+        is_open: Whether answers begin inside of reasoning; None where the model decides.
+    """
+
+    convention: Convention | None = None
+    style: ReasoningStyle | None = None
+    is_open: bool | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the text is the answer, as it stands."""
+        return self.convention is None and self.style is None
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """Whether special tokens tell the parts apart."""
+        return self.style is ReasoningStyle.GPT_OSS
+
+
+class _Splitter(Protocol):
+    @property
+    def is_reasoning(self) -> bool: ...
+    def feed(self, text: str) -> list[Piece]: ...
+    def flush(self) -> list[Piece]: ...
 
 
 class AnswerParser:
     """Cuts one continuation into pieces as its text streams in.
 
-    Args:
-        convention: How calls are written, None where none is looked for.
+    Attributes:
+        is_plain: Whether the text is the answer, as it stands.
+        num_reasoning_tokens: Tokens of the reasoning so far.
     """
 
-    def __init__(self, convention: Convention | None) -> None:
-        self._calls = None if convention is None else ToolParser(convention)
+    def __init__(self, form: AnswerFormat) -> None:
+        self.is_plain = form.is_plain
+        self.num_reasoning_tokens = 0
+        self._splitter: _Splitter | None = None
+        self._calls: ToolParser | None = None
+        if form.style is ReasoningStyle.GPT_OSS:
+            self._splitter = HarmonyParser(form.convention is not None)
+            return
+        if form.style is not None:
+            self._splitter = ThinkSplitter(form.is_open)
+        if form.convention is not None:
+            self._calls = ToolParser(form.convention)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the text is the answer, as it stands."""
-        return self._calls is None
+    def read(self, chunk: Chunk) -> list[Piece]:
+        """The pieces that a chunk makes certain."""
+        if self._splitter is None:
+            pieces = self.feed(chunk.text)
+        else:
+            # One by one, so that those of the reasoning are counted.
+            pieces = [piece for token in chunk.tokens for piece in self.feed_token(token.text)]
+        return pieces if chunk.completion is None else pieces + self.flush()
+
+    def feed_token(self, text: str) -> list[Piece]:
+        """As `feed`, for the text of one token."""
+        pieces = self.feed(text)
+        if self._splitter is not None and self._splitter.is_reasoning:
+            self.num_reasoning_tokens += 1
+        return pieces
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that became certain."""
-        if self._calls is None:
-            return [Piece(text=text)] if text else []
-        return self._calls.feed(text)
+        """The pieces that a text makes certain."""
+        if self._splitter is None:
+            return self._find_calls(text)
+        return self._followed(self._splitter.feed(text))
 
     def flush(self) -> list[Piece]:
         """The pieces that were held back; the text has ended."""
-        return [] if self._calls is None else self._calls.flush()
+        pieces = [] if self._splitter is None else self._followed(self._splitter.flush())
+        return pieces if self._calls is None else pieces + self._calls.flush()
+
+    def _followed(self, pieces: list[Piece]) -> list[Piece]:
+        """Pieces, with the calls in their texts found."""
+        found: list[Piece] = []
+        for piece in pieces:
+            found += self._find_calls(piece.text) if piece.text else [piece]
+        return found
+
+    def _find_calls(self, text: str) -> list[Piece]:
+        if self._calls is not None:
+            return self._calls.feed(text)
+        return [Piece(text=text)] if text else []

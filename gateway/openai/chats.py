@@ -1,11 +1,20 @@
 """From a conversation to its job: what every API that takes conversations runs."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 
 from foredraft.errors import InvalidRequest
-from foredraft.types import Grammar, SamplingParams
+from foredraft.types import Grammar, GrammarKind, SamplingParams
 from gateway.generation import Job
-from gateway.openai.answer_parser import AnswerParser
+from gateway.openai.answer_parser import AnswerFormat, AnswerParser
+from gateway.openai.reasoning import (
+    BEGIN,
+    END,
+    ReasoningStyle,
+    begun,
+    effort_variables,
+    opening,
+)
 from gateway.openai.schemas import ChatBody, GenerationBody
 from gateway.openai.tools import Convention, ToolUse, convention_of, told
 from gateway.serving import Serving
@@ -18,13 +27,13 @@ class Prompt:
     Attributes:
         ids: Token ids.
         use: The tools that may be called, None without.
-        convention: How calls are written, None where the template's way is not known.
+        form: How its answers are read.
         grammar: What the verifier holds the answer to.
     """
 
     ids: list[int]
     use: ToolUse | None
-    convention: Convention | None
+    form: AnswerFormat
     grammar: Grammar | None
 
 
@@ -35,16 +44,16 @@ class Chat:
     Attributes:
         job: What is generated.
         use: The tools that may be called, None without.
-        convention: How calls are written.
+        form: How its answers are read.
     """
 
     job: Job
     use: ToolUse | None
-    convention: Convention | None
+    form: AnswerFormat
 
     def parser(self) -> AnswerParser:
         """Reads one continuation of the job."""
-        return AnswerParser(None if self.use is None else self.convention)
+        return AnswerParser(self.form)
 
 
 async def render(serving: Serving, body: ChatBody) -> Prompt:
@@ -69,6 +78,9 @@ async def render(serving: Serving, body: ChatBody) -> Prompt:
             field = "structured_outputs" if body.structured_outputs else "response_format"
             raise InvalidRequest(field, "does not go with tools that may be called")
         grammar = use.grammar(convention)
+    if body.reasoning_effort is not None:
+        source = "" if template is None else template.source
+        variables |= effort_variables(source, body.reasoning_effort)
     variables |= body.chat_template_kwargs or {}
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
@@ -77,7 +89,50 @@ async def render(serving: Serving, body: ChatBody) -> Prompt:
     if body.documents is not None:
         variables["documents"] = body.documents
     ids = body.truncated(await serving.encode_chat(messages, **variables))
-    return Prompt(ids, use, convention, grammar)
+    form = _form(serving, body, ids, convention if use is not None else None)
+    return Prompt(ids, use, form, _after_reasoning(grammar, form))
+
+
+def _form(
+    serving: Serving, body: ChatBody, ids: list[int], convention: Convention | None
+) -> AnswerFormat:
+    """How the answers to a conversation are read."""
+    name = serving.config.reasoning_parser
+    if not name or body.separate_reasoning is False:
+        return AnswerFormat(convention)
+    style = ReasoningStyle(name)
+    is_open = opening(style, serving.tokenizer, ids)
+    if body.continue_final_message:
+        last = body.messages[-1].rendered("messages")
+        is_open = begun(last["content"])
+    return AnswerFormat(convention, style, is_open)
+
+
+def _after_reasoning(grammar: Grammar | None, form: AnswerFormat) -> Grammar | None:
+    """The grammar of an answer whose reasoning comes before what it says.
+
+    Raises:
+        InvalidRequest: There is no telling where that begins.
+    """
+    if grammar is None or form.style is None or form.is_open is False:
+        return grammar
+    if form.style is ReasoningStyle.GPT_OSS:
+        raise InvalidRequest("grammar", "does not go with this model's channels yet")
+    if grammar.kind is GrammarKind.JSON_SCHEMA:
+        structure = {"begin": "", "schema": json.loads(grammar.text), "end": ""}
+        tags = {"structures": [structure], "at_least_one": True, "stop_after_first": True}
+    elif grammar.kind is GrammarKind.STRUCTURAL_TAG:
+        tags = json.loads(grammar.text)
+        if not (form.is_open or tags.get("at_least_one")):
+            return grammar  # text may come first, and reasoning is that here
+    elif form.is_open:
+        raise InvalidRequest(
+            "grammar", "does not go with reasoning; a JSON schema does, or switch reasoning off"
+        )
+    else:
+        return grammar
+    tags["reasoning"] = {"begin": BEGIN, "end": END, "is_open": form.is_open is True}
+    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tags, ensure_ascii=False))
 
 
 async def prepare(serving: Serving, body: ChatBody, name: str) -> Chat:
@@ -92,7 +147,9 @@ async def prepare(serving: Serving, body: ChatBody, name: str) -> Chat:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = body.sampling(room if given is None else given, logprobs, prompt.grammar)
     job = make_job(serving, body, prompt.ids, sampling, name, name, given is not None, "messages")
-    return Chat(job, prompt.use, prompt.convention)
+    if prompt.form.keeps_special_tokens:
+        job = replace(job, skip_special_tokens=False)
+    return Chat(job, prompt.use, prompt.form)
 
 
 def make_job(

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from foredraft.types import FinishReason
 from gateway.decoding import Chunk, Completion, OutputToken
 from gateway.openai.answer_parser import AnswerParser
-from gateway.openai.tool_parser import Piece
+from gateway.openai.pieces import Piece
 
 
 class Kind(enum.Enum):
     """What a part is."""
 
+    REASONING = enum.auto()
     TEXT = enum.auto()
     CALL = enum.auto()
 
@@ -49,7 +50,7 @@ class Part:
 
     @property
     def text(self) -> str:
-        """Its text, or the arguments of a call."""
+        """Its text or reasoning, or the arguments of a call."""
         return "".join(self._texts)
 
     def add(self, text: str) -> None:
@@ -90,18 +91,24 @@ class PartReader:
         self._space = ""  # white space that may turn out to begin a text
         self._tokens: list[OutputToken] = []  # tokens whose text is held back
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far."""
+        return self._parser.num_reasoning_tokens
+
     def read(self, chunk: Chunk) -> Iterator[Change]:
         """What a chunk changes."""
         if self._with_tokens:
             # One by one, so that it is known to which part each belongs.
             for token in chunk.tokens:
                 self._tokens.append(token)
-                yield from self._take(self._parser.feed(token.text))
+                yield from self._take(self._parser.feed_token(token.text))
+            if chunk.completion is not None:
+                yield from self._take(self._parser.flush())
         else:
-            yield from self._take(self._parser.feed(chunk.text))
+            yield from self._take(self._parser.read(chunk))
         if chunk.completion is None:
             return
-        yield from self._take(self._parser.flush())
         if not self.parts:
             yield self._begin(Kind.TEXT)
             if self._space:
@@ -117,6 +124,12 @@ class PartReader:
             elif piece.arguments:
                 self._tokens.clear()
                 yield self._grow(piece.arguments)
+            elif piece.reasoning:
+                self._tokens.clear()
+                if self._open is None or self._open.kind is not Kind.REASONING:
+                    yield from self._end()
+                    yield self._begin(Kind.REASONING)
+                yield self._grow(piece.reasoning)
             else:
                 yield from self._take_text(piece.text)
 

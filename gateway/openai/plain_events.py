@@ -28,7 +28,7 @@ class PlainEvents:
         options = body.stream_options
         # 0 is a number of log-probabilities that can be asked for.
         asked = [getattr(body, name, None) for name in _DETAILS]
-        is_plain = all(value is None or value is False for value in asked)
+        is_plain = reply.is_plain and all(value is None or value is False for value in asked)
         self._on = is_plain and not (options is not None and options.continuous_usage_stats)
         # By index of the choice and number of tokens: what stands before and after the text.
         self._templates: dict[tuple[int, int], tuple[bytes, bytes]] = {}

@@ -8,9 +8,10 @@ from foredraft.api.verify.v1 import verify_pb2
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason
 from gateway.decoding import Chunk, Completion, OutputToken, Step
+from gateway.openai.answer_parser import AnswerFormat, AnswerParser
 from gateway.openai.schemas import GenerationBody
-from gateway.openai.tool_parser import CallDeltas
-from gateway.openai.tools import Convention, ToolUse
+from gateway.openai.tool_parser import DeltaWriter
+from gateway.openai.tools import ToolUse
 from gateway.serving import Serving
 
 
@@ -26,7 +27,9 @@ def model(serving: Serving) -> dict[str, Any]:
     }
 
 
-def usage(ends: Sequence[Completion], num_choices: int) -> dict[str, Any]:
+def usage(
+    ends: Sequence[Completion], num_choices: int, num_reasoning_tokens: int
+) -> dict[str, Any]:
     """Token counts over all choices; a prompt counts once, however many choices it has."""
     prompts = sum(end.account.prompt_tokens for end in ends) // num_choices
     completion = sum(end.completion_tokens for end in ends)
@@ -37,6 +40,7 @@ def usage(ends: Sequence[Completion], num_choices: int) -> dict[str, Any]:
         "total_tokens": prompts + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
+            "reasoning_tokens": num_reasoning_tokens,
             "accepted_prediction_tokens": sum(end.account.accepted_tokens for end in ends),
             "rejected_prediction_tokens": sum(
                 end.account.drafted_tokens - end.account.accepted_tokens for end in ends
@@ -106,9 +110,17 @@ def logprob_entry(token: OutputToken, tokenizer: Tokenizer) -> dict[str, Any]:
     return {**entry(token.id, found.logprob), "top_logprobs": top}
 
 
-class Reply(ABC):
-    """How one of the routes words its answers."""
+_PLAIN = AnswerFormat()
 
+
+class Reply(ABC):
+    """How one of the routes words its answers.
+
+    Attributes:
+        is_plain: Whether texts are given as they stand.
+    """
+
+    is_plain = True
     whole_object: str
     chunk_object: str
 
@@ -124,6 +136,10 @@ class Reply(ABC):
         self, index: int, prompt: int, chunk: Chunk, body: GenerationBody, is_first: bool
     ) -> list[dict[str, Any]]:
         """What a chunk adds to a choice."""
+
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning in all choices so far."""
+        return 0
 
     def _common(self, index: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
         end = chunk.completion
@@ -226,7 +242,7 @@ class ChatReply(Reply):
 
     Args:
         use: The tools that may be called, None without.
-        convention: How calls are written.
+        form: How answers are read.
     """
 
     whole_object = "chat.completion"
@@ -236,12 +252,14 @@ class ChatReply(Reply):
         self,
         tokenizer: Tokenizer,
         use: ToolUse | None = None,
-        convention: Convention | None = None,
+        form: AnswerFormat = _PLAIN,
     ) -> None:
         super().__init__(tokenizer)
+        self.is_plain = form.is_plain
         self._use = use
-        self._convention = convention
-        self._calls: dict[int, CallDeltas] = {}  # of each choice
+        self._form = form
+        self._parsers: dict[int, AnswerParser] = {}  # of each choice
+        self._writers: dict[int, DeltaWriter] = {}
 
     def choice(self, index: int, prompt: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
         content = self._content(index, chunk)
@@ -252,6 +270,7 @@ class ChatReply(Reply):
             "role": "assistant",
             "content": content.get("content") if calls else content.get("content", ""),
             "refusal": None,
+            **{name: content[name] for name in ("reasoning_content",) if name in content},
             **({"tool_calls": calls} if calls else {}),
         }
         return {
@@ -269,16 +288,20 @@ class ChatReply(Reply):
         return [{"delta": delta, "logprobs": logprobs, **self._ended(index, chunk, body)}]
 
     def _content(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        """What a chunk adds: text, calls, both or neither."""
-        if self._use is None or self._convention is None:
+        """What a chunk adds: reasoning, text, calls, any or none of them."""
+        if self.is_plain:
             return {"content": chunk.text} if chunk.text else {}
-        if index not in self._calls:
-            self._calls[index] = CallDeltas(self._convention)
-        return self._calls[index].delta(chunk.text, chunk.completion is not None)
+        if index not in self._parsers:
+            self._parsers[index] = AnswerParser(self._form)
+            self._writers[index] = DeltaWriter()
+        return self._writers[index].render(self._parsers[index].read(chunk))
+
+    def num_reasoning_tokens(self) -> int:
+        return sum(parser.num_reasoning_tokens for parser in self._parsers.values())
 
     def _ended(self, index: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
         common = self._common(index, chunk, body)
-        calls = self._calls.get(index)
+        calls = self._writers.get(index)
         if calls and calls.num_calls and common["finish_reason"] == "stop":
             assert self._use is not None
             common["finish_reason"] = "stop" if self._use.is_named else "tool_calls"

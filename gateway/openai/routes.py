@@ -107,7 +107,7 @@ async def _completion_call(serving: Serving, body: CompletionBody) -> Call:
 async def _chat_call(serving: Serving, body: ChatBody) -> Call:
     call_id = body.request_id or f"chatcmpl-{uuid.uuid4().hex}"
     chat = await chats.prepare(serving, body, call_id)
-    reply = replies.ChatReply(serving.tokenizer, chat.use, chat.convention)
+    reply = replies.ChatReply(serving.tokenizer, chat.use, chat.form)
     return Call(call_id, int(time.time()), body, [chat.job], reply)
 
 
@@ -134,7 +134,7 @@ async def _whole(serving: Serving, call: Call) -> dict[str, Any]:
         "created": call.created,
         "model": serving.info.model,
         "choices": choices,
-        "usage": replies.usage(ends, call.num_choices),
+        "usage": replies.usage(ends, call.num_choices, call.reply.num_reasoning_tokens()),
         "seed": call.jobs[0].sampling.seed,
     }
 
@@ -174,4 +174,8 @@ async def _events(serving: Serving, call: Call) -> AsyncGenerator[dict[str, Any]
             if chunk.completion is not None:
                 ends.append(chunk.completion)
     if include_usage:
-        yield {**base, "choices": [], "usage": replies.usage(ends, call.num_choices)}
+        yield {
+            **base,
+            "choices": [],
+            "usage": replies.usage(ends, call.num_choices, call.reply.num_reasoning_tokens()),
+        }

@@ -237,6 +237,7 @@ class ChatBody(GenerationBody):
     audio: Any = None
     prediction: Any = None
     reasoning_effort: str | None = None
+    separate_reasoning: bool | None = None
     verbosity: str | None = None
     web_search_options: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -277,7 +278,6 @@ class ChatBody(GenerationBody):
                 "function_call": "give tool_choice instead",
                 "audio": "only text can be honoured",
                 "prediction": "predicted output cannot be honoured; n-gram drafting finds repetition by itself",
-                "reasoning_effort": "the model has no such setting",
                 "verbosity": "the model has no such setting",
                 "web_search_options": "there is no web search",
             },

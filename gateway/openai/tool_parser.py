@@ -2,25 +2,16 @@
 
 import re
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from gateway.openai.pieces import Piece, overlap
 from gateway.openai.tools import Convention
 
 _HEADER = re.compile(
     r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
 )
 _BETWEEN = " \t\r\n;"  # what may stand between calls, and is no text
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of an answer: text, the beginning of a call, or more of the latest call's arguments."""
-
-    text: str = ""
-    name: str | None = None
-    arguments: str = ""
 
 
 class ToolParser:
@@ -66,7 +57,7 @@ class ToolParser:
         if place >= 0:
             self._state = self._call
         else:
-            place = len(self._buffer) - _overlap(self._buffer, self._begin)
+            place = len(self._buffer) - overlap(self._buffer, self._begin)
         text, self._buffer = self._buffer[:place], self._buffer[place:]
         return Piece(text=text) if text else None
 
@@ -118,30 +109,23 @@ class ToolParser:
             self._is_between = True
 
 
-def _overlap(text: str, mark: str) -> int:
-    """Characters at the end of `text` that may be the beginning of `mark`."""
-    for size in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:size]):
-            return size
-    return 0
+class DeltaWriter:
+    """Writes the pieces of one choice in OpenAI's shape.
 
+    Attributes:
+        num_calls: Number of calls so far.
+    """
 
-class CallDeltas:
-    """The pieces of one choice in OpenAI's shape."""
-
-    def __init__(self, convention: Convention) -> None:
-        self._parser = ToolParser(convention)
+    def __init__(self) -> None:
         self.num_calls = 0
 
-    def delta(self, text: str, is_last: bool) -> dict[str, Any]:
-        """What more text adds: `content`, `tool_calls`, both or neither."""
-        pieces = self._parser.feed(text)
-        if is_last:
-            pieces += self._parser.flush()
-        found: dict[str, Any] = {}
-        content = "".join(piece.text for piece in pieces)
-        if content:
-            found["content"] = content
+    def render(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Pieces in OpenAI's shape: `reasoning_content`, `content`, `tool_calls`, any or none of them."""
+        texts = {
+            "reasoning_content": "".join(piece.reasoning for piece in pieces),
+            "content": "".join(piece.text for piece in pieces),
+        }
+        found: dict[str, Any] = {name: text for name, text in texts.items() if text}
         calls: list[dict[str, Any]] = []
         for piece in pieces:
             if piece.name is not None:
@@ -161,3 +145,16 @@ class CallDeltas:
         if calls:
             found["tool_calls"] = calls
         return found
+
+
+class CallDeltas(DeltaWriter):
+    """The text of one choice in OpenAI's shape."""
+
+    def __init__(self, convention: Convention) -> None:
+        super().__init__()
+        self._parser = ToolParser(convention)
+
+    def delta(self, text: str, is_last: bool) -> dict[str, Any]:
+        """What more text adds: `content`, `tool_calls`, both or neither."""
+        pieces = self._parser.feed(text)
+        return self.render(pieces + self._parser.flush() if is_last else pieces)

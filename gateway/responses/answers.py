@@ -12,7 +12,7 @@ from gateway.openai import replies
 from gateway.openai.parts import Kind, Part
 from gateway.responses.schemas import ResponsesBody
 
-_PREFIXES = {Kind.TEXT: "msg", Kind.CALL: "fc"}
+_PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 
 @dataclass(slots=True)
@@ -117,12 +117,14 @@ def opened(part: Part) -> dict[str, Any]:
 
 def closed(part: Part, tokenizer: Tokenizer) -> dict[str, Any]:
     """A part's item at its end."""
-    content = [content_of(part.text, logprobs(part.tokens, tokenizer))]
+    content = [content_of(part, part.text, logprobs(part.tokens, tokenizer))]
     return _item(part, "completed" if part.is_whole else "incomplete", part.text, content)
 
 
-def content_of(text: str, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The one part of a message."""
+def content_of(part: Part, text: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The one part of a message, or of reasoning."""
+    if part.kind is Kind.REASONING:
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": found}
 
 
@@ -136,6 +138,8 @@ def _item(part: Part, status: str, text: str, content: list[dict[str, Any]]) -> 
     if part.kind is Kind.CALL:
         call = {"call_id": f"call_{part.id[:24]}", "name": part.name, "arguments": text}
         return {"type": "function_call", **item, **call}
+    if part.kind is Kind.REASONING:
+        return {"type": "reasoning", **item, "summary": [], "content": content}
     return {"type": "message", **item, "role": "assistant", "content": content}
 
 

@@ -1,13 +1,13 @@
 """The events of a response that streams."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from foredraft.errors import Overloaded
 from foredraft.text.tokenizer import Tokenizer
 from gateway import errors
-from gateway.decoding import Chunk
+from gateway.decoding import Chunk, OutputToken
 from gateway.http import encode_event
 from gateway.openai.parts import Change, Kind, Part, PartReader, Stage
 from gateway.responses import answers
@@ -27,6 +27,11 @@ class Events:
         self._reader = reader
         self._tokenizer = tokenizer
         self._numbers = itertools.count()
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far."""
+        return self._reader.num_reasoning_tokens
 
     def started(self) -> list[bytes]:
         """The response has begun."""
@@ -70,19 +75,21 @@ class Events:
 
     def _text(self, change: Change) -> Iterator[bytes]:
         part, where = change.part, {**_place(change.part), "content_index": 0}
+        is_text = part.kind is Kind.TEXT
+        kind = f"response.{'output' if is_text else 'reasoning'}_text"
+
+        def found(tokens: Sequence[OutputToken]) -> dict[str, Any]:
+            return {"logprobs": answers.logprobs(tokens, self._tokenizer)} if is_text else {}
+
         if change.stage is Stage.OPENED:
             yield self._item("added", part, answers.opened(part))
-            empty = answers.content_of("", [])
+            empty = answers.content_of(part, "", [])
             yield self._event("response.content_part.added", **where, part=empty)
         elif change.stage is Stage.GREW:
-            found = answers.logprobs(change.tokens, self._tokenizer)
-            delta = {"delta": change.text, "logprobs": found}
-            yield self._event("response.output_text.delta", **where, **delta)
+            yield self._event(f"{kind}.delta", **where, delta=change.text, **found(change.tokens))
         else:
-            found = answers.logprobs(part.tokens, self._tokenizer)
-            done = {"text": part.text, "logprobs": found}
-            yield self._event("response.output_text.done", **where, **done)
-            content = answers.content_of(part.text, found)
+            yield self._event(f"{kind}.done", **where, text=part.text, **found(part.tokens))
+            content = answers.content_of(part, part.text, found(part.tokens).get("logprobs", []))
             yield self._event("response.content_part.done", **where, part=content)
             yield self._closed(part)
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from foredraft.errors import InvalidRequest
+from gateway.decoding import Completion
 from gateway.errors import UnknownPrevious, UnknownResponse
 from gateway.http import event_stream, naming_by, read, unless_disconnected
 from gateway.openai import chats
@@ -121,7 +122,7 @@ async def _whole(serving: Serving, store: ResponseStore, call: Call) -> dict[str
     for _ in call.events.read(chunk):
         pass
     assert chunk.completion is not None
-    return _keep(store, call, call.answer.ended(chunk.completion, 0))
+    return _keep(store, call, chunk.completion)
 
 
 async def _events(
@@ -139,10 +140,12 @@ async def _events(
             for event in events.read(chunk):
                 yield event
             if chunk.completion is not None:
-                yield events.ended(_keep(store, call, call.answer.ended(chunk.completion, 0)))
+                yield events.ended(_keep(store, call, chunk.completion))
 
 
-def _keep(store: ResponseStore, call: Call, response: dict[str, Any]) -> dict[str, Any]:
+def _keep(store: ResponseStore, call: Call, end: Completion) -> dict[str, Any]:
+    """The whole response, which is kept unless it must not be."""
+    response = call.answer.ended(end, call.events.num_reasoning_tokens)
     if call.answer.is_stored:
         items = [*call.items, *call.answer.items]
         store.put(call.owner, call.answer.id, response, items, call.before)

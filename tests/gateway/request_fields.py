@@ -103,7 +103,7 @@ FIELDS: tuple[Field, ...] = (
         ("function_call", {"name": "f"}, "OpenAI's old form of tool_choice"),
         ("moderation", {"model": "m"}, "nothing is moderated"),
         ("prediction", {"type": "content", "content": "a"}, "n-gram drafting finds repetition by itself"),
-        ("reasoning_effort", "low", "a template's own setting goes in chat_template_kwargs"),
+        ("reasoning_effort", "low", "refused where the chat template has neither reasoning_effort nor a switch, which `none` turns off; honoured elsewhere"),
         ("verbosity", "low", "models here have no such setting"),
         ("web_search_options", {"search_context_size": "low"}, "there is no web search"),
     ),
@@ -207,6 +207,7 @@ FIELDS: tuple[Field, ...] = (
             (("messages", [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ab a"}]),),
         ),
         ("chat_template_kwargs", {"add_generation_prompt": False}, "variables of the template"),
+        ("separate_reasoning", False, "false: reasoning stays in the text, with --reasoning-parser"),
         ("documents", [{"title": "a", "text": "b"}], "a variable of the template"),
     ),
     *_rows(

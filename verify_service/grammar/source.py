@@ -54,13 +54,16 @@ def _structural_tag(given: Any) -> str:
     """SGLang's structural tags: text in which a trigger is followed by one of the structures that begin with it.
 
     Beside `structures` and `triggers` there are `at_least_one` (nothing but structures, a line each) and
-    `stop_after_first` (the text ends with the first structure).
+    `stop_after_first` (the text ends with the first structure), and `reasoning` (what comes before, from `begin` to `end`; with
+    `is_open` its begin is in the prompt; else, with `at_least_one`, it may be left out).
     """
     if not isinstance(given, dict) or not isinstance(given.get("structures"), list):
         raise ValueError("structural tags have a list of structures")
     structures, triggers = given["structures"], given.get("triggers")
     if not structures:
         raise ValueError("structures: give at least one")
+    if triggers is None and given.get("at_least_one"):
+        triggers = []
     if not isinstance(triggers, list) or not all(isinstance(t, str) and t for t in triggers):
         raise ValueError("triggers: give a list of texts")
     at_least_one, is_single = given.get("at_least_one", False), given.get("stop_after_first", False)
@@ -70,12 +73,13 @@ def _structural_tag(given: Any) -> str:
         if not (isinstance(begin, str) and isinstance(end, str)):
             raise ValueError(f"structures.{i}: begin and end are texts")
         trigger = next((t for t in triggers if begin.startswith(t)), None)
-        if trigger is None:
+        if trigger is None and not at_least_one:
             raise ValueError(f"structures.{i}: begin starts with none of the triggers")
         body = f"%json {json.dumps(_schema(structure.get('schema', {})))} {_literal(end)}"
         if at_least_one:
             rules.append(f"tag_{i}: {_literal(begin)} {body}")
         else:
+            assert trigger is not None
             rules.append(f"trigger_{i}[lazy]: TAG_TEXT {_literal(trigger)}")
             rules.append(f"tag_{i}: trigger_{i} {_literal(begin[len(trigger) :])} {body}")
     tags = " | ".join(f"tag_{i}" for i in range(len(structures)))
@@ -84,7 +88,24 @@ def _structural_tag(given: Any) -> str:
         start = "tag" if is_single else r'tag ("\n" tag)*'
     else:
         start = "tag | TAG_TEXT" if is_single else "tag* TAG_TEXT"
+    if (reasoning := given.get("reasoning")) is not None:
+        rules += _reasoning(reasoning)
+        if not (at_least_one or reasoning.get("is_open")):
+            # Text that may begin in any way cannot be told from it.
+            raise ValueError("reasoning: needs is_open or at_least_one")
+        start = f"reasoning ({start})"
     return "\n".join([f"start: {start}", *rules])
+
+
+def _reasoning(given: Any) -> list[str]:
+    """The rules of what may or has to come before an answer."""
+    if not isinstance(given, dict) or not all(
+        isinstance(given.get(name), str) and given[name] for name in ("begin", "end")
+    ):
+        raise ValueError("reasoning has a begin and an end")
+    thought = r"thought /[ \n\r\t]{0,8}/"
+    whole = thought if given.get("is_open") else f"({_literal(given['begin'])} {thought})?"
+    return [f"thought[lazy]: TAG_TEXT {_literal(given['end'])}", f"reasoning: {whole}"]
 
 
 def _literal(text: str) -> str:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,8 +57,19 @@ async def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str, model:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def structural(**options: bool) -> Grammar:
+THINK: dict[str, Any] = {"begin": "<r>", "end": "</r>"}
+OPEN = {"is_open": True}
+
+
+def structural(**options: Any) -> Grammar:
     return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps({**TAGS, **options}))
+
+
+def schema_after(reasoning: dict[str, Any]) -> Grammar:
+    """JSON of a schema, and reasoning before it."""
+    structures = [{"begin": "", "schema": SCHEMA, "end": ""}]
+    tags = {"structures": structures, "at_least_one": True, "stop_after_first": True}
+    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps({**tags, "reasoning": reasoning}))
 
 
 def test_every_kind(model: Path) -> None:
@@ -75,6 +87,13 @@ def test_every_kind(model: Path) -> None:
         (structural(at_least_one=True), "<f>1</f>\n<g>false</g>", "hm <f>1</f>"),
         (structural(at_least_one=True, stop_after_first=True), "<f>1</f>", "<f>1</f>\n<f>1</f>"),
         (structural(stop_after_first=True), "hm <f>1</f>", "<f>1</f> and"),
+        (structural(reasoning=THINK, at_least_one=True), "<r>a <f></r><f>2</f>", "<r>a</r> so"),
+        (structural(reasoning=THINK, at_least_one=True), "<f>2</f>", "<r>a <f>2</f>"),
+        (structural(reasoning=THINK | OPEN), "a</r>\n\n<f>2</f>", "<f>2</f>"),
+        (structural(reasoning=THINK | OPEN, at_least_one=True), "a</r>\n<f>2</f>", "a</r> b"),
+        (schema_after(THINK), '<r>a</r> {"a": 1}', "<r>a</r> so"),
+        (schema_after(THINK), '{"a": 1}', '<r>a {"a": 1}'),
+        (schema_after(THINK | OPEN), 'a</r>\n\n{"a": 1}', '{"a": 1}'),
     ]
 
     async def run() -> None:
@@ -103,6 +122,16 @@ WRONG = [
         GrammarKind.STRUCTURAL_TAG,
         '{"structures": [{"begin": "<a>"}], "triggers": ["b"]}',
         "trigger",
+    ),
+    (
+        GrammarKind.STRUCTURAL_TAG,
+        '{"structures": [{"begin": "<a>"}], "triggers": ["<a>"], "reasoning": {"begin": "<r>"}}',
+        "reasoning has",
+    ),
+    (
+        GrammarKind.STRUCTURAL_TAG,
+        '{"structures": [{"begin": "a"}], "triggers": ["a"], "reasoning": {"begin": "b", "end": "c"}}',
+        "is_open or at_least_one",
     ),
 ]
 

@@ -1,0 +1,21 @@
+"""What the text of an answer is cut into."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer: text, reasoning, the beginning of a call, or more of the latest call's arguments."""
+
+    text: str = ""
+    name: str | None = None
+    arguments: str = ""
+    reasoning: str = ""
+
+
+def overlap(text: str, mark: str) -> int:
+    """Characters at the end of `text` that may be the beginning of `mark`."""
+    for size in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:size]):
+            return size
+    return 0
