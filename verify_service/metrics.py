@@ -138,6 +138,10 @@ CACHED_TOKENS = counter(
 )
 GENERATION_TOKENS = counter("foredraft_generation_tokens_total", "Output tokens.")
 REQUESTS = counter("foredraft_verifier_requests_total", "Requests that ended.", ("outcome",))
+BROKEN_LOGITS = counter(
+    "foredraft_broken_logits_total",
+    "Requests that ended with an error because the target's logits were NaN or infinite.",
+)
 PREEMPTIONS = counter(
     "foredraft_preemptions_total", "Times a sequence gave its pages back to resume later."
 )

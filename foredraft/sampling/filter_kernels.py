@@ -204,7 +204,7 @@ def choose_kept(
     logits_ptr, temperatures, seeds, positions, top_ks, top_ps, min_ps, bases, counts, totals,
     ranks_ptr, chosen, vocab, row_stride, turns, BLOCK: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Overwrites what was chosen for one row, if it has filters that do not keep it, by the best of what they keep.
+    """Overwrites what was chosen for one row, if there is something and it has filters that do not keep it, by the best of what they keep.
 
     What is best of all and is kept is the best of what is kept. A token that top-k or top-p does not keep takes all that are
     ranked after it along, so the next one to look at is the best of those before it: mostly none, seldom more than three.
@@ -212,7 +212,8 @@ def choose_kept(
     row = tl.program_id(0)
     temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
     top_k, top_p = tl.load(top_ks + row).to(tl.int32), tl.load(top_ps + row)
-    if _is_filtered(temperature, top_k, top_p, min_p):
+    first = tl.load(chosen + row)
+    if (first >= 0) & _is_filtered(temperature, top_k, top_p, min_p):
         ranks_ptr += row.to(tl.int64) * vocab
         count, total = tl.load(counts + row), tl.load(totals + row)
         end = tl.full([], _LAST_RANK, tl.int64)
@@ -224,7 +225,7 @@ def choose_kept(
         much = tl.where(top_p < 1, top_p.to(tl.float64) * total.to(tl.float64), float("inf"))
         least = _least(min_p)
         k0, k1 = row_key(tl.load(seeds + row), tl.load(positions + row))
-        token = tl.load(chosen + row).to(tl.int32)
+        token = first.to(tl.int32)
         x = _tidy(tl.load(logits_ptr + row.to(tl.int64) * row_stride + token))
         score = _score(x, tl.load(bases + row), temperature)
         rank = _rank(_key(score), token)

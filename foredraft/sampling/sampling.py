@@ -13,7 +13,7 @@ import torch
 from foredraft.sampling import pruning
 from foredraft.sampling.filters import keep_mask, tempered
 from foredraft.sampling.noise import gumbel
-from foredraft.sampling.rows import SamplingRows
+from foredraft.sampling.rows import NO_TOKEN, SamplingRows
 
 # Below this many entries the dense rule is the faster one on a CPU.
 _MIN_PRUNED_VOCAB = 4096
@@ -25,15 +25,27 @@ def choose(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """Applies the rule; of equal scores the lowest token id wins.
 
     Args:
-        logits: float32 [R, V], penalties and masks applied. NaN counts as minus infinity.
+        logits: float32 [R, V], penalties and masks applied.
         rows: The parameters of each row.
 
     Returns:
-        int64 [R], the chosen tokens.
+        int64 [R], the chosen tokens; NO_TOKEN for a row in which a logit is NaN or plus infinity.
     """
     if logits.is_cuda and rows.any_sampled:
         return _choose_by_kernels(logits, rows)
-    logits = scrub(logits)
+    broken = broken_rows(logits)
+    # The CPU looks before it copies; on a GPU looking would wait for the device.
+    if not logits.is_cuda and not bool(broken.any()):
+        return _choose_finite(logits, rows)
+    return _choose_finite(scrub(logits), rows).masked_fill_(broken, NO_TOKEN)
+
+
+def broken_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Which rows of [R, V] have a NaN or plus infinity, bool [R]."""
+    return ~(logits.amax(-1) < math.inf)
+
+
+def _choose_finite(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     if not rows.any_sampled:
         return greedy(logits)
     is_sampled = rows.temperature > 0

@@ -99,9 +99,9 @@ def _tidy(x):
 def choose_parts(
     logits_ptr, temperatures, seeds, positions, part_logit, part_noise, part_token,
     vocab, row_stride,
-    BLOCK: tl.constexpr, TILES: tl.constexpr, NUM_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, TILES: tl.constexpr, NUM_PARTS: tl.constexpr, NO_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """The best token of one part of one row, its logit and its noise.
+    """The best token of one part of one row, its logit and its noise; NO_TOKEN, which is negative, where a logit is broken.
 
     g is worked out for the tiles alone in which some token can beat the best one so far: g > d needs w < exp(-d), since
     -log1p(-w) >= w.
@@ -119,10 +119,13 @@ def choose_parts(
     best_logit = tl.full([], float("-inf"), tl.float32)
     best_noise = tl.full([], 0.0, tl.float32)
     best_token = first
+    broken = tl.zeros([BLOCK], tl.int32)
     ahead = tl.load(logits_ptr + first + lanes, mask=first + lanes < vocab, other=float("-inf"))
     for tile in range(TILES):
         tokens = first + tile * BLOCK + lanes
-        x = _tidy(ahead)
+        x = ahead.to(tl.float32)
+        broken |= ((x != x) | (x > _LARGEST)).to(tl.int32)
+        x = _tidy(x)
         following = tokens + BLOCK
         is_there = (following < vocab) & (tile + 1 < TILES)
         ahead = tl.load(logits_ptr + following, mask=is_there, other=float("-inf"))
@@ -150,7 +153,7 @@ def choose_parts(
     at = row * NUM_PARTS + part
     tl.store(part_logit + at, best_logit)
     tl.store(part_noise + at, best_noise)
-    tl.store(part_token + at, best_token)
+    tl.store(part_token + at, tl.where(tl.max(broken, 0) > 0, NO_TOKEN, best_token))
 
 
 @triton.jit(do_not_specialize=["part_logit", "part_noise", "part_token"])
@@ -158,7 +161,7 @@ def choose_best(
     temperatures, part_logit, part_noise, part_token, chosen,
     NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best of a row's parts, all scored against the largest of their logits."""
+    """The best of a row's parts, all scored against the largest of their logits; no token where one part has none."""
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, BLOCK)
     is_part = parts < NUM_PARTS
@@ -171,7 +174,8 @@ def choose_best(
     base = tl.max(logit, 0)
     scores = _scores(logit, base, tl.where(is_sampled, temperature, 1.0), noise, is_sampled)
     top = tl.min(tl.where(scores == tl.max(scores, 0), token, 0x7FFFFFFF), 0)
-    tl.store(chosen + row, top.to(tl.int64))
+    least = tl.min(token, 0)
+    tl.store(chosen + row, tl.where(least < 0, least, top).to(tl.int64))
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import torch
 
 from foredraft.kernel_launch import power_of_two
+from foredraft.sampling.rows import NO_TOKEN
 
 _BLOCK = 1024  # tokens that a program looks at together
 _MAX_PARTS = 128
@@ -32,7 +33,7 @@ def choose_tokens(
         num_parts: Programs of a row, each number of which compiles a kernel; by default as many as keep a GPU busy.
 
     Returns:
-        int64 [R]; of equal scores the lowest token.
+        int64 [R]; of equal scores the lowest token, NO_TOKEN for a row in which a logit is NaN or plus infinity.
     """
     from foredraft.sampling import sampling_kernels
 
@@ -47,7 +48,7 @@ def choose_tokens(
     sampling_kernels.choose_parts[(num_rows, parts)](
         logits, temperature, seed, position, floats[0], floats[1], tokens,
         vocab, logits.stride(0),
-        BLOCK=_BLOCK, TILES=tiles, NUM_PARTS=parts, num_warps=4,
+        BLOCK=_BLOCK, TILES=tiles, NUM_PARTS=parts, NO_TOKEN=NO_TOKEN, num_warps=4,
     )  # fmt: skip
     sampling_kernels.choose_best[(num_rows,)](
         temperature, floats[0], floats[1], tokens, chosen,

@@ -87,7 +87,7 @@ def speculation(completion: Completion) -> dict[str, Any]:
 
 def finite(logprob: float) -> float:
     """JSON has no infinity; like OpenAI's, this says -9999 for a token that cannot be."""
-    return max(logprob, -9999.0)
+    return logprob if logprob > -9999.0 else -9999.0
 
 
 def provenance(tokens: Sequence[OutputToken]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from foredraft.sampling import noise, sampling
-from foredraft.sampling.rows import SamplingRows
+from foredraft.sampling.rows import NO_TOKEN, SamplingRows
 from foredraft.types import SamplingParams
 from testing.speculation_reference import distribution
 from testing.triton_device import needs_gpu
@@ -70,7 +70,7 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
         assert sampling.choose(logits, rows).tolist() == [0, 5, vocab - 1]
 
 
-def test_nan_and_infinities_are_harmless() -> None:
+def test_rows_that_are_no_numbers_choose_nothing() -> None:
     for vocab in (8, 8192):
         for temperature in (0.0, 1.0):
             rows = SamplingRows.from_params(
@@ -79,7 +79,11 @@ def test_nan_and_infinities_are_harmless() -> None:
             logits = torch.full((3, vocab), -math.inf)
             logits[0, 4], logits[0, 2] = 1.0, math.nan
             logits[1, 6] = math.inf
-            assert sampling.choose(logits, rows).tolist() == [4, 6, 0]
+            assert sampling.choose(logits, rows).tolist() == [NO_TOKEN] * 2 + [0]
+            finite = torch.full((3, vocab), -math.inf)
+            finite[:, 4] = 1.0
+            finite[1] = logits[1]
+            assert sampling.choose(finite, rows).tolist() == [4, NO_TOKEN, 4]
 
 
 @pytest.mark.parametrize("params", [p for p in GRID if p.temperature != 0.4], ids=str)

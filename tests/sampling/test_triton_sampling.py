@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.sampling import filters as filters_module
 from foredraft.sampling import noise, sampling
-from foredraft.sampling.rows import SamplingRows
+from foredraft.sampling.rows import NO_TOKEN, SamplingRows
 from foredraft.sampling.triton_sampling import choose_tokens, gumbel
 from foredraft.trees import draft_tree
 from foredraft.trees.draft_tree import DraftTree
@@ -111,18 +111,25 @@ def test_rows_in_parts_with_any_filters():
     assert got.tolist() == want.tolist()
 
 
-def test_ties_go_to_the_lowest_id_and_nan_counts_as_nothing():
-    logits = torch.zeros(6, 5000)
+def test_ties_go_to_the_lowest_id_and_broken_rows_choose_nothing():
+    logits = torch.zeros(10, 5000)
     logits[1, [4000, 17, 3000]] = 1.0
     logits[2, 3] = math.nan
-    logits[2, 4] = math.inf
+    logits[6, 4999] = math.inf
+    logits[7, 2500] = math.nan
+    logits[8, 0] = math.inf
+    logits[9] = math.nan
     logits[3] = -math.inf
     logits[4] = -math.inf
     logits[5] = -math.inf
     logits[5, 4321] = -50.0
-    rows = rows_of([0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
-    assert chosen_by_kernel(logits, rows).tolist() == [0, 17, 4, 0, 0, 4321]
-    assert sampling.choose(logits, rows).tolist() == [0, 17, 4, 0, 0, 4321]
+    rows = rows_of([0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
+    want = [0, 17, NO_TOKEN, 0, 0, 4321, *[NO_TOKEN] * 4]
+    assert chosen_by_kernel(logits, rows).tolist() == want
+    assert sampling.choose(logits, rows).tolist() == want
+    filters = [(0, 1.0, 0.0), (9, 0.5, 0.1)] * 5
+    filtered = filtered_by_kernel(logits, filtered_rows(rows.temperature.tolist(), filters))
+    assert ((filtered == NO_TOKEN) == (torch.tensor(want) == NO_TOKEN)).all()
 
 
 FILTERS = [
@@ -246,7 +253,7 @@ def test_all_filters_together(vocab, shape):
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    st.lists(st.sampled_from([-math.inf, math.nan, -3.0, -0.5, 0.0, 0.25]), min_size=1, max_size=9),
+    st.lists(st.sampled_from([-math.inf, -7.0, -3.0, -0.5, 0.0, 0.25]), min_size=1, max_size=9),
     st.lists(
         st.tuples(
             st.integers(0, 9),
@@ -284,7 +291,7 @@ def test_filters_of_rows_without_numbers():
     logits[1, 9] = -3.0
     logits[2, 11] = math.inf
     rows = filtered_rows([1.0] * 3, [(2, 0.5, 0.1)] * 3)
-    assert filtered_by_kernel(logits, rows).tolist() == [0, 9, 11]
+    assert filtered_by_kernel(logits, rows).tolist() == [0, NO_TOKEN, NO_TOKEN]
 
 
 def test_rows_may_lie_apart():

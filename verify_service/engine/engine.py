@@ -31,7 +31,7 @@ from verify_service.executor.sampler import VerifyRows
 from verify_service.executor.target_step import TargetStep
 from verify_service.outputs import Load
 from verify_service.policy.policy import DraftPolicy
-from verify_service.scheduler.request import Sequence
+from verify_service.scheduler.request import Sequence, Status
 from verify_service.scheduler.scheduler import Scheduler
 from verify_service.scheduler.step_plan import StepPlan
 
@@ -310,6 +310,7 @@ class Engine:
         for chunk in plan.prefill:
             if not chunk.is_last:
                 self._scheduler.on_committed(chunk.seq, chunk.num_tokens)
+        self._outcomes.break_off(batch[i].sequence for i in result.broken)
         num_decoding = len(plan.decode)
         decoded = result.outcomes[:num_decoding]
         self._outcomes.commit_all(batch[:num_decoding], decoded)
@@ -317,7 +318,8 @@ class Engine:
         for chunk, rows, outcome in zip(
             last_chunks, batch[num_decoding:], result.outcomes[num_decoding:], strict=True
         ):
-            self._outcomes.commit(rows, outcome, chunk.num_tokens)
+            if chunk.seq.status is Status.RUNNING:
+                self._outcomes.commit(rows, outcome, chunk.num_tokens)
         tokens = sum(len(outcome.verified.tokens) for outcome in decoded)
         if plan.prefill:
             self._sizes.interrupted(len(decoded), verified - drafted, tokens, wait)
@@ -336,6 +338,7 @@ class Engine:
         result, trees = self._ahead.finish(flight)
         starts = [sequence.num_computed for sequence in flight.sequences]
         paths = [outcome.verified.path for outcome in result.outcomes]
+        self._outcomes.break_off(flight.sequences[i] for i in result.broken)
         batch = map(VerifyRows, flight.sequences, trees, flight.confidences)
         self._outcomes.commit_all(batch, result.outcomes)
         if self._flight is not None:

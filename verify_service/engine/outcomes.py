@@ -1,5 +1,6 @@
 """What becomes of a step's outcome: tokens kept, sequences that end or leave, their accounts, and news for submitters."""
 
+import logging
 import time
 from collections.abc import Iterable
 
@@ -17,6 +18,8 @@ from verify_service.outputs import StepOutput, VerifiedTree
 from verify_service.scheduler.request import Sequence, Status
 from verify_service.scheduler.scheduler import Scheduler
 from verify_service.scheduler.step_plan import StepPlan
+
+logger = logging.getLogger(__name__)
 
 
 class Outcomes:
@@ -61,6 +64,19 @@ class Outcomes:
         for sequence in plan.ended:
             assert sequence.finish_reason is not None
             self.finish(sequence, sequence.finish_reason)
+
+    def break_off(self, sequences: Iterable[Sequence]) -> None:
+        """Ends sequences for which nothing can be chosen, because their logits are NaN or infinite."""
+        for sequence in sequences:
+            if sequence.status is Status.RUNNING:
+                error = ForedraftError(
+                    f"the model's logits for token {len(sequence.tokens)} of this text are not finite "
+                    "numbers, so no token can be chosen; another --dtype may help"
+                )
+                logger.error("request %s: %s", sequence.request_id, error)
+                metrics.BROKEN_LOGITS.inc()
+                self._scheduler.finish(sequence, FinishReason.ERROR)
+                self.finish(sequence, FinishReason.ERROR, error)
 
     def commit_all(self, batch: Iterable[VerifyRows], outcomes: Iterable[Outcome]) -> None:
         """Takes what the rule gave for sequences that decode; those that have ended meanwhile are left out."""

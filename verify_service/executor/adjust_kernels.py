@@ -26,6 +26,7 @@ def adjust(
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab
     x = tl.load(logits_ptr + row * logits_stride + ids, mask=inside, other=0.0).to(tl.float32)
+    is_broken = (x != x) | (x == float("inf"))  # which no mask may hide
     if how & HISTORY != 0:
         words = tl.load(words_ptr + slot * vocab + ids, mask=inside, other=0)
         count = words & (IN_PROMPT - 1)
@@ -52,6 +53,7 @@ def adjust(
     if mask > 0:
         bits = tl.load(masks_ptr + (mask - 1 + at) * mask_stride + ids // 32, mask=inside, other=0)
         x = tl.where(((bits >> (ids % 32)) & 1) != 0, x, float("-inf"))
+    x = tl.where(is_broken, float("nan"), x)
     tl.store(out_ptr + row * vocab + ids, x, mask=inside)
 
 
@@ -69,4 +71,5 @@ def count(
         emitted = offsets < tl.load(length_ptr + sequence)
         tokens = tl.load(emitted_ptr + sequence * rows + offsets, mask=emitted, other=0)
         slot = tl.load(record + SLOT).to(tl.int64)
-        tl.atomic_add(words_ptr + slot * vocab + tokens, 1, mask=emitted, sem="relaxed")
+        counted = emitted & (tokens >= 0)  # where logits are broken there is none
+        tl.atomic_add(words_ptr + slot * vocab + tokens, 1, mask=counted, sem="relaxed")

@@ -63,13 +63,14 @@ class GraphRun(StartedStep):
                     sizes, chosen.tree_tokens[:, 1:].tolist(), parents, strict=True
                 )
             ]
+        # NO_TOKEN is less than 0, as is what follows the last token.
+        num_tokens = np.count_nonzero(chosen.tokens >= 0, axis=1)
+        broken = np.flatnonzero(num_tokens < chosen.lengths).tolist()
         num_logit_rows = len(outcomes) * self.num_rows
         seconds = time.perf_counter() - self._started
         first_rows = range(0, num_logit_rows, self.num_rows)
-        return (
-            StepResult(outcomes, self.running.output, first_rows, num_logit_rows, seconds),
-            trees,
-        )
+        output = self.running.output
+        return StepResult(outcomes, output, first_rows, num_logit_rows, seconds, broken), trees
 
     def _tree(self, tokens: list[int], parents: list[int]) -> DraftTree:
         tree, _ = sanitize(tokens, parents, self._vocab_size, len(tokens))

@@ -25,6 +25,7 @@ from verify_service.executor.target_step import (
     StartedStep,
     StepResult,
     TargetStep,
+    broken_of,
 )
 from verify_service.executor.triton_steps import (
     COMMITTED,
@@ -181,7 +182,8 @@ class GraphStep(TargetStep):
         self._commit(batch, outcomes)
         seconds = time.perf_counter() - started
         first_rows = range(0, len(batch) * num_rows, num_rows)
-        return StepResult(outcomes, output, first_rows, len(batch) * num_rows, seconds)
+        count, broken = len(batch) * num_rows, broken_of(outcomes)
+        return StepResult(outcomes, output, first_rows, count, seconds, broken)
 
     def _forward(
         self,

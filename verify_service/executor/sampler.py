@@ -1,6 +1,7 @@
 """Applies the sampling rule to the logits of a step and walks the trees."""
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -8,8 +9,13 @@ import numpy as np
 import torch
 
 from foredraft.sampling.noise import coins
-from foredraft.sampling.rows import SamplingRows
-from foredraft.sampling.sampling import choose, log_probs, probabilities
+from foredraft.sampling.rows import NO_TOKEN, SamplingRows
+from foredraft.sampling.sampling import (
+    broken_rows,
+    choose,
+    log_probs,
+    probabilities,
+)
 from foredraft.trees.draft_tree import DraftTree, depths, paths
 from foredraft.types import SamplingParams
 from verify_service.executor import penalties
@@ -264,12 +270,15 @@ class Chooser:
             start += last - first
         side_by_side(work)
         index = [row for _, _, (first, last) in followed for row in range(first, last)]
+        broken = broken_rows(logits[index])
         allow_only(logits, index, torch.from_numpy(masks))
+        # What is broken is so whatever is allowed.
+        logits[index, 0] = torch.where(broken, math.nan, logits[index, 0])
 
     def _logprobs(
         self, rows: VerifyRows, raw: torch.Tensor | None, verified: Verified
     ) -> list[TokenLogprob]:
-        if raw is None:
+        if raw is None or verified.tokens[-1] == NO_TOKEN:
             return []
         top_n = rows.sequence.sampling.logprobs or 0
         tokens = torch.tensor(verified.tokens, device=self._device)

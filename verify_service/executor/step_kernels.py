@@ -116,7 +116,7 @@ def end(
     tl.store(result + 1 + 2 * max_rows + offsets, tokens, mask=inside)
     parents = tl.load(parents_ptr + source, mask=inside, other=-2)
     tl.store(result + 1 + 3 * max_rows + offsets, parents, mask=inside)
-    newest = tl.sum(tl.where(offsets == length - 1, emitted, 0), 0)
+    newest = tl.maximum(tl.sum(tl.where(offsets == length - 1, emitted, 0), 0), 0)
     tl.store(state_ptr + slot * 2, tl.load(committed_ptr + sequence) + length)
     tl.store(state_ptr + slot * 2 + 1, newest)
     steps = tl.arange(0, PATH)
@@ -126,6 +126,7 @@ def end(
     row = sequence * rows + tl.maximum(row, 0)
     tl.store(index_ptr + sequence * max_path + steps, row.to(tl.int64), mask=on_path)
     told = tl.load(emitted_ptr + sequence * rows + steps, mask=known, other=-1).to(tl.int32)
+    told = tl.where(steps < length, tl.maximum(told, 0), told)  # no token: the sequence ends here
     accepted = accepted_ptr + sequence * (max_path + 1)
     tl.store(accepted, tl.minimum(length, max_path))
     tl.store(accepted + 1 + steps, told, mask=on_path)

@@ -14,6 +14,7 @@ import torch
 
 from foredraft.runner.batch import SequenceRows, StepRows
 from foredraft.runner.model_runner import ForwardOutput, ModelRunner
+from foredraft.sampling.rows import NO_TOKEN
 from foredraft.trees.draft_tree import DraftTree
 from verify_service.executor.sampler import Chooser, Outcome, VerifyRows
 from verify_service.policy.step_time import GridTimes
@@ -31,6 +32,7 @@ class StepResult:
         first_rows: Where in `output` each sequence's rows begin, in the order of the step.
         num_logit_rows: Rows whose logits were computed.
         forward_seconds: Until the logits were there.
+        broken: Which of the outcomes are none, because logits were NaN or infinite.
     """
 
     outcomes: list[Outcome]
@@ -38,6 +40,7 @@ class StepResult:
     first_rows: Sequence[int]
     num_logit_rows: int
     forward_seconds: float
+    broken: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,9 @@ class TargetStep:
         outcomes = self._chooser.choose(batch, output.logits)
         self._commit(decoding, outcomes)
         first_rows = [0, *itertools.accumulate(len(one.tokens) for one in rows)][:-1]
-        return StepResult(outcomes, output, first_rows, num_logit_rows, forwarded - started)
+        seconds = forwarded - started
+        broken = broken_of(outcomes)
+        return StepResult(outcomes, output, first_rows, num_logit_rows, seconds, broken)
 
     def _forward(
         self,
@@ -200,6 +205,11 @@ class TargetStep:
                 if one.tree.tokens
             ]
         )
+
+
+def broken_of(outcomes: Sequence[Outcome]) -> list[int]:
+    """Which of the chooser's outcomes end without a token."""
+    return [i for i, one in enumerate(outcomes) if one.verified.tokens[-1] == NO_TOKEN]
 
 
 def _tree_rows(rows: VerifyRows) -> StepRows:

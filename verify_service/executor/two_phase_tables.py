@@ -121,7 +121,8 @@ class LateChoice:
         """
         for first in range(0, len(logits), ROWS_AT_ONCE):
             rows = slice(first, min(first + ROWS_AT_ONCE, len(logits)))
-            own, best, values = log_probs(logits[rows].float(), chosen[rows], self.num_best)
+            tokens = chosen[rows].clamp_min(0)  # where logits are broken there is none
+            own, best, values = log_probs(logits[rows].float(), tokens, self.num_best)
             self._values[rows, 0] = own
             self._values[rows, 1:] = values
             self._best[rows] = best.to(torch.int32)

@@ -88,7 +88,7 @@ def walk_lossy(
     path, tokens, row = [0], [], 0
     while True:
         token = chosen[row]
-        if token not in row_children[row]:
+        if token >= 0 and token not in row_children[row]:  # negative: there is none to choose
             second = _second_chance(
                 row_children[row], node_probs, coins[row], threshold_single, threshold_acc
             )

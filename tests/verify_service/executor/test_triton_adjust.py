@@ -122,6 +122,23 @@ def test_broken_trees_end():
     assert not got[0].any()
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_no_mask_hides_a_logit_that_is_no_number(broken):
+    records = torch.tensor([record_of(0, PARAMS[-1], 1, 1)], device=DEVICE).int()
+    logits = torch.zeros(1, VOCAB, device=DEVICE)
+    logits[0, [40, 9]] = broken
+    masks = torch.zeros(1, -(-VOCAB // 32), dtype=torch.int32, device=DEVICE)
+    masks[0, 0] = 2
+    nothing = torch.zeros(1, VOCAB, device=DEVICE)
+    root = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    begun = Begun(root, root - 1, root[0])
+    positions = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    got = adjust_logits(logits, records, begun, positions, nothing.int(), nothing, masks)[0].cpu()
+    assert got.isnan().nonzero()[:, 0].tolist() == [9, 40]
+    assert got[1] == 0
+    assert got.isinf().sum() == VOCAB - 3
+
+
 def test_emitted_tokens_are_counted_where_they_matter():
     held = torch.zeros(4, VOCAB, dtype=torch.int32, device=DEVICE)
     held[2, 5] = IN_PROMPT + 2
@@ -129,7 +146,8 @@ def test_emitted_tokens_are_counted_where_they_matter():
     records[:, SLOT] = torch.tensor([2, 0, 3])
     records[:, ADJUSTED] = torch.tensor([HISTORY, 0, HISTORY])
     emitted = torch.tensor([[5, 8, 5], [1, 2, 3], [1499, -1, -1]], device=DEVICE)
-    count_tokens(records, torch.tensor([3, 3, 1], device=DEVICE).int(), emitted, held)
+    # The last one has a second token that is none: its logits were broken.
+    count_tokens(records, torch.tensor([3, 3, 2], device=DEVICE).int(), emitted, held)
     want = torch.zeros(4, VOCAB, dtype=torch.int32)
     want[2, 5], want[2, 8], want[3, 1499] = IN_PROMPT + 4, 1, 1
     assert torch.equal(held.cpu(), want)

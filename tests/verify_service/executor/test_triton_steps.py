@@ -117,6 +117,23 @@ def test_outcomes_are_written_for_host_draft_and_next_step(num_rows, max_path):
         assert all(i * num_rows <= row < (i + 1) * num_rows for row in index[i])
 
 
+def test_a_step_without_a_token_leaves_one_that_can_be_read():
+    """The host reads that there is none; the next step and the draft compute something that nobody reads."""
+    begun = Begun(on_device([[5, 6]]), on_device([[-1, 0]]), on_device([7]))
+    ended = Ended(
+        on_device([[0] * 9]),
+        on_device([[0, 0]] * 2),
+        on_device([[0] * 3]),
+        on_device([0, 0], torch.int64),
+    )
+    emitted = on_device([[6, -1]], torch.int64)
+    record = on_device([[1] * (HEADER + 4)])
+    end_step(record, begun, on_device([[0, 1]]), on_device([2]), emitted, ended)
+    assert ended.results[0, 3:5].tolist() == [6, -1]
+    assert ended.state[1].tolist() == [9, 0]
+    assert ended.accepted.tolist() == [[2, 6, 0]]
+
+
 def test_pretended_paths_replace_what_was_walked():
     records = on_device([[0] * (HEADER + 8)] * 2)
     records[1, FORCED] = 3

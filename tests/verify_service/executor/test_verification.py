@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from foredraft.sampling import noise, sampling
-from foredraft.sampling.rows import SamplingRows
+from foredraft.sampling.rows import NO_TOKEN, SamplingRows
 from foredraft.trees.draft_tree import EMPTY, DraftTree, paths, sanitize
 from foredraft.types import SamplingParams
 from verify_service.executor.penalties import PenaltyState, needed
-from verify_service.executor.verification import walk, walk_batch, walk_lossy
+from verify_service.executor.verification import Verified, walk, walk_batch, walk_lossy
 
 VOCAB = 6
 
@@ -190,3 +190,9 @@ def test_greedy_requests_are_never_lossy() -> None:
     probs = sampling.probabilities(LOGITS[None], rows)[0]
     verified = walk_lossy(TWO_CHILDREN, [0, 0, 0], [probs[2], probs[1]], [0.0] * 3, 0.01, 0.01)
     assert verified.tokens == [0]
+
+
+def test_no_second_chance_where_there_is_no_token_to_choose() -> None:
+    tree = DraftTree((3,), (-1,))
+    walked = walk_lossy(tree, [NO_TOKEN, 4], [1.0], [0.0, 0.0], 0.5, 0.5)
+    assert walked == Verified([0], [NO_TOKEN])
