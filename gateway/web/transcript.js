@@ -112,11 +112,12 @@ export class Transcript {
   pass(index) {
     const step = this.steps[index];
     const isWhole = step.texts.length > step.accepted.length;
+    const isEnd = this.finish === "stop" && index === this.steps.length - 1 && step.texts.at(-1) === "";
     return {
       before: index ? (this.steps[index - 1].texts.at(-1) ?? "") : "prompt",
       drafted: step.drafted,
       accepted: step.accepted.slice(0, step.texts.length), // the text may end before what was accepted
-      added: isWhole ? step.texts.at(-1) : null,
+      added: isWhole ? (isEnd ? "end" : step.texts.at(-1)) : null,
     };
   }
 

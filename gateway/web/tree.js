@@ -67,7 +67,7 @@ export function layOut(pass) {
 /** The pass as a sentence. */
 export function describe(pass) {
   const quote = (text) => `“${visible(text, 24)}”`;
-  const added = pass.added === null ? "" : `the target added ${quote(pass.added)}`;
+  const added = pass.added === null ? "" : `the model added ${quote(pass.added)}`;
   if (!pass.drafted.length) return `Nothing was drafted; ${added || "no token came of it"}.`;
   const taken = pass.accepted.map((index) => quote(pass.drafted[index].text));
   const drafted = `${pass.drafted.length} drafted`;

@@ -127,6 +127,8 @@ def test_numbers_agree_after_the_end_token(stack: LocalStack, chrome: Browser) -
         assert 0 <= 1 + passes + accepted - tokens <= 1
         assert float(stats["length"]) == pytest.approx((tokens - 1) / passes, abs=0.005)
         assert f"{tokens} tokens" in page.inner_text("#verdict_title")
+        page.locator(".output .step").last.click()
+        assert "end" in page.inner_text("#inspector_text")
 
 
 def test_nothing_jumps_while_text_streams(stack: LocalStack, chrome: Browser) -> None:
