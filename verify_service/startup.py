@@ -54,6 +54,7 @@ from verify_service.policy.step_time import RowTimes, StepTimes
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.scheduler import Scheduler
+from verify_service.sizes import arena_bytes, chunk_size
 from verify_service.warm_up import reach_of, warm_up
 
 logger = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ def build_engine(
         pool,
         None if config.disable_radix_cache else PrefixTree(pool),
         max_running_requests=config.max_running_requests,
-        chunked_prefill_size=config.chunked_prefill_size,
+        chunked_prefill_size=chunk_size(config, target.device),
         max_queue=config.max_queued_requests,
         context_length=context_length,
         usable_prefix=drafting.usable_prefix if drafting is not None else None,
@@ -218,7 +219,9 @@ def build_engine(
         target_step = _target_step(config, runner, limits, thresholds, tree_limits, links)
         if device.type == "cuda":
             levels = followed_levels([link.config for link in links] or [config])
-            reach = reach_of(config, limits, has_branches=tree_limits[1] > 1)
+            reach = reach_of(
+                chunk_size(config, target.device), limits, has_branches=tree_limits[1] > 1
+            )
             warm_up(runner, reach, _captured(links), levels)
     times = None
     if len(links) > 1 or (links and config.speculative_adaptive):
@@ -309,7 +312,8 @@ def _target_step(
         runner.attention,
         tables=step.tables,
         max_tree=step.max_rows,
-        max_rows=config.chunked_prefill_size + limits.max_running_requests * step.max_rows,
+        max_rows=chunk_size(config, runner.model.device)
+        + limits.max_running_requests * step.max_rows,
         pool=graphs.pool,
     )
     mixed.warm_up(layers, has_branches=tree_limits[1] > 1 and limits.max_nodes > 1)
@@ -341,7 +345,9 @@ def _kv_budget(
     fraction = config.mem_fraction_static or GPU_FRACTION
     # A draft that has answered has loaded its weights; the rest it allocates when it is attached.
     draft = sum(
-        info.workspace_bytes + info.bytes_per_sequence * config.max_running_requests
+        info.workspace_bytes
+        + info.bytes_per_sequence * config.max_running_requests
+        + (arena_bytes(config, target.device) if info.HasField("hidden") else 0)
         for info in infos
         if info.device_uuid
     )
@@ -352,7 +358,7 @@ def _kv_budget(
         workspace=workspace_bytes(
             target.model.config,
             target.dtype.itemsize,
-            config.chunked_prefill_size,
+            chunk_size(config, target.device),
             config.max_running_requests * max_rows,
             sum(len(info.hidden.layers) for info in infos),
             config.max_running_requests,

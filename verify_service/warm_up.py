@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from foredraft.config.services import VerifyConfig
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.runner.warm_up import Reach, forwards_to_run
 from verify_service.engine.engine import EngineLimits
@@ -15,15 +14,16 @@ from verify_service.executor.hand_over import hand_over
 logger = logging.getLogger(__name__)
 
 
-def reach_of(config: VerifyConfig, limits: EngineLimits, has_branches: bool) -> Reach:
+def reach_of(chunk: int, limits: EngineLimits, has_branches: bool) -> Reach:
     """Prompts and trees in one step.
 
     Args:
+        chunk: Prompt tokens of a step at most.
         has_branches: Whether trees may be more than chains.
     """
     num_sequences, num_rows = limits.max_running_requests, limits.max_nodes + 1
     return Reach(
-        num_rows=config.chunked_prefill_size + num_sequences * num_rows,
+        num_rows=chunk + num_sequences * num_rows,
         num_sequences=num_sequences,
         num_keys=limits.context_length,
         num_tree_rows=num_rows if has_branches else 0,

@@ -20,6 +20,7 @@ from foredraft.transport.device_exchange import StepSizes
 from verify_service.drafts.arena import Arena
 from verify_service.drafts.client import DraftClient
 from verify_service.metrics import AnyMetrics, SpeculationMetrics
+from verify_service.sizes import arena_bytes, chunk_size
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +64,9 @@ class DraftLink:
             address,
             model.config.hidden_size,
             model.config.num_layers,
-            max_bytes=config.arena_mb << 20,
+            max_bytes=arena_bytes(config, device),
             # Of a step and of the one before it, whose answer may not have been read.
-            useful_rows=2 * (config.chunked_prefill_size + config.max_running_requests * nodes),
+            useful_rows=2 * (chunk_size(config, device) + config.max_running_requests * nodes),
             required=config.require_transport,
             device=device,
             shared={"embedding": model.embedding.weight, "lm_head": model.lm_head.weight},
