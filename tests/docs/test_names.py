@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(ROOT.glob("[dfv]*/README.md")),
+]
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 PACKAGES = "foredraft|gateway|verify_service|draft_service|training|benchmarks|tests"
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
@@ -17,7 +21,7 @@ MODULE = re.compile(rf"python3? -m ([\w.]+)|`((?:{PACKAGES})(?:\.[a-z_]\w*)+)`")
 FLAG = re.compile(r"`(--[a-z][a-z-]+)")
 METRIC = re.compile(r"`(foredraft_\w+)")
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +80,18 @@ def test_metrics_exist(page: Path) -> None:
 
 
 def test_every_benchmark_is_listed() -> None:
-    text = (ROOT / "docs/benchmarks.md").read_text()
+    text = (ROOT / "docs/measurements/index.md").read_text()
     folder = ROOT / "benchmarks"
     for path in (*folder.glob("*.py"), *folder.glob("gpu/*.py")):
         name = ".".join(path.relative_to(folder).with_suffix("").parts)
         usage = rf"^ *python -m benchmarks\.{re.escape(name)}\b"
         if re.search(usage, path.read_text(), re.MULTILINE):
             assert f"`{name}`" in text, name
+
+
+def test_manual_stays_short() -> None:
+    """The manual has at most 15,000 words; code, generated pages, the lab book and the decisions do not count."""
+    pages = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
+    manual = "\n".join(page for page in pages if "<!-- Written by" not in page)
+    prose = re.sub(r"^```.*?^```", "", manual, flags=re.DOTALL | re.MULTILINE)
+    assert len(re.findall(r"\S*\w\S*", prose)) <= 15_000
