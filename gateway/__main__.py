@@ -16,7 +16,7 @@ from foredraft.config.services import GatewayConfig
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError
 from foredraft.rpc import lifetime
 from foredraft.rpc.server import RpcServer, Strangers, serve
-from foredraft.rpc.tls import service_identity
+from foredraft.rpc.tls import public_identity, service_identity
 from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from gateway.app import make_app
@@ -26,7 +26,7 @@ from gateway.http import DirectSend
 from gateway.http_server.connections import Connections, shares
 from gateway.http_server.protocol import BoundedHttpProtocol
 from gateway.http_server.server import HttpServer
-from gateway.security.certificates import HttpContext, public_identity
+from gateway.security.certificates import HttpContext
 from gateway.security.gate import Gate
 from gateway.security.hosts import is_local
 from gateway.serving import Serving

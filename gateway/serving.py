@@ -5,21 +5,18 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.config.services import GatewayConfig
 from foredraft.errors import (
-    CheckpointError,
-    ConfigError,
     InvalidRequest,
     PromptTooLong,
     Unavailable,
 )
 from foredraft.models.hub import tokenizer_directory
 from foredraft.sampling.seeds import random_seed
-from foredraft.text.chat_template import ChatTemplate
+from foredraft.text.chat_template import read_template
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams, SpeculationParams
 from gateway.encoding.pool import EncodingPool
@@ -45,7 +42,7 @@ class Serving:
 
     def __init__(self, config: GatewayConfig, pool: VerifierPool) -> None:
         self.config = config
-        self._template = _read_template(config.chat_template)
+        self._template = read_template(config.chat_template)
         self.bounds = Bounds(config.max_body_bytes, config.client_timeout)  # of HTTP clients
         self.pool = pool
         self._opened: tuple[Tokenizer, Generator, EncodingPool] | None = None
@@ -241,18 +238,6 @@ class Serving:
         if self._opened is None:
             raise Unavailable(NOT_YET)
         return self._opened
-
-
-def _read_template(path: str) -> str | None:
-    """The Jinja source of --chat-template; None where it is not given."""
-    if not path:
-        return None
-    try:
-        source = Path(path).read_text(encoding="utf-8")
-        ChatTemplate(source, {})
-    except (OSError, ValueError, CheckpointError) as error:
-        raise ConfigError(f"--chat-template {path}: {error}") from None
-    return source
 
 
 def check_choices(num_choices: int) -> None:

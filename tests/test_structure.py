@@ -7,8 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SERVICES = ("gateway", "verify_service", "draft_service", "training")
-# The command and its benchmarks are one user each by nature; the stubs are generated.
-EXEMPT = ("foredraft.api", "foredraft.bench", "foredraft.cli")
+# The command and its benchmarks are one user each by nature; the stubs are generated; the keys are read by the gateway, and
+# by the command before it starts anything.
+EXEMPT = ("foredraft.api", "foredraft.bench", "foredraft.cli", "foredraft.config.api_keys")
 
 
 @cache

@@ -197,6 +197,15 @@ def build_engine(
             thresholds.single,
             thresholds.acc,
         )
+    if config.enable_torch_compile or config.torch_compile_max_bs is not None:
+        logger.info(
+            "--enable-torch-compile and --torch-compile-max-bs change nothing: steps are captured as CUDA graphs with fused "
+            "kernels anyway; --cuda-graph-max-bs bounds them"
+        )
+    if config.speculative_attention_mode != "prefill":
+        logger.info(
+            "--speculative-attention-mode changes nothing: one attention backend computes prompts and verifies drafts"
+        )
     self_tests = []
     models = [name for name in config.algorithms if name in MODELS]
     if models and not config.skip_draft_self_test:

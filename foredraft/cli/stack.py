@@ -15,12 +15,14 @@ from typing import Any
 from foredraft.cli.leftovers import of_the_dead
 from foredraft.cli.mps import Mps
 from foredraft.cli.supervisor import Service, Supervisor
+from foredraft.config.api_keys import configured
 from foredraft.config.options import flag_of, option, to_flags, variable_of
 from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
 from foredraft.config.speculation import HEADS, MODELS, each_draft
 from foredraft.errors import ConfigError
 from foredraft.models.hub import is_repository
 from foredraft.models.registry import resolve_model_path
+from foredraft.rpc.tls import public_identity
 
 # Fields that name a port, and the fields that name where it is bound.
 _PORT_HOSTS = {
@@ -73,6 +75,7 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
         if not 0 <= getattr(config, name) <= 65535:
             raise ConfigError(f"{flag_of(name)} must be in [0, 65535], not {getattr(config, name)}")
     _choose_ports(config)
+    _check_files(config)
     paths = [("model_path", config.model_path)]
     paths += [(_DRAFT_MODEL, one.speculative_draft_model_path) for one in each_draft(config)]
     for name, path in paths:
@@ -80,6 +83,16 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
         if is_missing and not is_repository(path):
             raise ConfigError(f"{flag_of(name)} {path}: no such directory or file")
     return config
+
+
+def _check_files(config: ServeConfig) -> None:
+    """Reads what the gateway will read: a wrong file is told before anything is loaded."""
+    public_identity(config)
+    configured(config, warns=False)
+    if config.chat_template:
+        from foredraft.text.chat_template import read_template  # brings Jinja
+
+        read_template(config.chat_template)
 
 
 def resolve_models(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ ELSEWHERE: dict[str, str] = {
     "--pp-size": _ONE_DEVICE,
     "--pipeline-parallel-size": _ONE_DEVICE,
     "--ep-size": _ONE_DEVICE,
+    "--enable-dp-attention": _ONE_DEVICE,
     "--dp": "start several verifiers behind one gateway (docs/several-verifiers.md)",
     "--dp-size": "start several verifiers behind one gateway (docs/several-verifiers.md)",
     "--data-parallel-size": "start several verifiers behind one gateway (docs/several-verifiers.md)",

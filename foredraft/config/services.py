@@ -295,8 +295,10 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
         "File of keys, a `name secret` on each line, and the key's own limits if it has any, such as `concurrent=8 "
         "requests=60 tokens=100000`. Read again when it changes.",
     )
-    protect_metrics: bool = option(
-        False, "Ask for a key for /metrics and the dashboard's figures too; /health stays open."
+    protect_metrics: bool | None = option(
+        None,
+        "Ask for a key for /metrics and the dashboard's figures too, which name the keys; where there are keys when absent. "
+        "/health stays open.",
     )
     ssl_certfile: str = option(
         "",

@@ -81,10 +81,11 @@ class SpeculationConfig:
     )
     enable_torch_compile: bool = option(
         False,
-        "Refused: decode steps run as captured CUDA graphs with fused kernels instead.",
+        "Taken from SGLang's command lines, and changes nothing: decode steps are captured as CUDA graphs with fused kernels anyway.",
     )
     torch_compile_max_bs: int | None = option(
-        None, "Refused with --enable-torch-compile; --cuda-graph-max-bs bounds what is captured."
+        None,
+        "Taken with --enable-torch-compile, and changes nothing; --cuda-graph-max-bs bounds what is captured.",
     )
     speculative_draft_sampling: str = option(
         "coupled", "Order of drafted children at temperature > 0.", choices=("topk", "coupled")
@@ -276,11 +277,6 @@ def check_speculation(config: SpeculationConfig) -> None:
     if algorithm in ("STANDALONE", "EAGLE3") and not config.speculative_draft_model_path:
         raise ConfigError(
             f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path"
-        )
-    if config.enable_torch_compile or config.torch_compile_max_bs is not None:
-        raise ConfigError(
-            "--enable-torch-compile and --torch-compile-max-bs are not supported: decode steps of target and draft run as "
-            "captured CUDA graphs with fused kernels instead (--cuda-graph-max-bs bounds them)"
         )
     if config.speculative_token_map and algorithm not in TOKEN_MAPS:
         reason = "its head brings its own map (d2t)" if algorithm == "EAGLE3" else "no model drafts"

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from foredraft.errors import ConfigError, ForedraftError
+from foredraft.errors import ConfigError, ForedraftError, InvalidRequest
 from foredraft.rpc import address, errors
 from foredraft.rpc.address import Address
 from foredraft.rpc.channel import MAX_MESSAGE_BYTES, options
@@ -236,9 +237,43 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 continue
             wrapped = _wrap(behaviour, method, name, str(metadata.get("traceparent", "")))
             return getattr(grpc, f"{kind}_rpc_method_handler")(
-                wrapped, handler.request_deserializer, handler.response_serializer
+                wrapped,
+                _decoder(handler.request_deserializer)
+                if kind.startswith("unary")
+                else handler.request_deserializer,
+                handler.response_serializer,
             )
         return handler
+
+
+@dataclass(frozen=True, slots=True)
+class _Undecodable:
+    """Stands for a message that is none of its type."""
+
+    why: str
+
+
+def _decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    """As `decode`, but for bytes that it does not take, which gRPC would call an internal error and log."""
+
+    def decoded(message: bytes) -> Any:
+        try:
+            return message if decode is None else decode(message)
+        except DecodeError as error:
+            return _Undecodable(str(error))
+
+    return decoded
+
+
+def _checked(request: Any) -> Any:
+    """A request as it came.
+
+    Raises:
+        InvalidRequest: It was no message of its type.
+    """
+    if isinstance(request, _Undecodable):
+        raise InvalidRequest("request", f"is no message of this call: {request.why}")
+    return request
 
 
 def _wrap(behaviour: Any, method: str, request_id: str, traceparent: str) -> Any:
@@ -247,7 +282,7 @@ def _wrap(behaviour: Any, method: str, request_id: str, traceparent: str) -> Any
         async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             with bind_request_id(request_id), bind_traceparent(traceparent):
                 try:
-                    async with aclosing(behaviour(request, context)) as responses:
+                    async with aclosing(behaviour(_checked(request), context)) as responses:
                         async for response in responses:
                             yield response
                 except Exception as error:
@@ -259,7 +294,7 @@ def _wrap(behaviour: Any, method: str, request_id: str, traceparent: str) -> Any
         async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
             with bind_request_id(request_id), bind_traceparent(traceparent):
                 try:
-                    return await behaviour(request, context)
+                    return await behaviour(_checked(request), context)
                 except Exception as error:
                     await _fail(context, error, method, request_id)
 

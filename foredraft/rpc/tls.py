@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 
-from foredraft.config.services import ServiceTlsConfig
+from foredraft.config.services import GatewayConfig, ServiceTlsConfig
 from foredraft.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,12 @@ class Identity:
 
     def check(self, flags: str) -> None:
         """Raises ConfigError, naming the flags, for files that are missing or do not fit together."""
+        for file in (self.certificate, self.key, self.authorities):
+            try:
+                if file:
+                    Path(file).read_bytes()
+            except OSError as error:
+                raise ConfigError(f"{flags} {file}: {error.strerror}") from None
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             # A key with a password must not stop the start with a question.
@@ -84,6 +90,21 @@ def service_identity(config: ServiceTlsConfig) -> Identity | None:
         )
     identity = Identity(*files, name=config.service_tls_name)
     identity.check("--service-tls-*")
+    return identity
+
+
+def public_identity(config: GatewayConfig) -> Identity | None:
+    """What the gateway shows its clients; None where it speaks no TLS.
+
+    Raises:
+        ConfigError: A file is missing, or they do not fit together.
+    """
+    if not (config.ssl_certfile or config.ssl_keyfile or config.ssl_ca_certs):
+        return None
+    if not (config.ssl_certfile and config.ssl_keyfile):
+        raise ConfigError("--ssl-certfile and --ssl-keyfile are needed together")
+    identity = Identity(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
+    identity.check("--ssl-*")
     return identity
 
 

@@ -4,6 +4,7 @@ import datetime
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -13,7 +14,7 @@ import jinja2.parser
 import jinja2.sandbox
 from jinja2.exceptions import SecurityError
 
-from foredraft.errors import CheckpointError, InvalidRequest
+from foredraft.errors import CheckpointError, ConfigError, InvalidRequest
 
 MAX_SECONDS = 2.0
 MAX_CHARACTERS = 16 * 2**20
@@ -22,6 +23,24 @@ MAX_CHARACTERS = 16 * 2**20
 _ABSENT: Mapping[str, Any] = {"tools": None, "documents": None}
 # Stands at the end of a message that is to be continued, to find it in the text.
 _CUT = "\ue000\ue0cd\ue000"
+
+
+def read_template(path: str) -> str | None:
+    """The Jinja source of --chat-template; None where it is not given.
+
+    Raises:
+        ConfigError: It cannot be read, or is no template.
+    """
+    if not path:
+        return None
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+        ChatTemplate(source, {})
+    except OSError as error:
+        raise ConfigError(f"--chat-template {path}: {error.strerror}") from None
+    except (ValueError, CheckpointError) as error:
+        raise ConfigError(f"--chat-template {path}: {error}") from None
+    return source
 
 
 class ChatTemplate:

@@ -3,26 +3,10 @@
 import logging
 import ssl
 
-from foredraft.config.services import GatewayConfig
 from foredraft.errors import ConfigError
 from foredraft.rpc.tls import Identity
 
 logger = logging.getLogger(__name__)
-
-
-def public_identity(config: GatewayConfig) -> Identity | None:
-    """What the gateway shows its clients; None where it speaks no TLS.
-
-    Raises:
-        ConfigError: A file is missing, or they do not fit together.
-    """
-    if not (config.ssl_certfile or config.ssl_keyfile or config.ssl_ca_certs):
-        return None
-    if not (config.ssl_certfile and config.ssl_keyfile):
-        raise ConfigError("--ssl-certfile and --ssl-keyfile are needed together")
-    identity = Identity(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
-    identity.check("--ssl-*")
-    return identity
 
 
 class HttpContext:

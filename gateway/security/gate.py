@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from foredraft.config import api_keys
+from foredraft.config.api_keys import Limits
 from foredraft.config.services import GatewayConfig
 from foredraft.errors import ConfigError, Unauthenticated, Unavailable
 from gateway import metrics
-from gateway.security import keys
 from gateway.security.hosts import is_local
-from gateway.security.limits import Caller, Limits, acting_for
+from gateway.security.limits import Caller, acting_for
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +30,12 @@ class Gate:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._limits = Limits(
+        limits = Limits(
             config.key_concurrent_requests,
             config.key_requests_per_minute,
             config.key_tokens_per_minute,
         )
-        self._everybody = Caller("", self._limits)
+        self._everybody = Caller("", limits)
         self._callers: dict[str, Caller] = {}
         self._version = self._file_version()
         self._keys = self._read()
@@ -63,7 +64,7 @@ class Gate:
         secret = ""
         if authorization[: len(_SCHEME)].lower() == _SCHEME:
             secret = authorization[len(_SCHEME) :].strip()
-        key = keys.find(self._keys, secret)
+        key = api_keys.find(self._keys, secret)
         if key is None:
             metrics.refused.labels("key", "").inc()
             raise Unauthenticated(
@@ -121,12 +122,8 @@ class Gate:
         else:
             logger.info("read %d API keys", len(self._keys))
 
-    def _read(self) -> list[keys.ApiKey]:
-        config = self._config
-        found = [keys.single(config.api_key, self._limits)] if config.api_key else []
-        if config.api_key_file:
-            found += keys.read_file(Path(config.api_key_file), self._limits)
-        keys.check(found)
+    def _read(self) -> list[api_keys.ApiKey]:
+        found = api_keys.configured(self._config)
         for key in found:
             caller = self._callers.setdefault(key.name, Caller(key.name, key.limits))
             caller.change(key.limits)

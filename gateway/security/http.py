@@ -30,7 +30,7 @@ class GateMiddleware:
         self._app = app
         self._gate = gate
         self._hosts = config.allowed_host
-        self._open = OPEN if config.protect_metrics else OPEN | METRICS
+        self._protects_metrics = config.protect_metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,7 +44,7 @@ class GateMiddleware:
             )
             await error_response(unknown, path)(scope, receive, send)
             return
-        if self._is_open(path):
+        if self.is_open(path):
             await self._app(scope, receive, send)
             return
         # Browsers say so of what a page of another site sends, which needs no CORS to make a server of this machine work.
@@ -80,8 +80,12 @@ class GateMiddleware:
 
         return received
 
-    def _is_open(self, path: str) -> bool:
-        return path in self._open or path.startswith(OPEN_FOLDER)
+    def is_open(self, path: str) -> bool:
+        """Whether everybody may ask for a path."""
+        if path in METRICS:
+            is_protected = self._protects_metrics
+            return not (self._gate.asks_for_keys if is_protected is None else is_protected)
+        return path in OPEN or path.startswith(OPEN_FOLDER)
 
 
 def _authorization(headers: Headers) -> str:

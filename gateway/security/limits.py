@@ -7,27 +7,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from foredraft.config.api_keys import Limits
 from gateway import metrics
 from gateway.errors import RateLimited
 
 # What a caller that has too much running is told to wait: nobody knows when it ends.
 CONCURRENCY_RETRY_SECONDS = 1.0
 SECONDS = 60.0  # the limits are per minute
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a caller may have; 0 is no limit.
-
-    Attributes:
-        concurrent: Requests at a time.
-        requests: Requests a minute.
-        tokens: Tokens a minute, of prompts and outputs.
-    """
-
-    concurrent: int = 0
-    requests: int = 0
-    tokens: int = 0
 
 
 class Bucket:

@@ -224,3 +224,33 @@ def test_the_first_request_shows_where_a_key_goes(
     shown = capsys.readouterr().out
     assert "curl -N http://127.0.0.1:1/v1/completions" in shown
     assert ("Authorization: Bearer KEY" in shown) == bool(given)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "says"),
+    [
+        ("api_key_file", None, "--api-key-file .*: No such file"),
+        ("api_key_file", "one\n", "--api-key-file .*, line 1: needs a name and a secret"),
+        ("chat_template", None, "--chat-template .*: No such file"),
+        ("chat_template", "{% if %}", "--chat-template .*"),
+        ("ssl_certfile", None, "--ssl-certfile and --ssl-keyfile are needed together"),
+    ],
+)
+def test_wrong_files_are_found_before_anything_is_loaded(
+    tmp_path: Path, flag: str, text: str | None, says: str
+) -> None:
+    path = tmp_path / "file"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        stack.check({**FREE, flag: str(path)})
+
+
+def test_a_wrong_certificate_is_named(tmp_path: Path) -> None:
+    missing, empty = tmp_path / "missing.pem", tmp_path / "empty.pem"
+    empty.write_text("")
+    for key in (missing, empty):
+        with pytest.raises(
+            ConfigError, match=f"{key}: No such file" if key == missing else "--ssl-"
+        ):
+            stack.check({**FREE, "ssl_certfile": str(empty), "ssl_keyfile": str(key)})

@@ -140,8 +140,6 @@ ILLEGAL: list[tuple[dict[str, Any], list[str]]] = [
         },
         ["--enable-multi-layer-eagle", "--speculative-eagle-topk"],
     ),
-    ({"enable_torch_compile": True}, ["--enable-torch-compile", "--cuda-graph-max-bs"]),
-    ({"torch_compile_max_bs": 8}, ["--torch-compile-max-bs", "--cuda-graph-max-bs"]),
     (
         {"speculative_draft_model_quantization": "fp8"},
         ["--speculative-draft-model-quantization", "--speculative-algorithm NGRAM"],
@@ -390,3 +388,8 @@ def test_command_lines_of_sglangs_pages_are_read(line: str) -> None:
     config = ServeConfig(**given_values(ServeConfig, parser.parse_args(line.split()), {}))
     assert config.algorithms == ("EAGLE",)
     assert config.mem_fraction_static in (0.5, 0.7)
+
+
+def test_what_sglang_command_lines_have_is_taken() -> None:
+    VerifyConfig(enable_torch_compile=True, torch_compile_max_bs=8)
+    VerifyConfig(speculative_attention_mode="decode")

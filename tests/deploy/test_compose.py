@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from testing import command_lines, tools
 from testing.dockerfile import stages
@@ -135,6 +136,15 @@ def test_variables_reach_the_services() -> None:
     services = json.loads(tools.run("docker-compose", *flags, env=keyed))["services"]
     assert services["gateway"]["environment"]["FOREDRAFT_API_KEY"] == "sesame"
     assert "FOREDRAFT_API_KEY" not in services["verifier"]["environment"]
+    # Nor Prometheus without it.
+    whole = json.loads(tools.run("docker-compose", *flags, env=keyed))
+    assert whole["configs"]["gateway-key"]["content"] == "sesame"
+    [mounted] = whole["services"]["prometheus"]["configs"]
+    scraped = yaml.safe_load((tools.ROOT / "monitoring" / "prometheus.yml").read_text())
+    [gateway] = [job for job in scraped["scrape_configs"] if "gateway" in job["job_name"]]
+    found = Path("/etc/prometheus") / gateway["authorization"]["credentials_file"]
+    assert mounted["source"] == "gateway-key"
+    assert Path(mounted["target"]) == found
 
 
 def test_mounted_files_exist(services: dict[str, Any]) -> None:

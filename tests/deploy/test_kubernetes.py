@@ -4,6 +4,8 @@ Kubernetes' own kinds are checked against its published schemas (kubernetes-vali
 operator against models generated from their resource definitions (cloudcoil), an InferencePool by the schema below.
 """
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -344,6 +346,36 @@ def test_replicas_scale_and_are_picked_by_metrics_that_exist() -> None:
     for gauge in (gateway_metrics.waiting_requests, gateway_metrics.kv_usage):
         name = next(iter(gauge.collect())).name
         assert name in (tools.ROOT / "k8s/components/inference-pool/pool.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overlay", "deployment"),
+    [("cpu", "foredraft-gateway"), ("gpu-device-plugin", "foredraft-server")],
+)
+def test_gateways_with_a_key_are_scraped_with_it(
+    tmp_path: Path, overlay: str, deployment: str
+) -> None:
+    def relative(place: str) -> str:
+        return os.path.relpath(tools.ROOT / "k8s" / place, tmp_path)
+
+    whole = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [relative(f"overlays/{overlay}")],
+        "components": [relative("components/monitoring"), relative("components/api-key")],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(whole))
+    resources = list(yaml.safe_load_all(tools.run("kubectl", "kustomize", str(tmp_path))))
+    keyed = {
+        container["name"]: variable["valueFrom"]["secretKeyRef"]
+        for container in containers(named(resources, "Deployment", deployment))
+        for variable in container.get("env", ())
+        if variable["name"] == "FOREDRAFT_API_KEY"
+    }
+    assert len(keyed) == 1
+    monitor = named(resources, "PodMonitor", "foredraft-gateway")
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    assert [endpoint["authorization"]["credentials"]] == list(keyed.values())
 
 
 def test_the_page_names_every_overlay_and_component() -> None:

@@ -247,6 +247,16 @@ def test_a_client_that_knows_reflection_alone(channel: grpc.Channel) -> None:
     assert sum(len(response.tokens) for response in call(asked)) <= 3
 
 
+@pytest.mark.parametrize("method", ["Generate", "ListModels"])
+def test_bytes_that_are_no_message(channel: grpc.Channel, method: str) -> None:
+    made = channel.unary_stream if method == "Generate" else channel.unary_unary
+    call: Any = made(f"/{SERVICE}/{method}")
+    with pytest.raises(grpc.RpcError) as refused:
+        list(call(b"\xff\xff\xff"))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    assert "no message" in refused.value.details()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("algorithm", list(grpc.Compression))
 def test_compressed_calls(stack: LocalStack, algorithm: grpc.Compression) -> None:
     with grpc.insecure_channel(stack.urls["grpc"], compression=algorithm) as channel:

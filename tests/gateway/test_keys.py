@@ -15,9 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.cli.stack import LocalStack
+from foredraft.config import api_keys as keys
+from foredraft.config.api_keys import Limits
+from foredraft.config.services import GatewayConfig
 from foredraft.errors import ConfigError
-from gateway.security import keys
-from gateway.security.limits import Limits
+from gateway.security.gate import Gate
+from gateway.security.http import GateMiddleware
 from testing import stack as stacks
 from testing.api_keys import SECRETS, bearer, write_keys
 from testing.stack import eventually, metric
@@ -83,9 +86,14 @@ def test_with_a_key(guarded: LocalStack, web: httpx.Client, name: str) -> None:
     label = "default" if name == "main" else name
     counted = 'foredraft_gateway_key_tokens_total{key="%s",kind="%s"}'
     assert (
-        metric(web.get("/metrics").text, counted % (label, "output")) == used.completion_tokens == 4
+        metric(web.get("/metrics", headers=bearer("main")).text, counted % (label, "output"))
+        == used.completion_tokens
+        == 4
     )
-    assert metric(web.get("/metrics").text, counted % (label, "prompt")) == used.prompt_tokens
+    assert (
+        metric(web.get("/metrics", headers=bearer("main")).text, counted % (label, "prompt"))
+        == used.prompt_tokens
+    )
     lowered = {"authorization": f"bearer  {SECRETS[name]}"}
     assert web.get("/v1/models", headers=lowered).status_code == 200
 
@@ -100,10 +108,29 @@ def test_openai_says_what_is_wrong(guarded: LocalStack) -> None:
 
 
 def test_what_is_open(web: httpx.Client) -> None:
-    for path in ("/health", "/metrics", "/", "/dashboard", "/dashboard/figures", "/web/api.js"):
+    for path in ("/health", "/", "/dashboard", "/web/api.js"):
         assert web.get(path).status_code == 200, path
-    for path in ("/health_generate", "/get_server_info", "/metrics/", "/web"):
+    guarded = ("/health_generate", "/get_server_info", "/metrics", "/dashboard/figures", "/web")
+    for path in guarded:
         assert web.get(path).status_code == 401, path
+    # Names of keys are in them.
+    for path in ("/metrics", "/dashboard/figures"):
+        assert web.get(path, headers=bearer("dave")).status_code == 200, path
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_open"),
+    [
+        ({}, True),
+        ({"api_key": "x"}, False),
+        ({"api_key": "x", "protect_metrics": False}, True),
+        ({"protect_metrics": True}, False),
+    ],
+)
+def test_who_may_read_metrics(flags: dict[str, Any], is_open: bool) -> None:
+    config = GatewayConfig(**flags)
+    gate = GateMiddleware(None, Gate(config), config)  # type: ignore[arg-type]
+    assert gate.is_open("/metrics") == gate.is_open("/dashboard/figures") == is_open
 
 
 def test_grpc(guarded: LocalStack, stub: Any) -> None:
@@ -167,7 +194,10 @@ def test_the_key_file_is_followed(web: httpx.Client, key_file: Path, lines: list
 def test_secrets_are_nowhere(guarded: LocalStack, web: httpx.Client, lines: list[str]) -> None:
     web.post("/v1/completions", content=b"{", headers=bearer("main"))
     web.get("/v1/models", headers={"authorization": f"Bearer {SECRETS['main']}x"})
-    pages = web.get("/metrics").text + web.get("/dashboard/figures").text
+    pages = (
+        web.get("/metrics", headers=bearer("main")).text
+        + web.get("/dashboard/figures", headers=bearer("main")).text
+    )
     commands = "".join(part for service in guarded.services for part in service.command)
     everything = "\n".join([*lines, pages, commands])
     assert not [secret for secret in SECRETS.values() if secret in everything]

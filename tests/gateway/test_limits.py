@@ -16,10 +16,11 @@ from grpc_status import rpc_status
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.cli.stack import LocalStack
+from foredraft.config.api_keys import Limits
 from foredraft.telemetry.metrics import value
 from foredraft.text.tokenizer import Tokenizer
 from gateway.errors import RateLimited
-from gateway.security.limits import Bucket, Caller, Limits, acting_for, current_caller
+from gateway.security.limits import Bucket, Caller, acting_for, current_caller
 from testing import stack as stacks
 from testing import tiny_tokenizers
 from testing.api_keys import SECRETS, bearer, write_keys
@@ -50,7 +51,7 @@ class Held:
 
     @property
     def page(self) -> str:
-        return self.web.get("/metrics").text
+        return self.web.get("/metrics", headers=bearer("dave")).text
 
     def ask(self, name: str, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
         return self.web.post(path, json=fields or SHORT, headers=bearer(name))

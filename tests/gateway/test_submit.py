@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
+from foredraft.config.api_keys import Limits
 from foredraft.sampling.seeds import derive_seed
 from foredraft.types import Grammar, GrammarKind, SamplingParams, SpeculationParams
 from gateway.generation import Job, _submit_request
-from gateway.security.limits import Caller, Limits
+from gateway.security.limits import Caller
 
 # No two alike, and none a default.
 SAMPLING: dict[str, Any] = {

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from foredraft.config.services import GatewayConfig
 from foredraft.errors import ConfigError
-from gateway.security.limits import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +22,49 @@ _LIMITS = ("concurrent", "requests", "tokens")
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """What a caller may have; 0 is no limit.
+
+    Attributes:
+        concurrent: Requests at a time.
+        requests: Requests a minute.
+        tokens: Tokens a minute, of prompts and outputs.
+    """
+
+    concurrent: int = 0
+    requests: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ApiKey:
     """A key as it is kept: its secret's SHA-256 alone, and what its holder may have."""
 
     name: str
     digest: bytes
     limits: Limits
+
+
+def configured(config: GatewayConfig, *, warns: bool = True) -> list[ApiKey]:
+    """The keys of a gateway; none where everybody may use it.
+
+    Args:
+        config: Where they are.
+        warns: Whether the log says that others may read the file.
+
+    Raises:
+        ConfigError: They cannot be read; names the flag and the line.
+    """
+    limits = Limits(
+        config.key_concurrent_requests,
+        config.key_requests_per_minute,
+        config.key_tokens_per_minute,
+    )
+    found = [single(config.api_key, limits)] if config.api_key else []
+    if config.api_key_file:
+        found += read_file(Path(config.api_key_file), limits, warns=warns)
+    check(found)
+    return found
 
 
 def find(keys: Iterable[ApiKey], secret: str) -> ApiKey | None:
@@ -50,7 +87,7 @@ def single(secret: str, limits: Limits) -> ApiKey:
     return ApiKey(DEFAULT_NAME, _digest(secret), limits)
 
 
-def read_file(path: Path, limits: Limits) -> list[ApiKey]:
+def read_file(path: Path, limits: Limits, *, warns: bool = True) -> list[ApiKey]:
     """The keys of a file: lines of `name secret [concurrent=N] [requests=N] [tokens=N]`.
 
     A secret may be given as `sha256:` and its digest in hexadecimal. `#` begins a comment.
@@ -58,6 +95,7 @@ def read_file(path: Path, limits: Limits) -> list[ApiKey]:
     Args:
         path: The file.
         limits: For what a line does not say.
+        warns: Whether the log says that others may read it.
 
     Raises:
         ConfigError: It cannot be read; names the line, and never what is in it.
@@ -65,9 +103,11 @@ def read_file(path: Path, limits: Limits) -> list[ApiKey]:
     try:
         text = path.read_text(encoding="utf-8")
         mode = path.stat().st_mode
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {path}: {error.strerror}") from None
+    except ValueError as error:
         raise ConfigError(f"--api-key-file {path}: {error}") from None
-    if mode & (stat.S_IRGRP | stat.S_IROTH | stat.S_IWGRP | stat.S_IWOTH):
+    if warns and mode & (stat.S_IRGRP | stat.S_IROTH | stat.S_IWGRP | stat.S_IWOTH):
         logger.warning("--api-key-file %s: others may read or write it; chmod 600 it", path)
     keys: list[ApiKey] = []
     for number, line in enumerate(text.splitlines(), 1):
