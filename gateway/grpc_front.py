@@ -21,8 +21,10 @@ from gateway.errors import RequestTimeout, SlowClient, UnknownModel, http_error
 from gateway.generation import Job
 from gateway.grpc_tools import CallFinder, function_use, messages
 from gateway.http import naming
+from gateway.openai import chats
+from gateway.openai.call_grammars import call_grammar
 from gateway.openai.response_format import ANY_OBJECT
-from gateway.openai.tools import Convention, ToolUse, convention_of, told
+from gateway.openai.tools import Convention, ToolUse, told
 from gateway.security.gate import Gate
 from gateway.serving import Serving, seed_or_random
 
@@ -101,8 +103,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> tuple[ToolUse | None, Convention | None]:
         """What is asked of functions, and how the model writes calls."""
         use = function_use(request.chat)
-        template = self._serving.tokenizer.template_for(use is not None)
-        return use, None if template is None else convention_of(template.source)
+        convention = chats.convention_for(self._serving, use)
+        # Their parts are told apart by special tokens, which texts here do not have.
+        special = (Convention.MISTRAL, Convention.HARMONY)
+        return use, None if convention in special else convention
 
     async def _job(
         self,
@@ -122,7 +126,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if use is not None and convention is not None:
             if grammar is not None:
                 raise InvalidRequest("grammar", "does not go with functions that may be called")
-            grammar = use.grammar(convention)
+            grammar = call_grammar(use, convention, serving.tokenizer)
         prompt = await self._prompt(request, use, convention)
         sampling = SamplingParams(
             temperature=chosen("temperature", _DEFAULT.temperature),

@@ -11,7 +11,7 @@ from foredraft.api.inference.v1 import inference_pb2
 from foredraft.errors import InvalidRequest
 from gateway.decoding import Chunk
 from gateway.http import MAX_OBJECTS
-from gateway.openai.tool_parser import CallDeltas
+from gateway.openai.call_parsers import CallDeltas
 from gateway.openai.tools import (
     MAX_TOOLS,
     Convention,
@@ -99,7 +99,9 @@ class CallFinder:
 
     def __init__(self, use: ToolUse, convention: Convention, num_choices: int) -> None:
         self._use = use
-        self._deltas: Sequence[CallDeltas] = [CallDeltas(convention) for _ in range(num_choices)]
+        self._deltas: Sequence[CallDeltas] = [
+            CallDeltas(convention, use.callable) for _ in range(num_choices)
+        ]
 
     def rewrite(self, response: inference_pb2.GenerateResponse, chunk: Chunk) -> None:
         """Moves what is a call from a response's text to its calls."""

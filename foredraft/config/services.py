@@ -371,6 +371,12 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
         "thinks), deepseek-r1 (always), gpt-oss (channels). Without it reasoning is part of the text.",
         choices=("", "qwen3", "deepseek-r1", "gpt-oss"),
     )
+    tool_call_parser: str = option(
+        "",
+        "How the model writes calls of tools: hermes (qwen25 is the same), llama3, mistral, qwen3_coder, gpt-oss. Without it "
+        "the chat template tells.",
+        choices=("", "hermes", "qwen25", "llama3", "mistral", "qwen3_coder", "gpt-oss"),
+    )
     response_store_mb: int = option(
         256,
         "MiB of responses kept in memory for `previous_response_id` and `GET /v1/responses`; 0 keeps none. Where there are "

@@ -117,6 +117,11 @@ class Tokenizer:
         """The vocabulary's entry, as the decoder sees it."""
         return self._token(token)
 
+    def token_id(self, text: str) -> int | None:
+        """The id of a special token; None where there is none of this text."""
+        token: int | None = self._backend.token_to_id(text)
+        return token if token in self.special_ids else None
+
     def token_bytes(self, token: int) -> bytes:
         """UTF-8 of one token in the middle of a text; half a character for some tokens."""
         return self._token_bytes(token)

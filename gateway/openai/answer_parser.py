@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.decoding import Chunk
+from gateway.openai.call_parsers import make_parser
 from gateway.openai.harmony import HarmonyParser
 from gateway.openai.pieces import Piece
 from gateway.openai.reasoning import ReasoningStyle, ThinkSplitter
-from gateway.openai.tool_parser import ToolParser
-from gateway.openai.tools import Convention
+from gateway.openai.tool_parser import CallParser
+from gateway.openai.tools import Convention, Function
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +20,13 @@ class AnswerFormat:
         convention: How calls are written, None where none is looked for.
         style: How reasoning is written, None where it is not set apart.
         is_open: Whether answers begin inside of reasoning; None where the model decides.
+        functions: Those that may be called.
     """
 
     convention: Convention | None = None
     style: ReasoningStyle | None = None
     is_open: bool | None = None
+    functions: tuple[Function, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -33,7 +36,12 @@ class AnswerFormat:
     @property
     def keeps_special_tokens(self) -> bool:
         """Whether special tokens tell the parts apart."""
-        return self.style is ReasoningStyle.GPT_OSS
+        return self.is_harmony or self.convention is Convention.MISTRAL
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether answers are in channels."""
+        return self.style is ReasoningStyle.GPT_OSS or self.convention is Convention.HARMONY
 
 
 class _Splitter(Protocol):
@@ -55,14 +63,14 @@ class AnswerParser:
         self.is_plain = form.is_plain
         self.num_reasoning_tokens = 0
         self._splitter: _Splitter | None = None
-        self._calls: ToolParser | None = None
-        if form.style is ReasoningStyle.GPT_OSS:
+        self._calls: CallParser | None = None
+        if form.is_harmony:
             self._splitter = HarmonyParser(form.convention is not None)
             return
         if form.style is not None:
             self._splitter = ThinkSplitter(form.is_open)
         if form.convention is not None:
-            self._calls = ToolParser(form.convention)
+            self._calls = make_parser(form.convention, form.functions)
 
     def read(self, chunk: Chunk) -> list[Piece]:
         """The pieces that a chunk makes certain."""

@@ -7,6 +7,7 @@ from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, GrammarKind, SamplingParams
 from gateway.generation import Job
 from gateway.openai.answer_parser import AnswerFormat, AnswerParser
+from gateway.openai.call_grammars import START, after_reasoning, call_grammar
 from gateway.openai.reasoning import (
     BEGIN,
     END,
@@ -16,7 +17,13 @@ from gateway.openai.reasoning import (
     opening,
 )
 from gateway.openai.schemas import ChatBody, GenerationBody
-from gateway.openai.tools import Convention, ToolUse, convention_of, told
+from gateway.openai.tools import (
+    CONVENTIONS,
+    Convention,
+    ToolUse,
+    convention_of,
+    told,
+)
 from gateway.serving import Serving
 
 
@@ -66,7 +73,7 @@ async def render(serving: Serving, body: ChatBody) -> Prompt:
     body.check()
     use = body.tool_use()
     template = serving.tokenizer.template_for(use is not None)
-    convention = None if template is None else convention_of(template.source)
+    convention = convention_for(serving, use)
     messages, variables = told(
         [message.rendered(f"messages.{i}") for i, message in enumerate(body.messages)],
         use,
@@ -77,7 +84,7 @@ async def render(serving: Serving, body: ChatBody) -> Prompt:
         if grammar is not None:
             field = "structured_outputs" if body.structured_outputs else "response_format"
             raise InvalidRequest(field, "does not go with tools that may be called")
-        grammar = use.grammar(convention)
+        grammar = call_grammar(use, convention, serving.tokenizer)
     if body.reasoning_effort is not None:
         source = "" if template is None else template.source
         variables |= effort_variables(source, body.reasoning_effort)
@@ -89,23 +96,46 @@ async def render(serving: Serving, body: ChatBody) -> Prompt:
     if body.documents is not None:
         variables["documents"] = body.documents
     ids = body.truncated(await serving.encode_chat(messages, **variables))
-    form = _form(serving, body, ids, convention if use is not None else None)
+    form = _form(serving, body, ids, convention, use)
     return Prompt(ids, use, form, _after_reasoning(grammar, form))
 
 
 def _form(
-    serving: Serving, body: ChatBody, ids: list[int], convention: Convention | None
+    serving: Serving,
+    body: ChatBody,
+    ids: list[int],
+    convention: Convention | None,
+    use: ToolUse | None,
 ) -> AnswerFormat:
     """How the answers to a conversation are read."""
-    name = serving.config.reasoning_parser
+    functions = () if use is None else tuple(use.callable)
+    # Channels have to be told apart, whatever is asked.
+    name = serving.config.reasoning_parser or (
+        ReasoningStyle.GPT_OSS if convention is Convention.HARMONY else ""
+    )
+    if use is None:
+        convention = None
     if not name or body.separate_reasoning is False:
-        return AnswerFormat(convention)
+        return AnswerFormat(convention, functions=functions)
     style = ReasoningStyle(name)
     is_open = opening(style, serving.tokenizer, ids)
     if body.continue_final_message:
         last = body.messages[-1].rendered("messages")
         is_open = begun(last["content"])
-    return AnswerFormat(convention, style, is_open)
+    return AnswerFormat(convention, style, is_open, functions)
+
+
+def convention_for(serving: Serving, use: ToolUse | None) -> Convention | None:
+    """How the model writes calls: as --tool-call-parser says, else as its chat template tells."""
+    name = serving.config.tool_call_parser
+    template = serving.tokenizer.template_for(use is not None)
+    if template is None:
+        return None
+    if name:
+        return CONVENTIONS[name]
+    if serving.config.reasoning_parser == ReasoningStyle.GPT_OSS:
+        return Convention.HARMONY
+    return convention_of(template.source)
 
 
 def _after_reasoning(grammar: Grammar | None, form: AnswerFormat) -> Grammar | None:
@@ -117,7 +147,7 @@ def _after_reasoning(grammar: Grammar | None, form: AnswerFormat) -> Grammar | N
     if grammar is None or form.style is None or form.is_open is False:
         return grammar
     if form.style is ReasoningStyle.GPT_OSS:
-        raise InvalidRequest("grammar", "does not go with this model's channels yet")
+        raise InvalidRequest("grammar", "cannot be held to by a model that answers in channels")
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         structure = {"begin": "", "schema": json.loads(grammar.text), "end": ""}
         tags = {"structures": [structure], "at_least_one": True, "stop_after_first": True}
@@ -125,6 +155,9 @@ def _after_reasoning(grammar: Grammar | None, form: AnswerFormat) -> Grammar | N
         tags = json.loads(grammar.text)
         if not (form.is_open or tags.get("at_least_one")):
             return grammar  # text may come first, and reasoning is that here
+    elif grammar.text.startswith(START):
+        text = after_reasoning(grammar.text, BEGIN, END, form.is_open is True)
+        return Grammar(grammar.kind, text)
     elif form.is_open:
         raise InvalidRequest(
             "grammar", "does not go with reasoning; a JSON schema does, or switch reasoning off"

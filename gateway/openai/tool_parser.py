@@ -2,26 +2,32 @@
 
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gateway.openai.pieces import Piece, overlap
 from gateway.openai.tools import Convention
 
-_HEADER = re.compile(
+HEADER = re.compile(
     r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
 )
 _BETWEEN = " \t\r\n;"  # what may stand between calls, and is no text
 
 
-class ToolParser:
-    """Cuts one continuation into pieces. What is no whole call, such as one that was cut short before its name, is text."""
+class CallParser(ABC):
+    """Cuts one continuation into pieces: what all conventions have in common.
 
-    def __init__(self, convention: Convention) -> None:
-        is_llama = convention is Convention.LLAMA
-        self._begin = '{"name": "' if is_llama else "<tool_call>"
-        self._end = "}" if is_llama else "</tool_call>"
-        self._skip = 0 if is_llama else len(self._begin)  # before a call's JSON
+    Args:
+        convention: How calls are written.
+        begin: What a call begins with.
+        end: What ends it.
+    """
+
+    def __init__(self, convention: Convention, begin: str, end: str) -> None:
+        self.convention = convention
+        self._begin = begin
+        self._end = end
         self._buffer = ""
         self._state = self._text
         self._is_between = False  # after a call, with nothing but white space since
@@ -61,13 +67,16 @@ class ToolParser:
         text, self._buffer = self._buffer[:place], self._buffer[place:]
         return Piece(text=text) if text else None
 
+    @abstractmethod
     def _call(self) -> Piece | None:
-        header = _HEADER.match(self._buffer, self._skip)
-        if header is not None:
-            self._buffer = self._buffer[header.end() :]
-            self._depth, self._in_string, self._is_escaped = 0, False, False
-            self._state = self._arguments
-            return Piece(name=header[1])
+        """A call's name, once it is there."""
+
+    def _begin_arguments(self) -> None:
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+        self._state = self._arguments
+
+    def _no_call(self) -> Piece | None:
+        """What only began like a call is text."""
         place = self._buffer.find(self._end)
         if place < 0:
             return None
@@ -109,6 +118,24 @@ class ToolParser:
             self._is_between = True
 
 
+class ToolParser(CallParser):
+    """Calls as JSON. What is no whole call, such as one that was cut short before its name, is text."""
+
+    def __init__(self, convention: Convention) -> None:
+        is_llama = convention is Convention.LLAMA
+        begin = '{"name": "' if is_llama else "<tool_call>"
+        super().__init__(convention, begin, "}" if is_llama else "</tool_call>")
+        self._skip = 0 if is_llama else len(begin)  # before a call's JSON
+
+    def _call(self) -> Piece | None:
+        header = HEADER.match(self._buffer, self._skip)
+        if header is not None:
+            self._buffer = self._buffer[header.end() :]
+            self._begin_arguments()
+            return Piece(name=header[1])
+        return self._no_call()
+
+
 class DeltaWriter:
     """Writes the pieces of one choice in OpenAI's shape.
 
@@ -145,16 +172,3 @@ class DeltaWriter:
         if calls:
             found["tool_calls"] = calls
         return found
-
-
-class CallDeltas(DeltaWriter):
-    """The text of one choice in OpenAI's shape."""
-
-    def __init__(self, convention: Convention) -> None:
-        super().__init__()
-        self._parser = ToolParser(convention)
-
-    def delta(self, text: str, is_last: bool) -> dict[str, Any]:
-        """What more text adds: `content`, `tool_calls`, both or neither."""
-        pieces = self._parser.feed(text)
-        return self.render(pieces + self._parser.flush() if is_last else pieces)

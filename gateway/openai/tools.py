@@ -1,6 +1,7 @@
 """Tools: what a request says of functions, how a prompt tells of them, and the grammar that calls follow."""
 
 import enum
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from foredraft.types import Grammar, GrammarKind
 from gateway.http import Body, Items
 
 MAX_TOOLS = 128
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 _SYSTEM = """\
@@ -75,20 +77,41 @@ class Convention(enum.Enum):
 
     HERMES: `<tool_call>`, a line of JSON with name and arguments, `</tool_call>` (Qwen, Hermes). LLAMA: JSON with name and
     parameters and nothing around it (Llama 3.1 and later). OWN: as HERMES, told in the system message, for templates that
-    know nothing of tools.
+    know nothing of tools. MISTRAL: a list of JSON, or name and arguments, after `[TOOL_CALLS]`. QWEN3_CODER: `<function=name>`
+    with a `<parameter=key>` for each argument. HARMONY: a message of its own, addressed to the function (gpt-oss).
     """
 
     HERMES = enum.auto()
     LLAMA = enum.auto()
     OWN = enum.auto()
+    MISTRAL = enum.auto()
+    QWEN3_CODER = enum.auto()
+    HARMONY = enum.auto()
+
+
+# By the names of --tool-call-parser.
+CONVENTIONS = {
+    "hermes": Convention.HERMES,
+    "qwen25": Convention.HERMES,
+    "llama3": Convention.LLAMA,
+    "mistral": Convention.MISTRAL,
+    "qwen3_coder": Convention.QWEN3_CODER,
+    "gpt-oss": Convention.HARMONY,
+}
 
 
 def convention_of(template: str) -> Convention | None:
     """The convention of a chat template, None where it has another than these."""
     if "tools" not in template and "tool_call" not in template:
         return Convention.OWN
-    if "<tool_call>" in template and "<function=" not in template:
+    if "<|channel|>" in template and "<|call|>" in template:
+        return Convention.HARMONY
+    if "<function=" in template:
+        return Convention.QWEN3_CODER if "<parameter=" in template else None
+    if "<tool_call>" in template:
         return Convention.HERMES
+    if "[TOOL_CALLS]" in template:
+        return Convention.MISTRAL
     if '"parameters"' in template and "<|python_tag|>" in template:
         return Convention.LLAMA
     return None
@@ -197,7 +220,11 @@ def told(
     if use is not None and convention is None:
         raise InvalidRequest("tools", "the chat template writes calls in a way that is not known")
     parsed = [{**message, **_calls(message)} for message in messages]
+    if convention is Convention.MISTRAL:
+        parsed = [_with_short_ids(message) for message in parsed]
     listed = [] if use is None else [tool.model_dump(exclude_none=True) for tool in use.tools]
+    if convention is Convention.HARMONY:
+        parsed = [_with_thinking(message) for message in parsed]
     if convention is not Convention.OWN:
         return parsed, {"tools": listed} if listed else {}
     plain = [_plain(message) for message in parsed]
@@ -208,6 +235,33 @@ def told(
         else:
             plain.insert(0, {"role": "system", "content": text})
     return plain, {}
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """gpt-oss's template has another name for reasoning, and takes it with calls alone."""
+    reasoning = message.get("reasoning_content")
+    if reasoning and message.get("tool_calls") and not message["content"]:
+        return {**message, "thinking": reasoning}
+    return message
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """Mistral's templates take ids of nine letters and digits alone; others become such."""
+
+    def short(given: Any) -> str:
+        text = str(given)
+        if _SHORT_ID.fullmatch(text):
+            return text
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+    found = dict(message)
+    if found.get("tool_call_id") is not None:
+        found["tool_call_id"] = short(found["tool_call_id"])
+    if found.get("tool_calls"):
+        found["tool_calls"] = [
+            {**call, "id": short(call.get("id", ""))} for call in found["tool_calls"]
+        ]
+    return found
 
 
 def _calls(message: dict[str, Any]) -> dict[str, Any]:

@@ -298,8 +298,6 @@ def test_calls_after_reasoning(rig: Rig, client: openai.OpenAI) -> None:
         text = HARMONY.replace("\n", " ").format(rest=HARMONY_CALL)
     rig.say(text)
     tools: Any = [{"type": "function", "function": {"name": "f"}}]
-    if rig.style is GPT_OSS:
-        pytest.skip("its calls are found by its own convention")
     message: Any = (
         client.chat.completions.create(model="scripted", messages=USER, tools=tools)
         .choices[0]
@@ -308,6 +306,8 @@ def test_calls_after_reasoning(rig: Rig, client: openai.OpenAI) -> None:
     assert message.reasoning_content == "Let me see."
     assert message.tool_calls[0].function.arguments == '{"a": 1}'
     grammar = rig.verifier.submitted[-1].sampling.grammar
+    if rig.style is GPT_OSS:
+        return  # its calls are not held to a grammar
     # Free text may be reasoning, too, unless its end is still to come.
     assert ('"reasoning"' in grammar.structural_tag) == (rig.style is R1)
     forced: Any = {"messages": USER, "tools": tools, "tool_choice": "required"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from foredraft.errors import InvalidRequest
-from gateway.openai.tool_parser import CallDeltas
+from gateway.openai.call_parsers import CallDeltas
 from gateway.openai.tools import (
     AllowedChoice,
     Convention,
@@ -24,6 +24,12 @@ ONE = (
 TWO = '<tool_call>\n{"name": "g_2", "arguments": {}}\n</tool_call>'
 LLAMA = '{"name": "f", "parameters": {"x": "é"}}'
 ARGUMENTS = '{"a": "}\\"]{", "b": [1, {"c": null}]}'
+MISTRAL = f'{{"name": "f", "arguments": {ARGUMENTS}}}'
+CODER = (
+    "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\nx\ny\n</parameter>\n"
+    "<parameter=c>\nTrue\n</parameter>\n</function>\n</tool_call>"
+)
+CODED = '{"a": 12, "b": "x\\ny", "c": true}'
 CASES: list[tuple[Convention, str, str, list[tuple[str, str]]]] = [
     (Convention.HERMES, "no call <tool_cal at all", "no call <tool_cal at all", []),
     (Convention.HERMES, "", "", []),
@@ -35,6 +41,17 @@ CASES: list[tuple[Convention, str, str, list[tuple[str, str]]]] = [
     (Convention.HERMES, '<tool_call>\n{"na', '<tool_call>\n{"na', []),
     (Convention.LLAMA, f"{LLAMA}; {LLAMA}", "", [("f", '{"x": "é"}'), ("f", '{"x": "é"}')]),
     (Convention.LLAMA, 'Hm: {"name" is not one', 'Hm: {"name" is not one', []),
+    (Convention.MISTRAL, "no call [TOOL at all", "no call [TOOL at all", []),
+    (Convention.MISTRAL, f'[TOOL_CALLS] [{MISTRAL}]', "", [("f", ARGUMENTS)]),
+    (Convention.MISTRAL, f'So:[TOOL_CALLS][{MISTRAL}, {MISTRAL}]\nwell', "So:well", [("f", ARGUMENTS)] * 2),
+    (Convention.MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": [{}]}[TOOL_CALLS]g[CALL_ID]abc[ARGS]{}', "", [("f", '{"a": [{}]}'), ("g", "{}")]),
+    (Convention.MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
+    (Convention.MISTRAL, '[TOOL_CALLS] [{"na', "", []),
+    (Convention.QWEN3_CODER, "no call <tool_cal at all", "no call <tool_cal at all", []),
+    (Convention.QWEN3_CODER, f"So:\n{CODER}\n{CODER}", "So:\n", [("f", CODED), ("f", CODED)]),
+    (Convention.QWEN3_CODER, "<tool_call>\n<function=g>\n</function>\n</tool_call>", "", [("g", "{}")]),
+    (Convention.QWEN3_CODER, "<tool_call>none</tool_call> b", "<tool_call>none</tool_call> b", []),
+    (Convention.QWEN3_CODER, CODER[:-50], "", [("f", '{"a": 12, "b": "x\\ny"')]),
 ]  # fmt: skip
 
 
@@ -83,6 +100,9 @@ def test_text_is_not_held_back_longer_than_needed() -> None:
         ('{{ tools }} {"name": name, "parameters": x} <|python_tag|>', Convention.LLAMA),
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}", None),
         ("{% if tools %}<tool_call><function=f>{% endif %}", None),
+        ("{{ tools }}<tool_call><function=f><parameter=a>", Convention.QWEN3_CODER),
+        ("{{ tools }}[TOOL_CALLS]", Convention.MISTRAL),
+        ("{{ tools }}<|start|><|channel|>commentary to=functions.f<|call|>", Convention.HARMONY),
     ],
 )
 def test_conventions(template: str, convention: Convention | None) -> None:
@@ -171,3 +191,38 @@ def test_the_grammar_says_what_was_asked_for() -> None:
         assert [s["begin"].split('"')[3] for s in tags["structures"]] == names
         assert (tags["at_least_one"], tags["stop_after_first"]) == (required, single)
     assert tool_use(tools, "none", None) is None
+
+
+def test_qwen3_coders_texts_stand_as_they_are() -> None:
+    """What looks like a number is a text where the schema says so."""
+    properties = {"a": {"type": "string"}, "c": {"type": "string"}}
+    use = tool_use([tool(parameters={"type": "object", "properties": properties})], "auto", None)
+    assert use is not None
+    found = CallDeltas(Convention.QWEN3_CODER, use.callable).delta(CODER, True)
+    arguments = json.loads(found["tool_calls"][0]["function"]["arguments"])
+    assert arguments == {"a": "12", "b": "x\ny", "c": "True"}
+
+
+def test_mistrals_templates_get_the_ids_that_they_take() -> None:
+    call = {"id": "call_0123456789", "type": "function", "function": {"name": "f"}}
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call, {**call, "id": "abcDEF123"}]},
+        {"role": "tool", "content": "2", "tool_call_id": "call_0123456789"},
+        {"role": "tool", "content": "3", "tool_call_id": "abcDEF123"},
+    ]
+    found, _ = told(messages, None, Convention.MISTRAL)
+    first, second = (each["id"] for each in found[0]["tool_calls"])
+    assert (found[1]["tool_call_id"], found[2]["tool_call_id"]) == (first, second)
+    assert second == "abcDEF123"
+    assert len(first) == 9
+    assert first.isalnum()
+
+
+def test_gpt_oss_templates_get_reasoning_by_their_name() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f"}}
+    messages = [
+        {"role": "assistant", "content": "", "reasoning_content": "a", "tool_calls": [call]},
+        {"role": "assistant", "content": "b", "reasoning_content": "a"},
+    ]
+    found, _ = told(messages, None, Convention.HARMONY)
+    assert [each.get("thinking") for each in found] == ["a", None]

@@ -1,0 +1,158 @@
+"""Calls by model family: what grammars let models write, and what clients get of it from a real verifier."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import llguidance
+import openai
+import pytest
+
+from foredraft.cli.stack import LocalStack
+from foredraft.errors import InvalidRequest
+from foredraft.text.tokenizer import Tokenizer
+from foredraft.types import Grammar
+from gateway.openai.call_grammars import after_reasoning, call_grammar
+from gateway.openai.tools import Convention, Tool, tool_use
+from testing import stack as stacks
+from testing import tiny_tokenizers
+from tests.gateway.conftest import TOOL_TEMPLATE
+from verify_service.grammar.source import to_llguidance
+from verify_service.grammar.vocabulary import load_vocabulary
+
+CODER, MISTRAL = Convention.QWEN3_CODER, Convention.MISTRAL
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 9},
+        "s": {"type": "string"},
+        "e": {"type": "string", "enum": ["x", "y"]},
+        "r": {"$ref": "#/$defs/flag"},
+    },
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"flag": {"type": "boolean"}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "g"}},
+]
+F = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n{}</function>\n</tool_call>"
+G = "<tool_call>\n<function=g>\n</function>\n</tool_call>"
+S, E_Y = "<parameter=s>\na\n b::=\n</parameter>\n", "<parameter=e>\ny\n</parameter>\n"
+R = "<parameter=r>\ntrue\n</parameter>\n"
+M, N = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {}}'
+NEW = "{{ tools }}[TOOL_CALLS][ARGS]"
+
+
+class Language:
+    """Tells which texts a grammar lets a model with special tokens write."""
+
+    def __init__(self, folder: Path, template: str) -> None:
+        backend = tiny_tokenizers.byte_level()
+        backend.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
+        tiny_tokenizers.save(backend, folder, template)
+        self.tokenizer = Tokenizer.from_dir(folder)
+        eos = frozenset([self.tokenizer.encode("</s>", False)[0]])
+        self.vocabulary = load_vocabulary(folder, self.tokenizer.vocab_size, eos)
+
+    def has(self, grammar: Grammar, text: str) -> bool:
+        source = to_llguidance(grammar.kind, grammar.text)
+        matcher = llguidance.LLMatcher(self.vocabulary, source, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        tokens = self.tokenizer.encode(text, False)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("convention", "template", "choice", "parallel", "good", "bad"),
+    [
+        (CODER, "x", "auto", None, ["hm", F.format(""), f"so: {F.format(S + E_Y + R)}\n{G} well"], [F.format("<parameter=z>\n1\n</parameter>\n"), G.replace("g", "h"), F.replace("1", "12").format("")]),
+        (CODER, "x", "required", None, [F.format(S), f"{G}\n{F.format(R)}"], ["hm", f"so {G}", F.format("<parameter=e>\nz\n</parameter>\n"), F.format(R.replace("true", "1"))]),
+        (CODER, "x", "required", False, [G], [f"{G}\n{G}"]),
+        (MISTRAL, "x", "auto", None, ["hm", f"[TOOL_CALLS] [{M}, {N}]", f"so[TOOL_CALLS][{N}]"], [f"[TOOL_CALLS][{M.replace('f', 'h')}]", "[TOOL_CALLS]f[ARGS]{}", f"[TOOL_CALLS][{M.replace('1', '12')}]"]),
+        (MISTRAL, "x", "required", False, [f"[TOOL_CALLS][{M}]"], ["hm", f"[TOOL_CALLS][{M}, {M}]"]),
+        (MISTRAL, NEW, "auto", None, ["hm", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'], ["[TOOL_CALLS]h[ARGS]{}", f"[TOOL_CALLS][{M}]"]),
+        (MISTRAL, NEW, "required", None, ['[TOOL_CALLS]f[ARGS]{"a": 1}'], ["hm", "[TOOL_CALLS]f[ARGS]{}"]),
+    ],
+)  # fmt: skip
+def test_what_may_be_written(
+    convention: Any, template: str, choice: Any, parallel: Any, good: Any, bad: Any, tmp_path: Path
+) -> None:
+    language = Language(tmp_path, template)
+    use = tool_use([Tool.model_validate(tool) for tool in TOOLS], choice, parallel)
+    assert use is not None
+    grammar = call_grammar(use, convention, language.tokenizer)
+    assert grammar is not None
+    for text in good:
+        assert language.has(grammar, text), text
+    for text in bad:
+        assert not language.has(grammar, text), text
+    if choice == "required":
+        for is_open, begin in ((True, ""), (False, "<think>")):
+            text = after_reasoning(grammar.text, "<think>", "</think>", is_open)
+            thoughtful = Grammar(grammar.kind, text)
+            assert language.has(thoughtful, f"{begin}so {bad[0]}</think>\n\n{good[0]}")
+            assert not language.has(thoughtful, f"{begin}so</think>{bad[0]}")
+            assert language.has(thoughtful, good[0]) == (not is_open)
+
+
+def test_calls_in_channels_are_not_forced(tmp_path: Path) -> None:
+    tokenizer = Language(tmp_path, "x").tokenizer
+    tools = [Tool.model_validate(tool) for tool in TOOLS]
+    free, forced = tool_use(tools, "auto", None), tool_use(tools, "required", None)
+    assert free is not None
+    assert forced is not None
+    assert call_grammar(free, Convention.HARMONY, tokenizer) is None
+    with pytest.raises(InvalidRequest, match="auto can be asked"):
+        call_grammar(forced, Convention.HARMONY, tokenizer)
+
+
+@pytest.fixture(scope="module", params=["hermes", "llama3", "mistral", "qwen3_coder"])
+def family(
+    request: pytest.FixtureRequest, stack: LocalStack, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[openai.OpenAI]:
+    """A client of a gateway that is told how the model writes calls."""
+    template = tmp_path_factory.mktemp("family") / "tools.jinja"
+    template.write_text(TOOL_TEMPLATE)
+    verifier = next(service.health for service in stack.services if service.name == "verify")
+    flags = {"chat_template": template, "tool_call_parser": request.param}
+    with stacks.running_gateway(verifier, **flags) as (url, _):
+        with httpx.Client(base_url=url) as web:
+            stacks.eventually(lambda: web.get("/health").status_code == 200)
+        with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+            yield client
+
+
+def test_every_familys_calls_arrive(family: openai.OpenAI) -> None:
+    schema = {**SCHEMA, "properties": {k: SCHEMA["properties"][k] for k in "aer"}}
+    schema |= {"required": ["a", "e"], "x-guidance": {"whitespace_flexible": False}}
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    asked: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": tools,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 300,
+        "seed": 7,
+    }
+    choice = family.chat.completions.create(**asked).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "f"
+    jsonschema.validate(json.loads(call.function.arguments), schema)
+    name, arguments = "", ""
+    for chunk in family.chat.completions.create(**asked, stream=True):
+        delta = chunk.choices[0].delta
+        assert not delta.content
+        for part in delta.tool_calls or ():
+            assert part.function is not None
+            name += part.function.name or ""
+            arguments += part.function.arguments or ""
+    assert (name, arguments) == ("f", call.function.arguments)
