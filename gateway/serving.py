@@ -205,15 +205,20 @@ class Serving:
             )
         fitting = fitted(sampling, len(prompt), info.context_length)
         most = self.config.max_output_tokens or info.context_length
-        if max_new_tokens_given and sampling.max_new_tokens > most:
+        if (
+            max_new_tokens_given
+            and sampling.max_new_tokens > most
+            and self.config.max_output_tokens
+        ):
             raise InvalidRequest(
                 "max_new_tokens",
-                f"{sampling.max_new_tokens} is more than "
-                + (
-                    f"the {most} tokens that are given here at most"
-                    if self.config.max_output_tokens
-                    else f"the context length {info.context_length}"
-                ),
+                f"{sampling.max_new_tokens} is more than the {most} tokens that are given here at most",
+            )
+        if max_new_tokens_given and sampling.max_new_tokens > fitting.max_new_tokens:
+            raise PromptTooLong(
+                "max_new_tokens",
+                f"{sampling.max_new_tokens} tokens after a prompt of {len(prompt)}; this model's maximum context "
+                f"length is {info.context_length} tokens, with the output: {fitting.max_new_tokens} are left",
             )
         if fitting.max_new_tokens > most:
             fitting = replace(

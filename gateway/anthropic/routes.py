@@ -62,7 +62,8 @@ async def _prepare(serving: Serving, body: MessagesBody) -> tuple[Job, Answer]:
         stop=body.stop_sequences,
     )
     with naming_by(body.field):
-        chat = await chats.prepare(serving, converted, body.request_id or f"msg-{uuid.uuid4().hex}")
+        name = body.request_id or f"msg-{uuid.uuid4().hex}"
+        chat = await chats.prepare(serving, converted, name, is_cut_to_context=True)
     reader = PartReader(chat.parser())
     job = chat.job
     answer = Answer(serving.info.model, reader, len(job.prompt), max_tokens, job.sampling.seed)

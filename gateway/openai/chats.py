@@ -168,8 +168,13 @@ def _after_reasoning(grammar: Grammar | None, form: AnswerFormat) -> Grammar | N
     return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tags, ensure_ascii=False))
 
 
-async def prepare(serving: Serving, body: ChatBody, name: str) -> Chat:
+async def prepare(
+    serving: Serving, body: ChatBody, name: str, is_cut_to_context: bool = False
+) -> Chat:
     """The job of a conversation, under a name by which it can be aborted.
+
+    Args:
+        is_cut_to_context: Whether asking for more tokens than the context leaves gives these, instead of an error.
 
     Raises:
         InvalidRequest: A field is wrong; names it.
@@ -179,7 +184,8 @@ async def prepare(serving: Serving, body: ChatBody, name: str) -> Chat:
     room = max(1, serving.info.context_length - len(prompt.ids))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = body.sampling(room if given is None else given, logprobs, prompt.grammar)
-    job = make_job(serving, body, prompt.ids, sampling, name, name, given is not None, "messages")
+    must_fit = given is not None and not is_cut_to_context
+    job = make_job(serving, body, prompt.ids, sampling, name, name, must_fit, "messages")
     if prompt.form.keeps_special_tokens:
         job = replace(job, skip_special_tokens=False)
     return Chat(job, prompt.use, prompt.form)

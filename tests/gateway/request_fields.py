@@ -67,7 +67,7 @@ FIELDS: tuple[Field, ...] = (
         ("model", "tiny", "the served name, or empty; another is 404"),
         ("frequency_penalty", 2.0, "-2 to 2, along each path of the draft tree"),
         ("logit_bias", {"65": 100}, "token ids to -100 to 100"),
-        ("max_tokens", 3, "most tokens, fewer where the context ends; 16 for completions when absent, as OpenAI"),
+        ("max_tokens", 3, "most tokens, 400 for more than the context leaves; when absent 16 for completions, as OpenAI, fewer where the context ends"),
         ("n", 2, "1 to 64 choices; choice i has a seed of its own"),
         ("presence_penalty", 2.0, "-2 to 2"),
         ("seed", 7, "64 bits; the same seed gives the same text, with drafting on or off; a random one is told"),
@@ -151,7 +151,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     *_rows(
         (SAMPLING,), "SGLang", "honoured",
-        ("max_new_tokens", 3, "128 when absent; fewer where the context ends"),
+        ("max_new_tokens", 3, "400 for more than the context leaves; 128 when absent, fewer where the context ends"),
         ("min_new_tokens", 6, "neither stop strings nor the end before", (("stop", "a"),)),
         ("stop", "a", "a string or several"),
         ("stop_token_ids", [97], "ids that end the text"),

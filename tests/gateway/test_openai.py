@@ -370,6 +370,14 @@ def test_errors_are_openais(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(prompt=[5] * (CONTEXT_LENGTH + 1), **FIXED)
     assert long.value.code == "context_length_exceeded"
+    fitting = {**FIXED, "prompt": [5] * 500, "extra_body": {"ignore_eos": True}}
+    whole = client.completions.create(**fitting | {"max_tokens": CONTEXT_LENGTH - 500})
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == CONTEXT_LENGTH
+    with pytest.raises(openai.BadRequestError) as much:
+        client.completions.create(**fitting | {"max_tokens": CONTEXT_LENGTH - 499})
+    assert (much.value.code, much.value.param) == ("context_length_exceeded", "max_tokens")
+    assert "12 are left" in much.value.message
     with pytest.raises(openai.BadRequestError) as hot:
         client.completions.create(prompt=PROMPT, **{**FIXED, "temperature": -1})
     assert hot.value.param == "temperature"

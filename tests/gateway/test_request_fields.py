@@ -266,12 +266,12 @@ def leaves_open(ask: Ask, field: Field) -> bool:
 
 
 def calls(ask: Ask, field: Field) -> bool:
-    message = ask.one(**dict(field.beside), tool_choice="required", max_tokens=200)["message"]
+    message = ask.one(**dict(field.beside), tool_choice="required", max_tokens=190)["message"]
     return bool(message["tool_calls"][0]["function"]["name"] == "f")
 
 
 def calls_once(ask: Ask, field: Field) -> bool:
-    asked = {**dict(field.beside), "tool_choice": "required", "max_tokens": 200}
+    asked = {**dict(field.beside), "tool_choice": "required", "max_tokens": 190}
     return len(ask.one(parallel_tool_calls=False, **asked)["message"]["tool_calls"]) == 1
 
 
