@@ -48,6 +48,8 @@ LONG = (
     "tests/verify_service/drafts/test_several_models.py",
     "tests/gateway/test_tls.py",
     "tests/models/test_understood.py",
+    "tests/verify_service/engine/test_broken_logits.py",
+    "tests/verify_service/engine/test_dynamic_rope.py",
     "tests/draft_service/test_device_steps.py",
     "tests/draft_service/test_graph_drafting.py",
     "tests/draft_service/test_standalone.py",
