@@ -10,7 +10,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 # The many processes of the tests import what one of them has compiled, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test check lint style types arrows fresh format protos docs clean
+.PHONY: serve test check lint style types arrows fresh format protos docs site clean
 
 $(BIN)/.ready: pyproject.toml $(wildcard draft_service/ngram/_ngram*.[ch])
 	$(PYTHON) -m venv $(VENV)
@@ -27,7 +27,7 @@ test: $(BIN)/.ready
 check: lint test
 
 lint: $(BIN)/.ready
-	$(MAKE) --jobs=2 --output-sync=target types style arrows fresh
+	$(MAKE) --jobs=2 --output-sync=target types style arrows fresh site
 
 style: $(BIN)/.ready
 	$(BIN)/ruff format --check
@@ -53,6 +53,10 @@ protos: $(BIN)/.ready
 
 docs: $(BIN)/.ready
 	$(BIN)/python docs/generate.py
+
+# The manual and the lab book as a site in build/site; a link that leads nowhere fails.
+site: $(BIN)/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) build *.egg-info
