@@ -126,7 +126,7 @@ export class TimeChart {
     const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
     for (const tick of ticks) {
       svg.append(shape("line", { class: tick ? "grid" : "base", x1: LEFT, x2: width - RIGHT, y1: y(tick), y2: y(tick) }));
-      svg.append(shape("text", { x: LEFT - 6, y: y(tick) + 3.5, "text-anchor": "end" }, short(tick)));
+      svg.append(shape("text", { x: LEFT - 6, y: y(tick) + 3.5, "text-anchor": "end" }, short(tick).replace(/\.(\d*?)0+$/, ".$1").replace(/\.$/, "")));
     }
     for (const time of labels(this.#from, this.#to, inside)) {
       svg.append(shape("line", { class: "grid", x1: x(time), x2: x(time), y1: TOP, y2: bottom }));

@@ -192,6 +192,9 @@ def test_a_server_with_keys_asks_for_one(chrome: Browser, tmp_path: Path) -> Non
         page.wait_for_selector("#key_form:not([hidden])")
         assert page.locator("#figures").is_hidden()
         assert page.locator("#error").is_hidden()
+        for path in ("figures", "history"):
+            status = page.evaluate(f"fetch('/dashboard/{path}').then(answer => answer.status)")
+            assert status == 401
         page.fill("#key", "another")
         page.keyboard.press("Enter")
         page.wait_for_selector("#key_refused:has-text('not known')")
