@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -55,11 +56,27 @@ def make_app(serving: Serving, gate: Gate, figures: Figures) -> FastAPI:
     app.add_middleware(GateMiddleware, gate=gate, config=serving.config)
     _add_errors(app)
     app.add_middleware(HeadAsGet)
+    if serving.config.allowed_origin:
+        # Outermost, so that a page may read refusals too.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=serving.config.allowed_origin,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+            max_age=3600,
+        )
     openapi.install(app, BODIES)
     return app
 
 
 def _add_health(app: FastAPI, serving: Serving) -> None:
+    @app.get("/version", tags=["health"])
+    async def version() -> dict[str, Any]:
+        """Foredraft's version."""
+        return {"version": __version__}
+
+    @app.api_route("/ping", methods=["GET", "POST"], tags=["health"], include_in_schema=False)
     @app.get("/health", tags=["health"])
     async def health() -> dict[str, Any]:
         """Ready when a verifier is usable. A draft that is down, or one of several verifiers, is told: degraded."""

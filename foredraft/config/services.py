@@ -261,6 +261,11 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
         "several times. Addresses and localhost always may. Without it every name may, save where the server listens on this "
         "machine's own addresses and has no keys.",
     )
+    allowed_origin: tuple[str, ...] = option(
+        (),
+        "Origin whose pages may use the server from a browser (CORS), such as https://chat.example.com, `*` for any; may be "
+        "given several times.",
+    )
     grpc_port: int = option(50051, "Port of the public gRPC.", least=0, most=65535)
     verifier: tuple[str, ...] = option(
         ("127.0.0.1:50052",),

@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from foredraft.errors import ConfigError, ForedraftError, InvalidRequest
 from foredraft.rpc import address, errors
@@ -38,6 +38,7 @@ from foredraft.telemetry.tracing import bind_traceparent
 
 logger = logging.getLogger(__name__)
 
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 _SERVER_OPTIONS = [
     # A port that another process holds is an error, not a port shared with it.
     ("grpc.so_reuseport", 0),
@@ -154,8 +155,7 @@ class RpcServer:
         for add_to_server, servicer in self._added:
             add_to_server(servicer, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(names, self.server)
+        _add_reflection(self.server, [*self._names, health.SERVICE_NAME])
         bound = _bind(self.server, where, self._identity)
         if self._socket is not None:
             _bind(self.server, self._socket, None)
@@ -312,6 +312,19 @@ async def _fail(
         await errors.abort(context, errors.to_status(error))
     logger.error("%s failed", method, exc_info=error)
     await errors.abort(context, errors.internal_status(request_id))
+
+
+def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
+    """Reflection of services by its v1, which new clients ask for, and by v1alpha; their messages are the same bytes."""
+    servicer = reflection.aio.ReflectionServicer([*names, REFLECTION_V1, reflection.SERVICE_NAME])
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    for name in (REFLECTION_V1, reflection.SERVICE_NAME):
+        generic = grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler})
+        server.add_generic_rpc_handlers((generic,))
 
 
 def _bind(server: grpc.aio.Server, where: Address, identity: Identity | None) -> Address:

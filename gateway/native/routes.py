@@ -22,6 +22,7 @@ from gateway.native.schemas import (
     NativeSampling,
     TokenizeBody,
 )
+from gateway.openai import chats
 from gateway.openai.schemas import logit_bias
 from gateway.openapi import reads
 from gateway.serving import MAX_BATCH, Serving, check_batch, seed_or_random
@@ -47,19 +48,15 @@ def make_router(serving: Serving) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         body = await read(request, TokenizeBody, bounds)
         serving.check_model(body.model)
+        chat = body.chat()
+        if chat is not None:
+            ids = [(await chats.render(serving, chat)).ids]
+            return _tokens(serving, ids, is_single=True)
+        assert body.prompt is not None
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         check_batch("prompt", len(texts), 1)
         ids = [await serving.encode(text, body.add_special_tokens) for text in texts]
-        counts = [len(tokens) for tokens in ids]
-        single = isinstance(body.prompt, str)
-        # FastAPI would look at every id of a dict for seconds.
-        return JSONResponse(
-            {
-                "tokens": ids[0] if single else ids,
-                "count": counts[0] if single else counts,
-                "max_model_len": serving.info.context_length,
-            }
-        )
+        return _tokens(serving, ids, is_single=isinstance(body.prompt, str))
 
     @router.post("/detokenize", response_model=None, openapi_extra=reads(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
@@ -136,6 +133,18 @@ def make_router(serving: Serving) -> APIRouter:
         }
 
     return router
+
+
+def _tokens(serving: Serving, ids: list[list[int]], *, is_single: bool) -> JSONResponse:
+    """The answer of /tokenize. FastAPI would look at every id of a dict for seconds."""
+    counts = [len(tokens) for tokens in ids]
+    return JSONResponse(
+        {
+            "tokens": ids[0] if is_single else ids,
+            "count": counts[0] if is_single else counts,
+            "max_model_len": serving.info.context_length,
+        }
+    )
 
 
 async def _jobs(serving: Serving, body: GenerateBody) -> tuple[list[Job], bool]:

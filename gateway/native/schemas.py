@@ -10,7 +10,8 @@ from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, GrammarKind, SamplingParams
 from gateway import remedies
 from gateway.http import Body, Items, Objects
-from gateway.openai.schemas import Speculation
+from gateway.openai.schemas import ChatBody, Message, Speculation
+from gateway.openai.tools import Tool
 
 REFUSED = {
     "input_embeds": "prompts are text or token ids",
@@ -152,9 +153,39 @@ class GenerateBody(NativeBody):
 class TokenizeBody(Body):
     """POST /tokenize."""
 
-    prompt: str | Items[str]
+    prompt: str | Items[str] | None = None
     add_special_tokens: bool = True
     model: str = ""
+    # A conversation instead, as /v1/chat/completions renders it.
+    messages: Objects[Message] | None = None
+    tools: Objects[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def chat(self) -> ChatBody | None:
+        """The conversation, None where there is a prompt.
+
+        Raises:
+            InvalidRequest: There is neither or both, or a field of a conversation beside a prompt.
+        """
+        if self.messages is None:
+            for name in ("tools", "add_generation_prompt", "continue_final_message"):
+                if getattr(self, name) is not None:
+                    raise InvalidRequest(name, "needs messages")
+            if self.prompt is None:
+                raise InvalidRequest("prompt", "give it or messages")
+            return None
+        if self.prompt is not None:
+            raise InvalidRequest("prompt", "give it or messages, not both")
+        return ChatBody(
+            model=self.model,
+            messages=self.messages,
+            tools=self.tools,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
 
 class DetokenizeBody(Body):

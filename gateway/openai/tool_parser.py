@@ -12,6 +12,10 @@ from gateway.openai.tools import Convention
 HEADER = re.compile(
     r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
 )
+_MARK = "<tool_call>"
+# A header without white space, as far as it came.
+_CUT_HEADER = re.compile(r'\{"name":"[^"\\]*(?:"(?:,(?:"[a-z]*"?:?)?)?)?')
+_LEAST_MARK = "<tool"  # less of a mark may be text
 _BETWEEN = " \t\r\n;"  # what may stand between calls, and is no text
 
 
@@ -118,14 +122,29 @@ class CallParser(ABC):
             self._is_between = True
 
 
+def _is_cut_call(text: str) -> bool:
+    """Whether a text is the beginning of a call, which max_tokens cut: no client can do anything with it."""
+    if text.startswith(_LEAST_MARK) and _MARK.startswith(text):
+        return True
+    if not text.startswith(_MARK):
+        return False
+    header = re.sub(r"\s", "", text.removeprefix(_MARK))
+    return '{"name":"'.startswith(header) or _CUT_HEADER.fullmatch(header) is not None
+
+
 class ToolParser(CallParser):
-    """Calls as JSON. What is no whole call, such as one that was cut short before its name, is text."""
+    """Calls as JSON. What is no call is text; one between marks that was cut short before its name is nothing."""
 
     def __init__(self, convention: Convention) -> None:
         is_llama = convention is Convention.LLAMA
-        begin = '{"name": "' if is_llama else "<tool_call>"
+        begin = '{"name": "' if is_llama else _MARK
         super().__init__(convention, begin, "}" if is_llama else "</tool_call>")
         self._skip = 0 if is_llama else len(begin)  # before a call's JSON
+
+    def flush(self) -> list[Piece]:
+        if self._begin == _MARK and _is_cut_call(self._buffer):
+            self._buffer = ""
+        return super().flush()
 
     def _call(self) -> Piece | None:
         header = HEADER.match(self._buffer, self._skip)

@@ -13,9 +13,9 @@ from gateway.security.gate import Gate
 from gateway.security.hosts import is_allowed
 from gateway.security.limits import Caller, acting_for
 
-HEALTH = "/health"
+HEALTH = frozenset({"/health", "/ping"})
 # Pages and their files hold nothing of anybody's; whether the server lives may be asked by all.
-OPEN = frozenset({"/", "/dashboard", HEALTH})
+OPEN = HEALTH | {"/", "/dashboard"}
 OPEN_FOLDER = "/web/"
 METRICS = frozenset({"/metrics", "/dashboard/figures", "/dashboard/history"})
 PROBE = "/health_generate"  # generates a token
@@ -30,6 +30,7 @@ class GateMiddleware:
         self._app = app
         self._gate = gate
         self._hosts = config.allowed_host
+        self._origins = config.allowed_origin
         self._protects_metrics = config.protect_metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,7 +39,7 @@ class GateMiddleware:
             return
         path, headers = scope["path"], Headers(scope=scope)
         host = headers.get("host", "")
-        if path != HEALTH and self._gate.checks_hosts and not is_allowed(host, self._hosts):
+        if path not in HEALTH and self._gate.checks_hosts and not is_allowed(host, self._hosts):
             unknown = UnknownHost(
                 f"this server does not go by the name {host[:100]!r}; if it should, start it with --allowed-host NAME"
             )
@@ -48,8 +49,10 @@ class GateMiddleware:
             await self._app(scope, receive, send)
             return
         # Browsers say so of what a page of another site sends, which needs no CORS to make a server of this machine work.
-        if headers.get("sec-fetch-site") == "cross-site":
-            refusal = CrossSite("pages of other sites may not use this server")
+        if headers.get("sec-fetch-site") == "cross-site" and not self._is_welcome(headers):
+            refusal = CrossSite(
+                "pages of other sites may not use this server, unless it was started with --allowed-origin ORIGIN"
+            )
             await error_response(refusal, path)(scope, receive, send)
             return
         with ExitStack() as place:
@@ -79,6 +82,10 @@ class GateMiddleware:
             return message
 
         return received
+
+    def _is_welcome(self, headers: Headers) -> bool:
+        """Whether the page that has a request sent is of a named origin."""
+        return "*" in self._origins or headers.get("origin") in self._origins
 
     def is_open(self, path: str) -> bool:
         """Whether everybody may ask for a path."""

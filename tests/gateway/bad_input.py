@@ -242,7 +242,7 @@ TABLE: dict[str, list[Bad]] = {
         Bad(GENERATE, {"text": "x", "return_logprob": True, "top_logprobs_num": 99}, 400, "top_logprobs_num", "top_logprobs_num: must be in [0, 20], not 99"),
         Bad(GENERATE, {"text": "x", "image_data": "x"}, 400, "image_data", "image_data: only text can be honoured"),
         Bad(GENERATE, {"text": "x", "lora_path": "x"}, 400, "lora_path", "lora_path: LoRA adapters are not served"),
-        Bad("/tokenize", {}, 400, "prompt", "prompt: Field required"),
+        Bad("/tokenize", {}, 400, "prompt", "prompt: give it or messages"),
         Bad("/tokenize", {"prompt": "x" * 150_000}, 400, "prompt", "prompt: it has 150000 characters; this model's maximum context length is 512 tokens, which no more than 7680 can fit"),
         Bad("/tokenize", {"prompt": []}, 400, "prompt", "prompt: give at least one prompt"),
         Bad("/tokenize", {"prompt": ["x"] * 300}, 400, "prompt", "prompt: at most 256 continuations in one call, not 300"),

@@ -9,6 +9,7 @@ import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
@@ -245,6 +246,23 @@ def test_a_client_that_knows_reflection_alone(channel: grpc.Channel) -> None:
     asked = kinds[0](text=TEXT)
     asked.sampling.max_new_tokens = 3
     assert sum(len(response.tokens) for response in call(asked)) <= 3
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_reflection_in_both_versions(channel: grpc.Channel, version: str) -> None:
+    ask = channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    asked = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
+    ]
+    listed, described = ask(iter(asked))
+    names = {service.name for service in listed.list_services_response.service}
+    assert {SERVICE, f"grpc.reflection.{version}.ServerReflection"} <= names
+    assert described.file_descriptor_response.file_descriptor_proto
 
 
 @pytest.mark.parametrize("method", ["Generate", "ListModels"])

@@ -17,6 +17,7 @@ from foredraft.config.services import GatewayConfig
 from gateway.security.gate import Gate
 from gateway.security.hosts import is_local
 from gateway.security.http import GateMiddleware
+from testing import stack as stacks
 
 OWN = ["localhost", "LOCALHOST:30000", "app.localhost:1", "localhost."]
 ADDRESSES = ["127.0.0.1", "127.0.0.1:30000", "127.1.2.3", "[::1]:30000", "10.0.0.7:80", "[fe80::1]"]
@@ -43,6 +44,25 @@ def test_no_work_is_done_under_another_name(http: httpx.Client) -> None:
     body = {"prompt": "ab", "max_tokens": 1}
     for host, status in (("rebound.example", 403), ("localhost", 200)):
         assert http.post("/v1/completions", json=body, headers={"host": host}).status_code == status
+
+
+@pytest.mark.parametrize("allowed", ["https://chat.example", "*"])
+def test_pages_of_named_origins_may_use_the_server(allowed: str) -> None:
+    with stacks.running_gateway("127.0.0.1:1", allowed_origin=allowed) as (url, _):
+        for origin in ("https://chat.example", "https://evil.example"):
+            welcome = allowed in (origin, "*")
+            page = {"origin": origin, "sec-fetch-site": "cross-site", "sec-fetch-mode": "cors"}
+            asks = {
+                "access-control-request-method": "POST",
+                "access-control-request-headers": "authorization,content-type",
+            }
+            preflight = httpx.options(f"{url}/v1/completions", headers=page | asks)
+            assert (preflight.status_code == 200) == welcome
+            answer = httpx.post(f"{url}/v1/completions", headers=page, content=b"{")
+            # Even a refusal can be read by a page that is welcome.
+            assert answer.status_code == (400 if welcome else 403)
+            found = answer.headers.get("access-control-allow-origin")
+            assert found == (allowed if welcome else None)
 
 
 def test_health_is_told_under_every_name(http: httpx.Client) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from foredraft import __version__
 from foredraft.text.tokenizer import Tokenizer
 from gateway.native.answers import Pace
 from testing import tiny_tokenizers
@@ -275,3 +276,21 @@ def test_metrics(http: httpx.Client) -> None:
         assert value(f"foredraft_gateway_{gauge}_requests") == 0
     assert value("foredraft_gateway_verifiers") == 1
     assert value("process_open_fds") > 0
+
+
+def test_tokenize_a_conversation(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for fields in ({}, {"add_generation_prompt": False}, {"tools": [tool]}):
+        found = http.post("/tokenize", json={"messages": messages, **fields}).json()
+        asked = {"messages": messages, "max_tokens": 1, "temperature": 0, **fields}
+        usage = http.post("/v1/chat/completions", json=asked).json()["usage"]
+        assert found["count"] == len(found["tokens"]) == usage["prompt_tokens"], fields
+    longer = http.post("/tokenize", json={"messages": messages}).json()["count"]
+    shorter = {"messages": messages, "add_generation_prompt": False}
+    assert http.post("/tokenize", json=shorter).json()["count"] < longer
+
+
+def test_ping_and_version(http: httpx.Client) -> None:
+    assert http.get("/ping").json() == http.post("/ping").json() == http.get("/health").json()
+    assert http.get("/version").json() == {"version": __version__}
