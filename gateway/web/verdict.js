@@ -2,6 +2,7 @@
 
 /** With fewer drafted tokens a ratio says nothing of drafting. */
 export const FEW_DRAFTS = 20;
+const MOST = 1.1; // of its tokens per pass, the speed that drafting can bring at most, and what timing is off by
 const EVEN = 0.03; // a ratio this near to 1 is no difference
 const SAME_LOAD = 0.25; // requests beside a run, in the mean, by which two may differ
 
@@ -48,6 +49,10 @@ export function compare([drafted, plain], { mode, stopped, repeated, server, loa
   }
   const ratio = mode === "together" ? ratioAtOnce(drafted, plain) : ratioInTurn(drafted, plain);
   if (ratio === null) return { state: "even", title: same, detail: told(equal, "Too short to time.") };
+  if (ratio > MOST * drafted.acceptLength) {
+    const busy = "No ratio: something else on the machine slowed the plain run, as drafting cannot bring more than its tokens per pass.";
+    return { state: "even", title: same, detail: told(equal, busy) };
+  }
   const notes = [
     mode === "together" ? "Measured while both ran, in one batch." : "",
     mode === "turns" && (drafted.isBunched || plain.isBunched) ? "Timed with the prompt's pass: tokens came in bunches." : "",

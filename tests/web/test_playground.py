@@ -19,7 +19,7 @@ from testing.playground import PROMPT, fill, output, run
 COMPARE = """async (given) => {
   const {compare, LoadWatch} = await import('/web/verdict.js');
   const transcript = (about) => ({
-    ids: [1, 2, 3], numTokens: 3, text: 'abc', account: null, drafted: 100, accepted: 60, isBunched: false,
+    ids: [1, 2, 3], numTokens: 3, text: 'abc', account: null, acceptLength: 2.5, drafted: 100, accepted: 60, isBunched: false,
     first: {time: 0, tokens: 1}, last: 10, speed: () => about.rate, between: () => about.rate, ...about,
   });
   const load = (count) => { const watch = new LoadWatch(); watch.note(1 + count, 1); return watch; };
@@ -50,6 +50,7 @@ COMPARE = """async (given) => {
             "parted",
             "computes in bfloat16",
         ),
+        ({"drafted": {"rate": 150}}, "even", "something else on the machine slowed the plain run"),
         ({"plain": {"rate": None}}, "even", "Too short to time"),
     ],
 )  # fmt: skip
