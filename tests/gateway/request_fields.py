@@ -207,8 +207,11 @@ FIELDS: tuple[Field, ...] = (
             (("messages", [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ab a"}]),),
         ),
         ("chat_template_kwargs", {"add_generation_prompt": False}, "variables of the template"),
-        ("separate_reasoning", False, "false: reasoning stays in the text, with --reasoning-parser"),
         ("documents", [{"title": "a", "text": "b"}], "a variable of the template"),
+    ),
+    *_rows(
+        (CHAT,), "SGLang", "honoured",
+        ("separate_reasoning", False, "false: reasoning stays in the text, with --reasoning-parser"),
     ),
     *_rows(
         BOTH, "vLLM", "ignored",

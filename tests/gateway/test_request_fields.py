@@ -326,6 +326,8 @@ PROOFS: dict[str, Callable[[Ask, Field], bool]] = {
     "add_special_tokens": fewer_prompt_tokens,
     "add_generation_prompt": fewer_prompt_tokens,
     "chat_template_kwargs": fewer_prompt_tokens,
+    # It can be seen with --reasoning-parser alone: test_reasoning.py.
+    "separate_reasoning": is_taken,
     "continue_final_message": leaves_open,
     "response_format": chooses,
     "tools": changes_prompt,
