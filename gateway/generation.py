@@ -185,6 +185,12 @@ class Generator:
         given = False
         patience = FRESH_PATIENCE
         try:
+            if not job.sampling.max_new_tokens:
+                chunk = _nothing(job, choice)
+                assert chunk.completion is not None
+                watch.finish(chunk.completion)
+                yield chunk
+                return
             while True:
                 try:
                     attempt = self._attempt(job, choice, running, watch, patience)
@@ -295,6 +301,15 @@ async def _collect(attempt: AsyncGenerator[Chunk, None], choice: int) -> Chunk:
         result.completion = chunk.completion
     result.text = "".join(texts)
     return result
+
+
+def _nothing(job: Job, choice: int) -> Chunk:
+    """A continuation of no tokens, which nobody has to compute."""
+    finish = verify_pb2.Finish(
+        reason=verify_pb2.FINISH_REASON_LENGTH, prompt_tokens=len(job.prompt)
+    )
+    seed = job.seed_of(choice)
+    return Chunk(choice, completion=Completion(FinishReason.LENGTH, None, None, 0, finish, seed))
 
 
 async def _account(ticket: Ticket, num_prompt_tokens: int) -> verify_pb2.Finish:

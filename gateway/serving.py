@@ -153,6 +153,7 @@ class Serving:
         *,
         prompt_field: str = "prompt",
         max_new_tokens_given: bool = True,
+        may_be_empty: bool = False,
         name: str = "",
         call: str = "",
         stop: Sequence[str] = (),
@@ -167,6 +168,7 @@ class Serving:
         """Checks everything that the verifier would refuse, with the client's own field names.
 
         Args:
+            may_be_empty: Whether no token at all may be asked for.
             max_new_tokens_given: Whether the client chose it: one that cannot fit is then an error, else it is cut.
 
         Raises:
@@ -178,7 +180,12 @@ class Serving:
         for token in (max(prompt, default=0), min(prompt, default=0)):
             if not 0 <= token < info.vocab_size:
                 raise InvalidRequest(prompt_field, f"token id {token} is not in the vocabulary")
-        sampling.validate(info.vocab_size)
+        if may_be_empty and sampling.max_new_tokens == 0:
+            # The verifier is not asked; what else is wrong is told all the same.
+            replace(sampling, max_new_tokens=1).validate(info.vocab_size)
+            sampling = replace(sampling, min_new_tokens=0)
+        else:
+            sampling.validate(info.vocab_size)
         check_choices(num_choices)
         if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
             raise InvalidRequest(

@@ -214,6 +214,7 @@ def _job(
         sampling,
         prompt_field=field,
         max_new_tokens_given=given.max_new_tokens is not None,
+        may_be_empty=True,
         name=name,
         call=body.rid if isinstance(body.rid, str) else "",
         stop=stop,

@@ -16,7 +16,7 @@ from gateway.openai.reasoning import (
     effort_variables,
     opening,
 )
-from gateway.openai.schemas import ChatBody, GenerationBody
+from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.openai.tools import (
     CONVENTIONS,
     Convention,
@@ -207,6 +207,7 @@ def make_job(
         sampling,
         prompt_field=field,
         max_new_tokens_given=max_given,
+        may_be_empty=isinstance(body, CompletionBody),
         name=name,
         call=call,
         stop=body.stops,

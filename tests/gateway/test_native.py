@@ -294,3 +294,20 @@ def test_tokenize_a_conversation(http: httpx.Client) -> None:
 def test_ping_and_version(http: httpx.Client) -> None:
     assert http.get("/ping").json() == http.post("/ping").json() == http.get("/health").json()
     assert http.get("/version").json() == {"version": __version__}
+
+
+def test_no_tokens_at_all(http: httpx.Client) -> None:
+    asked = {"prompt": TEXT, "max_tokens": 0, "n": 2, "echo": True}
+    found = http.post("/v1/completions", json=asked).json()
+    assert [choice["text"] for choice in found["choices"]] == [TEXT, TEXT]
+    assert [choice["finish_reason"] for choice in found["choices"]] == ["length", "length"]
+    count = http.post("/tokenize", json={"prompt": TEXT}).json()["count"]
+    assert found["usage"]["prompt_tokens"] == count
+    assert found["usage"]["completion_tokens"] == 0
+    streamed = http.post("/v1/completions", json={**asked, "stream": True}).text
+    assert streamed.endswith("data: [DONE]\n\n")
+    assert streamed.count('"finish_reason":"length"') == 2
+    native = {"text": TEXT, "sampling_params": {"max_new_tokens": 0}}
+    answer = http.post("/generate", json=native).json()
+    assert answer["text"] == ""
+    assert answer["meta_info"]["prompt_tokens"] == count
