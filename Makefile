@@ -10,7 +10,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 # The many processes of the tests import what one of them has compiled, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test check lint style types arrows fresh format protos docs site clean
+.PHONY: serve test check lint style types arrows fresh format protos docs site dist clean
 
 $(BIN)/.ready: pyproject.toml $(wildcard draft_service/ngram/_ngram*.[ch])
 	$(PYTHON) -m venv $(VENV)
@@ -54,9 +54,14 @@ protos: $(BIN)/.ready
 docs: $(BIN)/.ready
 	$(BIN)/python docs/generate.py
 
-# The manual and the lab book as a site in build/site; a link that leads nowhere fails.
+# The manual and the lab book as a site in build/site; a link that leads nowhere fails. (--quiet would hide it from --strict.)
 site: $(BIN)/.ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# An sdist, and a wheel built from it.
+dist: $(BIN)/.ready
+	rm -rf dist
+	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist *.egg-info

@@ -35,6 +35,7 @@ LONG = (
     "tests/cli/test_generate.py",
     "tests/e2e/test_several_drafts.py",
     "tests/cli/test_serve.py",
+    "tests/deploy/test_wheel.py",
     "tests/verify_service/grammar/test_lossless.py",
     "tests/verify_service/drafts/test_missed_states.py",
     "tests/e2e/test_structured_output.py",
