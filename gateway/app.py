@@ -15,7 +15,7 @@ from foredraft import __version__
 from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.telemetry import metrics as telemetry_metrics
 from foredraft.types import SamplingParams
-from gateway import envelopes, openapi, pages
+from gateway import envelopes, openapi, pages, reference
 from gateway.anthropic import routes as anthropic
 from gateway.anthropic.schemas import CountBody, MessagesBody
 from gateway.figures import Figures
@@ -52,6 +52,7 @@ def make_app(serving: Serving, gate: Gate, figures: Figures) -> FastAPI:
     app.include_router(anthropic.make_router(serving))
     app.include_router(native.make_router(serving))
     app.include_router(pages.make_router(figures))
+    app.include_router(reference.make_router(app))
     _add_health(app, serving)
     app.add_middleware(GateMiddleware, gate=gate, config=serving.config)
     _add_errors(app)

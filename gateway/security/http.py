@@ -15,7 +15,7 @@ from gateway.security.limits import Caller, acting_for
 
 HEALTH = frozenset({"/health", "/ping"})
 # Pages and their files hold nothing of anybody's; whether the server lives may be asked by all.
-OPEN = HEALTH | {"/", "/dashboard"}
+OPEN = HEALTH | {"/", "/dashboard", "/docs"}
 OPEN_FOLDER = "/web/"
 METRICS = frozenset({"/metrics", "/dashboard/figures", "/dashboard/history"})
 PROBE = "/health_generate"  # generates a token
