@@ -128,6 +128,8 @@ def _parameters(function: Function) -> dict[str, Any]:
 
 def _json(schema: dict[str, Any]) -> str:
     options = schema.get("x-guidance", {})
+    if not isinstance(options, dict):
+        raise InvalidRequest("tools", "x-guidance in the parameters of a function is an object")
     bound = {} if "whitespace_flexible" in options else {"whitespace_pattern": _WHITESPACE}
     return f"%json {json.dumps({**schema, 'x-guidance': {**bound, **options}})}"
 

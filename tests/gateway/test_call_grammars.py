@@ -111,6 +111,30 @@ def test_calls_in_channels_are_not_forced(tmp_path: Path) -> None:
         call_grammar(forced, Convention.HARMONY, tokenizer)
 
 
+@pytest.mark.parametrize("convention", [CODER, MISTRAL])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": [1], "required": 5},
+        {"properties": {"a": 1, "b": {"type": "string", "enum": 5}, "c": True}},
+        {"properties": {"a": {"type": "object", "x-guidance": 5}}, "x-guidance": 5},
+    ],
+)
+def test_strange_schemas_are_refused_or_taken(
+    convention: Any, parameters: dict[str, Any], tmp_path: Path
+) -> None:
+    """The verifier says what is wrong with a schema; nothing here may fail over one."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    use = tool_use([Tool.model_validate(tool)], "auto", None)
+    assert use is not None
+    tokenizer = Language(tmp_path, "x").tokenizer
+    if "x-guidance" in parameters:
+        with pytest.raises(InvalidRequest, match="x-guidance"):
+            call_grammar(use, convention, tokenizer)
+    else:
+        assert call_grammar(use, convention, tokenizer) is not None
+
+
 @pytest.fixture(scope="module", params=["hermes", "llama3", "mistral", "qwen3_coder"])
 def family(
     request: pytest.FixtureRequest, stack: LocalStack, tmp_path_factory: pytest.TempPathFactory
