@@ -72,7 +72,7 @@ class RMSNorm(nn.Module):
 
         Args:
             stream: [num_rows, size].
-            delta: [num_rows, size], or the parts that `Linear.sum_later` gives.
+            delta: [num_rows, size], or the parts that `Linear.deferred` gives.
             copy: Where the sum goes too; may be a part of wider rows.
         """
         if fused.on_gpu(stream):

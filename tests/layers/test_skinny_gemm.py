@@ -68,7 +68,7 @@ def test_a_linear_gives_the_same_in_all_its_forms(rows):
     x = random(rows, 256, dtype=torch.bfloat16)
     expected = F.linear(x.double(), linear.weight.double())
     assert error(linear(x), expected) < 1e-2
-    later = linear.sum_later(x)
+    later = linear.deferred(x)
     assert error(later.sum(0) if later.dim() == 3 else later, expected) < 1e-2
     gated = linear.gated(x)
     assert (later.dim() == 3) == (1 < rows <= skinny_gemm.MOST_ROWS)
