@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from foredraft.errors import InvalidRequest
 
+NO_TOKEN = -1  # where there is none: padding of a tree, or logits that are no numbers to choose by
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64
 MAX_COUNT = 2**31 - 1  # what the protos' fields hold

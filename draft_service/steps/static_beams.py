@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from foredraft.sampling.sampling import greedy, perturbed_top, scrub
-from foredraft.trees.draft_tree import NO_TOKEN
 from foredraft.trees.tree_building import BeamTree
+from foredraft.types import NO_TOKEN
 
 
 class StaticBeams(BeamTree):

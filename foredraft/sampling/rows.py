@@ -9,7 +9,6 @@ import torch
 from foredraft.sampling.seeds import to_int64
 from foredraft.types import SamplingParams
 
-NO_TOKEN = -1  # chosen where a model's logits are no numbers to choose by
 # Float32 numbers in 16 bytes: a kernel is compiled anew for tensors that begin elsewhere.
 _ALIGNED = 4
 

@@ -13,7 +13,8 @@ import torch
 from foredraft.sampling import pruning
 from foredraft.sampling.filters import keep_mask, tempered
 from foredraft.sampling.noise import gumbel
-from foredraft.sampling.rows import NO_TOKEN, SamplingRows
+from foredraft.sampling.rows import SamplingRows
+from foredraft.types import NO_TOKEN
 
 # Below this many entries the dense rule is the faster one on a CPU.
 _MIN_PRUNED_VOCAB = 4096

@@ -3,7 +3,7 @@
 import torch
 
 from foredraft.kernel_launch import power_of_two
-from foredraft.sampling.rows import NO_TOKEN
+from foredraft.types import NO_TOKEN
 
 _BLOCK = 1024  # tokens that a program looks at together
 _MAX_PARTS = 128

@@ -5,7 +5,8 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-NO_TOKEN = -1  # token of a node that is none
+from foredraft.types import NO_TOKEN
+
 ROOT = -1  # as a parent: the root of the tree, or nothing before the root
 NO_PARENT = -2  # parent of a node or row that is none
 

@@ -5,9 +5,9 @@ import torch
 
 from draft_service.steps.static_beams import StaticBeams
 from foredraft.sampling.rows import SamplingRows
-from foredraft.trees.draft_tree import NO_TOKEN, DraftTree
+from foredraft.trees.draft_tree import DraftTree
 from foredraft.trees.tree_building import BeamTree, Ordering
-from foredraft.types import SamplingParams
+from foredraft.types import NO_TOKEN, SamplingParams
 
 PARAMS = [
     SamplingParams(temperature=0.0),

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from foredraft.sampling import noise, sampling
-from foredraft.sampling.rows import NO_TOKEN, SamplingRows
-from foredraft.types import SamplingParams
+from foredraft.sampling.rows import SamplingRows
+from foredraft.types import NO_TOKEN, SamplingParams
 from testing.speculation_reference import distribution
 from testing.triton_device import needs_gpu
 

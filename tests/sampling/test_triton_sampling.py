@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.sampling import filters as filters_module
 from foredraft.sampling import noise, sampling
-from foredraft.sampling.rows import NO_TOKEN, SamplingRows
+from foredraft.sampling.rows import SamplingRows
 from foredraft.sampling.triton_sampling import choose_tokens, gumbel
 from foredraft.trees import draft_tree
 from foredraft.trees.draft_tree import DraftTree
-from foredraft.types import SamplingParams
+from foredraft.types import NO_TOKEN, SamplingParams
 from testing.static_trees import ancestors
 from testing.triton_device import DEVICE, INTERPRETED, needs_triton
 from verify_service.executor import verification

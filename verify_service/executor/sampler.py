@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from foredraft.sampling.noise import coins
-from foredraft.sampling.rows import NO_TOKEN, SamplingRows
+from foredraft.sampling.rows import SamplingRows
 from foredraft.sampling.sampling import (
     broken_rows,
     choose,
@@ -17,7 +17,7 @@ from foredraft.sampling.sampling import (
     probabilities,
 )
 from foredraft.trees.draft_tree import DraftTree, depths, paths
-from foredraft.types import SamplingParams
+from foredraft.types import NO_TOKEN, SamplingParams
 from verify_service.executor import penalties
 from verify_service.executor.simulation import SimulatedAcceptance
 from verify_service.executor.verification import Verified, walk, walk_batch, walk_lossy

@@ -14,8 +14,8 @@ import torch
 
 from foredraft.runner.batch import SequenceRows, StepRows
 from foredraft.runner.model_runner import ForwardOutput, ModelRunner
-from foredraft.sampling.rows import NO_TOKEN
 from foredraft.trees.draft_tree import DraftTree
+from foredraft.types import NO_TOKEN
 from verify_service.executor.sampler import Chooser, Outcome, VerifyRows
 from verify_service.policy.step_time import GridTimes
 from verify_service.scheduler.request import Sequence as RequestSequence

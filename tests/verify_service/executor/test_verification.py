@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from foredraft.sampling import noise, sampling
-from foredraft.sampling.rows import NO_TOKEN, SamplingRows
+from foredraft.sampling.rows import SamplingRows
 from foredraft.trees.draft_tree import EMPTY, DraftTree, paths, sanitize
-from foredraft.types import SamplingParams
+from foredraft.types import NO_TOKEN, SamplingParams
 from verify_service.executor.penalties import PenaltyState, needed
 from verify_service.executor.verification import Verified, walk, walk_batch, walk_lossy
 
