@@ -1,4 +1,4 @@
-# `make serve` runs Foredraft, `make test` tests it, `make check` is what CI and the pre-commit hook run.
+# `make serve` runs Foredraft, `make test` tests it, `make check` is what CI runs, `make lint` what the pre-commit hook runs.
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
@@ -10,7 +10,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 # The many processes of the tests import what one of them has compiled, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test check lint style types arrows fresh format protos docs site dist clean
+.PHONY: serve test test-fast test-gpu check lint style types arrows fresh format protos docs site dist clean
 
 $(BIN)/.ready: pyproject.toml $(wildcard draft_service/ngram/_ngram*.[ch])
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,15 @@ serve: $(BIN)/.ready
 
 test: $(BIN)/.ready
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# Unit tests of what needs no running services: under two minutes on two cores.
+FAST := config docs parallel protos rpc sampling telemetry text trees verify_service/scheduler test_structure.py test_kernel_loops.py
+test-fast: $(BIN)/.ready
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(addprefix tests/,$(FAST))
+
+# What needs an NVIDIA GPU, one after the other.
+test-gpu: $(BIN)/.ready
+	$(BIN)/python -m pytest -m gpu
 
 check: lint test
 

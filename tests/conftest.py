@@ -36,6 +36,7 @@ LONG = (
     "tests/e2e/test_several_drafts.py",
     "tests/cli/test_serve.py",
     "tests/deploy/test_wheel.py",
+    "tests/examples/test_examples.py",
     "tests/verify_service/grammar/test_lossless.py",
     "tests/verify_service/drafts/test_missed_states.py",
     "tests/e2e/test_structured_output.py",
@@ -72,12 +73,16 @@ LONG = (
 DIVIDED = ("tests/e2e/test_exactness.py",)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts whole files in the order in which workers begin them; a run without workers keeps pytest's own."""
-    if not IS_WORKER:
-        return
+    """Marks long files, and puts files in the order in which workers begin them; without workers pytest's own stays."""
     ranks = {name: rank for rank, name in enumerate(LONG)}
     files = {item: item.nodeid.partition("::")[0] for item in items}
+    for item in items:
+        if files[item] in ranks:
+            item.add_marker(pytest.mark.slow)
+    if not IS_WORKER:
+        return
     sizes = Counter(files.values())
     items.sort(
         key=lambda item: (ranks.get(files[item], len(LONG)), -sizes[files[item]], files[item])
