@@ -14,9 +14,9 @@ parser = argparse.ArgumentParser(description="Trains a small EAGLE-3 head.")
 parser.add_argument("--target", type=Path, required=True, help="Hugging Face directory")
 parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders of text")
 parser.add_argument("--out", type=Path, required=True)
-parser.add_argument("--steps", type=int, default=60)
-parser.add_argument("--windows", type=int, default=64, help="windows that the target writes")
-parser.add_argument("--window", type=int, default=128, help="tokens of a window")
+parser.add_argument("--steps", type=int, default=40)
+parser.add_argument("--windows", type=int, default=24, help="windows that the target writes")
+parser.add_argument("--window", type=int, default=96, help="tokens of a window")
 options = parser.parse_args()
 
 command = [sys.executable, "-m", "training", "draft", "--algorithm=EAGLE3", "--no-compile"]
