@@ -9,12 +9,6 @@ _INSIDE = "put what is in it into the request itself"
 
 OPENAI = {
     # vLLM's.
-    "guided_json": 'give structured_outputs: {"json": ...} instead',
-    "guided_regex": 'give structured_outputs: {"regex": ...} instead',
-    "guided_choice": 'give structured_outputs: {"choice": [...]} instead',
-    "guided_grammar": 'give structured_outputs: {"grammar": ...} instead',
-    "guided_decoding_backend": f"grammars have one backend here; {_BEST}",
-    "guided_whitespace_pattern": f"JSON may have any white space here; {_BEST}",
     "bad_words": "give logit_bias: -100 for each of their token ids (/tokenize has them) instead",
     "allowed_token_ids": 'give structured_outputs: {"choice": [...]}, or logit_bias, instead',
     "use_beam_search": _BEAMS,
@@ -28,8 +22,6 @@ OPENAI = {
     "vllm_xargs": _BEST,
     "cache_salt": f"keys do not tell prefixes apart; {_BEST}, or start the server with --disable-radix-cache",
     # SGLang's.
-    "regex": 'give structured_outputs: {"regex": ...} instead',
-    "ebnf": 'give structured_outputs: {"grammar": ...} instead',
     "json_schema": 'give structured_outputs: {"json": ...}, or in chats response_format, instead',
     "structural_tag": 'give structured_outputs: {"structural_tag": ...} instead',
     "max_new_tokens": "give max_tokens instead",
@@ -62,6 +54,24 @@ OPENAI = {
     "input_ids": "give prompt at /v1/completions instead, which takes token ids",
     "system": "give it as the first of messages, with role: system",
     "image_data": _TEXT_ALONE,
+}
+
+_FORMS = {
+    **dict.fromkeys(
+        ("structured_outputs", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf"),
+        "send it to /v1/chat/completions, which takes it",
+    ),
+    "guided_decoding_backend": f"grammars have one backend here; {_BEST}",
+}
+_RESPONSES_SCHEMA = 'give text: {"format": {"type": "json_schema", ...}} instead'
+RESPONSES = {
+    **_FORMS,
+    **dict.fromkeys(("guided_json", "response_format"), _RESPONSES_SCHEMA),
+}
+_MESSAGES_SCHEMA = 'give output_config: {"format": {"type": "json_schema", ...}} instead'
+MESSAGES = {
+    **_FORMS,
+    **dict.fromkeys(("guided_json", "response_format"), _MESSAGES_SCHEMA),
 }
 
 _SAMPLING = {

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from foredraft.errors import InvalidRequest
+from gateway import remedies
 from gateway.http import Body, Items, Objects, refuse
 from gateway.openai.extensions import ExtendedBody
 from gateway.openai.reasoning import switch_variables
@@ -152,6 +153,8 @@ class Metadata(Body):
 
 class CountBody(ExtendedBody):
     """POST /v1/messages/count_tokens."""
+
+    remedies = remedies.MESSAGES
 
     model: str = ""
     messages: Objects[InputMessage]

@@ -82,7 +82,7 @@ async def render(serving: Serving, body: ChatBody) -> Prompt:
     grammar = body.grammar()
     if use is not None and convention is not None:
         if grammar is not None:
-            field = "structured_outputs" if body.structured_outputs else "response_format"
+            field = next(iter(body.grammar_fields()), "response_format")
             raise InvalidRequest(field, "does not go with tools that may be called")
         grammar = call_grammar(use, convention, serving.tokenizer)
     if body.reasoning_effort is not None:

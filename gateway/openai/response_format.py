@@ -1,10 +1,11 @@
-"""response_format, and vLLM's structured_outputs: what the text of an answer has to look like."""
+"""response_format, and the fields of vLLM and SGLang: what the text of an answer has to look like."""
 
 import json
 import re
 from typing import Any, Literal
 
 from pydantic import Field
+from pydantic_core import from_json
 
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, GrammarKind
@@ -55,29 +56,97 @@ class StructuredOutputs(Body):
         """What the verifier holds the text to.
 
         Raises:
-            InvalidRequest: Not exactly one is given, or no choice.
+            InvalidRequest: Not exactly one is given, or one that says nothing; names it.
         """
-        if self.choice == []:
-            raise InvalidRequest("structured_outputs.choice", "has no choices")
-        given = {
-            name: value
+        given = [
+            (name, value)
             for name, value in self.model_dump(by_alias=True).items()
             if value not in (None, False)
-        }
+        ]
         if len(given) != 1:
             raise InvalidRequest("structured_outputs", f"give exactly one, not {len(given)}")
-        if self.json_ is not None:
-            text = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
-            return Grammar(GrammarKind.JSON_SCHEMA, text)
-        if self.regex is not None:
-            return Grammar(GrammarKind.REGEX, self.regex)
-        if self.choice is not None:
-            return Grammar(GrammarKind.REGEX, "|".join(map(re.escape, self.choice)))
-        if self.grammar is not None:
-            return Grammar(GrammarKind.EBNF, self.grammar)
-        if self.structural_tag is not None:
-            return Grammar(GrammarKind.STRUCTURAL_TAG, self.structural_tag)
+        ((kind, value),) = given
+        return _grammar(kind, value, f"structured_outputs.{kind}")
+
+
+# What each of the flat fields is called in structured_outputs.
+_FLAT = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+
+
+class GrammarFields(Body):
+    """Fields of vLLM and SGLang that say what a text has to look like: one of them alone."""
+
+    structured_outputs: StructuredOutputs | None = None
+    # vLLM's older names of what is in structured_outputs.
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Items[str] | None = None
+    guided_grammar: str | None = None
+    # SGLang's.
+    regex: str | None = None
+    ebnf: str | None = None
+    # vLLM's backends follow the same grammars, as the one here does: taken and ignored. Their options are not.
+    guided_decoding_backend: (
+        Literal["auto", "guidance", "lm-format-enforcer", "outlines", "xgrammar"] | None
+    ) = None
+    # It would change the text: refused.
+    guided_whitespace_pattern: str | None = None
+
+    def grammar_fields(self) -> list[str]:
+        """The names of those that ask for a grammar."""
+        return [name for name in ("structured_outputs", *_FLAT) if getattr(self, name) is not None]
+
+    def grammar(self) -> Grammar | None:
+        """What the text has to look like.
+
+        Raises:
+            InvalidRequest: It is not said clearly; names the field.
+        """
+        if self.guided_whitespace_pattern is not None:
+            raise InvalidRequest(
+                "guided_whitespace_pattern",
+                'give the schema "x-guidance": {"whitespace_pattern": ...} instead',
+            )
+        given = self.grammar_fields()
+        if len(given) > 1:
+            raise InvalidRequest(given[1], f"does not go with {given[0]}: give one grammar")
+        if self.structured_outputs is not None:
+            return self.structured_outputs.compiled_from()
+        return _grammar(_FLAT[given[0]], getattr(self, given[0]), given[0]) if given else None
+
+
+def _grammar(kind: str, value: Any, field: str) -> Grammar:
+    """The grammar of what structured_outputs has of a kind. Raises InvalidRequest, naming `field`."""
+    if kind == "json":
+        if isinstance(value, str):
+            _read_json(value, field)
+            return Grammar(GrammarKind.JSON_SCHEMA, value)
+        return schema_grammar(value)
+    if kind == "choice":
+        if not value:
+            raise InvalidRequest(field, "has no choices")
+        return Grammar(GrammarKind.REGEX, "|".join(map(re.escape, value)))
+    if kind == "structural_tag":
+        if not isinstance(_read_json(value, field), dict):
+            raise InvalidRequest(field, "must be the text of a JSON object")
+        return Grammar(GrammarKind.STRUCTURAL_TAG, value)
+    if kind == "json_object":
         return ANY_OBJECT
+    return Grammar(GrammarKind.REGEX if kind == "regex" else GrammarKind.EBNF, value)
+
+
+def _read_json(text: str, field: str) -> Any:
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(field, f"is not valid JSON: {error}") from None
 
 
 def schema_grammar(schema: dict[str, Any] | bool) -> Grammar:

@@ -8,7 +8,7 @@ from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, SamplingParams, SpeculationParams
 from gateway import remedies
 from gateway.http import Body, Items, Objects, refuse
-from gateway.openai.response_format import ResponseFormat, StructuredOutputs
+from gateway.openai.response_format import GrammarFields, ResponseFormat
 from gateway.openai.tools import Choice, Tool, ToolUse, tool_use
 from gateway.serving import seed_or_random
 
@@ -34,7 +34,7 @@ class Speculation(Body):
         return SpeculationParams(self.enabled, self.num_steps, self.topk, self.num_draft_tokens)
 
 
-class GenerationBody(Body):
+class GenerationBody(GrammarFields):
     """What completions and chat completions have in common."""
 
     remedies = remedies.OPENAI
@@ -77,7 +77,6 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     speculation: Speculation | None = None
     request_id: str | None = None
-    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -91,17 +90,8 @@ class GenerationBody(Body):
         return {
             "max_new_tokens": "max_tokens",
             "min_new_tokens": "min_tokens",
-            "grammar": "structured_outputs",
+            "grammar": next(iter(self.grammar_fields()), "structured_outputs"),
         }
-
-    def grammar(self) -> Grammar | None:
-        """What the text has to look like.
-
-        Raises:
-            InvalidRequest: It is not said clearly; names the field.
-        """
-        asked = self.structured_outputs
-        return None if asked is None else asked.compiled_from()
 
     def truncated(self, tokens: list[int]) -> list[int]:
         """The prompt's last tokens, as many as the request says."""
@@ -249,17 +239,20 @@ class ChatBody(GenerationBody):
         names = {"prompt": "messages", "logprobs": "top_logprobs", **super().names()}
         if self.max_tokens is None:
             names["max_new_tokens"] = "max_completion_tokens"
-        if self.tools:
-            names["grammar"] = "tools"
-        elif self.response_format is not None:
-            names["grammar"] = "response_format.json_schema.schema"
+        if not self.grammar_fields():
+            if self.response_format is not None and self.response_format.type != "text":
+                names["grammar"] = "response_format.json_schema.schema"
+            elif self.tools:
+                names["grammar"] = "tools"
         return names
 
     def grammar(self) -> Grammar | None:
-        asked = None if self.response_format is None else self.response_format.grammar()
-        if asked is not None and self.structured_outputs is not None:
-            raise InvalidRequest("structured_outputs", "does not go with response_format")
-        return asked or super().grammar()
+        form = None if self.response_format is None else self.response_format.grammar()
+        other = super().grammar()
+        if form is not None and other is not None:
+            field = self.grammar_fields()[0]
+            raise InvalidRequest(field, "does not go with response_format: give one grammar")
+        return form or other
 
     def tool_use(self) -> ToolUse | None:
         """What is asked of tools, None where none may be called."""

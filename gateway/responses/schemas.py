@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from foredraft.errors import InvalidRequest
+from gateway import remedies
 from gateway.http import Body, Items, Objects, refuse
 from gateway.openai.extensions import ExtendedBody
 from gateway.openai.response_format import JsonSchema, ResponseFormat
@@ -183,6 +184,8 @@ class StreamOptions(Body):
 
 class ResponsesBody(ExtendedBody):
     """POST /v1/responses."""
+
+    remedies = remedies.RESPONSES
 
     model: str = ""
     input: str | Objects[Item]

@@ -228,6 +228,49 @@ def test_functions_over_grpc_are_the_same(stack: LocalStack, client: openai.Open
     assert pieces[-1].completion.finish_reason == inference_pb2.FINISH_REASON_CALLS
 
 
+_PATTERN, _CHOICES = r"(Lily|Tom) has [1-9] (cats|dogs)\.", ["a.b", "c|d", "Tom"]
+_GRAMMAR = 'root ::= ("a" | "b"){2} [0-9]'
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("guided_json", SCHEMA, "json"),
+        ("guided_json", json.dumps(SCHEMA), "json"),
+        ("guided_regex", _PATTERN, "regex"),
+        ("guided_choice", _CHOICES, "choice"),
+        ("guided_grammar", _GRAMMAR, "grammar"),
+        ("regex", _PATTERN, "regex"),
+        ("ebnf", _GRAMMAR, "grammar"),
+    ],
+)
+def test_other_names_of_structured_outputs(
+    client: openai.OpenAI, name: str, value: Any, kind: str
+) -> None:
+    def ask(**extra: Any) -> list[str]:
+        chat = client.chat.completions.create(
+            messages=ASKED, seed=4, n=3, extra_body=extra, **FIXED
+        )
+        completion = client.completions.create(
+            prompt="Story: ", seed=4, n=3, extra_body=extra, **FIXED
+        )
+        choices = [*chat.choices, *completion.choices]
+        assert all(choice.finish_reason == "stop" for choice in choices)
+        texts = [choice.message.content or "" for choice in chat.choices]
+        return texts + [choice.text for choice in completion.choices]
+
+    null = dict.fromkeys({"guided_json", "guided_choice", "regex", "structured_outputs"} - {name})
+    texts = ask(**{name: value, **null})
+    assert texts == ask(structured_outputs={kind: value})
+    for text in texts:
+        if kind == "json":
+            jsonschema.validate(json.loads(text), SCHEMA)
+        elif kind == "choice":
+            assert text in _CHOICES
+        else:
+            assert re.fullmatch(_PATTERN if kind == "regex" else "[ab]{2}[0-9]", text)
+
+
 def test_a_wrong_grammar_names_its_field(stack: LocalStack) -> None:
     sampling = inference_pb2.SamplingParams(grammar=inference_pb2.Grammar(regex="a("))
     request = inference_pb2.GenerateRequest(text="x", sampling=sampling)

@@ -275,12 +275,22 @@ GRAMMARS: tuple[Field, ...] = (
     *_rows(
         BOTH, "vLLM", "honoured",
         ("structured_outputs", {"choice": ["yes", "no"]}, "one of json, regex, choice, grammar, json_object, structural_tag"),
+        ("guided_json", {"enum": ["yes", "no"]}, "as structured_outputs' json; one grammar alone"),
+        ("guided_regex", _WORD, "as structured_outputs' regex"),
+        ("guided_choice", ["yes", "no"], "as structured_outputs' choice"),
+        ("guided_grammar", _EBNF, "as structured_outputs' grammar"),
+    ),
+    *_rows(
+        BOTH, "SGLang", "honoured",
+        ("regex", _WORD, "as structured_outputs' regex"),
+        ("ebnf", _EBNF, "as structured_outputs' grammar"),
+    ),
+    *_rows(
+        BOTH, "vLLM", "ignored",
+        ("guided_decoding_backend", "xgrammar", "grammars have one backend here; a name with options is refused"),
     ),
     *_rows(
         BOTH, "vLLM", "refused",
-        ("guided_json", {}, "structured_outputs instead"),
-        ("guided_regex", "a+", "structured_outputs instead"),
-        ("guided_choice", ["a"], "structured_outputs instead"),
-        ("guided_grammar", "root ::= \"a\"", "structured_outputs instead"),
+        ("guided_whitespace_pattern", "[ ]?", "the schema's x-guidance has whitespace_pattern"),
     ),
 )  # fmt: skip

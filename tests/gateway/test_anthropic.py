@@ -277,6 +277,10 @@ USED = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [USE]
             "output_config.format.schema: Invalid type",
         ),
         ({"stop": "x"}, "stop: is not a field"),
+        (
+            {"guided_json": {}},
+            "guided_json: is not a field of this request, or not one that can be honoured; give output_config",
+        ),
         ({"max_tokens": -1}, "max_tokens: must be in"),
     ],
 )

@@ -315,6 +315,13 @@ def test_calls_after_reasoning(rig: Rig, client: openai.OpenAI) -> None:
     assert '"reasoning"' in rig.verifier.submitted[-1].sampling.grammar.structural_tag
 
 
+@pytest.mark.parametrize("kind", ["json", "structural_tag"])
+def test_a_schema_that_is_no_json_is_told(rig: Rig, client: openai.OpenAI, kind: str) -> None:
+    broken = {"structured_outputs": {kind: "{"}}
+    with pytest.raises(openai.BadRequestError, match=rf"structured_outputs\.{kind}: is not valid"):
+        client.chat.completions.create(model="scripted", messages=USER, extra_body=broken)
+
+
 def test_structured_output_comes_after_reasoning(rig: Rig, client: openai.OpenAI) -> None:
     if rig.style is GPT_OSS:
         pytest.skip("refused by name, below")
@@ -333,6 +340,7 @@ def test_structured_output_comes_after_reasoning(rig: Rig, client: openai.OpenAI
     client.chat.completions.create(**asked, response_format=form, extra_body=off)
     assert rig.verifier.submitted[-1].sampling.grammar.json_schema
     if rig.style is R1:
-        pattern = {"structured_outputs": {"regex": "4"}}
-        with pytest.raises(openai.BadRequestError, match="does not go with reasoning"):
-            client.chat.completions.create(**asked, extra_body=pattern)
+        for pattern in ({"structured_outputs": {"regex": "4"}}, {"guided_regex": "4"}):
+            with pytest.raises(openai.BadRequestError, match="does not go with reasoning") as told:
+                client.chat.completions.create(**asked, extra_body=pattern)
+            assert told.value.param == next(iter(pattern))

@@ -335,6 +335,7 @@ PROOFS: dict[str, Callable[[Ask, Field], bool]] = {
     "parallel_tool_calls": calls_once,
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), chooses),
     "structured_outputs": chooses,
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), chooses),
     "documents": refuses_others("a", [1]),
 }
 

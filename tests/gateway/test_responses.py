@@ -334,6 +334,8 @@ USER = {"role": "user", "content": "x"}
         ({"stream_options": {}}, "stream_options", "stream: true"),
         ({"messages": []}, "messages", "not a field"),
         ({"max_tokens": 5}, "max_tokens", "not a field"),
+        ({"guided_json": {}}, "guided_json", "give text: {"),
+        ({"guided_regex": "a"}, "guided_regex", "/v1/chat/completions"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_told(
