@@ -173,7 +173,7 @@ class Asker:
         body, status = self._choose.choice(
             [
                 ({"prompt": prompt, "temperature": -1}, 400),
-                ({"prompt": prompt, "max_tokens": 0}, 400),
+                ({"prompt": prompt, "max_tokens": -1}, 400),
                 ({"prompt": prompt, "no_such_field": 1}, 400),
                 ({"prompt": prompt, "model": "no-such-model"}, 404),
                 ({"prompt": [2**30]}, 400),

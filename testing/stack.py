@@ -21,11 +21,11 @@ gateway_processes: list[subprocess.Popen[bytes]] = []  # started by running_gate
 CONTEXT_LENGTH = 512
 
 
-def make_model(directory: Path) -> Path:
+def make_model(directory: Path, context_length: int = CONTEXT_LENGTH) -> Path:
     """A random Llama with a byte-level tokenizer and a chat template; its text is nonsense, broken UTF-8 included."""
     from testing.checkpoints import make_checkpoint  # brings torch
 
-    make_checkpoint(directory, vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT_LENGTH)
+    make_checkpoint(directory, vocab_size=VOCAB_SIZE, max_position_embeddings=context_length)
     save(byte_level(VOCAB_SIZE), directory)
     return directory
 

@@ -85,7 +85,7 @@ def test_what_rises_and_then_stays_is_no_growth() -> None:
 
 @pytest.mark.slow
 def test_a_short_soak_answers_everything_rightly(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "tiny")
+    model = make_model(tmp_path / "tiny", context_length=1024)
     command = [sys.executable, "-m", "benchmarks.soak", "--minutes", "0.12", "--interval", "0.5"]
     command += ["--pause", "0", "--clients", "3", "--output", str(tmp_path / "soak"), "--"]
     command += ["--model-path", str(model), "--device", "cpu"]

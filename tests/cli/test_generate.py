@@ -196,7 +196,10 @@ def children_of(pid: int) -> list[int]:
         (["--server=http://127.0.0.1:9", "x"], "refused; `foredraft serve` starts a server"),
         (["--server=SERVER", "--temperature=-1", "x"], "temperature: must be in"),
         (["--server=SERVER", "--top-p=7", "x"], "top_p: must be in"),
-        (["--server=SERVER", "--max-tokens=100000", "x"], "max_tokens: 100000 is more than"),
+        (
+            ["--server=SERVER", "--max-tokens=100000", "x"],
+            "max_tokens: 100000 tokens after a prompt of",
+        ),
         (["--server=SERVER", "--seed", str(2**70), "x"], "seed: must fit 64 bits"),
         (["--server=SERVER/nothing", "x"], "POST /nothing/v1/completions: Not Found"),
     ],

@@ -222,7 +222,7 @@ def test_the_first_request_shows_where_a_key_goes(
     urls = {"http": "http://127.0.0.1:1", "grpc": "127.0.0.1:2"}
     Terminal().ready(urls, stack.ServeConfig(model_path="/models/tiny", **given))
     shown = capsys.readouterr().out
-    assert "curl -N http://127.0.0.1:1/v1/completions" in shown
+    assert "curl http://127.0.0.1:1/v1/completions" in shown
     assert ("Authorization: Bearer KEY" in shown) == bool(given)
 
 

@@ -38,13 +38,14 @@ END = Completion(FinishReason.LENGTH, None, None, 10, ACCOUNT, seed=77)
 
 def test_usage_counts_a_prompt_once_however_many_choices_it_has() -> None:
     # Two prompts with two choices each.
-    usage = replies.usage([END] * 4, num_choices=2)
+    usage = replies.usage([END] * 4, num_choices=2, num_reasoning_tokens=7)
     assert usage == {
         "prompt_tokens": 42,
         "completion_tokens": 40,
         "total_tokens": 82,
         "prompt_tokens_details": {"cached_tokens": 32},
         "completion_tokens_details": {
+            "reasoning_tokens": 7,
             "accepted_prediction_tokens": 24,
             "rejected_prediction_tokens": 24,
         },
