@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from foredraft.cli.ports import bind_free
 from foredraft.cli.stack import LocalStack, make_supervisor
 from foredraft.rpc.lifetime import child_environment
 from testing.tiny_tokenizers import byte_level, save
@@ -78,8 +79,7 @@ def running_gateway(*verifiers: str, **flags: Any) -> Iterator[tuple[str, str]]:
 def free_port() -> int:
     """A TCP port that nobody listened on a moment ago."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        return bind_free(probe, "127.0.0.1")
 
 
 def eventually(condition: Callable[[], Outcome], seconds: float = 60.0) -> Outcome:

@@ -14,6 +14,7 @@ from typing import Any
 
 from foredraft.cli.leftovers import of_the_dead
 from foredraft.cli.mps import Mps
+from foredraft.cli.ports import bind_free
 from foredraft.cli.supervisor import Service, Supervisor
 from foredraft.config.api_keys import configured
 from foredraft.config.options import flag_of, option, to_flags, variable_of
@@ -343,13 +344,14 @@ def _choose_ports(config: ServeConfig, num_more: int = 0) -> dict[str, int]:
             probe = probes.enter_context(socket.socket(family))
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((host, port))
+                if port:
+                    probe.bind((host, port))
+                chosen[name] = port or bind_free(probe, host)
             except OSError as error:
                 reason = error.strerror or error
                 if error.errno == errno.EADDRINUSE:
                     reason = f"{reason}; give another port, or 0 for any free one"
                 raise ConfigError(f"{flag_of(name)} {port} on {host}: {reason}") from error
-            chosen[name] = int(probe.getsockname()[1])
     return chosen
 
 
