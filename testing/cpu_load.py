@@ -7,13 +7,12 @@ was measured at start is wrong.
 import random
 from dataclasses import dataclass, field
 
-from verify_service.policy.acceptance import DraftHistory
-from verify_service.policy.messages import NO_WAIT, Observed, Wait, Want
-from verify_service.policy.policy import DraftPolicy
-from verify_service.policy.step_time import RowTimes
+from verify_service.controller.controller import Controller
+from verify_service.controller.messages import NO_WAIT, DraftHistory, Observed, Wait, Want
+from verify_service.controller.tables import RowTable
 
 WIDTHS = [1, 2, 3, 4, 6, 8, 16, 32]
-REAL = RowTimes(WIDTHS, [8.6e-3, 9.8e-3, 13.2e-3, 13.6e-3, 15.3e-3, 17e-3, 22e-3, 34e-3])
+REAL = RowTable(WIDTHS, [8.6e-3, 9.8e-3, 13.2e-3, 13.6e-3, 15.3e-3, 17e-3, 22e-3, 34e-3])
 CONTEXT = 3.3e-6  # seconds that each token of the sequences' contexts takes of a step
 GREEDY_ROW, SAMPLED_ROW = 0.3e-3, 1.1e-3  # of choosing at an accepted row
 DRAFT_STEP, DRAFT_LEVEL = 1.5e-3, 1.4e-3  # of an answer, and of each level
@@ -37,11 +36,11 @@ class Cpu:
     aside: float = 0.0
     slow: float = 1.0
 
-    def times(self) -> RowTimes:
+    def times(self) -> RowTable:
         """The table."""
         first = 0.85 * REAL.seconds(1, 1)  # of an empty cache
         more = [0.65 * self.slope * (REAL.seconds(1, n) - REAL.seconds(1, 1)) for n in WIDTHS]
-        return RowTimes(WIDTHS, [first + seconds for seconds in more])
+        return RowTable(WIDTHS, [first + seconds for seconds in more])
 
 
 @dataclass(slots=True)
@@ -89,12 +88,16 @@ def arrivals(
 
 
 def serve(
-    cpu: Cpu, policy: DraftPolicy | None, requests: list[Request], depth: int = 5, running: int = 4
+    cpu: Cpu,
+    controller: Controller | None,
+    requests: list[Request],
+    depth: int = 5,
+    running: int = 4,
 ) -> Served:
     """Serves all requests in order.
 
     Args:
-        policy: None for plain decoding.
+        controller: None for plain decoding.
         depth: Of the longest chain.
         running: At a time; the others wait.
     """
@@ -111,21 +114,21 @@ def serve(
             active.append(pending.pop(0))
             active[-1].began = now
         nodes = [0] * len(active)
-        if policy is not None:
+        if controller is not None:
             wanted = [
                 Want(one.history, min(depth, one.left - 1), behind=one.behind, left=one.left)
                 for one in active
             ]
-            nodes = policy.plan(wanted).nodes
-        target, draft, tokens = _step(cpu, policy, active, nodes, rng)
+            nodes = controller.plan(wanted).nodes
+        target, draft, tokens = _step(cpu, controller, active, nodes, rng)
         factor = cpu.slow if now % 8 < 3 else 1.0
         target, draft = factor * target, factor * draft
         now, busy = now + target + draft, busy + target + draft
-        if policy is not None:
+        if controller is not None:
             asked = sum(map(bool, nodes))
             wait = Wait(max(nodes), asked, draft) if asked else NO_WAIT
             rows = len(active) + sum(nodes)
-            policy.observe(Observed(len(active), rows, target, tokens, wait))
+            controller.observe(Observed(len(active), rows, target, tokens, wait))
         for one in active:
             one.ended = now
         active = [one for one in active if one.left > 0]
@@ -135,7 +138,7 @@ def serve(
 
 def _step(
     cpu: Cpu,
-    policy: DraftPolicy | None,
+    controller: Controller | None,
     active: list[Request],
     nodes: list[int],
     rng: random.Random,
@@ -155,8 +158,8 @@ def _step(
             draft += DRAFT_READ * one.behind
             while right < num and rng.random() < one.acceptance:
                 right += 1
-            assert policy is not None
-            policy.record(one.history, num, range(right))
+            assert controller is not None
+            controller.record(one.history, num, range(right))
         target += _commit(one, num, right)
         tokens += 1 + right
     return noise * target, noise * draft, tokens

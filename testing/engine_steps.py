@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from verify_service.controller.messages import Plan
 from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.proposals import Drafted
 from verify_service.engine.engine import Engine
 from verify_service.engine.overlap import Flight
 from verify_service.executor.target_step import StepResult
-from verify_service.policy.messages import Plan
 from verify_service.scheduler.request import Sequence as RequestSequence
 from verify_service.scheduler.step_plan import StepPlan
 
@@ -110,8 +110,7 @@ class EngineSteps:
     def _plan(self, plan: Callable[..., Plan]) -> Callable[..., Plan]:
         def planned(sequences: Sequence[RequestSequence], *args: int, **options: bool) -> Plan:
             chosen = plan(sequences, *args, **options)
-            policy = getattr(self._engine._sizes, "policy", None)
-            is_trial = policy is not None and policy._is_trial
+            is_trial = not any(self._engine._sizes.controller.is_drafting)
             nodes = sum(chosen.nodes)
             kind = "plain" if not nodes else "trial" if is_trial else "drafted"
             expected = self._expectation(sequences, chosen) if self._expects else None
@@ -121,21 +120,24 @@ class EngineSteps:
         return planned
 
     def _expectation(self, sequences: Sequence[RequestSequence], chosen: Plan) -> Expected | None:
-        policy, drafting = getattr(self._engine._sizes, "policy", None), self._engine._drafting
-        if policy is None or policy._times is None or not isinstance(drafting, Drafting):
+        controller, drafting = self._engine._sizes.controller, self._engine._drafting
+        if controller._costs is None or not isinstance(drafting, Drafting):
             return None
-        times, acceptance, batch = policy._times, policy._acceptance, len(sequences)
-        levels = min(max(chosen.nodes, default=0), policy._depth)
-        asked, plain, rows = sum(map(bool, chosen.nodes)), batch, batch + sum(chosen.nodes)
-        if times.is_padded:
-            asked, plain, rows = batch, 1, chosen.rows if asked else 1
+        costs, batch = controller._costs, len(sequences)
+        acceptance, table = controller._acceptance[0], costs.table
+        levels = min(max(chosen.nodes, default=0), controller.drafts[0].depth)
+        asked, rows = sum(map(bool, chosen.nodes)), batch + sum(chosen.nodes)
+        if table.is_padded:
+            asked, rows = batch, chosen.rows if asked else 1
         tokens = float(batch)
         for sequence, num_nodes in zip(sequences, chosen.nodes, strict=True):
             if num_nodes:
-                gains = acceptance.gains(drafting.history(sequence), 0, policy._probing.now)
-                tokens += sum(gains[: acceptance.ladder.num_within(num_nodes)])
-        draft = policy._draft_times.steps(asked, levels) * times.unit if levels else 0.0
-        return Expected(draft, times.seconds(batch, rows), tokens, times.seconds(batch, plain))
+                history = self._engine._sizes._history(sequence)
+                row, pool = acceptance.row(history, 0, 0), acceptance.pool(history, 0)
+                gains = acceptance.gains([row], [pool])[0]
+                tokens += float(gains[: acceptance.ladder.num_within(num_nodes)].sum())
+        draft = costs.draft(0, asked, levels, controller._follows)
+        return Expected(draft, costs.target(batch, rows), tokens, costs.plain(batch))
 
     def _draft(
         self, draft: Callable[[StepPlan], dict[int, Drafted]]

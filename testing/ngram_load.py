@@ -7,10 +7,10 @@ import random
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from verify_service.policy.acceptance import DraftHistory
-from verify_service.policy.messages import NO_WAIT, Observed, Offer, Wait, Want
-from verify_service.policy.policy import DraftPolicy
-from verify_service.policy.step_time import RowTimes
+from verify_service.controller.controller import Controller, DraftKind
+from verify_service.controller.costs import CostModel
+from verify_service.controller.messages import NO_WAIT, DraftHistory, Observed, Offer, Wait, Want
+from verify_service.controller.tables import RowTable
 
 MAX_NODES = 11
 # Of a chain with an empty cache, as measured at start; steps of several sequences take longer.
@@ -76,19 +76,21 @@ class Text:
 def gain(
     machine: Machine, batch: int, matches: tuple[Match, ...], length: int, answers: int, seed: int
 ) -> float:
-    """Tokens per second under the policy, of plain decoding's, with answers of `length` tokens.
+    """Tokens per second under the controller, of plain decoding's, with answers of `length` tokens.
 
     Args:
         answers: Batches of them, after one that is not counted.
     """
     rng = random.Random(seed)
-    policy = DraftPolicy(RowTimes(WIDTHS, TABLE), MAX_NODES, MAX_NODES)
+    controller = Controller(
+        CostModel(RowTable(WIDTHS, TABLE)), [DraftKind(MAX_NODES, MAX_NODES, is_asked_first=True)]
+    )
     speed, seconds, plain = 1.0, 0.0, 0.0
     for number in range(answers + 1):
         texts = [Text(length, rng.gauss(0, 0.05)) for _ in range(batch)]
         while texts:
             speed += 0.02 * (1 - speed) + rng.gauss(0, DRIFT)
-            took, tokens = _step(machine, policy, texts, matches, speed, rng)
+            took, tokens = _step(machine, controller, texts, matches, speed, rng)
             if number:
                 seconds += took
                 plain += machine.plain * tokens / len(texts)
@@ -100,7 +102,7 @@ def gain(
 
 def _step(
     machine: Machine,
-    policy: DraftPolicy,
+    controller: Controller,
     texts: list[Text],
     matches: tuple[Match, ...],
     speed: float,
@@ -108,20 +110,20 @@ def _step(
 ) -> tuple[float, int]:
     """Seconds that it takes while the machine is as fast as ever, and tokens."""
     wanted = [Want(one.history, MAX_NODES if one.left > 1 else 0, left=one.left) for one in texts]
-    asked = sum(map(bool, policy.ask(wanted).nodes))
+    asked = sum(map(bool, controller.plan(wanted).nodes))
     found = [_match(matches, one, rng) if asked else (0, 0) for one in texts]
     offers = [
         Offer(one.history, min(MAX_NODES, one.left - 1) if confidence else 0, confidence)
         for one, (confidence, _) in zip(texts, found, strict=True)
     ]
-    nodes = policy.trim(offers).nodes if asked else [0] * len(texts)
+    nodes = controller.trim(offers) if asked else [0] * len(texts)
     tokens = 0
     for one, offer, num, (_, right) in zip(texts, offers, nodes, found, strict=True):
         accepted = min(right, num)
         if offer.num_nodes:
             # Of what was not verified, the next token tells.
             known = offer.num_nodes if right <= num else num + 1
-            policy.record(
+            controller.record(
                 one.history, known, range(min(right, num + 1)), offer.confidence, accepted
             )
         one.left -= 1 + accepted
@@ -132,7 +134,7 @@ def _step(
     factor = speed + rng.gauss(0, NOISE)
     rows = len(texts) + sum(nodes)
     said = Wait(1, asked, wait * factor) if asked else NO_WAIT
-    policy.observe(Observed(len(texts), rows, target * factor, tokens, said))
+    controller.observe(Observed(len(texts), rows, target * factor, tokens, said))
     return target + wait, tokens
 
 

@@ -8,15 +8,14 @@ import torch
 from foredraft.trees.draft_tree import DraftTree
 from foredraft.types import FinishReason, SamplingParams
 from testing.toy_target import END, ToyGrammar, ToyTarget, decode
+from verify_service.controller.controller import Controller, DraftKind
+from verify_service.controller.messages import Plan, Want
 from verify_service.drafts.proposals import Drafted, Member, Wanted
 from verify_service.engine.engine import Engine, EngineLimits
 from verify_service.engine.live_requests import EngineRequest
 from verify_service.executor.target_step import DeviceOutcome
 from verify_service.metrics import SpeculationMetrics
 from verify_service.outputs import Load, StepOutput
-from verify_service.policy.acceptance import DraftHistory
-from verify_service.policy.messages import Plan, Want
-from verify_service.policy.policy import DraftPolicy
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.request import Sequence as RequestSequence
@@ -66,9 +65,6 @@ class OracleDraft:
 
     def forget(self, sequence: RequestSequence) -> None:
         self._told.pop(sequence.request_id, None)
-
-    def history(self, sequence: RequestSequence, confidence: int = 0) -> DraftHistory:
-        return DraftHistory()
 
     def close(self) -> None:
         pass
@@ -133,11 +129,11 @@ class OracleDraft:
         return DraftTree(tuple(tokens), tuple(parents))
 
 
-class FicklePolicy(DraftPolicy):
+class FickleController(Controller):
     """Changes its mind in every step."""
 
     def __init__(self, rng: random.Random) -> None:
-        super().__init__(None, NODES, NODES)
+        super().__init__(None, [DraftKind(NODES, NODES)])
         self._rng = rng
 
     def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
@@ -170,7 +166,9 @@ class Run:
             self.target,
             self.scheduler,
             self.draft,  # type: ignore[arg-type]
-            FicklePolicy(rng) if rng.random() < 0.5 else DraftPolicy(None, NODES, NODES),
+            FickleController(rng)
+            if rng.random() < 0.5
+            else Controller(None, [DraftKind(NODES, NODES)]),
             limits,
             SpeculationMetrics("EAGLE3"),
         )

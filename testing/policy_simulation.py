@@ -3,13 +3,11 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from testing.step_model import StepModel, accepted_nodes, tree_shape
 from testing.step_trace import Trace, TraceStep
-from verify_service.policy.acceptance import DraftHistory
-from verify_service.policy.messages import NO_WAIT, Observed, Plan, Wait, Want
-from verify_service.policy.policy import DraftPolicy
+from verify_service.controller.controller import Controller, DraftKind
+from verify_service.controller.messages import NO_WAIT, DraftHistory, Observed, Plan, Wait, Want
 
 HOST_SECONDS = 5e-4  # that the host takes for a step; in the rest it waits
 BRIEF = 24  # tokens of a sequence that a draft reads in no time
@@ -42,61 +40,31 @@ class Load:
     arrivals: float = 0.0
 
 
-class Chooses(Protocol):
-    """What `simulate` asks of a policy."""
-
-    @property
-    def rests_on(self) -> bool:
-        """See `DraftPolicy`."""
-
-    @property
-    def is_resting(self) -> bool:
-        """See `DraftPolicy`."""
-
-    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
-        """See `DraftPolicy`."""
-
-    def record(self, history: DraftHistory, num_nodes: int, accepted: list[int]) -> None:
-        """See `DraftPolicy`."""
-
-    def ended_trial(self, num_outcomes: int) -> None:
-        """See `DraftPolicy`."""
-
-    def passes(self, seconds: float, tokens: int) -> bool:
-        """See `DraftPolicy`."""
-
-    def observe(self, step: Observed) -> None:
-        """See `DraftPolicy`."""
-
-    def interrupted(self, batch: int, tokens: int, seconds: float, wait: Wait) -> None:
-        """See `DraftPolicy`."""
-
-
-class FixedNodes(DraftPolicy):
+class FixedNodes(Controller):
     """Drafts the same for every sequence in every step; with 0 the draft is told nothing."""
 
     def __init__(self, nodes: int) -> None:
-        super().__init__(None, max(nodes, 1), 1)
+        super().__init__(None, [DraftKind(max(nodes, 1), 1)])
         self._nodes = nodes
 
     @property
     def is_resting(self) -> bool:
-        """See DraftPolicy."""
+        """See Controller."""
         return self._nodes == 0
 
     @property
     def rests_on(self) -> bool:
-        """See DraftPolicy."""
+        """See Controller."""
         return self._nodes == 0
 
     def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
-        """See DraftPolicy."""
+        """See Controller."""
         return Plan([min(want.limit, self._nodes) for want in wanted], 1 + self._nodes)
 
 
 def simulate(
     model: StepModel,
-    policy: Chooses,
+    policy: Controller,
     loads: Sequence[Load],
     seconds: float,
     *,
@@ -137,7 +105,7 @@ def _arrivals(load: Load, rng: random.Random) -> Iterator[float]:
 
 class _Run:
     def __init__(
-        self, model: StepModel, policy: Chooses, rng: random.Random, noise: float, answer: int
+        self, model: StepModel, policy: Controller, rng: random.Random, noise: float, answer: int
     ) -> None:
         self.trace, self.now = Trace(model), 0.0
         self._model = model
@@ -234,8 +202,8 @@ class _Run:
 
         def tell() -> None:
             if num_prompts:
-                policy.interrupted(batch, tokens, target, wait)
-            elif not policy.passes(target + draft, tokens):
+                policy.interrupted(wait)
+            elif not policy.passes(target + draft):
                 policy.observe(Observed(batch, rows, target + draft - wait.lead, tokens, wait))
             for outcome in outcomes:
                 policy.record(*outcome)
@@ -266,13 +234,13 @@ class _Run:
             trial, self._trial = self._trial, []
             for outcome in trial:
                 self._policy.record(*outcome)
-            self._policy.ended_trial(len(trial))
+            self._policy.ended_trial()
         if self._policy.rests_on:
             return Plan([0] * len(wanted), 1)
         plan = self._policy.plan(wanted, num_prompts, is_ahead)
         self._host += len(wanted) * self._model.host[0]
         if plan.tried:
-            self._try([self._answers[i] for i in plan.tried])
+            self._try([self._answers[i] for i in plan.tried[0]])
         return plan
 
     def _try(self, tried: Sequence[Answer]) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from verify_service.controller.tables import GridTable, RowTable
 from verify_service.executor.decode_graphs import row_sizes
-from verify_service.policy.step_time import GridTimes, RowTimes, StepTimes
 
 TABLES = Path(__file__).parents[1] / "benchmarks/step_tables"
 SIBLINGS = 0.3  # of a node's acceptance that the next of its siblings has
@@ -78,12 +78,12 @@ class StepModel:
             extra, context, (change, asked), (read, token), table["told"] * 1e-3, table["kept"], table["beside"],
         )  # fmt: skip
 
-    def times(self, error: Callable[[], float] = lambda: 1.0) -> StepTimes:
+    def times(self, error: Callable[[], float] = lambda: 1.0) -> GridTable | RowTable:
         """The table as measured at start, every entry wrong by a factor `error()`."""
         if self.is_padded:
-            return GridTimes({shape: seconds * error() for shape, seconds in self.target.items()})
+            return GridTable({shape: seconds * error() for shape, seconds in self.target.items()})
         widths = sorted(self.target)
-        return RowTimes(widths, [self.target[width] * error() for width in widths])
+        return RowTable(widths, [self.target[width] * error() for width in widths])
 
     def seconds(self, batch: int, rows: int, context: float = 0.0) -> float:
         """Of the target's part of a step; where steps are padded, of a whole one.
@@ -109,7 +109,7 @@ class StepModel:
         return {}
 
     @functools.cached_property
-    def _exact(self) -> StepTimes:
+    def _exact(self) -> GridTable | RowTable:
         return self.times()
 
     def _extra(self, batch: int, rows: int) -> float:
@@ -190,7 +190,7 @@ def fixed_seconds(model: StepModel, batch: int, nodes: int, context: float) -> f
 def sizes(model: StepModel, batch: int) -> list[int]:
     """Nodes that trees of a step can be of one size of; 0 first."""
     times = model.times()
-    if isinstance(times, GridTimes):
+    if isinstance(times, GridTable):
         return [rows - 1 for rows in times.rows(batch)]
     return list(range(model.tree[2] + 1))
 

@@ -31,7 +31,7 @@ LONG = (
     "tests/web/test_dashboard.py",
     "tests/web/test_playground.py",
     "tests/monitoring/test_dashboards.py",
-    "tests/verify_service/policy/test_draft_policy.py",
+    "tests/verify_service/controller/test_controller.py",
     "tests/cli/test_generate.py",
     "tests/e2e/test_several_drafts.py",
     "tests/cli/test_serve.py",

@@ -22,7 +22,9 @@ from foredraft.models.loader import available_host_bytes, load_model
 from foredraft.models.registry import resolve_model_path
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
-from verify_service.drafts.chosen_sizes import SizeRules
+from verify_service.controller.controller import Controller, DraftKind
+from verify_service.controller.costs import CostModel
+from verify_service.controller.tables import RowTable, Table
 from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.links import (
@@ -49,8 +51,6 @@ from verify_service.memory import (
     workspace_bytes,
 )
 from verify_service.metrics import AnyMetrics
-from verify_service.policy.policy import DraftPolicy
-from verify_service.policy.step_time import RowTimes, StepTimes
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.scheduler import Scheduler
@@ -232,20 +232,21 @@ def build_engine(
                 chunk_size(config, target.device), limits, has_branches=tree_limits[1] > 1
             )
             warm_up(runner, reach, _captured(links), levels)
-    times = None
+    costs = None
     if len(links) > 1 or (links and config.speculative_adaptive):
-        times = _measure(target_step, runner, pool)
+        table = _measure(target_step, runner, pool)
+        # Steps are as long as the memory that they read: their weights, and so much for each token.
+        per_token = model_config.kv_bytes_per_token(kv_dtype.itemsize) / target.weight_bytes
+        costs = CostModel(table, per_token * table.unit)
     for link in links:
         link.sized(limits.num_pages, limits.page_size, limits.context_length)
-    rules: DraftPolicy | SizeRules = DraftPolicy(times, limits.max_nodes, tree_limits[0])
-    if len(links) > 1:
-        shapes = [(one.config.tree_limits[2] - 1, one.config.tree_limits[0]) for one in links]
-        rules = SizeRules(times, shapes, config.speculative_adaptive)
+    limits_of = [link.config.tree_limits for link in links]
+    kinds = [DraftKind(num_tokens - 1, num_steps) for num_steps, _, num_tokens in limits_of]
     return Engine(
         target_step,
         scheduler,
         drafting,
-        rules,
+        Controller(costs, kinds, config.speculative_adaptive),
         limits,
         metrics,
         self_tests,
@@ -378,7 +379,7 @@ def _kv_budget(
     return budget.kv
 
 
-def _measure(target_step: TargetStep, runner: ModelRunner, pool: PagePool) -> StepTimes:
+def _measure(target_step: TargetStep, runner: ModelRunner, pool: PagePool) -> Table:
     """Times the target's steps: captured ones as they are, others by number of rows, on pages that are given back."""
     times = target_step.measure()
     if times is not None:
@@ -398,9 +399,9 @@ def _measure(target_step: TargetStep, runner: ModelRunner, pool: PagePool) -> St
         cpu_seconds[rows] = min(cpu_seconds[rows], time.process_time() - started_cpu)
         return time.perf_counter() - started
 
-    by_rows = RowTimes.measure(widths, run)
+    by_rows = RowTable.measure(widths, run)
     if runner.model.device.type == "cpu":
-        by_rows.bound([cpu_seconds[rows] for rows in widths], torch.get_num_threads())
+        by_rows = by_rows.bounded([cpu_seconds[rows] for rows in widths], torch.get_num_threads())
     pool.release(pages)
     table = ", ".join(f"{rows}: {seconds * 1e3:.1f}" for rows, seconds in by_rows.table().items())
     logger.info("target forward in ms by rows: %s", table)

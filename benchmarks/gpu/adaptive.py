@@ -33,11 +33,11 @@ from foredraft.cli import mps
 from foredraft.trees.draft_tree import DraftTree
 from testing.engine_steps import Step
 from testing.engines import Harness, running_engine
+from verify_service.controller.controller import Controller, DraftKind
+from verify_service.controller.messages import Plan, Want
 from verify_service.engine.engine import Engine
 from verify_service.executor.simulation import SimulatedAcceptance
 from verify_service.executor.triton_steps import pretended_path
-from verify_service.policy.messages import Plan, Want
-from verify_service.policy.policy import DraftPolicy
 
 ACCEPTANCES = (0.1, 0.3, 0.5, 0.7, 0.9)
 POOL_TOKENS = 4000  # of each sequence
@@ -49,20 +49,15 @@ LONG = LONGEST / 2  # tokens of sequences that others take the place of between 
 BAD = 0.8  # of the best fixed size, by what was measured before; worse ones are not timed again
 
 
-class FixedRows(DraftPolicy):
+class FixedRows(Controller):
     """The same number of rows for every sequence in every step; with one, the draft is told nothing."""
 
     def __init__(self, rows: int) -> None:
-        super().__init__(None, max(rows - 1, 1), 1)
-        self._fixed = rows
-
-    @property
-    def is_resting(self) -> bool:
-        """See DraftPolicy."""
-        return self._fixed == 1
+        super().__init__(None, [DraftKind(max(rows - 1, 1), 1)])
+        self._fixed, self.is_drafting = rows, [rows > 1]
 
     def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
-        """See DraftPolicy."""
+        """See Controller."""
         return Plan([min(want.limit, self._fixed - 1) for want in wanted], self._fixed)
 
 
@@ -76,7 +71,7 @@ class Bench:
     """
 
     engine: Engine
-    adaptive: DraftPolicy
+    adaptive: Controller
     meter: Meter
     depth: int
     costs: Costs = field(default_factory=Costs)
@@ -86,15 +81,20 @@ class Bench:
     def of(cls, harness: Harness) -> "Bench":
         """For a running engine."""
         engine = harness.engine
-        engine._sizes.trial.judge = lambda tree, tokens: _drawn(engine, tree)
-        return cls(engine, engine._sizes.policy, Meter(engine), engine._sizes.depth)
+        engine._sizes.judge = lambda tree, tokens: _drawn(engine, tree)
+        return cls(
+            engine,
+            engine._sizes.controller,
+            Meter(engine),
+            engine._sizes.controller.drafts[0].depth,
+        )
 
-    def use(self, policy: DraftPolicy, acceptance: float) -> None:
+    def use(self, policy: Controller, acceptance: float) -> None:
         """Between two steps."""
-        self.engine._inbox.put(lambda: setattr(self.engine._sizes, "policy", policy))
+        self.engine._inbox.put(lambda: setattr(self.engine._sizes, "controller", policy))
         _simulated(self.engine).acceptance = acceptance
 
-    def run(self, policy: DraftPolicy, acceptance: float, seconds: float) -> list[Step]:
+    def run(self, policy: Controller, acceptance: float, seconds: float) -> list[Step]:
         """The steps of some seconds under a policy."""
         self.use(policy, acceptance)
         return self.meter.during(seconds)
@@ -184,7 +184,7 @@ class Bench:
 
     def rates(self, steps: Sequence[Step], acceptance: float) -> dict[int, float]:
         """Tokens per second of every fixed size."""
-        rows = self.adaptive._times.rows(steps[0].batch)  # type: ignore[union-attr]
+        rows = self.adaptive._costs.table.rows(steps[0].batch)  # type: ignore[union-attr]
         return {
             size: self.costs.rate(steps, size, mean_tokens(size, self.depth, acceptance))
             for size in rows
@@ -284,7 +284,7 @@ def main() -> int:
 
 def measure(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Everything of one engine, put into `result` as it comes."""
-    times: Any = bench.adaptive._times
+    times: Any = bench.adaptive._costs.table
     gc.collect()
     gc.freeze()  # as the service does
     result["measured_at_start_ms"] = {f"{b}x{r}": s * 1e3 for (b, r), s in times.table().items()}

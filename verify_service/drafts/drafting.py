@@ -19,13 +19,12 @@ from verify_service.drafts.client import DraftClient
 from verify_service.drafts.hidden_states import CommittedRows, Gathered, HiddenStates
 from verify_service.drafts.news import DraftNews
 from verify_service.drafts.page_marks import DraftMarks
-from verify_service.drafts.proposals import Drafted, Member, OwnTime, Tried, Wanted
+from verify_service.drafts.proposals import Drafted, Member, Tried, Wanted
 from verify_service.drafts.telling import Telling
 from verify_service.drafts.wire import DraftWire, wish
 from verify_service.executor.hand_over import hand_over
 from verify_service.executor.target_step import DeviceOutcome
 from verify_service.metrics import DRAFTS_AHEAD, SpeculationMetrics
-from verify_service.policy.acceptance import DraftHistory
 from verify_service.scheduler.request import Sequence as RequestSequence
 from verify_service.scheduler.step_plan import PrefillChunk
 
@@ -104,10 +103,6 @@ class Drafting:
     def available(self) -> bool:
         """Whether a draft is attached now."""
         return self._client.epoch > 0
-
-    def history(self, sequence: RequestSequence) -> DraftHistory:
-        """What the draft brought to a sequence."""
-        return self._news.of(sequence).history
 
     def behind(self, sequence: RequestSequence) -> int:
         """Tokens that the draft would have to read before it could propose."""
@@ -286,11 +281,6 @@ class Drafting:
         """What has come of trials since the last call."""
         self.has_tried()
         return self._wire.proposals.take_tried()
-
-    def take_own_time(self) -> OwnTime | None:
-        """What the newest answer to something that was asked for took the draft, once."""
-        own, self._wire.own_time = self._wire.own_time, None
-        return own
 
     @property
     def is_stale(self) -> bool:

@@ -1,13 +1,12 @@
 """What a draft has been told of each sequence, and what it has to be told next."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from foredraft.api.draft.v1 import draft_pb2
 from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.page_marks import DraftMarks
 from verify_service.drafts.run import Run
-from verify_service.policy.acceptance import DraftHistory
 from verify_service.scheduler.request import Sequence as RequestSequence
 
 PATIENCE = 32  # tokens that are kept back while nothing is asked of a sequence's draft
@@ -22,7 +21,6 @@ class Told:
         num_pages: Leading entries of the page table that it has.
         run: The hidden states of which it was told, where it reads any.
         followed: What it was told last by place; it can be told so again where nothing has changed.
-        history: What drafting brought so far.
     """
 
     epoch: int = 0
@@ -31,7 +29,6 @@ class Told:
     num_pages: int = 0
     run: Run | None = None
     followed: draft_pb2.SequenceStep | None = None
-    history: DraftHistory = field(default_factory=DraftHistory)
 
 
 class DraftNews:

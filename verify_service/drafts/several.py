@@ -1,11 +1,11 @@
 """Several drafts behind what the engine knows of one: each has its own connection, epoch, news and marks.
 
-Which of them drafts for a sequence is settled by whoever plans the step (`chosen_sizes`); a sequence's others are told what was
+Which of them drafts for a sequence is settled by whoever plans the step (`engine.tree_sizes`); a sequence's others are told what was
 committed now and then, as one is that is not asked for a while.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -28,7 +28,6 @@ class Drafts:
         names: Of the drafts, which are numbered in this order.
         each: The drafts.
         assigned: Number of a sequence's draft, by request.
-        trials: Drafts to be asked in the next step for sequences that are not theirs: how many nodes each may be asked for.
         waits: Seconds that the newest step waited for each draft that it asked.
     """
 
@@ -36,7 +35,6 @@ class Drafts:
         self.names = tuple(drafts)
         self.each = tuple(drafts.values())
         self.assigned: dict[int, int] = {}
-        self.trials: dict[int, Callable[[RequestSequence], int]] = {}
         self.waits: dict[int, float] = {}
         self._proposers: dict[int, int] = {}  # whose tree a sequence verifies, or verified last
         self._followed = 0  # whose trees are on the device
@@ -149,17 +147,16 @@ class Drafts:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[int, Drafted]:
         """Runs one step of every draft, all at a time; see `Drafting.propose`."""
-        trials, self.trials = self.trials, {}
         self.waits = {}
         started: dict[int, float] = {}
         for want in wanted:
             request = want.sequence.request_id
             self._proposers[request] = self.assigned.get(request, 0)
         for number, one in enumerate(self.each):
-            shares = [self._share(number, want, trials) for want in wanted]
+            shares = [self._share(number, want) for want in wanted]
             begun = time.perf_counter()
             one.ask(shares, extending)
-            if any(share.max_nodes and not share.is_trial for share in shares):
+            if any(share.max_nodes for share in shares):
                 started[number] = begun
         meanwhile()
         trees: dict[int, Drafted] = {}
@@ -169,28 +166,10 @@ class Drafts:
             self.waits[number] = time.perf_counter() - started[number]
         return trees
 
-    def try_now(self, sequences: Iterable[RequestSequence]) -> None:
-        """Asks what is to be tried between steps that nobody is asked for; nothing is waited for."""
-        trials, self.trials = self.trials, {}
-        wanted = [Wanted(sequence, 0) for sequence in sequences]
-        for number in trials:
-            shares = [self._share(number, want, trials) for want in wanted]
-            self.each[number].ask([share for share in shares if share.max_nodes], ())
-
-    def _share(
-        self,
-        number: int,
-        want: Wanted,
-        trials: Mapping[int, Callable[[RequestSequence], int]],
-    ) -> Wanted:
+    def _share(self, number: int, want: Wanted) -> Wanted:
         """What a draft is asked for a sequence."""
-        sequence = want.sequence
-        if self.assigned.get(sequence.request_id, 0) == number:
-            return want
-        limit = trials.get(number)
-        if limit is None:
-            return Wanted(sequence, 0)
-        return Wanted(sequence, limit(sequence), is_trial=True)
+        is_own = self.assigned.get(want.sequence.request_id, 0) == number
+        return want if is_own else Wanted(want.sequence, 0)
 
     @property
     def is_stale(self) -> bool:

@@ -7,7 +7,7 @@ from foredraft.api.draft.v1 import draft_pb2
 from verify_service.drafts.client import DraftClient
 from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.news import split_news
-from verify_service.drafts.proposals import Asked, Drafted, OwnTime, Proposals
+from verify_service.drafts.proposals import Asked, Drafted, Proposals
 from verify_service.metrics import DRAFT_SECONDS, SpeculationMetrics
 from verify_service.scheduler.request import Sequence as RequestSequence
 
@@ -27,7 +27,6 @@ class DraftWire:
         epoch: Number of the attach that messages are for; 0 for none.
         step: Number of the newest message.
         proposals: What was asked for and what came.
-        own_time: Of the newest answer to something that was asked for.
         usual_seconds: What such an answer usually takes the draft, as far as is known.
     """
 
@@ -48,7 +47,6 @@ class DraftWire:
         self.epoch = 0
         self.step = 0
         self.proposals = Proposals(vocab_size, metrics, on_tree)
-        self.own_time: OwnTime | None = None
         self.usual_seconds = 0.0
 
     def attach(self, epoch: int) -> None:
@@ -163,7 +161,7 @@ class DraftWire:
             self._hidden.writer.answered(response.step)
         if own := self.proposals.read(response):
             DRAFT_SECONDS.observe(own.whole)
-            self.own_time, self.usual_seconds = own, own.usual
+            self.usual_seconds = own.usual
 
 
 @functools.lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.trees.draft_tree import EMPTY
 from foredraft.types import FinishReason
 from verify_service import metrics
-from verify_service.drafts.chosen_sizes import SizeRules, sizes_of
+from verify_service.controller.controller import Controller
 from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.proposals import NOTHING, Drafted, Wanted
 from verify_service.drafts.several import Drafts
@@ -27,10 +27,10 @@ from verify_service.engine.live_requests import EngineRequest, Live, LiveRequest
 from verify_service.engine.outcomes import Outcomes
 from verify_service.engine.overlap import Flight, RunAhead
 from verify_service.engine.self_test import SelfTest
+from verify_service.engine.tree_sizes import TreeSizes
 from verify_service.executor.sampler import VerifyRows
 from verify_service.executor.target_step import TargetStep
 from verify_service.outputs import Load
-from verify_service.policy.policy import DraftPolicy
 from verify_service.scheduler.request import Sequence, Status
 from verify_service.scheduler.scheduler import Scheduler
 from verify_service.scheduler.step_plan import StepPlan
@@ -59,7 +59,7 @@ class Engine:
     Args:
         target: Runs the target's part of each step.
         drafting: The draft's side, or that of several, or None for plain decoding.
-        policy: How much to draft; with several drafts the rules of their policies.
+        controller: How much to draft, and by which draft.
         self_tests: Of each draft that is attached, while the engine idles.
         overlap: Whether steps may be started before the outcome of the one before them is known.
     """
@@ -69,7 +69,7 @@ class Engine:
         target: TargetStep,
         scheduler: Scheduler,
         drafting: Drafting | Drafts | None,
-        policy: DraftPolicy | SizeRules,
+        controller: Controller,
         limits: EngineLimits,
         speculation: metrics.AnyMetrics,
         self_tests: Iterable[SelfTest] = (),
@@ -80,10 +80,9 @@ class Engine:
         self._scheduler = scheduler
         self._drafting = drafting
         self._live = LiveRequests()
-        self._sizes = sizes_of(
-            policy,
+        self._sizes = TreeSizes(
+            controller,
             drafting,
-            limits.max_nodes,
             self._live.probes,
             lambda one: self._live[one].request.draft,
         )
@@ -322,7 +321,7 @@ class Engine:
                 self._outcomes.commit(rows, outcome, chunk.num_tokens)
         tokens = sum(len(outcome.verified.tokens) for outcome in decoded)
         if plan.prefill:
-            self._sizes.interrupted(len(decoded), verified - drafted, tokens, wait)
+            self._sizes.interrupted(wait)
         else:
             self._sizes.observe(len(batch), result.num_logit_rows, verified - drafted, tokens, wait)
         if capture is not None:

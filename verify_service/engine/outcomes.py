@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from foredraft.errors import ForedraftError, InvalidRequest
 from foredraft.types import FinishReason
 from verify_service import metrics
-from verify_service.drafts.chosen_sizes import ChosenSizes
 from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.several import Drafts
-from verify_service.drafts.tree_sizes import TreeSizes
 from verify_service.engine.live_requests import LiveRequests
+from verify_service.engine.tree_sizes import TreeSizes
 from verify_service.executor.sampler import Outcome, VerifyRows
 from verify_service.executor.target_step import TargetStep
 from verify_service.outputs import StepOutput, VerifiedTree
@@ -34,7 +33,7 @@ class Outcomes:
         target: TargetStep,
         scheduler: Scheduler,
         drafting: Drafting | Drafts | None,
-        sizes: TreeSizes | ChosenSizes,
+        sizes: TreeSizes,
         speculation: metrics.AnyMetrics,
         live: LiveRequests,
     ) -> None:

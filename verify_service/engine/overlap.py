@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from foredraft.trees.draft_tree import DraftTree
 from verify_service import metrics
+from verify_service.controller.messages import NO_WAIT, Plan, Wait
 from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.hidden_states import Gathered, committed_rows
 from verify_service.drafts.proposals import Member
 from verify_service.drafts.several import Drafts
 from verify_service.executor.sampler import VerifyRows
 from verify_service.executor.target_step import AheadRows, StartedStep, StepResult, TargetStep
-from verify_service.policy.messages import NO_WAIT, Plan, Wait
 from verify_service.scheduler.request import Sequence, Status
 from verify_service.scheduler.scheduler import Scheduler
 from verify_service.scheduler.step_plan import PrefillChunk

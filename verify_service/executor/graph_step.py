@@ -13,6 +13,7 @@ from foredraft.runner.batch import StepRows
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.trees.draft_tree import EMPTY, NO_PARENT, ROOT, DraftTree
 from foredraft.types import SamplingParams
+from verify_service.controller.tables import GridTable
 from verify_service.executor.decode_graphs import DecodeGraphs
 from verify_service.executor.graph_run import GraphRun
 from verify_service.executor.mixed_graphs import MixedGraphs
@@ -38,7 +39,6 @@ from verify_service.executor.triton_steps import (
     TREE,
 )
 from verify_service.executor.two_phase_step import LateRun, SlotTables, fill_adjustments, is_late
-from verify_service.policy.step_time import GridTimes
 from verify_service.scheduler.request import Sequence as RequestSequence
 from verify_service.scheduler.step_plan import PrefillChunk
 
@@ -105,7 +105,7 @@ class GraphStep(TargetStep):
         self._members = _NOBODY  # of the newest step
         self._tables = SlotTables(graphs.late, chooser.eos_token_ids, self._vocab_size)
 
-    def measure(self) -> GridTimes:
+    def measure(self) -> GridTable:
         """Times the captured steps; what they read and write belongs to no sequence."""
         graphs = self._graphs
         torch.cuda.synchronize()
@@ -115,7 +115,7 @@ class GraphStep(TargetStep):
             graphs.idle_step(batch, rows)
             return time.perf_counter() - started
 
-        return GridTimes.measure(graphs.shapes, run)
+        return GridTable.measure(graphs.shapes, run)
 
     def can_start(self, batch: Sequence[VerifyRows]) -> bool:
         """See TargetStep."""

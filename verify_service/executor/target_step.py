@@ -16,8 +16,8 @@ from foredraft.runner.batch import SequenceRows, StepRows
 from foredraft.runner.model_runner import ForwardOutput, ModelRunner
 from foredraft.trees.draft_tree import DraftTree
 from foredraft.types import NO_TOKEN
+from verify_service.controller.tables import GridTable
 from verify_service.executor.sampler import Chooser, Outcome, VerifyRows
-from verify_service.policy.step_time import GridTimes
 from verify_service.scheduler.request import Sequence as RequestSequence
 from verify_service.scheduler.step_plan import PrefillChunk
 
@@ -122,7 +122,7 @@ class TargetStep:
         """Says that a sequence has ended."""
         self._chooser.forget(sequence)
 
-    def measure(self) -> GridTimes | None:
+    def measure(self) -> GridTable | None:
         """What steps of each shape take; None where steps have no fixed shapes."""
         return None
 

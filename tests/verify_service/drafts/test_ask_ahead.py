@@ -13,7 +13,7 @@ from testing.checkpoints import make_checkpoint
 from testing.engines import Harness, Job, running_engine
 from verify_service.drafts.ask_ahead import AskAhead, below
 from verify_service.drafts.proposals import Drafted, Wanted
-from verify_service.drafts.tree_sizes import TreeSizes
+from verify_service.engine.tree_sizes import TreeSizes
 from verify_service.metrics import DRAFTS_AHEAD
 from verify_service.scheduler.request import Sequence
 from verify_service.scheduler.step_plan import DecodeSlot

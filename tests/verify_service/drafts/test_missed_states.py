@@ -14,10 +14,10 @@ from testing.engines import Job
 from testing.hidden_drafts import HiddenDrafter, engine_with
 from testing.hidden_work import FLAGS, WIDTH, jobs, run, texts
 from testing.stack import eventually
+from verify_service.controller.messages import Plan
 from verify_service.drafts import drafting, telling
 from verify_service.drafts.hidden_states import HiddenStates
-from verify_service.drafts.tree_sizes import TreeSizes
-from verify_service.policy.messages import Plan
+from verify_service.engine.tree_sizes import TreeSizes
 
 
 @pytest.fixture(scope="module")
@@ -137,15 +137,15 @@ def test_a_draft_that_rests_is_told_nothing_until_it_is_asked(
     def now_and_then(self: TreeSizes, sequences: Any, other_rows: int = 0) -> Plan:
         nonlocal num_resting
         whole = plan(self, sequences, other_rows)
-        assert self._drafting is not None
+        assert self._each
         num_resting += 1
-        self._drafting.is_resting = num_resting % 30 < 22
+        self._each[0].is_resting = num_resting % 30 < 22
         # Part of the time not even kept anything for, with a probe of whom that is so now and then.
-        self._drafting.is_deaf = is_deaf and num_resting % 30 < 14
-        if not self._drafting.is_resting:
+        self._each[0].is_deaf = is_deaf and num_resting % 30 < 14
+        if not self._each[0].is_resting:
             return whole
         if rng.random() < drops:
-            self._drafting._hidden.drop_all()
+            self._each[0]._hidden.drop_all()
         tried = rng.randrange(len(sequences)) if sequences and rng.random() < 0.1 else -1
         return Plan([n * (i == tried) for i, n in enumerate(whole.nodes)], 1)
 
@@ -176,9 +176,9 @@ def test_steps_with_prompts_put_off_what_a_draft_is_told(
     def spared(self: TreeSizes, sequences: Any, other_rows: int = 0) -> Plan:
         """Drafts now and then, mostly not beside prompts, and rests for a while."""
         whole = plan(self, sequences, other_rows)
-        assert self._drafting is not None
-        self._drafting.is_resting = len(told) // 40 % 3 == 2
-        is_plain = rng.random() < (0.9 if other_rows else 0.3) or self._drafting.is_resting
+        assert self._each
+        self._each[0].is_resting = len(told) // 40 % 3 == 2
+        is_plain = rng.random() < (0.9 if other_rows else 0.3) or self._each[0].is_resting
         return Plan([0] * len(whole.nodes), 1) if is_plain else whole
 
     def tell(self: telling.Telling, *args: Any) -> None:

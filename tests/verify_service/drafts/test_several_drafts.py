@@ -1,9 +1,10 @@
 """Two drafts behind one engine, as real processes: no token changes, whichever drafts and whichever dies."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from foredraft.telemetry.metrics import render
@@ -12,6 +13,7 @@ from testing.checkpoints import make_checkpoint
 from testing.drafts import DraftProcess
 from testing.engines import Collector, Harness, Job, running_engine
 from testing.stack import eventually
+from verify_service.controller.messages import Want
 from verify_service.drafts.several import Drafts
 
 CHAIN = {
@@ -66,8 +68,11 @@ def count(name: str, algorithm: str) -> float:
 
 def prefer(harness: Harness, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes one draft better than any measurement could say."""
-    choice = harness.engine._sizes._choice
-    monkeypatch.setattr(choice, "goodput", lambda history, draft, batch: 1.0 + (draft == number))
+
+    def values(wanted: Sequence[Want], plain: float) -> np.ndarray:
+        return np.ones((2, len(wanted))) + (np.arange(2) == number)[:, None]
+
+    monkeypatch.setattr(harness.engine._sizes.controller, "_values", values)
 
 
 def run_meanwhile(
@@ -89,8 +94,8 @@ def test_no_token_changes_and_both_are_asked(harness: Harness, texts: list[list[
     drafts = harness.engine._drafting
     assert isinstance(drafts, Drafts)
     assert drafts.assigned == {}
-    pools = harness.engine._sizes._choice._pools
-    assert min(pool.count for pool in pools) > 5
+    acceptance = harness.engine._sizes.controller._acceptance
+    assert min(one.num_outcomes for one in acceptance) > 5
     harness.check_nothing_left()
 
 

@@ -15,11 +15,11 @@ from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from testing.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
 from testing.engines import Harness, Job, running_engine
 from testing.reference import Reference
+from verify_service.controller.controller import Controller, DraftKind
+from verify_service.controller.messages import Plan, Want
 from verify_service.engine import engine as engine_module
 from verify_service.engine.live_requests import EngineRequest
 from verify_service.outputs import Load, StepOutput
-from verify_service.policy.messages import Plan, Want
-from verify_service.policy.policy import DraftPolicy
 
 ENDS = frozenset({EOS})
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
@@ -365,17 +365,18 @@ def test_a_draft_with_the_targets_weights_is_always_right(target: Path) -> None:
         assert result.finish.accepted_tokens == result.finish.drafted_tokens > 0
 
 
-class Pausing(DraftPolicy):
+class Pausing(Controller):
     """Drafts nothing for a while, then all."""
 
-    PAUSE = 40
+    PAUSE, rests = 40, False
 
-    def __init__(self, max_nodes: int, depth: int) -> None:
-        super().__init__(None, max_nodes, depth)
+    def __init__(self) -> None:
+        super().__init__(None, [DraftKind(3, 3)])
         self.num_plans = 0
 
     def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
         self.num_plans += 1
+        self.is_drafting = [self.num_plans > self.PAUSE or not self.rests]
         plan = super().plan(wanted, other_rows, is_ahead)
         return Plan([0] * len(wanted), 1) if self.num_plans <= self.PAUSE else plan
 
@@ -383,9 +384,7 @@ class Pausing(DraftPolicy):
 class Resting(Pausing):
     """As one that measures: what does not pay for now need not be told of."""
 
-    @property
-    def is_resting(self) -> bool:
-        return self.num_plans <= self.PAUSE
+    rests = True
 
 
 @pytest.mark.parametrize("rest", [Pausing, Resting])
@@ -399,8 +398,8 @@ def test_a_draft_that_is_not_asked_is_told_seldom_and_misses_nothing(
         "speculative_num_draft_tokens": 4,
     }
     with running_engine(target, "STANDALONE", **flags) as harness:
-        policy = rest(3, 3)
-        harness.engine._sizes.policy = policy
+        policy = rest()
+        harness.engine._sizes.controller = policy
         sent: list[int] = []
         client = harness.engine._drafting._client
         send = client.send

@@ -11,6 +11,7 @@ import torch
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.trees.draft_tree import EMPTY, DraftTree
 from foredraft.types import SamplingParams
+from verify_service.controller.controller import Controller, DraftKind
 from verify_service.drafts.drafting import Drafting
 from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.page_marks import DraftMarks
@@ -26,7 +27,6 @@ from verify_service.executor.target_step import (
 )
 from verify_service.executor.verification import Verified
 from verify_service.metrics import SpeculationMetrics
-from verify_service.policy.policy import DraftPolicy
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.scheduler import Scheduler
@@ -97,7 +97,7 @@ class Client:
     info = draft_pb2.GetDraftInfoResponse(algorithm="EAGLE", uses_pages=True, weight_bytes=1)
 
 
-class Resting(DraftPolicy):
+class Resting(Controller):
     """Believes that drafting does not pay."""
 
     rests_on = True
@@ -124,7 +124,7 @@ def engine(num_sequences: int, has_draft: bool) -> Engine:
         usable_prefix=None if drafting is None else drafting.usable_prefix,
     )
     limits = EngineLimits(64, 4096, NUM_PAGES, PAGE, num_sequences, frozenset(), 3)
-    made = Engine(Target(), scheduler, drafting, Resting(None, 3, 3), limits, metrics)
+    made = Engine(Target(), scheduler, drafting, Resting(None, [DraftKind(3, 3)]), limits, metrics)
     for i in range(num_sequences):
         sampling = SamplingParams(temperature=0.0, max_new_tokens=1000, ignore_eos=True)
         made.submit(EngineRequest(i, [i] * (PAGE + 1), sampling, lambda news, load: None))

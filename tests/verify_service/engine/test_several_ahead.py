@@ -4,20 +4,22 @@ joins, leaves, cancels, preemptions and deaths of any draft give what plain deco
 import random
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testing.oracle_draft import NODES, PAGE, VOCAB, OracleDraft, Run
-from verify_service.drafts.chosen_sizes import SizeRules
+from verify_service.controller.controller import Controller, DraftKind
+from verify_service.controller.costs import CostModel
+from verify_service.controller.messages import Want
+from verify_service.controller.tables import GridTable
 from verify_service.drafts.proposals import Drafted, Tried, Wanted
 from verify_service.drafts.several import Drafts
 from verify_service.engine.engine import Engine, EngineLimits
 from verify_service.metrics import MIXED_STEPS, OVERLAPPED_STEPS, SeveralMetrics
-from verify_service.policy.choice import ChoiceHistory
-from verify_service.policy.step_time import GridTimes
 from verify_service.scheduler.request import Sequence as RequestSequence
 
-GRID = GridTimes({(b, r): 0.004 + 1e-5 * b * r for b in (1, 3, 5) for r in (1, 3, NODES + 1)})
+GRID = GridTable({(b, r): 0.004 + 1e-5 * b * r for b in (1, 3, 5) for r in (1, 3, NODES + 1)})
 
 
 class PartOracle(OracleDraft):
@@ -57,9 +59,6 @@ class PartOracle(OracleDraft):
         tried, self._tried = self._tried, []
         return tried
 
-    def take_own_time(self) -> None:
-        return None
-
     def can_follow(self, sequences: Iterable[RequestSequence]) -> bool:
         return not self._is_host and super().can_follow(sequences)
 
@@ -74,26 +73,29 @@ class SeveralRun(Run):
         self.parts = [PartOracle(rng, self, name == "NGRAM") for name in names]
         self.draft = self.parts[0]
         drafts = Drafts(dict(zip(names, self.parts, strict=True)))  # type: ignore[arg-type]
-        shapes = [(NODES - 2 * part.is_cheap, NODES - 2 * part.is_cheap) for part in self.parts]
+        sizes = [NODES - 2 * part.is_cheap for part in self.parts]
+        controller = Controller(
+            CostModel(GRID), [DraftKind(size, size) for size in sizes], rng.random() < 0.5
+        )
         limits = EngineLimits(VOCAB, 40, self.pool.num_pages, PAGE, 5, frozenset({7}), NODES)
         self.engine = Engine(
             self.target,
             self.scheduler,
             drafts,
-            SizeRules(GRID, shapes, is_adaptive=rng.random() < 0.5),
+            controller,
             limits,
             SeveralMetrics(names),
         )
-        choice = self.engine._sizes._choice
         self.preferred, self.is_split = 0, False
 
-        def goodput(history: ChoiceHistory, draft: int, batch: int) -> float:
-            history.stay = 0
-            history.drafts[draft].count = 10.0
-            preferred = self.preferred + (self.is_split and id(history) // 64 % 3)
-            return 1.0 + (draft == preferred % len(self.parts))
+        def values(wanted: Sequence[Want], plain: float) -> np.ndarray:
+            found = np.ones((len(self.parts), len(wanted)))
+            for i, want in enumerate(wanted):
+                preferred = self.preferred + (self.is_split and id(want.history) // 64 % 3)
+                found[preferred % len(self.parts), i] = 2.0
+            return found
 
-        choice.goodput = goodput  # type: ignore[method-assign]
+        controller._values = values  # type: ignore[method-assign]
 
 
 @settings(max_examples=150, deadline=None)

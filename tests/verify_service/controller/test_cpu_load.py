@@ -6,7 +6,8 @@ In a model of such steps (`testing.cpu_load`), whose table of times is wrong as 
 import pytest
 
 from testing.cpu_load import Cpu, Request, arrivals, serve
-from verify_service.policy.policy import DraftPolicy
+from verify_service.controller.controller import Controller, DraftKind
+from verify_service.controller.costs import CostModel
 
 SECONDS, SEEDS = 20.0, (0, 1, 2)
 CPUS = {
@@ -29,7 +30,7 @@ def ratios(
     rates, betweens = [], []
     for seed in SEEDS:
         plain = serve(cpu, None, load(seed))
-        adaptive = serve(cpu, DraftPolicy(cpu.times(), 5, 5), load(seed))
+        adaptive = serve(cpu, Controller(CostModel(cpu.times()), [DraftKind(5, 5)]), load(seed))
         rates.append(adaptive.rate / plain.rate)
         betweens.append(adaptive.between / plain.between)
     return sum(rates) / len(SEEDS), sum(betweens) / len(SEEDS)

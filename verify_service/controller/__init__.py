@@ -1,0 +1,1 @@
+"""How much is drafted in a step, and by which draft."""
