@@ -182,7 +182,10 @@ class Soak:
 
     def note_after_stop(self) -> None:
         """What the stack left when it ended."""
-        self.report["left_segments"] = sorted(segments() - self._segments_before)
+        # The stack's processes have ended: what a living one holds is another program's.
+        self.report["left_segments"] = sorted(
+            name for name in segments() - self._segments_before if not is_held(name)
+        )
         self.report["left_directory"] = self._supervisor.directory.exists()  # type: ignore[attr-defined]
 
     def write(self, path: Path) -> None:
@@ -244,6 +247,11 @@ def process_sample(pid: int) -> dict[str, float]:
 def segments() -> set[str]:
     """Names of the shared-memory segments of this software."""
     return {path.name for path in Path("/dev/shm").glob("foredraft*")}
+
+
+def is_held(segment: str) -> bool:
+    """Whether the process lives that made a segment, by the number in its name."""
+    return psutil.pid_exists(int(segment.split("-")[1]))
 
 
 def scrape(url: str) -> dict[str, float]:
