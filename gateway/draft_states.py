@@ -54,7 +54,7 @@ def describe(draft: str, samples: Sequence[Sample], is_attached: bool) -> dict[s
 
     Args:
         draft: Its name.
-        samples: Of the last seconds, the newest last; at least one.
+        samples: Figures of the last seconds, the newest last; at least one.
         is_attached: What the verifiers said with their last tokens, where no page tells.
     """
     newest = samples[-1]

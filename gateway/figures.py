@@ -30,7 +30,7 @@ MAX_PAGES = 64
 HISTORY_SECONDS = 5.0  # between rows of the history
 HISTORY_ROWS = 121  # ten minutes
 
-# Columns of the history: metrics of which the first that is there is taken.
+# Columns of the history. Each takes the first of its metrics that is there.
 _HISTORY = {
     # The gateway counts tokens at the end of a continuation, the verifier as they come.
     "tokens": ("generation_tokens_total", "gateway_output_tokens_total"),

@@ -32,7 +32,7 @@ def pack_linears(module: nn.Module) -> int:
 
 
 class PackedMethod(LinearMethod):
-    """One layer's float32 weights in two forms, of which the faster is used for each number of rows."""
+    """Keeps one layer's float32 weights in two forms and uses the faster one for each number of rows."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)

@@ -129,7 +129,7 @@ def _is_no_window(value: Any, reader: Reader) -> bool:
 
 
 def _is_every_layer(value: Any, _: Reader) -> bool:
-    """Of a list that has 1 for each layer with a rotary embedding."""
+    """Whether every layer has a rotary embedding, in a list of 1 for each that has."""
     return not value or (isinstance(value, list) and all(layer == 1 for layer in value))
 
 

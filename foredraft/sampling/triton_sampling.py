@@ -30,7 +30,7 @@ def choose_tokens(
         seed: int64 [R].
         position: int64 [R].
         top_k, top_p, min_p: Integers, float32 and float32 [R], as in `SamplingRows`; all three or none of them.
-        num_parts: Programs of a row, each number of which compiles a kernel; by default as many as keep a GPU busy.
+        num_parts: Number of programs for a row; by default as many as keep a GPU busy. Each number compiles a kernel of its own.
 
     Returns:
         int64 [R]; of equal scores the lowest token, NO_TOKEN for a row in which a logit is NaN or plus infinity.

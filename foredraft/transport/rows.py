@@ -16,7 +16,7 @@ class ArenaError(ForedraftError):
     """An arena cannot be made here, or one that is offered cannot be mapped.
 
     Args:
-        field: Of `tensor_pb2.Arena`, where one is to blame.
+        field: Name of what is to blame: a field of `tensor_pb2.Arena`, where it is one.
     """
 
     def __init__(self, field: str, message: str) -> None:

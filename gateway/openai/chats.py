@@ -171,7 +171,7 @@ def _after_reasoning(grammar: Grammar | None, form: AnswerFormat) -> Grammar | N
 async def prepare(
     serving: Serving, body: ChatBody, name: str, is_cut_to_context: bool = False
 ) -> Chat:
-    """The job of a conversation, under a name by which it can be aborted.
+    """Makes the job of a conversation; its name is what a client aborts it by.
 
     Args:
         is_cut_to_context: Whether asking for more tokens than the context leaves gives these, instead of an error.

@@ -1,4 +1,4 @@
-"""gpt-oss's answers: messages with a channel each, of which one is reasoning, and calls are addressed to functions."""
+"""gpt-oss's answers: each message has a channel, one channel is reasoning, and calls are addressed to functions."""
 
 import re
 
