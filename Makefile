@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: serve test test-fast test-gpu check lint style types arrows fresh format protos docs site dist clean
 
-$(BIN)/.ready: pyproject.toml $(wildcard draft_service/ngram/_ngram*.[ch])
+$(BIN)/.ready: pyproject.toml $(wildcard draft_service/ngram/_ngram*.[ch] foredraft/layers/_tiles*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --editable '.[$(EXTRAS)]'
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # by all cores; files for a newer Python fail
@@ -25,7 +25,7 @@ test: $(BIN)/.ready
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Unit tests of what needs no running services: under two minutes on two cores.
-FAST := config docs parallel protos rpc sampling telemetry text trees verify_service/scheduler test_structure.py test_kernel_loops.py
+FAST := config docs parallel protos rpc sampling telemetry text trees verify_service/scheduler test_structure.py test_kernel_loops.py test_kernel_calls.py
 test-fast: $(BIN)/.ready
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(addprefix tests/,$(FAST))
 

@@ -1,12 +1,14 @@
-"""Accept length by algorithm on the bundled family: tokens per verification, the target's own included.
+"""Accept length by algorithm on the bundled family: tokens per verification, the target's own
+included.
 
     python -m benchmarks.accept_length --out benchmarks/results
 
-For each draft, tree, order of children, temperature and batch size: 48 tokens after each of 32 prompts of up to 200 tokens
-(`accept_length_prompts.json`: pieces of Python files and pages of this repository, which the family was not trained on), the
-whole tree verified in each step. These are counts, not times, so that a busy machine gives the same. What is in the results
-already, for the same prompts, is not run again: a stopped run goes on where it was, and a run of some --drafts adds to them.
-The table goes to the page between its markers, if --page is given.
+For each draft, tree, order of children, temperature and batch size: 48 tokens after each of 32
+prompts of up to 200 tokens (`accept_length_prompts.json`: pieces of Python files and pages of this
+repository, which the family was not trained on), the whole tree verified in each step. These are
+counts, not times, so that a busy machine gives the same. What is in the results already, for the
+same prompts, is not run again: a stopped run goes on where it was, and a run of some --drafts adds
+to them. The table goes to the page between its markers, if --page is given.
 """
 
 import argparse
@@ -50,18 +52,18 @@ class Case:
 
     @property
     def algorithm(self) -> str:
-        """Of the flag."""
+        """Value of the flag --speculative-algorithm."""
         return self.draft.split(" ")[0]
 
 
 def cases() -> Iterator[Case]:
-    """All that is measured."""
+    """Returns all cases that are measured."""
     yield Case("NGRAM", "12 rows", "-", {"speculative_ngram_scope": "request"})
     for draft, folder in HEADS.items():
         for tree, (steps, topk, rows) in TREES.items():
             for order in ("coupled", "topk"):
                 flags = {
-                    "speculative_draft_model_path": str(ROOT / "models" / f"foredraft-demo-{folder}"),
+                    "speculative_draft_model_path": str(ROOT / "models" / f"foredraft-demo-{folder}"),  # noqa: E501
                     "speculative_num_steps": steps,
                     "speculative_eagle_topk": topk,
                     "speculative_num_draft_tokens": rows,
@@ -121,7 +123,7 @@ class Results:
         self._kept = kept
 
     def lacks(self, case: Case, batches: Sequence[int]) -> bool:
-        """Whether something of the case is still to be measured."""
+        """Returns whether some result of the case is still to be measured."""
         return any(
             self.get(case, temperature, batch) is None
             for temperature in TEMPERATURES
@@ -129,14 +131,14 @@ class Results:
         )
 
     def get(self, case: Case, temperature: float, batch: int) -> float | None:
-        """A result, if it is there."""
+        """Returns a result; None where it is not known."""
         value = (
             self._kept["accept_length"].get(case.name, {}).get(f"T={temperature}, batch {batch}")
         )
         return None if value is None else float(value)
 
     def set(self, case: Case, temperature: float, batch: int, length: float) -> None:
-        """Keeps a result."""
+        """Stores a result."""
         of_case = self._kept["accept_length"].setdefault(case.name, {})
         of_case[f"T={temperature}, batch {batch}"] = round(length, 4)
         self._file.write_text(json.dumps(self._kept, indent=1) + "\n")
@@ -170,7 +172,7 @@ def _accept_length(
     harness: Harness, prompts: list[list[int]], temperature: float, batch: int
 ) -> float:
     jobs = [
-        Job(prompt, SamplingParams(temperature=temperature, seed=seed, max_new_tokens=TOKENS, ignore_eos=True))
+        Job(prompt, SamplingParams(temperature=temperature, seed=seed, max_new_tokens=TOKENS, ignore_eos=True))  # noqa: E501
         for seed, prompt in enumerate(prompts)
     ]  # fmt: skip
     batches = (jobs[first : first + batch] for first in range(0, len(jobs), batch))
@@ -178,9 +180,12 @@ def _accept_length(
 
 
 def _table(results: Results) -> str:
-    """In Markdown; how far the batch sizes lie apart is in the last column."""
+    """Returns the table in Markdown; the last column shows how much the batch sizes differ."""
     lines = [
-        "| draft | tree | T = 0, topk | T = 0, coupled | T = 1, topk | T = 1, coupled | batch 1, 8, 32 differ by |",
+        (
+            "| draft | tree | T = 0, topk | T = 0, coupled | T = 1, topk | T = 1, coupled | batch"
+            " 1, 8, 32 differ by |"
+        ),
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     rows: dict[tuple[str, str], dict[str, Case]] = {}

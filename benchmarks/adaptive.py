@@ -1,26 +1,35 @@
-"""The speculation policy in a model of steps: steady states over batch and acceptance, and transients.
+"""The controller in a model of steps: steady states over batch and acceptance, transients, and the
+first requests of a fresh stack.
 
     python -m benchmarks.adaptive --table benchmarks/step_tables/h200.json --tree 3/1/3 --out benchmarks/results
 
-No model runs and no clock is read: steps take what a table says (3 % noise, a stall now and then), drafted tokens are right
-with a given probability, drawn from a seeded generator. Ratios are to plain decoding and to the best fixed size of trees, none
-included, both computed. Prints tables, writes JSON and a plot.
-"""
+No model runs and no clock is read: steps take what a table says (3 % noise, a stall now and then),
+drafted tokens are right with a given probability, drawn from a seeded generator. Ratios are to
+plain decoding and to the best fixed size of trees, none included, both computed. Prints tables,
+writes JSON and a plot. With --cold it is the first 24 requests of a fresh stack on two cores
+(`testing/cold_start.py`), for four drafts, quiet and with rivals for the cores: tokens/s of plain
+decoding, and of the better of always drafting and never.
+"""  # noqa: E501
 
 import argparse
 import itertools
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from testing import cold_start
 from testing.policy_simulation import Load, simulate
 from testing.step_model import TABLES, StepModel
 from testing.step_trace import Trace
-from verify_service.policy.policy import DraftPolicy
+from verify_service.controller.controller import Controller
+from verify_service.controller.costs import CostModel
+from verify_service.controller.messages import DraftKind
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
+LEAST_COLD = 0.95  # minimum share of the better of always drafting and never
 ACCEPTANCES = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
@@ -37,14 +46,20 @@ def main() -> int:
     add("--phase", type=float, default=6.0, help="seconds of each phase of a transient")
     add("--settle", type=float, default=2.0, help="not counted of either, at most half of it")
     add("--answer", type=int, default=0, help="tokens of an answer; 7000 on a GPU, 512 on a CPU")
+    add("--first", type=float, default=0.0, help="ms that the first steps of each shape take more")
     add("--seed", type=int, default=0)
     add("--pairs", action="store_true", help="instead: every change of acceptance, a phase each")
+    add("--cold", action="store_true", help="instead: the first requests of fresh stacks")
+    add("--stacks", type=int, default=6, help="fresh stacks for each cell of --cold")
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     if min(args.seconds, args.phase) < 1:
         parser.error("--seconds and --phase must be at least 1: speeds are those of whole seconds")
+    if args.cold:
+        return _cold(args.stacks)
     steps, topk, nodes = map(int, args.tree.split("/"))
     model = StepModel.from_json(args.table, (steps, topk, nodes))
+    model = replace(model, first=args.first * 1e-3)
     if args.pairs:
         for batch in args.batch:
             _pairs(model, batch, args)
@@ -67,7 +82,8 @@ def main() -> int:
 
 
 def _run(model: StepModel, loads: list[Load], seconds: float, args: argparse.Namespace) -> Trace:
-    policy = DraftPolicy(model.times(), model.tree[2], model.tree[0])
+    kind = DraftKind(model.tree[2], model.tree[0], is_beside=model.is_padded)
+    policy = Controller(CostModel(model.times(), 3.36e-8 * model.is_padded), [kind])
     answer = args.answer or (7000 if model.is_padded else 512)
     return simulate(model, policy, loads, seconds, seed=args.seed, answer=answer)
 
@@ -112,7 +128,9 @@ def _transient(
 
 
 def _pairs(model: StepModel, batch: int, args: argparse.Namespace) -> None:
-    """Prints what share of the best size's rate is reached from two seconds after each change on."""
+    """Prints the share of the best size's rate that is reached from two seconds after each
+    change on.
+    """
     values = sorted(args.acceptance)
     walk = values[:1]
     for i, low in enumerate(values):
@@ -129,6 +147,36 @@ def _pairs(model: StepModel, batch: int, args: argparse.Namespace) -> None:
         cells = [f"{old}: {found[old, new]:.2f}" for old in values if (old, new) in found]
         print(f"batch {batch}, to {new} from " + ", ".join(cells))
     print(f"batch {batch}: lowest second {min(ratio for _, ratio in trace.windows()):.2f} of plain")
+
+
+def _cold(num_stacks: int) -> int:
+    """Prints the speed of the first requests; returns 1 where a cell misses the bar."""
+    print("| draft | batch | temperature | always, of plain | default, of plain | of the better |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    lowest, latest = 2.0, 0
+    for draft, has_rivals, batch, is_sampled in itertools.product(
+        cold_start.DRAFTS, (False, True), (1, 4), (False, True)
+    ):
+        served = {
+            arm: [
+                cold_start.serve(draft, batch, is_sampled, has_rivals, arm, seed)
+                for seed in range(num_stacks)
+            ]
+            for arm in cold_start.ARMS
+        }
+        rates = {arm: sum(one.rate for one in ones) for arm, ones in served.items()}
+        of_better = rates["default"] / max(rates["never"], rates["always"])
+        lowest = min(lowest, of_better)
+        latest = max(latest, *(one.first for one in served["default"]))
+        name = f"{draft.name}, rivals" if has_rivals else draft.name
+        always, default = (rates[arm] / rates["never"] for arm in ("always", "default"))
+        print(
+            f"| {name} | {batch} | {int(is_sampled)} | {always:.2f} | {default:.2f} |"
+            f" {of_better:.3f} |",
+            flush=True,
+        )
+    print(f"lowest: {lowest:.3f}; the first request drafts in its step {latest} at the latest")
+    return int(lowest < LEAST_COLD)
 
 
 def _report(

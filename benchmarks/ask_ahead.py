@@ -1,9 +1,11 @@
-"""What steps wait for n-grams where text is copied: with trees asked for while the target computes, and without.
+"""Measures the wait for n-gram trees where text is copied: requested while the target computes, or
+not.
 
     python -m benchmarks.ask_ahead --rounds 5
 
-The bundled model is made to repeat a token, so that every proposal is right; engine in this process, draft service beside it. Each
-round decodes the same requests both ways. Prints milliseconds between the schedule of a step and its forward, and tokens/s.
+The bundled model is made to repeat a token, so that every proposal is right; engine in this
+process, draft service beside it. Each round decodes the same requests both ways. Prints
+milliseconds between the schedule of a step and its forward, and tokens/s.
 """
 
 import argparse
@@ -22,7 +24,9 @@ TOKEN = 100
 
 
 def run(harness: Harness, batch: int, num_tokens: int) -> tuple[float, float, float]:
-    """Mean wait in ms, tokens/s, and the share of steps that had their trees already."""
+    """Returns the mean wait in ms, tokens/s, and the share of steps that had their trees
+    already.
+    """
     sampling = SamplingParams(
         temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True, logit_bias={TOKEN: 100.0}
     )

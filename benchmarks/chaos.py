@@ -1,4 +1,4 @@
-"""What breaks when things break? Runs `foredraft serve` under load, does seeded faults to it, and checks every answer.
+"""Runs `foredraft serve` under load, injects seeded faults, and checks every answer.
 
 python -m benchmarks.chaos --faults 500 --seed 1
 python -m benchmarks.chaos --list
@@ -32,7 +32,7 @@ Block = tuple[str, list[tuple[int, Fault]]]  # an algorithm, and numbered faults
 
 
 def main() -> int:
-    """Exit status 0 when nothing was wrong, nothing leaked and the stack always came back."""
+    """Returns 0 when nothing was wrong, nothing leaked and the stack always came back."""
     arguments = _parser().parse_args()
     if arguments.list:
         print("\n".join(f"{fault.weight:3} {fault.name}" for fault in FAULTS))
@@ -126,7 +126,7 @@ async def _prepare(rig: Rig, arguments: argparse.Namespace) -> Trial:
     for result in results:
         if result.outcome != "right":
             raise ForedraftError(f"without any fault: {result.outcome} {result.detail}")
-    # What is idle now may close a moment later; the check allows for what opens again.
+    # Idle connections may close a moment later; the check allows for new ones.
     await asyncio.sleep(0.5)
     # How long a whole request takes here is longer than any takes to arrive.
     margin = max(MIN_MARGIN_SECONDS, *(result.ended - result.started for result in results))

@@ -1,18 +1,21 @@
-"""Decoding speed of every draft on the CPU, as ratios to plain decoding, and the counts that explain them.
+"""Decoding speed of every draft on the CPU, as ratios to plain decoding, and the counts that
+explain them.
 
     python -m benchmarks.cpu_drafts --out benchmarks/results
     python -m benchmarks.cpu_drafts --model-path demo-gemma --heads EAGLE3=path/to/head --out benchmarks/results
 
-One engine and one draft process for each algorithm, float32. Every algorithm runs under the default policy, which drafts
-what pays, and with `forced` drafting of the whole tree. More answers than the batch has sequences are asked for at once, so
-that the batch stays full. Each round runs an algorithm and plain decoding in turns, step by step, so that a machine that is busy for a while
-slows both; the ratio is of the time of their steps, and its median over the rounds is reported, with the values between which
-it lies at a confidence of 95 %. Where others use the machine, OMP_PROC_BIND=close OMP_PLACES='{0},{1}' keeps the threads on
-their cores. Since verifier and draft take turns, with --threads 1 the ratio in CPU time of both processes is what a machine
-with nothing else to do would show. With --token-map the draft's own CPU time shows what FR-Spec saves. --text new takes
-prompts of random tokens, which nothing repeats.
-A second table counts what a row of the target and a level of each draft read and compute.
-"""
+One engine and one draft process for each algorithm, float32. Every algorithm runs under the default
+policy, which drafts what pays, and with `forced` drafting of the whole tree. More answers than the
+batch has sequences are asked for at once, so that the batch stays full. Each round runs an
+algorithm and plain decoding in turns, step by step, so that a machine that is busy for a while
+slows both; the ratio is of the time of their steps, and its median over the rounds is reported,
+with the values between which it lies at a confidence of 95 %. Where others use the machine,
+OMP_PROC_BIND=close OMP_PLACES='{0},{1}' keeps the threads on their cores. Since verifier and draft
+take turns, with --threads 1 the ratio in CPU time of both processes is what a machine with nothing
+else to do would show. With --token-map the draft's own CPU time shows what FR-Spec saves. --text
+new takes prompts of random tokens, which nothing repeats. A second table counts what a row of the
+target and a level of each draft read and compute.
+"""  # noqa: E501
 
 import argparse
 import contextlib
@@ -46,7 +49,7 @@ CODE = (ROOT / "verify_service/scheduler/page_pool.py", ROOT / "foredraft/trees/
 
 
 class Case(NamedTuple):
-    """What a ratio is measured for."""
+    """Draft, batch size and temperature that a ratio is measured for."""
 
     draft: str
     batch: int
@@ -55,12 +58,12 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One pass over the prompts."""
+    """Times and counts of one pass over the prompts."""
 
     tokens: int
-    seconds: float  # of steps
-    cpu_seconds: float  # of all threads of both processes
-    draft_seconds: float  # of these, the draft's
+    seconds: float  # time of steps
+    cpu_seconds: float  # time of all threads of both processes
+    draft_seconds: float  # part of it that the draft took
     verifies: int
     drafted: int
 
@@ -76,7 +79,7 @@ class Timing:
 
     @property
     def accept_length(self) -> float:
-        """Tokens per verify."""
+        """Tokens per verification."""
         return self.tokens / max(self.verifies, 1)
 
 
@@ -156,7 +159,10 @@ def main() -> int:
 
 
 def _counts(target: Path, drafts: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """Weights that a row of the target, or a level of a draft, multiplies: 2 FLOPs and 4 bytes each."""
+    """Returns the weights that a row of the target, or a level of a draft, multiplies:
+
+    2 FLOPs and 4 bytes each.
+    """
     whole, output = _weights(target)
     counts = {"target, one row": whole}
     for name, flags in drafts.items():
@@ -174,7 +180,9 @@ def _counts(target: Path, drafts: dict[str, dict[str, Any]]) -> dict[str, int]:
 
 
 def _weights(path: Path) -> tuple[int, int]:
-    """Weights that a row multiplies, and those of the LM head among them (0: it has none of its own)."""
+    """Returns the weights that a row multiplies, and those of its own LM head among them (0
+    without one).
+    """
     sizes: dict[str, int] = {}
     for file in path.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
@@ -188,7 +196,7 @@ def _weights(path: Path) -> tuple[int, int]:
 
 
 def _drafts(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Flags of each draft, with and without `forced`."""
+    """Returns the flags of each draft, with and without `forced`."""
     heads = {
         name: str(ROOT / "models" / f"foredraft-demo-{folder}") for name, folder in HEADS.items()
     }
@@ -230,7 +238,7 @@ def _engine(target: Path, flags: dict[str, Any], batch: int, threads: int) -> It
 
 
 def _prompts(target: Path) -> list[list[int]]:
-    """Code to go on with, and the texts of `cpu_serving`."""
+    """Returns code to continue, and the texts of `cpu_serving`."""
     tokenizer = Tokenizer.from_dir(target)
     texts = [file.read_text()[start : start + 900] for file in CODE for start in (0, 1200)]
     texts += [PROMPTS[name] for name in ("copy code", "list", "essay", "story")]
@@ -238,7 +246,7 @@ def _prompts(target: Path) -> list[list[int]]:
 
 
 def _random_prompts() -> list[list[int]]:
-    """Tokens that no sequence of two repeats, next to surely."""
+    """Returns tokens in which hardly any pair repeats."""
     rng = random.Random(0)
     return [[rng.randrange(300, 8000) for _ in range(256)] for _ in range(8)]
 
@@ -251,7 +259,7 @@ def _run(
 ) -> tuple[Timing, Timing]:
     """Lets two engines give the same answers side by side."""
     jobs = [
-        Job(prompt, SamplingParams(temperature=temperature, max_new_tokens=tokens, ignore_eos=True, seed=i))
+        Job(prompt, SamplingParams(temperature=temperature, max_new_tokens=tokens, ignore_eos=True, seed=i))  # noqa: E501
         for i, prompt in enumerate(prompts)
     ]  # fmt: skip
     for harness in pair:
@@ -280,7 +288,7 @@ def _run(
 
 
 def _draft_seconds(harness: Harness) -> float:
-    """CPU time of the draft's process."""
+    """Returns the CPU time of the draft's process."""
     if harness.draft is None:
         return 0.0
     tasks = Path(f"/proc/{harness.draft.pid}/task").glob("*/schedstat")
@@ -289,14 +297,16 @@ def _draft_seconds(harness: Harness) -> float:
 
 def _report(rows: list[dict[str, Any]], counts: dict[str, int], args: argparse.Namespace) -> None:
     print(
-        "| draft | batch | T | plain tokens/s | tokens/s | ratio | 95 % | in CPU time | tokens per verify | drafted per verify | draft's CPU ms per verify |"
+        "| draft | batch | T | plain tokens/s | tokens/s | ratio | 95 % | in CPU time | tokens per"
+        " verify | drafted per verify | draft's CPU ms per verify |"
     )
     print("| --- " * 11 + "|")
     for row in rows:
         print(
-            f"| {row['draft']} | {row['batch']} | {row['temperature']:g} | {row['plain']:.1f} | {row['rate']:.1f} | {row['ratio']:.3f} |"
-            f" {row['ratio_low']:.2f} to {row['ratio_high']:.2f} | {row['cpu_ratio']:.3f} |"
-            f" {row['accept_length']:.2f} | {row['drafted_per_verify']:.1f} | {row['draft_ms_per_verify']:.1f} |"
+            f"| {row['draft']} | {row['batch']} | {row['temperature']:g} | {row['plain']:.1f} |"
+            f" {row['rate']:.1f} | {row['ratio']:.3f} | {row['ratio_low']:.2f} to"
+            f" {row['ratio_high']:.2f} | {row['cpu_ratio']:.3f} | {row['accept_length']:.2f} |"
+            f" {row['drafted_per_verify']:.1f} | {row['draft_ms_per_verify']:.1f} |"
         )
     print("\n| what | M weights | MFLOP | MB in float32 | of a target row |")
     print("| --- | --- | --- | --- | --- |")
@@ -304,7 +314,8 @@ def _report(rows: list[dict[str, Any]], counts: dict[str, int], args: argparse.N
     for name, count in counts.items():
         millions = count / 1e6
         print(
-            f"| {name} | {millions:.2f} | {2 * millions:.1f} | {4 * millions:.1f} | {count / whole:.1%} |"
+            f"| {name} | {millions:.2f} | {2 * millions:.1f} | {4 * millions:.1f} |"
+            f" {count / whole:.1%} |"
         )
     args.out.mkdir(parents=True, exist_ok=True)
     content = {"threads": args.threads, "rows": rows, "weights": counts}

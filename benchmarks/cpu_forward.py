@@ -1,10 +1,12 @@
-"""Cost of one target forward on the CPU by number of rows, beside transformers and the floor that memory sets.
+"""Cost of one target forward on the CPU by number of rows, beside transformers and the floor that
+memory sets.
 
     python -m benchmarks.cpu_forward --model-path demo-gemma --out benchmarks/results
 
-Float32. Every figure is the least of several repetitions that are interleaved, so that a busy moment of a shared
-machine hits all alike. The floor is the bytes of the weights over the bandwidth of a plain read, measured in the same run.
-`--kernels` adds the ways of multiplying few rows with the model's matrices, from which `layers/cpu_products.py` chooses.
+Float32. Every figure is the least of several repetitions that are interleaved, so that a busy
+moment of a shared machine hits all alike. The floor is the bytes of the weights over the bandwidth
+of a plain read, measured in the same run. `--kernels` adds the ways of multiplying few rows with
+the model's matrices, from which `layers/cpu_products.py` chooses.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +79,7 @@ def main() -> None:
 
 
 def own_jobs(model: DecoderModel) -> Jobs:
-    """Rows after CONTEXT cached tokens, and the prefill of those."""
+    """Returns jobs that compute rows after CONTEXT cached tokens, and the prefill of these."""
     num_pages = (CONTEXT + max(ROWS)) // PAGE_SIZE + 1
     kv = PagedKV.for_model(model.config, num_pages, PAGE_SIZE, torch.float32, "cpu")
     runner, pages = ModelRunner(model, kv, SdpaAttention()), list(range(num_pages))
@@ -94,14 +97,14 @@ def own_jobs(model: DecoderModel) -> Jobs:
 
 
 def transformers_jobs(path: Path) -> Jobs:
-    """The same rows by transformers, whose cache is cut back after each forward."""
+    """Returns the same jobs by transformers, whose cache is cut back after each forward."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     prompt = torch.arange(1000, 1000 + CONTEXT).unsqueeze(0)
 
     @torch.inference_mode()
-    def prefill() -> object:
+    def prefill() -> Any:
         return model(prompt, use_cache=True, logits_to_keep=1).past_key_values
 
     cache = prefill()
@@ -127,7 +130,7 @@ def _packed(weight: torch.Tensor) -> Linear:
 
 
 def measure(jobs: Jobs, repetitions: int) -> dict[tuple[str, int], float]:
-    """Least seconds of each job; the first round warms up."""
+    """Returns the least seconds of each job; the first round warms up."""
     best: dict[tuple[str, int], float] = {}
     for repetition in range(repetitions + 1):
         for key, job in jobs.items():
@@ -141,7 +144,9 @@ def measure(jobs: Jobs, repetitions: int) -> dict[tuple[str, int], float]:
 
 @torch.inference_mode()
 def measure_kernels(model: DecoderModel, repetitions: int) -> dict[str, dict[int, float]]:
-    """Milliseconds of all the model's products, by way of computing them and number of rows."""
+    """Returns milliseconds of all the model's products, by way of computing them and number of
+    rows.
+    """
     weights = [model.lm_head.weight]
     for layer in model.decoder_layers:
         linears = (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
@@ -171,11 +176,12 @@ def measure_kernels(model: DecoderModel, repetitions: int) -> dict[str, dict[int
 
 
 def print_forwards(result: dict) -> None:
-    """The table of the module's docstring."""
+    """Prints the table of the module's docstring."""
     floor = result["floor_ms"]
     print(
-        f"{result['model']}, float32, {result['threads']} threads, {CONTEXT} tokens cached; weights "
-        f"{result['weight_bytes'] / 1e6:.0f} MB, read at {result['bandwidth'] / 1e9:.1f} GB/s: floor {floor:.1f} ms"
+        f"{result['model']}, float32, {result['threads']} threads, {CONTEXT} tokens cached; weights"
+        f" {result['weight_bytes'] / 1e6:.0f} MB, read at {result['bandwidth'] / 1e9:.1f} GB/s:"
+        f" floor {floor:.1f} ms"
     )
     print(
         f"{'rows':>8}{'ours ms':>10}{'x floor':>9}{'x 1 row':>9}{'transformers ms':>17}{'ratio':>8}"
@@ -184,12 +190,12 @@ def print_forwards(result: dict) -> None:
     for rows, ms in own.items():
         label = f"prefill {rows}" if rows == CONTEXT else str(rows)
         print(
-            f"{label:>11}{ms:7.1f}{ms / floor:9.2f}{ms / own[1]:9.2f}{other[rows]:17.1f}{other[rows] / ms:8.2f}"
+            f"{label:>11}{ms:7.1f}{ms / floor:9.2f}{ms / own[1]:9.2f}{other[rows]:17.1f}{other[rows] / ms:8.2f}"  # noqa: E501
         )
 
 
 def plot(result: dict, file: Path) -> None:
-    """Milliseconds by rows: ours, transformers, floor."""
+    """Plots milliseconds by rows: ours, transformers, floor."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,10 +1,12 @@
-"""Decoding speed on the CPU, end to end: transformers, the engine in process, and the three services.
+"""Decoding speed on the CPU, end to end: transformers, the engine in process, and the three
+services.
 
     python -m benchmarks.cpu_serving --model-path demo-gemma --out benchmarks/results
 
-Runs in turn, on the same prompts and weights (float32, greedy): `transformers.generate`; the engine called in
-process without drafts; the three services without drafts (what the split costs); the three services with n-gram
-drafts (what speculation brings). Prints a table of decoded tokens/s and ratios, writes JSON and a plot.
+Runs in turn, on the same prompts and weights (float32, greedy): `transformers.generate`; the engine
+called in process without drafts; the three services without drafts (what the split costs); the
+three services with n-gram drafts (what speculation brings). Prints a table of decoded tokens/s and
+ratios, writes JSON and a plot.
 """
 
 import argparse
@@ -42,20 +44,29 @@ def write_rows(path, rows, delimiter=","):
             lines.write(delimiter.join(row) + "\\n")
 '''
 TEXT = (
-    "The harbour of the old town lies behind a long stone wall. In winter the fishing boats stay inside it, and the "
-    "nets hang from the masts to dry. In summer the ferries leave every hour for the three islands, and the cafes "
-    "along the wall are full until midnight."
+    "The harbour of the old town lies behind a long stone wall. In winter the fishing boats stay"
+    " inside it, and the nets hang from the masts to dry. In summer the ferries leave every hour"
+    " for the three islands, and the cafes along the wall are full until midnight."
 )
 ROWS = "\n".join(f"| {name} | {year} | {place} |" for name, year, place in [
-    ("Ada", 1815, "London"), ("Alan", 1912, "London"), ("Grace", 1906, "New York"), ("Edsger", 1930, "Rotterdam"),
-    ("Barbara", 1939, "Los Angeles"), ("Donald", 1938, "Milwaukee"), ("John", 1927, "Boston"), ("Frances", 1932, "Peru"),
+    ("Ada", 1815, "London"), ("Alan", 1912, "London"), ("Grace", 1906, "New York"), ("Edsger", 1930, "Rotterdam"),  # noqa: E501
+    ("Barbara", 1939, "Los Angeles"), ("Donald", 1938, "Milwaukee"), ("John", 1927, "Boston"), ("Frances", 1932, "Peru"),  # noqa: E501
 ])  # fmt: skip
 # The target is a base model: a text that stands there twice is copied a third time.
 PROMPTS = {
     "copy code": f"{CODE}\n\n{CODE}\n\ndef read_rows(",
-    "copy text": f"Read this paragraph.\n\n{TEXT}\n\nThe paragraph once more, word for word:\n\nThe harbour of",
-    "extract": f"| name | born | place |\n| --- | --- | --- |\n{ROWS}\n\nThe rows again, in the same order:\n\n{ROWS}\n\nAnd again:\n\n| Ada |",
-    "list": "A numbered list of the countries of Europe with their capitals:\n1. France: Paris\n2. Germany: Berlin\n3.",
+    "copy text": (
+        f"Read this paragraph.\n\n{TEXT}\n\nThe paragraph once more, word for word:\n\nThe"
+        " harbour of"
+    ),
+    "extract": (
+        f"| name | born | place |\n| --- | --- | --- |\n{ROWS}\n\nThe rows again, in the same"
+        f" order:\n\n{ROWS}\n\nAnd again:\n\n| Ada |"
+    ),
+    "list": (
+        "A numbered list of the countries of Europe with their capitals:\n1. France: Paris\n2."
+        " Germany: Berlin\n3."
+    ),
     "essay": "The most important difference between a democracy and a monarchy is",
     "story": "Once upon a time, in a village between two mountains, there lived a",
 }
@@ -63,7 +74,12 @@ PROMPTS = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One prompt's decoding: tokens after the first, seconds from the first token to the last."""
+    """Decoding of a prompt.
+
+    Holds tokens after the first, and seconds from the first token to the last.
+
+    Holds tokens after the first, and seconds from the first token to the last.
+    """
 
     tokens: list[int]
     seconds: float
@@ -159,7 +175,7 @@ def _engine(path: Path, args: argparse.Namespace) -> Iterator[Generate]:
     from verify_service.startup import build_engine, load_target
 
     config = VerifyConfig(
-        model_path=str(path), speculative_algorithm="NONE", device="cpu", num_threads=args.threads, max_total_tokens=8192,
+        model_path=str(path), speculative_algorithm="NONE", device="cpu", num_threads=args.threads, max_total_tokens=8192,  # noqa: E501
         disable_radix_cache=True,
     )  # fmt: skip
     target = load_target(config)

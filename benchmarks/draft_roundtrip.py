@@ -1,10 +1,10 @@
-"""Time of one draft step through the real client and service: what the split between verifier and draft costs.
+"""Measures one draft step through the real client and service: the cost of two processes.
 
     python -m benchmarks.draft_roundtrip --out benchmarks/results
 
-Starts `python -m draft_service` with NGRAM, attaches as the verifier does and decodes text that repeats, three committed
-tokens a sequence and step. Prints a table and writes JSON. `draft` is the draft's own time as it reports it; `transport` is
-the rest: messages, gRPC, threads, the socket.
+Starts `python -m draft_service` with NGRAM, attaches as the verifier does and decodes text that
+repeats, three committed tokens a sequence and step. Prints a table and writes JSON. `draft` is the
+draft's own time as it reports it; `transport` is the rest: messages, gRPC, threads, the socket.
 """
 
 import argparse
@@ -26,12 +26,14 @@ TOKENS_PER_STEP = 3
 
 
 def text(slot: int, start: int, count: int) -> list[int]:
-    """Part of a sequence that repeats itself after PERIOD tokens."""
+    """Returns part of a sequence that repeats itself after PERIOD tokens."""
     return [slot * PERIOD + i % PERIOD for i in range(start, start + count)]
 
 
 def step_request(step: int, num_sequences: int, num_draft_tokens: int) -> draft_pb2.StepRequest:
-    """Decoding: a few committed tokens of each sequence, and a tree wanted of each."""
+    """Returns a decoding step: a few committed tokens of each sequence, and a request for a
+    tree of each.
+    """
     request = draft_pb2.StepRequest(step=step)
     for slot in range(num_sequences):
         position = 0 if step == 1 else 3 * PERIOD + (step - 2) * TOKENS_PER_STEP
@@ -48,7 +50,10 @@ def step_request(step: int, num_sequences: int, num_draft_tokens: int) -> draft_
 def measure(
     client: DraftClient, num_sequences: int, num_draft_tokens: int, steps: int, think: float
 ) -> dict[str, float | int]:
-    """Steps of one attach. `think` is the pause between two steps, in which a verifier would compute."""
+    """Measures steps of one attach.
+
+    `think` is the pause between two steps, in which a verifier would compute.
+    """
     while not client.epoch:
         time.sleep(0.01)
     round_trips: list[float] = []

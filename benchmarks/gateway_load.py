@@ -1,12 +1,14 @@
-"""Many streaming connections at one gateway: errors, fairness, memory, and what a token costs the gateway.
+"""Many streaming connections at one gateway: errors, fairness, memory, and what a token costs the
+gateway.
 
     python -m benchmarks.gateway_load --connections 500 --tokens 128
 
-Starts gateway, verifier and draft on the bundled model with room for all connections at once, opens the connections
-together, and streams /v1/chat/completions on each. The gateway's cost is its processor time (user and system, from
-/proc) over the tokens that it streamed. A run of one token each before tells what a request costs, and so what a token
-costs without its share of that. Processor time depends less than wall-clock time on what else the machine does, but it
-does: caches are shared. Prints a table, writes JSON and a plot.
+Starts gateway, verifier and draft on the bundled model with room for all connections at once, opens
+the connections together, and streams /v1/chat/completions on each. The gateway's cost is its
+processor time (user and system, from /proc) over the tokens that it streamed. A run of one token
+each before measures the cost of a request, so that the cost of a token can be told from it.
+Processor time depends less than wall-clock time on what else the machine does, but it does: caches
+are shared. Prints a table, writes JSON and a plot.
 """
 
 import argparse
@@ -69,19 +71,20 @@ def _report(result: Result, short: Result, args: argparse.Namespace) -> None:
         )
     print()
     print(
-        "| service | CPU s | CPU us/token | MiB before | peak | after | fds before | after | threads before | after |"
+        "| service | CPU s | CPU us/token | MiB before | peak | after | fds before | after |"
+        " threads before | after |"
     )
     print("| --- |" + " ---: |" * 9)
     for name, before in result.before.items():
         cpu, after = result.cpu_seconds[name], result.after[name]
         print(
-            f"| {name} | {cpu:.2f} | {cpu / result.num_tokens * 1e6:.1f} | {before.memory_mib:.0f} "
-            f"| {result.peak(name):.0f} | {after.memory_mib:.0f} | {before.descriptors} | {after.descriptors} "
-            f"| {before.threads} | {after.threads} |"
+            f"| {name} | {cpu:.2f} | {cpu / result.num_tokens * 1e6:.1f} | {before.memory_mib:.0f}"
+            f" | {result.peak(name):.0f} | {after.memory_mib:.0f} | {before.descriptors} |"
+            f" {after.descriptors} | {before.threads} | {after.threads} |"
         )
     print(
-        f"\nthe gateway: {per_request:.0f} us a request of one token, {per_token:.1f} us each further token; "
-        f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+        f"\nthe gateway: {per_request:.0f} us a request of one token, {per_token:.1f} us each"
+        f" further token; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
     args.out.mkdir(parents=True, exist_ok=True)
     record = {

@@ -1,11 +1,14 @@
-"""Routing over several verifiers: prefix hits of conversations, and throughput, with one verifier and with two.
+"""Routing over several verifiers: prefix hits of conversations, and throughput, with one verifier
+and with two.
 
     python -m benchmarks.gateway_routing --conversations 24 --turns 4
 
-Real gateways and verifiers on the bundled model. Conversations of several turns run side by side; each turn sends all that was said before
-and a new question, as chat clients do. Three settings: one verifier; two, with the gateway's prefix affinity; two, by
-load alone (the gateway's router made blind), to show what affinity is worth. Prefix hits are the prompt tokens that were found in a verifier's cache over
-all prompt tokens of the second and later turns. Prints a table, writes JSON and a plot.
+Real gateways and verifiers on the bundled model. Conversations of several turns run side by side;
+each turn sends all that was said before and a new question, as chat clients do. Three settings: one
+verifier; two, with the gateway's prefix affinity; two, by load alone (the gateway's router made
+blind), to show what affinity is worth. Prefix hits are the prompt tokens that were found in a
+verifier's cache over all prompt tokens of the second and later turns. Prints a table, writes JSON
+and a plot.
 """
 
 import argparse
@@ -33,12 +36,15 @@ from testing.stack import eventually
 
 ROUTE = "/v1/chat/completions"
 # A block that no prompt fills: the router knows no prefix then.
-BLIND = "import gateway.routing as r, gateway.__main__ as m, sys; r.BLOCK_TOKENS = 1 << 40; sys.exit(m.main())"
+BLIND = (
+    "import gateway.routing as r, gateway.__main__ as m, sys; r.BLOCK_TOKENS = 1 << 40;"
+    " sys.exit(m.main())"
+)
 
 
 @dataclass(slots=True)
 class Turn:
-    """One request of a conversation."""
+    """A request of a conversation."""
 
     number: int
     prompt_tokens: int
@@ -49,10 +55,10 @@ class Turn:
 
 @dataclass(slots=True)
 class Result:
-    """One setting.
+    """Results of one setting.
 
     Attributes:
-        routed: Requests by the router's reason.
+        routed: Number of requests by the router's reason.
     """
 
     name: str
@@ -172,16 +178,18 @@ async def _conversation(
 def _report(results: list[Result], args: argparse.Namespace) -> None:
     one = results[0]
     print(
-        f"{args.conversations} conversations of {args.turns} turns, {args.side_by_side} side by side, "
-        f"{args.tokens} tokens an answer; {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}\n"
+        f"{args.conversations} conversations of {args.turns} turns, {args.side_by_side} side by"
+        f" side, {args.tokens} tokens an answer; {os.cpu_count()} cores, load average"
+        f" {os.getloadavg()[0]:.1f}\n"
     )
     print("| setting | requests | errors | prefix hits | of one verifier's | tokens/s | routed |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | --- |")
     for result in results:
         routed = ", ".join(f"{name} {count:.0f}" for name, count in sorted(result.routed.items()))
         print(
-            f"| {result.name} | {len(result.turns)} | {len(result.errors)} | {result.hit_rate():.1%} "
-            f"| {result.hit_rate() / one.hit_rate():.1%} | {result.rate:.1f} | {routed} |"
+            f"| {result.name} | {len(result.turns)} | {len(result.errors)} |"
+            f" {result.hit_rate():.1%} | {result.hit_rate() / one.hit_rate():.1%} |"
+            f" {result.rate:.1f} | {routed} |"
         )
     args.out.mkdir(parents=True, exist_ok=True)
     record = {

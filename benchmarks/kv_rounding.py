@@ -1,6 +1,8 @@
-"""What a KV cache of fewer bits does to a model: its likelihood of some texts, and how often its best token stays the same.
+"""Measures the effect of a KV cache of fewer bits: the model's likelihood of some texts, and how
+often its best token stays the same.
 
-python -m benchmarks.kv_rounding --model-path foredraft-demo README.md docs/operations.md verify_service/engine/engine.py
+python -m benchmarks.kv_rounding --model-path foredraft-demo README.md docs/operations.md
+verify_service/engine/engine.py
 """
 
 import argparse
@@ -52,7 +54,7 @@ def main() -> None:
 
 
 def _log_probabilities(model: DecoderModel, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """[len(tokens), vocab_size], of a cache of one type with the checkpoint's scales."""
+    """Computes [len(tokens), vocab_size] with a cache of one type and the checkpoint's scales."""
     pages = list(range(-(-len(tokens) // PAGE_SIZE)))
     scales = [(keys, values) for keys, values in model.kv_scales.tolist()]
     kv = PagedKV.for_model(

@@ -1,4 +1,4 @@
-"""How much of an engine step goes into counting? Times the metric calls of steps of a given length.
+"""Measures the cost of metrics: times the metric calls of steps of a given length.
 
 python -m benchmarks.metrics_overhead --batch 8 --step-ms 2
 """
@@ -15,7 +15,9 @@ REPEATS = 2000
 
 
 def step(speculation: metrics.SpeculationMetrics, batch: int) -> None:
-    """What the engine counts in every step of `batch` sequences that drafted four tokens and got two accepted."""
+    """Makes the metric calls of one step of `batch` sequences that drafted four tokens and got
+    two accepted.
+    """
     for _ in range(batch):
         speculation.verified(4, 2, False)
         speculation.generated(3)
@@ -30,7 +32,7 @@ def step(speculation: metrics.SpeculationMetrics, batch: int) -> None:
 
 
 def publish(speculation: metrics.SpeculationMetrics) -> None:
-    """What it does every PUBLISH_SECONDS."""
+    """Makes the metric calls that the engine makes every PUBLISH_SECONDS."""
     for gauge in (metrics.RUNNING, metrics.WAITING, metrics.PAGES_CACHED, metrics.PAGES_USED):
         gauge.set(3)
     speculation.flush()
@@ -38,14 +40,14 @@ def publish(speculation: metrics.SpeculationMetrics) -> None:
 
 
 def steps(speculation: metrics.SpeculationMetrics, batch: int, count: int) -> None:
-    """The steps between two times of publishing, and that."""
+    """Makes the calls of all steps between two publications, and of one publication."""
     for _ in range(count):
         step(speculation, batch)
     publish(speculation)
 
 
 def best_seconds(call: Callable[[], object], repeats: int) -> float:
-    """The shortest of five means; processor time, which a busy machine changes least."""
+    """Returns the shortest of five means, in processor time, which a busy machine changes least."""
     means = []
     for _ in range(5):
         started = time.process_time()
@@ -56,7 +58,7 @@ def best_seconds(call: Callable[[], object], repeats: int) -> float:
 
 
 def main() -> int:
-    """Prints microseconds and the part of a step."""
+    """Prints microseconds and their share of a step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--step-ms", type=float, default=2.0, help="length of a step")
@@ -68,7 +70,8 @@ def main() -> int:
     page = best_seconds(telemetry.render, 50)
     part = 100 * counted / (arguments.step_ms * 1e-3)
     print(
-        f"a step of {arguments.batch}: {counted * 1e6:.1f} us, {part:.2f} % of {arguments.step_ms:g} ms"
+        f"a step of {arguments.batch}: {counted * 1e6:.1f} us, {part:.2f} % of"
+        f" {arguments.step_ms:g} ms"
     )
     print(f"a page for Prometheus: {page * 1e3:.1f} ms")
     return 0

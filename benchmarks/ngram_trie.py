@@ -2,8 +2,9 @@
 
     python -m benchmarks.ngram_trie --out benchmarks/results
 
-Feeds Zipf-distributed text with repeated phrases, cut into sequences of one scope, until the trie holds the asked number of
-nodes, then evicts at capacity. Prints a table, writes JSON and a plot. One thread; resident memory is read from /proc.
+Feeds Zipf-distributed text with repeated phrases, cut into sequences of one scope, until the trie
+holds the asked number of nodes, then evicts at capacity. Prints a table, writes JSON and a plot.
+One thread; resident memory is read from /proc.
 """
 
 import argparse
@@ -23,7 +24,9 @@ PROBES = 2_000
 
 
 def text(rng: random.Random) -> Iterator[list[int]]:
-    """Endless sequences: three parts new words by Zipf's law, one part phrases seen before."""
+    """Yields endless sequences: three parts new words by Zipf's law, one part phrases seen
+    before.
+    """
     phrases: list[list[int]] = []
     while True:
         sequence: list[int] = []
@@ -41,7 +44,7 @@ def text(rng: random.Random) -> Iterator[list[int]]:
 
 
 def resident_bytes() -> int:
-    """This process's resident memory."""
+    """Returns this process's resident memory."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
@@ -49,7 +52,7 @@ def resident_bytes() -> int:
 
 
 def microseconds(samples: list[int]) -> dict[str, float]:
-    """Median and 99th percentile of nanoseconds."""
+    """Returns median and 99th percentile of nanoseconds, in microseconds."""
     ordered = sorted(samples)
     return {
         "median": statistics.median(ordered) / 1000,
@@ -60,7 +63,7 @@ def microseconds(samples: list[int]) -> dict[str, float]:
 def time_matches(
     drafter: NgramDrafter, sequences: list[list[int]], max_nodes: int
 ) -> dict[str, float]:
-    """Seconds of `propose` as a sequence grows by three tokens a step, as in decoding."""
+    """Returns seconds of `propose` as a sequence grows by three tokens a step, as in decoding."""
     samples: list[int] = []
     for sequence in sequences:
         drafter.begin(1, "bench")
@@ -79,7 +82,9 @@ def time_matches(
 
 
 def measure(num_nodes: int, match_type: MatchType, max_nodes: int) -> dict[str, float | int | str]:
-    """Fills a trie to `num_nodes`, its capacity, measuring as it goes; then measures matches and steady eviction."""
+    """Fills a trie to `num_nodes`, its capacity, measuring as it goes; then measures matches and
+    steady eviction.
+    """
     source = text(random.Random(num_nodes))
     probes = [next(source) for _ in range(8)]
     rules = NgramRules(match_type=match_type)
@@ -118,7 +123,7 @@ def measure(num_nodes: int, match_type: MatchType, max_nodes: int) -> dict[str, 
 
 
 def plot(rows: list[dict[str, float | int | str]], path: Path) -> None:
-    """Memory and match time over the number of nodes."""
+    """Plots memory and match time over the number of nodes."""
     import matplotlib
 
     matplotlib.use("Agg")

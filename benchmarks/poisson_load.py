@@ -1,15 +1,18 @@
-"""The bundled family under an open-loop load from half to twice the capacity: plain decoding against speculation.
+"""The bundled family under an open-loop load from half to twice the capacity: plain decoding
+against speculation.
 
     python -m benchmarks.poisson_load --device cuda --mps
     python -m benchmarks.poisson_load --device cpu --running 4 --seconds 20 --ttft 1 --loads 0.5 1 2 --rounds 2 --steps
 
-All engines stand side by side and are given the same load in turn, so that a machine that is slow for a while is slow for all.
-Requests arrive as a Poisson process: prompts of `benchmarks/accept_length_prompts.json`, outputs of 32 to
-256 tokens, half of them greedy and half at temperature 1, real acceptance by a draft of the family's. The load is in units
-of what plain decoding serves with a full batch, which is measured first. As many requests as run may wait; more are refused.
-Time to first token from when a request was due, time between tokens as the mean of a request's, gaps between one message and the
-next; goodput is the tokens per second of the requests that met both limits.
-"""
+All engines stand side by side and are given the same load in turn, so that a machine that is slow
+for a while is slow for all. Requests arrive as a Poisson process: prompts of
+`benchmarks/accept_length_prompts.json`, outputs of 32 to 256 tokens, half of them greedy and half
+at temperature 1, real acceptance by a draft of the family's. The load is in units of what plain
+decoding serves with a full batch, which is measured first. As many requests as run may wait; more
+are refused. Time to first token from when a request was due, time between tokens as the mean of a
+request's, gaps between one message and the next; goodput is the tokens per second of the requests
+that met both limits.
+"""  # noqa: E501
 
 import argparse
 import contextlib
@@ -43,11 +46,11 @@ SETTINGS = ("plain", "adaptive", "always")
 
 @dataclass(slots=True)
 class Seen:
-    """When the tokens of one request came.
+    """Records the times of one request's tokens.
 
     Attributes:
-        due: When it was to be sent, seconds of `perf_counter`, as all times.
-        times: Of its messages.
+        due: Due time of the request, in seconds of `perf_counter` as all times.
+        times: Times of its messages.
     """
 
     due: float
@@ -57,7 +60,7 @@ class Seen:
 
     @property
     def between(self) -> float:
-        """Seconds from token to token, on average."""
+        """Returns the mean seconds from token to token."""
         return (self.times[-1] - self.times[0]) / max(1, self.num_tokens - 1)
 
 
@@ -78,7 +81,10 @@ def main() -> int:
     add(
         "--between",
         type=float,
-        help="limit in seconds, of a request's mean (default: twice plain decoding's with a full batch)",
+        help=(
+            "limit in seconds, of a request's mean (default: twice plain decoding's with a full"
+            " batch)"
+        ),
     )
     add("--steps", action="store_true", help="print what steps chose, expected and took")
     add("--mps", action="store_true", help="run under a private MPS daemon")
@@ -121,7 +127,7 @@ def main() -> int:
                     print(json.dumps(rows[-1]), flush=True)
             for name, listener in listeners.items():
                 report(name, listener.steps)
-        finally:  # what was measured until then is worth its time
+        finally:  # keep the measurements made so far
             _report(rows, rate, args)
         for variable in variables:
             del os.environ[variable]
@@ -160,7 +166,9 @@ def _arrivals(rate: float, seconds: float, number: int) -> list[float]:
 def _offer(
     harness: Harness, prompts: list[list[int]], arrivals: list[float], seed: int = 2
 ) -> list[Seen]:
-    """Submits a request at each of the times and waits for all; those due at once wait their turn and are never refused."""
+    """Submits a request at each of the times and waits for all; requests due at once wait their
+    turn and are never refused.
+    """
     rng = random.Random(seed)
     seen = [Seen(due) for due in arrivals]
     left, changed = len(seen), threading.Condition()
@@ -210,7 +218,9 @@ def _offer(
 
 
 def _capacity(seen: list[Seen]) -> float:
-    """Requests per second while the batch was full: between a quarter and three quarters of the time."""
+    """Returns requests per second while the batch was full: between a quarter and three
+    quarters of the time.
+    """
     first, last = min(one.times[0] for one in seen), max(one.times[-1] for one in seen)
     start, end = first + (last - first) / 4, last - (last - first) / 4
     tokens = sum(
@@ -257,8 +267,9 @@ def _report(rows: list[dict[str, Any]], rate: float, args: argparse.Namespace) -
             for what, digits in (("ttft", 0), ("between", 2))
         )
         print(
-            f"| {row['setting']} | {row['load']:g} | {ttft} | {between} | {row['gap_p99'] * 1e3:.1f} "
-            f"| {row['refused'] / row['requests']:.0%} | {row['tokens_per_second']:.0f} | {row['goodput']:.0f} |"
+            f"| {row['setting']} | {row['load']:g} | {ttft} | {between} |"
+            f" {row['gap_p99'] * 1e3:.1f} | {row['refused'] / row['requests']:.0%} |"
+            f" {row['tokens_per_second']:.0f} | {row['goodput']:.0f} |"
         )
     if rows:
         _plot(rows, args.out / f"{name}.png")

@@ -1,10 +1,11 @@
-"""Tokens per second with each draft and with several together, on kinds of text that suit one or the other.
+"""Tokens per second with each draft and with several together, on kinds of text that suit one or
+the other.
 
     python -m benchmarks.several_drafts --rounds 3
 
-The bundled model and its drafts, engines in this process, draft services beside it, n-grams of the request alone.
-All engines take turns on the same requests, so that a busy machine slows all alike. Prints medians as factors of plain decoding,
-or of whatever --kinds names first.
+The bundled model and its drafts, engines in this process, draft services beside it, n-grams of the
+request alone. All engines take turns on the same requests, so that a busy machine slows all alike.
+Prints medians as factors of plain decoding, or of whatever --kinds names first.
 """
 
 import argparse

@@ -1,12 +1,15 @@
-"""Does anything grow? Mixed load on a real stack for a long time, while memory, descriptors, threads, KV pages and
+"""Does anything grow?
+
+Mixed load on a real stack for a long time, while memory, descriptors, threads, KV pages and
 shared-memory segments of every process are watched.
 
     python -m benchmarks.soak --minutes 60 --output benchmarks/results/soak
     python -m benchmarks.soak --minutes 45 --output /tmp/soak -- --speculative-algorithm EAGLE3 \\
         --speculative-draft-model-path foredraft-demo-eagle3
 
-What follows `--` are flags of `foredraft serve`. Writes OUTPUT.json (again and again while it runs) and OUTPUT.png, and
-ends with 1 if something grew, was left behind, or was answered otherwise than it had to be.
+What follows `--` are flags of `foredraft serve`. Writes OUTPUT.json (again and again while it runs)
+and OUTPUT.png, and ends with 1 if something grew, was left behind, or was answered otherwise than
+it had to be.
 """
 
 import argparse
@@ -33,7 +36,7 @@ from foredraft.cli.supervisor import Supervisor
 from testing.soak_growth import draw, growth
 
 MIB = 2**20
-# A bounded trie and a small pool, so that what may fill has filled when the warm-up ends.
+# A bounded trie and a small pool, so that both are full when the warm-up ends.
 BOUNDS = {"speculative_ngram_capacity": 20_000, "max_total_tokens": 8192}
 # Of a machine that is busy with other things, so that lateness is not taken for death.
 PATIENCE = {"draft_step_timeout": 20.0, "num_threads": 1, "log_level": "warning"}
@@ -111,7 +114,7 @@ def _soak(values: dict[str, Any], arguments: argparse.Namespace, given: dict[str
 
 
 class Soak:
-    """One run: load, samples, verdict."""
+    """Runs a soak: load, samples, verdict."""
 
     def __init__(
         self, supervisor: Supervisor, arguments: argparse.Namespace, given: dict[str, Any]
@@ -155,7 +158,8 @@ class Soak:
         finally:
             self._load.stop()
             await clients
-        # What was cancelled last needs steps to go, and a draft may be tested now that nothing runs.
+        # What was cancelled last needs steps to go, and a draft may be tested now that nothing
+        # runs.
         deadline = time.monotonic() + IDLE_SECONDS
         while True:
             await asyncio.sleep(3)
@@ -181,7 +185,7 @@ class Soak:
         }
 
     def note_after_stop(self) -> None:
-        """What the stack left when it ended."""
+        """Records what the stack left behind after its end."""
         # The stack's processes have ended: what a living one holds is another program's.
         self.report["left_segments"] = sorted(
             name for name in segments() - self._segments_before if not is_held(name)
@@ -197,7 +201,7 @@ class Soak:
 
 
 def verdict(report: dict[str, Any]) -> int:
-    """Prints tables and what is wrong; 0 if nothing is."""
+    """Prints tables and problems; returns 0 without problems."""
     print(f"\n{sum(report['outcomes'].values())} requests in {report['minutes']:g} minutes:")
     for name, count in report["outcomes"].items():
         print(f"  {count:7d}  {name}")
@@ -223,7 +227,7 @@ def verdict(report: dict[str, Any]) -> int:
 
 
 def process_sample(pid: int) -> dict[str, float]:
-    """Memory in MiB, descriptors, threads and CPU seconds of a process and its children."""
+    """Returns memory in MiB, descriptors, threads and CPU seconds of a process and its children."""
     total: collections.defaultdict[str, float] = collections.defaultdict(float)
     try:
         root = psutil.Process(pid)
@@ -245,17 +249,17 @@ def process_sample(pid: int) -> dict[str, float]:
 
 
 def segments() -> set[str]:
-    """Names of the shared-memory segments of this software."""
+    """Returns the names of this software's shared-memory segments."""
     return {path.name for path in Path("/dev/shm").glob("foredraft*")}
 
 
 def is_held(segment: str) -> bool:
-    """Whether the process lives that made a segment, by the number in its name."""
+    """Returns whether the process that made a segment lives, by the number in its name."""
     return psutil.pid_exists(int(segment.split("-")[1]))
 
 
 def scrape(url: str) -> dict[str, float]:
-    """The engine's own figures."""
+    """Returns the engine's own figures."""
     with urllib.request.urlopen(url, timeout=60) as response:
         lines = response.read().decode().splitlines()
     told: dict[str, float] = {}

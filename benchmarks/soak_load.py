@@ -1,4 +1,6 @@
-"""The soak's clients: every kind of request that a stack gets, with an answer that is known to be right or wrong."""
+"""The soak's clients: every kind of request that a stack gets, with an answer that is known to be
+right or wrong.
+"""
 
 import asyncio
 import collections
@@ -17,11 +19,11 @@ PREFIX = " ".join(f"Rule {i}: say what you know in plain words, and no more." fo
 
 
 class Unexpected(Exception):
-    """An answer that had to be another."""
+    """Raised for an answer that should have been another."""
 
 
 class Gone(Exception):
-    """The client hangs up."""
+    """Raised where the client hangs up."""
 
 
 class Load:
@@ -43,7 +45,7 @@ class Load:
 
     @property
     def num_done(self) -> int:
-        """Requests that ended."""
+        """Number of requests that ended."""
         return self.outcomes.total()
 
     def stop(self) -> None:

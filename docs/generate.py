@@ -1,4 +1,6 @@
-"""Writes the pages of docs/ that come from the code and its tests. `python docs/generate.py --check` only compares.
+"""Writes the pages of docs/ that come from the code and its tests.
+
+`python docs/generate.py --check` only compares.
 
 Run from the repository's root.
 """
@@ -45,13 +47,21 @@ GROUPS: tuple[tuple[str, type], ...] = (
 
 
 def flags_page() -> str:
-    """The tables of all flags: those of `foredraft serve` by group, then those that wire services together."""
+    """The tables of all flags: those of `foredraft serve` by group, then those that wire services
+    together.
+    """
     lines = [
         "# Flags",
         "",
         NOTICE,
-        "`foredraft serve` takes all flags of the first tables and hands each service its own. Every flag has a",
-        "variable; a flag wins over its variable. A switch has a `--no-` form. A flag that may be given several",
+        (
+            "`foredraft serve` takes all flags of the first tables and hands each service its own."
+            " Every flag has a"
+        ),
+        (
+            "variable; a flag wins over its variable. A switch has a `--no-` form. A flag that may"
+            " be given several"
+        ),
         "times is a list with commas in its variable.",
     ]
     # Logging's fields are in every configuration, but stand last.
@@ -68,7 +78,10 @@ def flags_page() -> str:
         "",
         "## Services alone",
         "",
-        "Each service also runs by itself, with its own part of the flags above and those that tell it where the",
+        (
+            "Each service also runs by itself, with its own part of the flags above and those that"
+            " tell it where the"
+        ),
         "others are. `foredraft serve` sets these itself.",
     ]
     for module, (_, config) in SERVICES.items():
@@ -85,8 +98,14 @@ def metrics_page() -> str:
         "# Metrics",
         "",
         NOTICE,
-        "Prometheus text format. `foredraft serve` prints the addresses: the gateway's `/metrics` is on its HTTP",
-        "port, the others have ports of their own. Every process also has `process_*` metrics (memory, CPU,",
+        (
+            "Prometheus text format. `foredraft serve` prints the addresses: the gateway's"
+            " `/metrics` is on its HTTP"
+        ),
+        (
+            "port, the others have ports of their own. Every process also has `process_*` metrics"
+            " (memory, CPU,"
+        ),
         "file descriptors).",
     ]
     seen: set[str] = set()
@@ -109,7 +128,7 @@ def metrics_page() -> str:
 
 
 def openapi_document() -> str:
-    """What the gateway serves as /openapi.json."""
+    """Returns the document that the gateway serves as /openapi.json."""
     # Imported late: the gateway's metrics belong to its section of the page above.
     app = importlib.import_module("gateway.app")
     pool = importlib.import_module("gateway.verifier_pool").VerifierPool(())

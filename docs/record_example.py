@@ -1,5 +1,6 @@
-"""Records the run that the playground shows before the first one: `python docs/record_example.py`, after a change of the bundled
-model, its default draft or the first example."""
+"""Records the run that the playground shows before the first one: `python docs/record_example.py`,
+after a change of the bundled model, its default draft or the first example.
+"""
 
 import json
 import re

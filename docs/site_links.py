@@ -1,4 +1,7 @@
-"""Makes links of the pages that leave docs/ lead to the repository. MkDocs runs it; see mkdocs.yml."""
+"""Makes links of the pages that leave docs/ lead to the repository.
+
+MkDocs runs it; see mkdocs.yml.
+"""
 
 import posixpath
 import re
@@ -8,7 +11,9 @@ LINK = re.compile(r"\[([^\]\n]+)\]\(((?:\.\./)+[^)\s]*)\)")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Replaces links to files outside docs/ by links to the repository, or by their text where it has no address."""
+    """Replaces links to files outside docs/ by links to the repository, or by their text where it
+    has no address.
+    """
     folder = posixpath.dirname(page.file.src_uri)
 
     def to_repository(match: re.Match[str]) -> str:

@@ -1,7 +1,11 @@
-"""The draft: proposes tokens to a verifier. Decides no token and holds nothing that cannot be lost."""
+"""The draft: proposes tokens to a verifier.
+
+Decides no token and holds nothing that cannot be lost.
+"""
 
 import os
 
-# Verifier and draft share the cores: a thread that spins until there is work again takes the core that the other needs
-# (docs/measurements/cpu.md, "Threads"). OpenMP reads this when torch is loaded, so it has to be set before.
+# Verifier and draft share the cores: a thread that spins until there is work again takes the core
+# that the other needs (docs/measurements/cpu.md, "Threads"). OpenMP reads this when torch is
+# loaded, so it has to be set before.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -20,15 +20,17 @@ from foredraft.telemetry import tracing
 from foredraft.telemetry.metrics import start_metrics_server
 
 DESCRIPTION = """The draft: proposes tokens to a verifier, which decides. Keeps nothing that cannot be lost, so that it
-may be stopped and started at any time."""
+may be stopped and started at any time."""  # noqa: E501
 
-CLOSE_SECONDS = 3.0  # for a step that was under way when everything stopped
+CLOSE_SECONDS = 3.0  # time for a step that runs when everything stops
 
 logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Runs the draft until SIGTERM; the exit status is 1 when it could not start, DEVICE_LOST when its GPU failed it."""
+    """Runs the draft until SIGTERM; the exit status is 1 when it could not start, DEVICE_LOST when
+    its GPU failed it.
+    """
     config = parse(DraftConfig, None, "python -m draft_service", DESCRIPTION)
     telemetry_logging.setup("draft", config.log_level, config.log_format)
     try:
@@ -60,7 +62,8 @@ async def _serve(config: DraftConfig) -> int:
             metrics = start_metrics_server(config.metrics_port, config.metrics_host)
         if metrics is not None:
             logger.info("metrics at %s", metrics.url)
-        # What was loaded stays: looking through it all would stop a step for a tenth of a second, now and then.
+        # What was loaded stays: looking through it all would stop a step for a tenth of a second,
+        # now and then.
         gc.collect()
         gc.freeze()
         await server.set_serving()

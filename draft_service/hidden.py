@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 def supported_transports(
     info: draft_pb2.GetDraftInfoResponse, device: "torch.device | None"
 ) -> Sequence[tensor_pb2.Transport]:
-    """What this process can map, best first.
+    """Returns the transports that this process can map, best first.
 
     Args:
-        device: Where the drafter runs; None for one without torch.
+        device: Device of the drafter; None for one without torch.
     """
     if not info.HasField("hidden") and not info.device_steps:
         return [tensor_pb2.TRANSPORT_INLINE]
@@ -34,10 +34,10 @@ def open_arena(
     attach: draft_pb2.AttachRequest,
     device: "torch.device | None",
 ) -> "tuple[HiddenReader | None, DraftExchange | None]":
-    """Maps the verifier's arena: for a drafter that reads hidden states, and for steps that stay on the GPU.
+    """Maps the verifier's arena, for hidden states and for steps that stay on the GPU.
 
     Args:
-        device: Where the drafter runs; None for one without torch.
+        device: Device of the drafter; None for one without torch.
 
     Raises:
         AttachRefused: The arena is missing or cannot be mapped; names its field.
@@ -54,7 +54,7 @@ def open_arena(
     try:
         if not needs_rows:
             return None, choice.open_exchange(attach.arena, attach.epoch, where)
-        row = RowFormat.of(info.hidden)
+        row = RowFormat.of(info.hidden, info.fusion.width if attach.fused else None)
         reader = choice.open_reader(attach.arena, row, attach.epoch, where)
     except ArenaError as error:
         raise AttachRefused(f"arena.{error.field}", error.message) from error
@@ -62,7 +62,9 @@ def open_arena(
 
 
 def device_works(device: "torch.device") -> bool:
-    """Whether this process can still use a device that it has used; after some faults it never can again."""
+    """Returns whether this process can still use a device that it has used; some faults are
+    permanent.
+    """
     from foredraft.transport import cuda
 
     return cuda.works(device)

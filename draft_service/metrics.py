@@ -34,6 +34,10 @@ STAGE_SECONDS = histogram(
     ("algorithm", "stage"),
 )
 TRIE_NODES = gauge("foredraft_drafter_trie_nodes", "Nodes of all n-gram tries.")
+NGRAM_OVERRIDES = counter(
+    "foredraft_drafter_ngram_overrides_total",
+    "Proposals that n-grams made in a model's place.",
+)
 
 
 class DrafterMetrics:

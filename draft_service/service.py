@@ -1,4 +1,7 @@
-"""The DraftService over gRPC: attaches verifiers and passes their steps to sessions. How to draft is the drafters'."""
+"""The DraftService over gRPC: attaches verifiers and passes their steps to sessions.
+
+How to draft is the drafters'.
+"""
 
 import asyncio
 import contextlib
@@ -18,7 +21,8 @@ from foredraft.rpc.protocol import DRAFT_PROTOCOL
 from foredraft.transport.process import own_identity
 
 SERVICE_NAME = "foredraft.api.draft.v1.DraftService"
-# A step on a GPU ends within STEP_SECONDS of its drafter, even one that waits for a verifier that has died.
+# A step on a GPU ends within STEP_SECONDS of its drafter, even one that waits for a verifier that
+# has died.
 GPU_CLOSE_SECONDS = 30.0
 
 logger = logging.getLogger(__name__)
@@ -29,8 +33,8 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
 
     Args:
         worker: The thread in which the drafter runs; it has one, so that forwards never overlap.
-        on_lost: Called when the drafter's GPU has failed this process for good; nothing but another process can use it.
-            The worker may never end then.
+        on_lost: Called when the drafter's GPU has failed this process for good; nothing but another
+            process can use it. The worker may never end then.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._no_session.set()
 
     def open(self, drafter: Drafter) -> None:
-        """From now on verifiers may attach."""
+        """Lets verifiers attach from now on."""
         self._drafter = drafter
         self._info = drafter.info()
         del self._info.transports[:]
@@ -56,7 +60,8 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._metrics = DrafterMetrics(self._info.algorithm)
 
     async def wait_closed(self, timeout: float) -> None:
-        """Returns once all sessions have ended and freed what they held, or after `timeout` seconds.
+        """Waits until all sessions have ended and freed their memory, for at most `timeout`
+        seconds.
 
         The worker must live until then: a step may be under way in it when the server stops.
         """
@@ -67,16 +72,26 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     async def GetDraftInfo(
         self, request: draft_pb2.GetDraftInfoRequest, context: grpc.aio.ServicerContext
     ) -> draft_pb2.GetDraftInfoResponse:
-        """What the draft is and what it needs."""
+        """Returns the draft's properties and needs."""
         self._loaded()
         return self._info
+
+    async def GetFusion(
+        self, request: draft_pb2.GetFusionRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[draft_pb2.GetFusionResponse]:
+        """Streams the weights with which a verifier projects hidden states in the draft's place."""
+        for part in self._loaded().fusion_parts():
+            yield part
 
     async def Speculate(
         self,
         requests: AsyncIterator[draft_pb2.SpeculateRequest],
         context: grpc.aio.ServicerContext,
     ) -> None:
-        """One verifier's stream, until it ends it. Reading and writing by hand saves a tenth of a round trip."""
+        """Serves one verifier's stream until the verifier ends it.
+
+        Reading and writing by hand saves a tenth of a round trip.
+        """
         drafter = self._loaded()
         first = await context.read()
         if first is grpc.aio.EOF:
@@ -122,7 +137,10 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             await self._close(session, drafter)
 
     async def _close(self, session: Session, drafter: Drafter) -> None:
-        """Frees a session. One whose GPU stands still can never be freed, and nobody else could attach."""
+        """Frees a session.
+
+        A session on a GPU that hangs can never be freed, and would keep others from attaching.
+        """
         on_gpu = drafter.device is not None and drafter.device.type == "cuda"
         try:
             async with asyncio.timeout(GPU_CLOSE_SECONDS if on_gpu else None):
@@ -145,7 +163,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             raise
         except AttachRefused as error:
             self._metrics.refused_attaches.inc()
-            # A verifier asks again and again, and is told the same.
+            # A verifier retries, and gets the same answer each time.
             if str(error) != self._refusal:
                 self._refusal = str(error)
                 logger.warning("refused to attach: %s", error)
@@ -158,7 +176,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     def _make(
         self, drafter: Drafter, attach: draft_pb2.AttachRequest
     ) -> tuple[Session, draft_pb2.AttachResponse]:
-        """In the drafter's thread: maps the arena, then makes the proposer."""
+        """Maps the arena, then creates the proposer; runs in the drafter's thread."""
         if attach.protocol != DRAFT_PROTOCOL:
             raise AttachRefused(
                 "protocol", f"this draft speaks {DRAFT_PROTOCOL}, the verifier {attach.protocol}"

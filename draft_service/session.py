@@ -1,4 +1,7 @@
-"""One attached verifier: its steps in order, its proposer's life, its figures. The stream itself is the service's."""
+"""Session of an attached verifier: runs its steps in order, owns its proposer, counts its metrics.
+
+The service handles the stream itself.
+"""
 
 import asyncio
 import time
@@ -16,22 +19,22 @@ from foredraft.telemetry.tracing import Span
 
 @dataclass(slots=True)
 class _Traced:
-    """The span of a sequence and what it will say."""
+    """The span of a sequence, and the figures that it will report."""
 
     span: Span
     num_steps: int = 0
     num_extended: int = 0
     num_proposed: int = 0
-    seen: int = field(default_factory=time.time_ns)  # when it last had a step
+    seen: int = field(default_factory=time.time_ns)  # time of its last step
 
 
 class Session:
     """Runs the steps of one verifier.
 
     Args:
-        proposer: Drafts; closed with the session.
+        proposer: Proposer of drafts; closed with the session.
         worker: The process's only drafting thread.
-        metrics: Of the algorithm.
+        metrics: Metrics of the algorithm.
     """
 
     def __init__(
@@ -41,11 +44,12 @@ class Session:
         self._worker = worker
         self._metrics = metrics
         self._num_steps = 0
-        self._traced: dict[int, _Traced] = {}  # by slot
+        self._traced: dict[int, _Traced] = {}  # spans by slot
         metrics.sessions.inc()
 
     async def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse | None:
-        """Answers one engine step; None for one that stays on the GPU, whose trees are its answer.
+        """Answers one engine step; returns None for a step on the GPU, whose trees are its
+        answer.
 
         Raises:
             InvalidRequest: It breaks the protocol.

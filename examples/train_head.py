@@ -1,6 +1,7 @@
 """Trains an EAGLE-3 head for a target from a folder of text, and prints how to serve it.
 
-python examples/train_head.py --target models/foredraft-demo --data foredraft gateway --out /tmp/head
+python examples/train_head.py --target models/foredraft-demo --data foredraft gateway --out
+/tmp/head
 
 The default sizes are for a first try on a CPU. docs/training.md has those for a head that pays.
 """

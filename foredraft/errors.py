@@ -1,4 +1,6 @@
-"""One exception tree for every service; `foredraft.rpc.errors` maps it to gRPC statuses and the gateway to HTTP codes."""
+"""The exception tree of all services; `foredraft.rpc.errors` maps it to gRPC statuses and the
+gateway to HTTP codes.
+"""
 
 
 class ForedraftError(Exception):
@@ -10,7 +12,10 @@ class ConfigError(ForedraftError):
 
 
 class CheckpointError(ForedraftError):
-    """A model directory or file is missing, broken, or of an unsupported kind. The message names the file or tensor."""
+    """A model directory or file is missing, broken, or of an unsupported kind.
+
+    The message names the file or tensor.
+    """
 
 
 class InvalidRequest(ForedraftError):

@@ -1,4 +1,6 @@
-"""What launches of Triton kernels share: how one follows another, the sizes of their blocks, and how many variants there are."""
+"""Launch options of Triton kernels: overlap with the kernel before, block sizes, number of
+variants.
+"""
 
 import functools
 import threading
@@ -9,11 +11,11 @@ import torch
 
 
 class Variants(threading.local):
-    """What decides in how many variants kernels are launched.
+    """Decides how many variants of a kernel this thread compiles.
 
     Attributes:
-        are_few: Numbers of rows, sequences and keys are to decide little.
-        cut_keys: Attention may cut keys into parts all the same, for which it takes variants of their own.
+        are_few: Whether numbers of rows, sequences and keys select as few variants as possible.
+        cut_keys: Whether attention may still cut keys into parts, which takes variants of its own.
     """
 
     are_few = False
@@ -25,8 +27,14 @@ VARIANTS = Variants()
 
 @contextmanager
 def few_variants(cut_keys: bool) -> Iterator[None]:
-    """For what this thread launches outside of graphs: there a variant that comes up late holds a step up for the most of a
-    second that Triton takes to compile it, and the host takes longer to launch the kernels than the kernels take."""
+    """Limits the number of kernel variants for launches of this thread outside of graphs.
+
+    There a new variant delays a step for most of the second that Triton takes to compile it, and
+    the host takes longer to launch the kernels than the kernels take to run.
+
+    Args:
+        cut_keys: Whether attention may cut keys into parts; worth it for long contexts.
+    """
     before = VARIANTS.are_few, VARIANTS.cut_keys
     VARIANTS.are_few, VARIANTS.cut_keys = True, cut_keys
     try:
@@ -37,11 +45,12 @@ def few_variants(cut_keys: bool) -> Iterator[None]:
 
 @functools.cache
 def overlapped(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that waits by itself for the one before it (programmatic dependent launch).
+    """Returns launch options of a kernel that itself waits for the one before it (programmatic
+    dependent launch).
 
-    From compute capability 9.0 on, the start of a kernel can overlap the end of the one before. A kernel launched so waits in
-    every program, before its first access to anything that another kernel writes or reads, so that the end of each
-    kernel still implies the end of all before it.
+    From compute capability 9.0 on, the start of a kernel can overlap the end of the one before. A
+    kernel launched so waits in every program, before its first access to anything that another
+    kernel writes or reads, so that the end of each kernel still implies the end of all before it.
 
     Returns:
         `launch_pdl` for the launcher and the kernel's own DEPENDENT.
@@ -51,8 +60,8 @@ def overlapped(device: torch.device) -> dict[str, bool]:
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that is no less than `size` >= 1: a block of Triton has no other size.
+    """Returns the smallest power of two >= `size` (>= 1), the only sizes of Triton blocks.
 
-    As `triton.next_power_of_2`, which takes 2 us a call and needs Triton to be there.
+    Equals `triton.next_power_of_2`, which takes 2 us a call and needs Triton to be installed.
     """
     return 1 << (size - 1).bit_length()

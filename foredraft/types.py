@@ -2,20 +2,23 @@
 
 import enum
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from foredraft.errors import InvalidRequest
 
-NO_TOKEN = -1  # where there is none: padding of a tree, or logits that are no numbers to choose by
+NO_TOKEN = -1  # marks an absent token: padding of a tree, or no choice because logits are NaN
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64
-MAX_COUNT = 2**31 - 1  # what the protos' fields hold
-MAX_SPECULATION = 1024  # of steps, topk or draft tokens; beyond any server's limits
+MAX_BAD_WORDS = 1024  # sequences of tokens
+MAX_BAD_WORD_TOKENS = 128
+MAX_COUNT = 2**31 - 1  # largest value of the protos' fields
+MAX_SPECULATION = 1024  # maximum of steps, topk and draft tokens; beyond any server's limits
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended."""
+    """Reason why a sequence ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -25,7 +28,7 @@ class FinishReason(enum.StrEnum):
 
 
 class GrammarKind(enum.StrEnum):
-    """What a grammar is written in."""
+    """Language of a grammar."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -35,113 +38,159 @@ class GrammarKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output has to look like; JSON text for schemas and structural tags."""
+    """A grammar that the output must follow; JSON text for schemas and structural tags."""
 
     kind: GrammarKind
     text: str
 
 
 MAX_GRAMMAR_CHARACTERS = 2**18
+# Between the parts of JSON there is one space at most: a model that likes white space could go on
+# with it for ever. A schema's x-guidance comes before it.
+JSON_WHITESPACE = r"\x20"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The values that a parameter may have; NaN is in no range.
+
+    Attributes:
+        least, most: The bounds.
+        is_open: Whether `least` itself is left out.
+        all_of_them: A number outside the bounds that stands for no limit.
+        text: The bounds as messages have them, where the numbers themselves do not read well.
+    """
+
+    least: float
+    most: float
+    is_open: bool = False
+    all_of_them: int | None = None
+    text: str = ""
+
+    def __contains__(self, value: float) -> bool:
+        if value == self.all_of_them:
+            return True
+        return self.least <= value <= self.most and not (self.is_open and value == self.least)
+
+    def __str__(self) -> str:
+        bounds = self.text or f"{'(' if self.is_open else '['}{self.least}, {self.most}]"
+        return f"{'' if self.all_of_them is None else f'{self.all_of_them} (all) or '}in {bounds}"
+
+
+def parameter(default: Any, about: str, allowed: Range | None = None) -> Any:
+    """Declares a sampling parameter: requests, messages, checks and docs take it from here.
+
+    Args:
+        default: Value where a request gives none.
+        about: Effect of the parameter, in a sentence.
+        allowed: Range of its values.
+    """
+    made = {"metadata": {"about": about, "range": allowed}}
+    if callable(default):
+        return field(default_factory=default, **made)  # type: ignore[call-overload]
+    return field(default=default, **made)  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one sequence are chosen and when it ends.
+    """Sampling parameters of one sequence, and the conditions of its end."""
 
-    Attributes:
-        temperature: 0 chooses greedily.
-        top_k: Keep the k most likely tokens; -1 keeps all.
-        top_p: Keep the smallest set of tokens whose probability reaches this.
-        min_p: Drop tokens less likely than this times the most likely one.
-        repetition_penalty: Divides positive and multiplies negative logits of tokens seen in prompt or output.
-        frequency_penalty: Subtracted from a logit once per occurrence in the output.
-        presence_penalty: Subtracted from the logits of tokens that occur in the output.
-        logit_bias: Added to the logits of the given token ids.
-        seed: 64-bit key of the position-keyed noise.
-        max_new_tokens: The sequence ends with LENGTH after so many.
-        min_new_tokens: End-of-sequence and stop tokens cannot be chosen before so many.
-        stop_token_ids: Tokens that end the sequence beside the model's own end-of-sequence tokens.
-        ignore_eos: The model's end-of-sequence tokens do not end the sequence.
-        logprobs: None for none, n >= 0 for those of emitted tokens with n alternatives each.
-        grammar: What the output has to look like; the sequence ends where the grammar does.
-    """
+    temperature: float = parameter(1.0, "0 chooses greedily.", Range(0, 100))
+    top_k: int = parameter(
+        -1, "Keep the k most likely tokens; -1 keeps all.", Range(1, MAX_COUNT, all_of_them=-1)
+    )
+    top_p: float = parameter(
+        1.0,
+        "Keep the smallest set of tokens whose probability reaches this.",
+        Range(0, 1, is_open=True),
+    )
+    min_p: float = parameter(
+        0.0, "Drop tokens less likely than this times the most likely one.", Range(0, 1)
+    )
+    repetition_penalty: float = parameter(
+        1.0,
+        "Divides positive and multiplies negative logits of tokens seen in prompt or output.",
+        Range(0, 2, is_open=True),
+    )
+    frequency_penalty: float = parameter(
+        0.0, "Subtracted from a logit once per occurrence in the output.", Range(-2, 2)
+    )
+    presence_penalty: float = parameter(
+        0.0, "Subtracted from the logits of tokens that occur in the output.", Range(-2, 2)
+    )
+    logit_bias: Mapping[int, float] = parameter(dict, "Added to the logits of these token ids.")
+    seed: int = parameter(
+        0, "64-bit key of the position-keyed noise.", Range(0, MAX_SEED - 1, text="[0, 2^64)")
+    )
+    max_new_tokens: int = parameter(
+        128, "The sequence ends with LENGTH after so many.", Range(1, MAX_COUNT)
+    )
+    min_new_tokens: int = parameter(
+        0, "End-of-sequence and stop tokens cannot be chosen before so many."
+    )
+    stop_token_ids: tuple[int, ...] = parameter(
+        (), "Tokens that end the sequence beside the model's own end-of-sequence tokens."
+    )
+    ignore_eos: bool = parameter(
+        False, "The model's end-of-sequence tokens do not end the sequence."
+    )
+    logprobs: int | None = parameter(
+        None, "None for none, n >= 0 for those of emitted tokens with n alternatives each."
+    )
+    prompt_logprobs: int | None = parameter(
+        None, "As `logprobs`, for the prompt's tokens but the first one that is reported on."
+    )
+    prompt_logprobs_from: int = parameter(
+        0, "Index of the first token of the prompt that is reported on.", Range(0, MAX_COUNT)
+    )
+    bad_words: tuple[tuple[int, ...], ...] = parameter(
+        (), "Sequences of tokens that the output may not hold."
+    )
+    allowed_token_ids: tuple[int, ...] = parameter(
+        (), "The only tokens that may be chosen; all where none are given."
+    )
+    grammar: Grammar | None = parameter(
+        None, "What the output has to look like; the sequence ends where the grammar does."
+    )
 
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = 0
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    grammar: Grammar | None = None
+    @property
+    def is_sampled(self) -> bool:
+        """Whether tokens are drawn rather than chosen greedily."""
+        return self.temperature > 0
 
-    def validate(self, vocab_size: int) -> None:
+    @property
+    def is_ranked(self) -> bool:
+        """Whether tokens are drawn from the first of their ranking alone."""
+        return self.is_sampled and (self.top_k > 0 or self.top_p < 1)
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether tokens are drawn from some of the vocabulary alone."""
+        return self.is_ranked or (self.is_sampled and self.min_p > 0)
+
+    def validate(self, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
         """Raises InvalidRequest naming the first field outside its range."""
-        ranges: tuple[tuple[str, float, bool, str], ...] = (
-            ("temperature", self.temperature, 0 <= self.temperature <= 100, "must be in [0, 100]"),
-            (
-                "top_k",
-                self.top_k,
-                self.top_k == -1 or 1 <= self.top_k <= MAX_COUNT,
-                f"must be -1 (all) or in [1, {MAX_COUNT}]",
-            ),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "must be in (0, 1]"),
-            ("min_p", self.min_p, 0 <= self.min_p <= 1, "must be in [0, 1]"),
-            (
-                "repetition_penalty",
-                self.repetition_penalty,
-                0 < self.repetition_penalty <= 2,
-                "must be in (0, 2]",
-            ),
-            (
-                "frequency_penalty",
-                self.frequency_penalty,
-                -2 <= self.frequency_penalty <= 2,
-                "must be in [-2, 2]",
-            ),
-            (
-                "presence_penalty",
-                self.presence_penalty,
-                -2 <= self.presence_penalty <= 2,
-                "must be in [-2, 2]",
-            ),
-            ("seed", self.seed, 0 <= self.seed < MAX_SEED, "must be in [0, 2^64)"),
-            (
-                "max_new_tokens",
-                self.max_new_tokens,
-                1 <= self.max_new_tokens <= MAX_COUNT,
-                f"must be in [1, {MAX_COUNT}]",
-            ),
-            (
+        for name, allowed in RANGES.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise InvalidRequest(name, f"must be {allowed}, not {value}")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise InvalidRequest(
                 "min_new_tokens",
-                self.min_new_tokens,
-                0 <= self.min_new_tokens <= self.max_new_tokens,
-                f"must be in [0, {self.max_new_tokens}]",
-            ),
-        )
-        for name, value, fits, message in ranges:
-            # No range holds NaN, and all are bounded.
-            if not fits:
-                raise InvalidRequest(name, f"{message}, not {value}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= min(MAX_LOGPROBS, vocab_size):
-            raise InvalidRequest("logprobs", f"must be in [0, {MAX_LOGPROBS}], not {self.logprobs}")
+                f"must be in [0, {self.max_new_tokens}], not {self.min_new_tokens}",
+            )
+        most = min(MAX_LOGPROBS, vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not 0 <= count <= most:
+                raise InvalidRequest(name, f"must be in [0, {most}], not {count}")
         if len(self.stop_token_ids) > vocab_size:
             raise InvalidRequest("stop_token_ids", "there are more than the vocabulary has")
-        for token in self.stop_token_ids:
-            if not 0 <= token < vocab_size:
-                raise InvalidRequest("stop_token_ids", f"{token} is not in the vocabulary")
-        for token, bias in self.logit_bias.items():
-            if not 0 <= token < vocab_size:
-                raise InvalidRequest("logit_bias", f"{token} is not in the vocabulary")
+        check_tokens("stop_token_ids", self.stop_token_ids, vocab_size)
+        check_tokens("logit_bias", self.logit_bias, vocab_size)
+        for bias in self.logit_bias.values():
             if not math.isfinite(bias) or not -100 <= bias <= 100:
                 raise InvalidRequest("logit_bias", f"must be in [-100, 100], not {bias}")
+        self._validate_limits(vocab_size, eos_token_ids)
         if self.grammar is None:
             return
         # Where a grammar has ended there is nothing but an end token to choose.
@@ -154,19 +203,70 @@ class SamplingParams:
         if len(self.grammar.text) > MAX_GRAMMAR_CHARACTERS:
             raise InvalidRequest(
                 "grammar",
-                f"has {len(self.grammar.text)} characters; {MAX_GRAMMAR_CHARACTERS} are taken at most",
+                f"has {len(self.grammar.text)} characters; {MAX_GRAMMAR_CHARACTERS} are taken at"
+                " most",
             )
+
+    def _validate_limits(self, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        if not self.bad_words and not self.allowed_token_ids:
+            return
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest("bad_words", f"has more than {MAX_BAD_WORDS} sequences of tokens")
+        for word in self.bad_words:
+            if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+                raise InvalidRequest(
+                    "bad_words", f"a word has 1 to {MAX_BAD_WORD_TOKENS} tokens, not {len(word)}"
+                )
+        if len(self.allowed_token_ids) > vocab_size:
+            raise InvalidRequest("allowed_token_ids", "there are more than the vocabulary has")
+        for word in self.bad_words:
+            check_tokens("bad_words", word, vocab_size)
+        check_tokens("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        # Some token can be chosen wherever the output stands, so that no step is without one.
+        free = set(self.allowed_token_ids or range(vocab_size))
+        free -= {word[-1] for word in self.bad_words}
+        if self.min_new_tokens:
+            free -= {*self.stop_token_ids, *eos_token_ids}
+        if not free:
+            name = "allowed_token_ids" if self.allowed_token_ids else "bad_words"
+            raise InvalidRequest(
+                name,
+                "leaves no token that may stand anywhere: allow one that ends no bad word, and is"
+                " no end where min_tokens holds ends back",
+            )
+
+
+def check_tokens(name: str, tokens: Collection[int], vocab_size: int) -> None:
+    """Raises InvalidRequest, naming a field, for the first token id outside a vocabulary."""
+    # Prompts are long: two passes in C find out whether there is one.
+    if not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size):
+        return
+    token = next(token for token in tokens if not 0 <= token < vocab_size)
+    raise InvalidRequest(
+        name, f"token id {token} is not in the vocabulary, which has ids 0 to {vocab_size - 1}"
+    )
+
+
+RANGES: Mapping[str, Range] = {
+    each.name: each.metadata["range"]
+    for each in fields(SamplingParams)
+    if each.metadata["range"] is not None
+}
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """What one request asks of speculation; None leaves the server's setting, which is also the most.
+    """A request's settings of speculation.
+
+    None leaves the server's setting, which is also the maximum.
+
+    None leaves the server's setting, which is also the maximum.
 
     Attributes:
-        enabled: False turns drafting off for this request.
+        enabled: Whether drafting is allowed for this request.
         num_steps: Depth of the draft tree.
-        topk: Children per node and beams per level.
-        num_draft_tokens: Rows verified per step, the root included.
+        topk: Number of children per node and of beams per level.
+        num_draft_tokens: Number of rows verified per step, the root included.
 
     Raises:
         InvalidRequest: A number is outside [1, MAX_SPECULATION]; names it.
@@ -189,3 +289,28 @@ class SpeculationParams:
                 raise InvalidRequest(
                     f"speculation.{name}", f"must be in [1, {MAX_SPECULATION}], not {value}"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class FusionShape:
+    """Sizes and parts of a draft's projection of hidden states.
+
+    Attributes:
+        num_inputs: Number of elements of a row of hidden states, all streams side by side.
+        num_outputs: Number of elements of a row of features.
+        has_projection: Whether there is a linear projection; else the row keeps its width.
+        num_stream_norms: Number of streams that are normalised each by itself; 0 for none.
+        normalizes_input: Whether the whole row is normalised.
+        has_bias: Whether the projection has a bias.
+        normalizes_output: Whether the features are normalised.
+        eps: Epsilon of the norms.
+    """
+
+    num_inputs: int
+    num_outputs: int
+    has_projection: bool = True
+    num_stream_norms: int = 0
+    normalizes_input: bool = False
+    has_bias: bool = False
+    normalizes_output: bool = False
+    eps: float = 1e-6

@@ -32,14 +32,15 @@ from gateway.security.hosts import is_local
 from gateway.serving import Serving
 from gateway.verifier_pool import VerifierPool
 
-DESCRIPTION = """The gateway: takes text over HTTP (OpenAI-compatible and native) and gRPC, and streams text back."""
+DESCRIPTION = """The gateway: takes text over HTTP (OpenAI-compatible and native) and gRPC, and streams text back."""  # noqa: E501
 
-FILES_SECONDS = 1.0  # between looks at files that may change
-# New objects until the youngest are looked through, and how many times until the older ones are.
+FILES_SECONDS = 1.0  # between checks of files that may change
+# Number of new objects that starts a collection of the youngest generation, and number of
+# collections that starts one of the next.
 COLLECTOR_THRESHOLDS = (20_000, 20, 20)
-# Sockets and files at most: a connection is one, and many systems start processes with 1024.
+# Most open files: every connection takes one, and many systems start processes with 1024.
 MAX_FILES = 65_536
-HEALTH_SECONDS = 0.5  # between looks at health where no verifier says anything
+HEALTH_SECONDS = 0.5  # between checks of health while no verifier reports a change
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ async def _serve(config: GatewayConfig, num_files: int) -> int:
     num_http, num_grpc = shares(num_files, config.max_connections)
     if num_grpc < config.max_connections:
         logger.warning(
-            "at most %d connections of HTTP and %d of gRPC, since the system allows this process %d files; ulimit -n raises it",
+            "at most %d connections of HTTP and %d of gRPC, since the system allows this process %d"
+            " files; ulimit -n raises it",
             num_http,
             num_grpc,
             num_files,
@@ -128,7 +130,7 @@ async def _serve(config: GatewayConfig, num_files: int) -> int:
 
 
 async def _follow_health(serving: Serving, rpc: RpcServer, stop: asyncio.Event) -> None:
-    """Opens the fronts once a verifier has answered, then says SERVING while one is usable.
+    """Opens the fronts once a verifier has answered, then reports SERVING while one is usable.
 
     Ends, and sets `stop`, only where the tokenizer is missing or broken.
     """
@@ -154,9 +156,10 @@ async def _follow_health(serving: Serving, rpc: RpcServer, stop: asyncio.Event) 
 
 
 def _relieve_collector() -> None:
-    """Has what was loaded looked through by Python's collector no more, and new objects less often.
+    """Excludes all present objects from garbage collection and makes collections rarer.
 
-    With hundreds of streams a fifth of a token's time went there; almost all of their objects go without it.
+    With hundreds of streams, default collection takes a fifth of a token's time, although almost
+    all objects of streams are freed by reference counts.
     """
     gc.collect()
     gc.freeze()
@@ -164,7 +167,7 @@ def _relieve_collector() -> None:
 
 
 def _allow_files() -> int:
-    """Raises the limit of open files as far as the system lets it, and no further than there is use for; gives it."""
+    """Raises the limit of open files up to MAX_FILES as far as allowed; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -174,7 +177,7 @@ def _allow_files() -> int:
 
 
 async def _follow_files(reloads: Sequence[Callable[[], None]]) -> None:
-    """Takes changed files without a restart."""
+    """Calls each reload function every second, so that changed files need no restart."""
     while True:
         await asyncio.sleep(FILES_SECONDS)
         for reload in reloads:

@@ -45,7 +45,7 @@ BODIES = (
 
 
 def make_app(serving: Serving, gate: Gate, figures: Figures) -> FastAPI:
-    """The application over one model, behind a gate."""
+    """Creates the application that serves one model behind a gate."""
     app = FastAPI(title="Foredraft", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(openai.make_router(serving))
     app.include_router(responses.make_router(serving))
@@ -80,7 +80,10 @@ def _add_health(app: FastAPI, serving: Serving) -> None:
     @app.api_route("/ping", methods=["GET", "POST"], tags=["health"], include_in_schema=False)
     @app.get("/health", tags=["health"])
     async def health() -> dict[str, Any]:
-        """Ready when a verifier is usable. A draft that is down, or one of several verifiers, is told: degraded."""
+        """Ready when a verifier is usable.
+
+        A draft that is down, or one of several verifiers, is told: degraded.
+        """
         if not serving.is_ready:
             raise Unavailable("no verifier is ready")
         pool = serving.pool

@@ -1,4 +1,4 @@
-"""One continuation from the verifier's tokens to text: detokenized, searched for stop strings, counted."""
+"""Turns the verifier's tokens of one continuation into text and finds stop strings in it."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -16,9 +16,10 @@ class OutputToken:
     """A token whose text is final.
 
     Attributes:
-        text: Its share of the text: empty while a character is incomplete, cut where a stop string begins.
-        drafted: Whether a draft had proposed it; None when not asked for.
-        logprob: None when not asked for.
+        text: Text of this token: empty while a character is incomplete, cut where a stop string
+            begins.
+        drafted: Whether a draft had proposed the token; None when not requested.
+        logprob: Log-probability of the token; None when not requested.
     """
 
     id: int
@@ -29,11 +30,11 @@ class OutputToken:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one verification brought.
+    """The outcome of one verification.
 
     Attributes:
-        num_tokens: Output tokens; those after a stop are not counted.
-        tree: What was drafted and what of it was accepted; None where nothing was drafted.
+        num_tokens: Number of output tokens, without tokens after a stop.
+        tree: The drafted tree and its accepted nodes; None where nothing was drafted.
     """
 
     num_tokens: int
@@ -42,14 +43,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of a continuation and its account.
+    """The end of a continuation, with its token counts.
 
     Attributes:
         reason: stop, length, or cancelled where the request was aborted.
         stop_text: The stop string that was found.
         stop_token: The stop or end token that was chosen.
-        completion_tokens: Up to and with the token that completed the stop.
-        account: The verifier's figures.
+        completion_tokens: Number of output tokens, with the token that completed the stop.
+        account: The verifier's counts for the continuation.
         seed: Seed that was used.
     """
 
@@ -68,16 +69,19 @@ class Completion:
 
     @property
     def accept_rate(self) -> float:
-        """Accepted over proposed."""
+        """Share of the drafted tokens that were accepted."""
         drafted = self.account.drafted_tokens
         return self.account.accepted_tokens / drafted if drafted else 0.0
 
 
 @dataclass(slots=True)
 class Chunk:
-    """News of one continuation. The texts of all chunks, joined, are the text; likewise those of all tokens.
+    """New text and tokens of one continuation.
+
+    The texts of all chunks, joined, are the text; likewise those of all tokens.
 
     The steps come no later than their tokens; they have trees only when provenance was asked for.
+    Log-probabilities of the prompt, when asked for, are all in the first chunk.
     """
 
     index: int
@@ -85,18 +89,19 @@ class Chunk:
     tokens: list[OutputToken] = field(default_factory=list)
     completion: Completion | None = None
     steps: list[Step] = field(default_factory=list)
+    prompt_logprobs: list[verify_pb2.TokenLogprob] = field(default_factory=list)
 
 
 class SequenceDecoder:
     """Turns a continuation's tokens into chunks.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         prompt: Token ids, for the spacing of the first token.
         stops: Stop strings.
-        min_tokens: Stop strings are searched behind so many tokens only.
-        keep_stop: Leave the stop string or token in the text.
-        skip_special_tokens: Leave special tokens out of the text.
+        min_tokens: Number of tokens before which no stop string is searched for.
+        keep_stop: Whether the stop string or token stays in the text.
+        skip_special_tokens: Whether special tokens are left out of the text.
     """
 
     def __init__(
@@ -124,7 +129,7 @@ class SequenceDecoder:
         return self._matcher.matched
 
     def take_steps(self) -> list[Step]:
-        """The steps fed since the last call."""
+        """Returns the steps fed since the last call."""
         steps, self._steps = self._steps, []
         return steps
 
@@ -163,7 +168,7 @@ class SequenceDecoder:
         return self._release(text)
 
     def flush(self) -> tuple[str, list[OutputToken]]:
-        """The continuation ended: returns what was held back."""
+        """Ends the continuation; returns the text and tokens that were held back."""
         released = ""
         if self._matcher.matched is None:
             tail = self._detokenizer.flush()
@@ -192,7 +197,8 @@ class SequenceDecoder:
         tokens: list[OutputToken] = []
         self._unassigned += len(text)
         pending = self._pending
-        # After a match `flush` cuts the texts. The last token gets what the detokenizer still holds.
+        # After a match `flush` cuts the texts. The last token gets what the detokenizer still
+        # holds.
         while (
             self._matcher.matched is None
             and pending

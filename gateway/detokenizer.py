@@ -1,5 +1,7 @@
-"""Token ids to text, piece by piece: what `Tokenizer.decode` would give for all of them, never half a character.
-Only broken UTF-8 in byte tokens may read differently (`stages._ByteFallback`).
+"""Converts token ids to text piece by piece, never giving half a character.
+
+The joined pieces equal what `Tokenizer.decode` gives for all tokens. Only broken UTF-8 in byte
+tokens may read differently (`stages._ByteFallback`).
 """
 
 from collections.abc import Sequence
@@ -7,22 +9,22 @@ from collections.abc import Sequence
 from foredraft.text.stages import build_stages
 from foredraft.text.tokenizer import Tokenizer
 
-# How much of the prompt decides how the first output token reads: the longest character has 4 bytes,
-# and special tokens that are left out may lie between them.
+# Number of prompt tokens that decide how the first output token reads: a character has up to 4
+# bytes, and special tokens that are left out may lie between them.
 CONTEXT_TOKENS = 16
 
 
 class Detokenizer:
     """Turns one sequence's tokens into text as they come.
 
-    The pieces of all tokens and of `flush`, joined, equal the library's decode of all of them, where byte tokens spell
-    valid UTF-8.
+    The pieces of all tokens and of `flush`, joined, equal the library's decode of all of them,
+    where byte tokens spell valid UTF-8.
 
     Args:
-        tokenizer: Whose tokens.
-        context: The prompt. Its text is not given again, but it decides whether the first piece
-            keeps its leading space and completes a character that the prompt left open.
-        skip_special_tokens: Leave special tokens out.
+        tokenizer: The tokenizer that the ids belong to.
+        context: Token ids of the prompt. Its text is not returned again, but it decides whether the
+            first piece keeps its leading space and completes a character that the prompt left open.
+        skip_special_tokens: Whether special tokens are left out.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._stages = build_stages(tokenizer.decoder)
-        # What every token reads as while no stage remembers anything; shared by all sequences.
+        # Text of each token while no stage holds anything back; shared by all sequences.
         self._texts = tokenizer.settled_texts(skip_special_tokens)
         self._settled = False
         for token in context[-CONTEXT_TOKENS:]:
@@ -42,7 +44,7 @@ class Detokenizer:
         self._settled = self._is_settled()
 
     def feed(self, token: int) -> str:
-        """The text that became final with this token; empty while a character is incomplete."""
+        """Returns the text that this token completes; empty while a character is incomplete."""
         if self._settled:
             known = self._texts.get(token)
             if known is not None:
@@ -69,11 +71,11 @@ class Detokenizer:
 
     @property
     def holds(self) -> bool:
-        """Whether a character is incomplete: `flush` now would give some text."""
+        """Whether a character is incomplete, so that `flush` would return some text."""
         return not self._settled and any(stage.holds for stage in self._stages)
 
     def flush(self) -> str:
-        """The sequence ended: what is left, with a replacement character for half a character."""
+        """Ends the sequence; returns the rest, with U+FFFD for half a character."""
         pieces: list[str] = []
         for stage in self._stages:
             pieces = stage.feed(pieces)

@@ -1,4 +1,7 @@
-"""Verifiers behind a name whose addresses change, such as a headless service of Kubernetes. Opens no connection itself."""
+"""Looks up verifiers behind a name whose addresses change, such as Kubernetes' headless services.
+
+Opens no connection itself.
+"""
 
 import asyncio
 import logging
@@ -12,15 +15,15 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "dns:"
 LOOKUP_SECONDS = 3.0
-# What a resolver says of a name that exists but has no address now.
+# Errors of a resolver for a name that exists but has no address now.
 _NO_ADDRESS = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 
 async def resolve(name: Address) -> set[str]:
-    """The addresses of a name as `host:port`; none where the name has none.
+    """Looks up the addresses of a name, each as `host:port`; the set may be empty.
 
     Raises:
-        OSError: Nobody answers for the name.
+        OSError: The look-up failed.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -33,16 +36,19 @@ async def resolve(name: Address) -> set[str]:
 
 
 def parse(target: str) -> Address:
-    """The name and port of `dns:name:port`.
+    """Parses the name and port of `dns:name:port`.
 
     Raises:
-        ConfigError: It is not of this form.
+        ConfigError: The target has another form.
     """
     return address.parse(target.removeprefix(PREFIX))
 
 
 async def follow(name: Address, update: Callable[[set[str]], Awaitable[None]]) -> None:
-    """Calls `update` with a name's addresses again and again; leaves it at the last ones when a look-up fails."""
+    """Calls `update` with a name's addresses every few seconds, without end.
+
+    A failed look-up is logged and leaves the last addresses in force.
+    """
     said = ""
     while True:
         try:

@@ -1,4 +1,7 @@
-"""What each draft does now, told from counters alone, so that it holds for every policy and for verifiers elsewhere."""
+"""Derives each draft's present state from counters alone.
+
+So it works with every controller and for verifiers on other machines.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,16 +10,16 @@ from typing import Any
 LOADING = "loading"  # never attached since the verifier's start
 LOST = "lost"  # was attached
 DRAFTING = "drafting"
-SUSPENDED = "suspended"  # plain decoding is faster now: next to nothing that may be drafted for is
-UNMATCHED = "unmatched"  # asked, but has nothing to propose
-IDLE = "idle"  # attached; too little runs that it may draft for
+SUSPENDED = "suspended"  # plain decoding is faster now: next to no step drafts
+UNMATCHED = "unmatched"  # the draft is asked, but has nothing to propose
+IDLE = "idle"  # attached; too few running requests allow drafting
 ATTACHED = "attached"  # nothing more is known: no metrics page answers
 
-ENOUGH = 32  # verifications that a state is told from, where there are so many
-FEW = 8  # with fewer, none of them with a tree, nothing is told
-WINDOW_SECONDS = 30.0  # over which they are looked for
-TRIALS = 0.1  # of verifications, with a tree, at most, while drafting is suspended
-EMPTY = 0.5  # tokens proposed in a step, at most, by a draft that finds nothing
+ENOUGH = 32  # least number of verifications to derive a state from, where there are so many
+FEW = 8  # with fewer, none of them with a tree, the draft counts as idle
+WINDOW_SECONDS = 30.0  # longest time over which verifications are counted
+TRIALS = 0.1  # largest share of verifications with a tree while drafting is suspended
+EMPTY = 0.5  # most tokens per step proposed by a draft that finds nothing
 
 # Counters and gauges by the name of the draft, as the metrics pages have them.
 AVAILABLE = "foredraft_draft_available"
@@ -32,12 +35,12 @@ NAMES = frozenset({AVAILABLE, ATTACHES, VERIFIES, OFF, TREES, ACCEPTED, ASKED, P
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The figures of all drafts at one time.
+    """Metrics of all drafts at one time.
 
     Attributes:
         time: Monotonic, in seconds.
-        values: By metric and draft, added up over all pages.
-        verifiers: Number of verifiers that tell of each draft.
+        values: Values by metric and draft, added up over all pages.
+        verifiers: Number of verifiers that report each draft.
     """
 
     time: float
@@ -45,17 +48,18 @@ class Sample:
     verifiers: Mapping[str, int]
 
     def of(self, metric: str, draft: str) -> float:
-        """A figure of one draft; 0 where no page has it."""
+        """Returns a metric of one draft; 0 where no page has it."""
         return self.values.get(metric, {}).get(draft, 0.0)
 
 
 def describe(draft: str, samples: Sequence[Sample], is_attached: bool) -> dict[str, Any]:
-    """The state of a draft, with the figures that it was told from.
+    """Returns a draft's state, with the figures that it was derived from.
 
     Args:
-        draft: Its name.
+        draft: Name of the draft.
         samples: Figures of the last seconds, the newest last; at least one.
-        is_attached: What the verifiers said with their last tokens, where no page tells.
+        is_attached: Whether the verifiers last reported the draft as attached; used where no page
+            tells.
     """
     newest = samples[-1]
     verifiers = newest.verifiers.get(draft, 0)
@@ -93,7 +97,10 @@ def _may_draft(sample: Sample, draft: str) -> float:
 
 
 def _window_start(draft: str, samples: Sequence[Sample]) -> Sample:
-    """The newest sample since which there were enough verifications, else the oldest that can be compared."""
+    """Returns the newest sample that has enough verifications after it.
+
+    Where there is none, it is the oldest sample that can be compared.
+    """
     newest = found = samples[-1]
     for sample in reversed(samples):
         is_restarted = sample.of(VERIFIES, draft) > found.of(VERIFIES, draft)

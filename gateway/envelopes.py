@@ -1,4 +1,4 @@
-"""The body of an error, in the shape of the API that was asked."""
+"""Converts errors to response bodies in the shape of the API that was called."""
 
 from typing import Any
 
@@ -17,22 +17,22 @@ _ANTHROPIC_TYPES = {
 
 
 def envelope(error: Exception, path: str) -> dict[str, Any]:
-    """An exception as the route at a path says it."""
+    """Returns the error body for an exception, in the shape that the path's API has."""
     return anthropic(error) if is_anthropic(path) else errors.envelope(error)
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether a path is one of Anthropic's API."""
+    """Returns whether a path belongs to Anthropic's API."""
     return path == ANTHROPIC or path.startswith(ANTHROPIC + "/")
 
 
 def anthropic(error: Exception) -> dict[str, Any]:
-    """Anthropic's error object."""
+    """Returns Anthropic's error object for an exception."""
     return anthropic_of(errors.http_error(error).status, errors.envelope(error)["error"]["message"])
 
 
 def anthropic_of(status: int, message: str) -> dict[str, Any]:
-    """Anthropic's error object with a message."""
+    """Returns Anthropic's error object for a status code and a message."""
     other = "api_error" if status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(status, other)
     return {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,4 +1,4 @@
-"""Foredraft's errors as HTTP answers in OpenAI's envelope."""
+"""Converts Foredraft's errors to HTTP answers in OpenAI's envelope."""
 
 import math
 from dataclasses import dataclass
@@ -17,8 +17,10 @@ from foredraft.errors import (
 class UnknownModel(InvalidRequest):
     """The request names a model that is not served here."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__("model", f"the model {model!r} does not exist")
+    def __init__(self, model: str, served: str) -> None:
+        super().__init__(
+            "model", f"the model {model[:100]!r} does not exist: this server has {served!r}"
+        )
 
 
 class UnknownResponse(InvalidRequest):
@@ -59,14 +61,14 @@ class SlowClient(ForedraftError):
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An error as HTTP says it.
+    """The form of an error in HTTP and gRPC.
 
     Attributes:
         status: Status code.
-        grpc: What gRPC says instead.
+        grpc: Name of the gRPC status code.
         kind: `type` of OpenAI's envelope.
         code: `code` of OpenAI's envelope.
-        retryable: The same request may succeed later.
+        retryable: Whether the same request may succeed later.
     """
 
     status: int
@@ -124,12 +126,15 @@ _INTERNAL = HttpError(500, "INTERNAL", "server_error", "internal_error")
 
 
 def http_error(error: Exception) -> HttpError:
-    """How HTTP says an error; what nobody raised on purpose is 500."""
+    """Returns the HTTP form of an error; unexpected exceptions are status 500."""
     return next((http for kind, http in HTTP_ERRORS if isinstance(error, kind)), _INTERNAL)
 
 
 def envelope(error: Exception) -> dict[str, Any]:
-    """OpenAI's error object, with `retryable` beside its fields. Tells nothing about unexpected errors."""
+    """Returns OpenAI's error object, with `retryable` beside its fields.
+
+    Unexpected errors reveal no details.
+    """
     http = http_error(error)
     known = http is not _INTERNAL or isinstance(error, ForedraftError)
     field = error.field if isinstance(error, InvalidRequest) else None
@@ -145,7 +150,7 @@ def envelope(error: Exception) -> dict[str, Any]:
 
 
 def headers(error: Exception) -> dict[str, str]:
-    """Retry-After, where trying again makes sense; how to authenticate, where that was missing."""
+    """Returns an error's headers: Retry-After where a retry may help, WWW-Authenticate for 401."""
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     if isinstance(error, Overloaded):
@@ -154,7 +159,7 @@ def headers(error: Exception) -> dict[str, str]:
 
 
 def outcome(error: BaseException) -> str:
-    """Label of the requests metric."""
+    """Returns the error's `outcome` label in the requests metric."""
     for kind, label in (
         (InvalidRequest, "invalid"),
         (RateLimited, "rate_limited"),

@@ -1,4 +1,5 @@
-"""The numbers of the dashboard: the gateway's own metrics, the verifiers' loads, and what the configured pages say.
+"""Collects the dashboard's numbers: the gateway's metrics, verifier loads, configured metrics
+pages.
 
 Only metrics named here leave the process, and only configured addresses are asked.
 """
@@ -71,25 +72,26 @@ _SUMS = frozenset(
         ),
     }
 )
-# Samples that are kept apart by one label.
+# Samples that are kept apart by labels, whose values have spaces between them.
 _BY_LABEL = {
-    "foredraft_accepted_tokens_per_position_total": "position",
-    "foredraft_gateway_requests_total": "outcome",
-    "foredraft_gateway_time_to_first_token_seconds_bucket": "le",
-    "foredraft_gateway_inter_token_latency_seconds_bucket": "le",
-    "foredraft_gateway_end_to_end_seconds_bucket": "le",
+    "foredraft_accepted_tokens_per_position_total": ("position",),
+    "foredraft_gateway_requests_total": ("outcome",),
+    "foredraft_rank_seconds_total": ("rank", "part"),
+    "foredraft_gateway_time_to_first_token_seconds_bucket": ("le",),
+    "foredraft_gateway_inter_token_latency_seconds_bucket": ("le",),
+    "foredraft_gateway_end_to_end_seconds_bucket": ("le",),
 }
 
 
 class Figures:
-    """What the dashboard shows, at most CACHE_SECONDS old, however many ask.
+    """Holds the numbers that the dashboard shows, read at most once per CACHE_SECONDS.
 
     Args:
         serving: The model that is served.
-        addresses: `host:port` of metrics pages.
+        addresses: `host:port` of each metrics page.
 
     Raises:
-        ConfigError: An address is none.
+        ConfigError: An address is not `host:port`, or there are too many.
     """
 
     def __init__(self, serving: Serving, addresses: Sequence[str]) -> None:
@@ -104,7 +106,7 @@ class Figures:
         self._rows: deque[tuple[list[float | None], dict[str, Any]]] = deque(maxlen=HISTORY_ROWS)
 
     async def get(self) -> dict[str, Any]:
-        """All numbers, as JSON has them.
+        """Returns all numbers as a JSON object.
 
         Raises:
             Unavailable: No verifier has answered yet.
@@ -116,9 +118,10 @@ class Figures:
             return self._cached
 
     async def history(self) -> dict[str, Any]:
-        """Rows of the last ten minutes, so that a chart is full when it is first looked at.
+        """Returns rows of the last ten minutes, so that a chart is full when it first opens.
 
-        Besides the time of now, and all metrics at the time of the first row: what has grown since is the window's.
+        Also returns the present time, and all metrics at the time of the first row, so that a
+        client can compute what each counter grew by.
         """
         now = await self.get()
         return {
@@ -129,7 +132,7 @@ class Figures:
         }
 
     async def follow(self) -> None:
-        """Keeps the history, whether anybody looks or not. Never ends by itself."""
+        """Adds rows to the history until it is cancelled, whether or not the dashboard is open."""
         while True:
             try:
                 await self.get()
@@ -168,7 +171,8 @@ class Figures:
             "max_running_requests": info.max_running_requests,
             "version": info.version,
             "pages": {"configured": len(pages), "answering": len(found)},
-            # As the verifiers said with their last tokens: older than the metrics when nothing runs.
+            # As the verifiers said with their last tokens: older than the metrics when nothing
+            # runs.
             "load": {
                 "verifiers": len(loads),
                 "waiting": sum(load.waiting for load in loads),
@@ -182,7 +186,7 @@ class Figures:
         }
 
     def _remember(self, now: float, metrics: dict[str, Any]) -> None:
-        """Adds a row to the history, where the last one is old enough."""
+        """Adds a row to the history if the last one is old enough."""
         if self._rows and now - (self._rows[-1][0][0] or 0.0) < HISTORY_SECONDS - CACHE_SECONDS / 2:
             return
         there = [
@@ -204,7 +208,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _scrape(host: str, port: int) -> list[Metric] | None:
-    """One page; None when it cannot be had. Follows no redirect and uses no proxy."""
+    """Reads one metrics page; None if that fails. Follows no redirect and uses no proxy."""
     connection = http.client.HTTPConnection(host, port, timeout=SCRAPE_SECONDS)
     try:
         connection.request("GET", "/metrics", headers={"accept": "text/plain;version=0.0.4"})
@@ -251,9 +255,9 @@ def _merge(pages: Iterable[Iterable[Metric]]) -> dict[str, Any]:
                     continue
                 if sample.name in _SUMS:
                     sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-                elif (label := _BY_LABEL.get(sample.name)) is not None:
+                elif (names := _BY_LABEL.get(sample.name)) is not None:
                     values = labelled.setdefault(sample.name, {})
-                    key = sample.labels.get(label, "")
+                    key = " ".join(sample.labels.get(name, "") for name in names)
                     values[key] = values.get(key, 0.0) + sample.value
     return {
         name.removeprefix("foredraft_"): value

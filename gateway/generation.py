@@ -1,4 +1,7 @@
-"""From a checked request to chunks of text: submit, stream, decode, stop, account; retries what nobody has seen."""
+"""Runs checked requests: submits them to verifiers and streams chunks of text.
+
+A continuation whose verifier is lost starts again as long as the client has seen nothing of it.
+"""
 
 import asyncio
 import contextlib
@@ -13,6 +16,7 @@ from foredraft.errors import (
     Overloaded,
     PromptTooLong,
 )
+from foredraft.rpc.sampling import fill_sampling, fill_speculation
 from foredraft.sampling.seeds import derive_seed
 from foredraft.telemetry import tracing
 from foredraft.text.tokenizer import Tokenizer
@@ -26,11 +30,9 @@ from gateway.stopwatch import Stopwatch
 from gateway.verifier_connection import Ticket, VerifierConnection, VerifierLost
 from gateway.verifier_pool import VerifierPool
 
-# How long a request that finds no verifier waits for one.
+# Seconds that a request waits for a verifier when none is usable.
 FRESH_PATIENCE = 1.0
-# The least float32 above 0: a 0 in the message says that a field is not given.
-LEAST = 2.0**-149
-# How long the account of a continuation that met a stop string is waited for.
+# Seconds to wait for the verifier's account of a continuation that met a stop string.
 ACCOUNT_SECONDS = 2.0
 
 
@@ -39,15 +41,17 @@ class Job:
     """A checked request.
 
     Attributes:
-        name: Unique among those that run; for logs and for aborting.
-        call: Name of the request that it is one prompt of, by which all of them are aborted; empty where it has none.
+        name: Name that is unique among running jobs, used in logs and to abort the job.
+        call: Name of the request that the job belongs to, which aborts all its jobs; empty without
+            one.
         prompt: Token ids.
-        sampling: With the seed set.
+        sampling: Sampling parameters, with the seed set.
         stop: Stop strings.
-        num_choices: Independent continuations.
-        keep_stop: Leave the stop string or token in the text.
-        timeout: Seconds until the request ends with RequestTimeout.
-        caller: Who asked: whose limits hold, and whose text may feed whose drafts.
+        num_choices: Number of independent continuations.
+        keep_stop: Whether the stop string or token stays in the text.
+        timeout: Seconds after which the request ends with RequestTimeout.
+        caller: The sender of the request: its limits apply, and its name decides which drafts its
+            text may feed.
         arrived: time.monotonic() of the arrival.
         traceparent: Trace context that the client sent; empty without one.
     """
@@ -69,7 +73,7 @@ class Job:
     traceparent: str = field(default_factory=tracing.incoming)
 
     def seed_of(self, choice: int) -> int:
-        """The seed of one continuation."""
+        """Returns the seed of one continuation."""
         seed = self.sampling.seed
         return seed if self.num_choices == 1 else derive_seed(seed, choice)
 
@@ -78,9 +82,10 @@ class Generator:
     """Runs jobs on a pool of verifiers.
 
     Args:
-        pool: The verifiers.
-        tokenizer: The model's.
-        max_queue_seconds: A continuation that has got no token after so long is given up; 0 waits for its deadline.
+        pool: Verifiers to run on.
+        tokenizer: The model's tokenizer.
+        max_queue_seconds: Seconds without a first token after which a continuation is given up; 0
+            waits until its deadline.
     """
 
     def __init__(
@@ -94,12 +99,12 @@ class Generator:
         self._idle.set()
 
     async def stream(self, job: Job, *, whole: bool = False) -> AsyncGenerator[Chunk, None]:
-        """Chunks of all continuations of a job as they come; close it to cancel the job.
+        """Yields chunks of all continuations of a job as they come; close it to cancel the job.
 
         Args:
-            job: What to generate.
-            whole: Give one chunk per continuation, at its end. As long as nothing was given, a
-                continuation survives the loss of its verifier.
+            job: The request to run.
+            whole: Whether to yield one chunk per continuation, at its end. A continuation
+                without a yielded chunk survives the loss of its verifier.
 
         Raises:
             ForedraftError: The verifier refused the job, it was lost, or the deadline passed.
@@ -130,7 +135,7 @@ class Generator:
                 self._idle.set()
 
     async def stream_all(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Chunk], None]:
-        """Like `stream` for several jobs; each chunk comes with its job's index."""
+        """Streams several jobs like `stream`; each chunk comes with its job's index."""
         if len(jobs) == 1:
             async with contextlib.aclosing(self.stream(jobs[0])) as chunks_of_one:
                 async for chunk in chunks_of_one:
@@ -141,10 +146,10 @@ class Generator:
                 yield item
 
     async def complete(self, jobs: Sequence[Job]) -> list[list[Chunk]]:
-        """Every job's continuations, each as one chunk.
+        """Runs jobs to their end; returns each job's continuations, each as one chunk.
 
         Raises:
-            ForedraftError: As `stream`; one job that fails ends all.
+            ForedraftError: A job failed like in `stream`, which ends all of them.
         """
         found: list[list[Chunk]] = [[] for _ in jobs]
         streams = [self.stream(job, whole=True) for job in jobs]
@@ -154,12 +159,14 @@ class Generator:
         return [sorted(chunks, key=lambda chunk: chunk.index) for chunks in found]
 
     def abort(self, name: str) -> int:
-        """Ends the jobs of the current caller with this name of their own or of their call; their continuations finish
-        as cancelled. Returns how many there were."""
+        """Aborts the current caller's jobs whose own name or call's name this is.
+
+        Their continuations finish as cancelled. Returns the number of jobs.
+        """
         return self._abort(lambda own, call: name in (own, call))
 
     def abort_all(self) -> int:
-        """Ends all jobs of the current caller; returns how many there were."""
+        """Aborts all jobs of the current caller; returns their number."""
         return self._abort(lambda own, call: True)
 
     def _abort(self, is_meant: Callable[[str, str], bool]) -> int:
@@ -180,12 +187,12 @@ class Generator:
     async def _choice(
         self, job: Job, choice: int, running: "_Running", whole: bool, charge: Charge
     ) -> AsyncGenerator[Chunk, None]:
-        """One continuation, with retries and measurements."""
+        """Yields the chunks of one continuation, with retries and measurements."""
         watch = Stopwatch(job.name, job.arrived, job.timeout, job.traceparent, charge)
         given = False
         patience = FRESH_PATIENCE
         try:
-            if not job.sampling.max_new_tokens:
+            if not job.sampling.max_new_tokens and job.sampling.prompt_logprobs is None:
                 chunk = _nothing(job, choice)
                 assert chunk.completion is not None
                 watch.finish(chunk.completion)
@@ -216,7 +223,7 @@ class Generator:
     async def _attempt(
         self, job: Job, choice: int, running: "_Running", watch: "Stopwatch", patience: float
     ) -> AsyncGenerator[Chunk, None]:
-        """One continuation at one verifier."""
+        """Yields the chunks of one continuation at one verifier."""
         connection = await self._pool.pick(job.prompt, min(patience, max(watch.remaining(), 0.0)))
         request = _submit_request(job, choice)
         request.traceparent = watch.span.traceparent
@@ -232,7 +239,10 @@ class Generator:
                 job.skip_special_tokens,
             )
             outputs = await self._first(ticket)
+            found: list[verify_pb2.TokenLogprob] = []  # of the prompt, until they are given
             while True:
+                for output in outputs:
+                    found.extend(output.prompt_logprobs)
                 before = decoder.num_tokens
                 text, tokens = decoder.feed(outputs)
                 watch.tokens(decoder.num_tokens - before)
@@ -240,26 +250,39 @@ class Generator:
                 if finish is None and decoder.stop_text is not None:
                     ticket.cancel()
                     if text or tokens:
-                        yield Chunk(choice, text, tokens, steps=decoder.take_steps())
+                        steps = decoder.take_steps()
+                        yield Chunk(choice, text, tokens, steps=steps, prompt_logprobs=found)
+                        found = []
                     text, tokens = "", []
                     finish = await _account(ticket, len(job.prompt))
                 if finish is None:
                     if text or tokens:
-                        yield Chunk(choice, text, tokens, steps=decoder.take_steps())
+                        steps = decoder.take_steps()
+                        yield Chunk(choice, text, tokens, steps=steps, prompt_logprobs=found)
+                        found = []
                     outputs = await ticket.take()
                     continue
                 _raise_failure(finish, connection)
+                if not job.sampling.max_new_tokens:
+                    # The verifier chose one token all the same.
+                    chunk = _nothing(job, choice, finish.cached_tokens)
+                    chunk.prompt_logprobs = found
+                    assert chunk.completion is not None
+                    watch.finish(chunk.completion)
+                    yield chunk
+                    return
                 tail, rest = decoder.flush()
                 completion = _completion(job, choice, decoder, finish)
                 watch.finish(completion)
-                yield Chunk(choice, text + tail, tokens + rest, completion, decoder.take_steps())
+                steps = decoder.take_steps()
+                yield Chunk(choice, text + tail, tokens + rest, completion, steps, found)
                 return
         finally:
             running.remove(ticket)
             ticket.close()
 
     async def _first(self, ticket: Ticket) -> list[verify_pb2.SequenceOutput]:
-        """The first outputs of a continuation."""
+        """Waits for the first outputs of a continuation, at most max_queue_seconds."""
         seconds = self._max_queue_seconds
         try:
             async with asyncio.timeout(seconds or None):
@@ -269,7 +292,7 @@ class Generator:
 
 
 class _Running:
-    """The tickets of a job that runs, so that it can be aborted from elsewhere."""
+    """Holds the tickets of a running job, so that it can be aborted from elsewhere."""
 
     def __init__(self, call: str) -> None:
         self.call = call
@@ -291,29 +314,32 @@ class _Running:
 
 
 async def _collect(attempt: AsyncGenerator[Chunk, None], choice: int) -> Chunk:
-    """All chunks of one continuation as one."""
+    """Joins all chunks of one continuation."""
     texts: list[str] = []
     result = Chunk(choice)
     async for chunk in attempt:
         texts.append(chunk.text)
         result.tokens.extend(chunk.tokens)
         result.steps.extend(chunk.steps)
+        result.prompt_logprobs.extend(chunk.prompt_logprobs)
         result.completion = chunk.completion
     result.text = "".join(texts)
     return result
 
 
-def _nothing(job: Job, choice: int) -> Chunk:
-    """A continuation of no tokens, which nobody has to compute."""
+def _nothing(job: Job, choice: int, num_cached: int = 0) -> Chunk:
+    """Returns the chunk of a continuation without tokens."""
     finish = verify_pb2.Finish(
-        reason=verify_pb2.FINISH_REASON_LENGTH, prompt_tokens=len(job.prompt)
+        reason=verify_pb2.FINISH_REASON_LENGTH,
+        prompt_tokens=len(job.prompt),
+        cached_tokens=num_cached,
     )
     seed = job.seed_of(choice)
     return Chunk(choice, completion=Completion(FinishReason.LENGTH, None, None, 0, finish, seed))
 
 
 async def _account(ticket: Ticket, num_prompt_tokens: int) -> verify_pb2.Finish:
-    """Waits for the finish of a cancelled request; its figures are in it."""
+    """Waits for the finish of a cancelled request, which has its counts."""
     with contextlib.suppress(ForedraftError, TimeoutError):
         async with asyncio.timeout(ACCOUNT_SECONDS):
             while True:
@@ -360,43 +386,23 @@ def _raise_failure(finish: verify_pb2.Finish, connection: VerifierConnection) ->
 
 
 def _submit_request(job: Job, choice: int) -> verify_pb2.SubmitRequest:
-    params, speculation = job.sampling, job.speculation
-    sampling = verify_pb2.Sampling(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=max(params.top_p, LEAST),
-        min_p=params.min_p,
-        repetition_penalty=max(params.repetition_penalty, LEAST),
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
-        logit_bias=params.logit_bias,
-        seed=job.seed_of(choice),
-        max_new_tokens=params.max_new_tokens,
-        min_new_tokens=params.min_new_tokens,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        logprobs=params.logprobs,
-    )
-    if params.grammar is not None:
-        setattr(sampling.grammar, params.grammar.kind.value, params.grammar.text)
-    return verify_pb2.SubmitRequest(
+    request = verify_pb2.SubmitRequest(
         prompt=job.prompt,
-        sampling=sampling,
-        speculation=verify_pb2.Speculation(
-            enabled=speculation.enabled,  # type: ignore[arg-type]
-            num_steps=speculation.num_steps,
-            topk=speculation.topk,
-            num_draft_tokens=speculation.num_draft_tokens,
-        ),
         priority=job.priority,
         key_label=job.caller.name,
         return_provenance=job.return_provenance,
         request_name=job.name,
     )
+    fill_sampling(request.sampling, job.sampling)
+    request.sampling.seed = job.seed_of(choice)
+    # For a request of only prompt log-probabilities the verifier chooses one token, not returned.
+    request.sampling.max_new_tokens = max(1, job.sampling.max_new_tokens)
+    fill_speculation(request.speculation, job.speculation)
+    return request
 
 
 def fitted(sampling: SamplingParams, num_prompt_tokens: int, context_length: int) -> SamplingParams:
-    """Sampling whose output ends at the context length at the latest.
+    """Limits the output length so that prompt and output fit the context length.
 
     Raises:
         PromptTooLong: The prompt leaves no room for a token.
@@ -408,8 +414,8 @@ def fitted(sampling: SamplingParams, num_prompt_tokens: int, context_length: int
     if room < 1:
         raise PromptTooLong(
             "prompt",
-            f"it has {num_prompt_tokens} tokens; this model's maximum context length is {context_length} tokens, with the "
-            "output",
+            f"it has {num_prompt_tokens} tokens; this model's maximum context length is"
+            f" {context_length} tokens, with the output",
         )
     if sampling.max_new_tokens <= room:
         return sampling

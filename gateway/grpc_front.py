@@ -1,7 +1,9 @@
-"""The public gRPC: foredraft.api.inference.v1.InferenceService."""
+"""The public gRPC service: foredraft.api.inference.v1.InferenceService."""
 
 import asyncio
 import contextlib
+import math
+from collections.abc import AsyncIterator
 
 import grpc
 
@@ -9,12 +11,12 @@ from foredraft import __version__
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.errors import ForedraftError, InvalidRequest
 from foredraft.rpc import errors
+from foredraft.rpc.sampling import read_sampling, read_speculation
+from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import (
     FinishReason,
     Grammar,
     GrammarKind,
-    SamplingParams,
-    SpeculationParams,
 )
 from gateway.decoding import Chunk, Completion, OutputToken
 from gateway.errors import RequestTimeout, SlowClient, UnknownModel, http_error
@@ -23,13 +25,13 @@ from gateway.grpc_tools import CallFinder, function_use, messages
 from gateway.http import naming
 from gateway.openai import chats
 from gateway.openai.call_grammars import call_grammar
+from gateway.openai.prompt_logprobs import echoed
 from gateway.openai.response_format import ANY_OBJECT
 from gateway.openai.tools import Convention, ToolUse, told
 from gateway.security.gate import Gate
 from gateway.serving import Serving, seed_or_random
 
 SERVICE_NAME = "foredraft.api.inference.v1.InferenceService"
-_DEFAULT = SamplingParams()
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -47,26 +49,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 use, convention = self._functions(request)
                 job = await self._job(request, context.time_remaining(), use, convention)
                 calls = use and convention and CallFinder(use, convention, job.num_choices)
-                async with contextlib.aclosing(self._serving.generator.stream(job)) as chunks:
+                async with (
+                    contextlib.aclosing(self._serving.generator.stream(job)) as chunks,
+                    _patient_writes(self._serving.config.client_timeout) as watch,
+                ):
                     async for chunk in chunks:
                         if _was_aborted(chunk):
                             await context.abort(grpc.StatusCode.ABORTED, "it was aborted by name")
-                        response = _response(job, chunk)
+                        response = _response(job, chunk, self._serving.tokenizer)
                         if calls:
                             calls.rewrite(response, chunk)
-                        await self._write(context, response)
+                        watch.begin()
+                        await context.write(response)
+                        watch.end()
         except (RequestTimeout, SlowClient, UnknownModel) as error:
             await _abort(context, error)
-
-    async def _write(
-        self, context: grpc.aio.ServicerContext, response: inference_pb2.GenerateResponse
-    ) -> None:
-        seconds = self._serving.config.client_timeout
-        try:
-            async with asyncio.timeout(seconds):
-                await context.write(response)
-        except TimeoutError:
-            raise SlowClient(f"nothing was taken for {seconds:g} s") from None
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
@@ -101,7 +98,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def _functions(
         self, request: inference_pb2.GenerateRequest
     ) -> tuple[ToolUse | None, Convention | None]:
-        """What is asked of functions, and how the model writes calls."""
+        """Returns the requested use of functions, and the model's convention for calls."""
         use = function_use(request.chat)
         convention = chats.convention_for(self._serving, use)
         # Their parts are told apart by special tokens, which texts here do not have.
@@ -115,12 +112,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         use: ToolUse | None,
         convention: Convention | None,
     ) -> Job:
-        serving, given, asked = self._serving, request.sampling, request.speculation
+        serving, given = self._serving, request.sampling
         serving.check_model(request.model)
-
-        def chosen(field: str, default: float) -> float:
-            value = getattr(given, field)
-            return value if given.HasField(field) else default
 
         grammar = _grammar(given.grammar)
         if use is not None and convention is not None:
@@ -128,22 +121,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 raise InvalidRequest("grammar", "does not go with functions that may be called")
             grammar = call_grammar(use, convention, serving.tokenizer)
         prompt = await self._prompt(request, use, convention)
-        sampling = SamplingParams(
-            temperature=chosen("temperature", _DEFAULT.temperature),
-            top_k=int(chosen("top_k", _DEFAULT.top_k)),
-            top_p=chosen("top_p", _DEFAULT.top_p),
-            min_p=chosen("min_p", _DEFAULT.min_p),
-            repetition_penalty=chosen("repetition_penalty", _DEFAULT.repetition_penalty),
-            frequency_penalty=chosen("frequency_penalty", _DEFAULT.frequency_penalty),
-            presence_penalty=chosen("presence_penalty", _DEFAULT.presence_penalty),
-            logit_bias=dict(given.logit_bias),
+        sampling = read_sampling(
+            given,
             seed=seed_or_random(given.seed if given.HasField("seed") else None),
-            max_new_tokens=int(chosen("max_new_tokens", _DEFAULT.max_new_tokens)),
-            min_new_tokens=int(chosen("min_new_tokens", 0)),
-            stop_token_ids=tuple(given.stop_token_ids),
-            ignore_eos=bool(chosen("ignore_eos", False)),
-            logprobs=given.logprobs if given.HasField("logprobs") else None,
             grammar=grammar,
+            bad_words=serving.bad_words(given.bad_words),
         )
         return serving.job(
             prompt,
@@ -151,17 +133,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             max_new_tokens_given=given.HasField("max_new_tokens"),
             name=request.request_id,
             stop=tuple(given.stop),
-            num_choices=int(chosen("n", 1)),
-            skip_special_tokens=bool(chosen("skip_special_tokens", True)),
+            num_choices=given.n if given.HasField("n") else 1,
+            skip_special_tokens=not given.HasField("skip_special_tokens")
+            or given.skip_special_tokens,
             return_provenance=request.return_provenance,
-            speculation=SpeculationParams(
-                enabled=asked.enabled if asked.HasField("enabled") else None,
-                num_steps=asked.num_steps if asked.HasField("num_steps") else None,
-                topk=asked.topk if asked.HasField("topk") else None,
-                num_draft_tokens=asked.num_draft_tokens
-                if asked.HasField("num_draft_tokens")
-                else None,
-            ),
+            speculation=read_speculation(request.speculation),
             priority=request.priority,
             timeout=timeout,
         )
@@ -178,15 +154,70 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if kind == "token_ids":
             return list(request.token_ids.ids)
         if kind == "chat":
-            found, variables = told(messages(request.chat), use, convention)
+            given = messages(request.chat)
+            template = self._serving.tokenizer.template_for(use is not None)
+            if template is not None:
+                template.check_roles((message["role"] for message in given), "chat.messages")
+            found, variables = told(given, use, convention)
             if request.chat.continue_final_message:
                 variables["continue_final_message"] = True
             return await self._serving.encode_chat(found, **variables)
         raise InvalidRequest("prompt", "give one of text, chat, token_ids")
 
 
+class _WriteWatch:
+    """Ends a call whose client has not taken a message after too long.
+
+    A timeout for each write would add a tenth to a chunk's time. One timer checks instead how long
+    the present write has taken.
+    """
+
+    def __init__(self, timeout: asyncio.Timeout, seconds: float) -> None:
+        self._timeout = timeout
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._began = math.inf
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    def begin(self) -> None:
+        """Notes that a write begins."""
+        self._began = self._loop.time()
+
+    def end(self) -> None:
+        """Notes that the write is done."""
+        self._began = math.inf
+
+    def stop(self) -> None:
+        """Cancels the timer."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        left = min(self._began, now) + self._seconds - now
+        if left <= 0:
+            self._timeout.reschedule(now)
+        else:
+            self._timer = self._loop.call_later(left, self._look)
+
+
+@contextlib.asynccontextmanager
+async def _patient_writes(seconds: float) -> AsyncIterator[_WriteWatch]:
+    """Watches writes in the block; raises SlowClient if one takes longer than `seconds`."""
+    try:
+        async with asyncio.timeout(None) as timeout:
+            watch = _WriteWatch(timeout, seconds)
+            try:
+                yield watch
+            finally:
+                watch.stop()
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise SlowClient(f"nothing was taken for {seconds:g} s") from None
+
+
 async def _abort(context: grpc.aio.ServicerContext, error: ForedraftError) -> None:
-    """Ends a call with an error of the gateway's own, as `gateway.errors` says it."""
+    """Aborts a call with the gRPC status that `gateway.errors` has for the error."""
     said = http_error(error)
     number = grpc.StatusCode[said.grpc].value[0]
     await errors.abort(context, errors.to_status(error, (said.code or "").upper(), number))
@@ -205,7 +236,7 @@ def _authorization(context: grpc.aio.ServicerContext) -> str:
 
 
 def _names(request: inference_pb2.GenerateRequest) -> dict[str, str]:
-    """Our field names as paths in the message."""
+    """Maps internal field names to paths in the message."""
     fields = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     return {
         **{name: f"sampling.{name}" for name in fields},
@@ -222,13 +253,18 @@ def _was_aborted(chunk: Chunk) -> bool:
     return chunk.completion is not None and chunk.completion.reason is FinishReason.CANCELLED
 
 
-def _response(job: Job, chunk: Chunk) -> inference_pb2.GenerateResponse:
+def _response(job: Job, chunk: Chunk, tokenizer: Tokenizer) -> inference_pb2.GenerateResponse:
     response = inference_pb2.GenerateResponse(
         request_id=job.name,
         index=chunk.index,
         text=chunk.text,
         tokens=[_token(job, token) for token in chunk.tokens],
     )
+    if chunk.prompt_logprobs:
+        said = echoed(
+            job.prompt, job.sampling.prompt_logprobs_from, chunk.prompt_logprobs, tokenizer
+        )
+        response.prompt_tokens.extend(_token(job, token) for token in said)
     if chunk.completion is not None:
         response.completion.CopyFrom(_completion(chunk.completion))
     return response

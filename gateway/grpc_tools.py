@@ -1,4 +1,4 @@
-"""Functions in the public gRPC: the chat messages' fields as the OpenAI routes know them, and calls in answers."""
+"""Converts functions and calls of the public gRPC to and from the OpenAI routes' form."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ _CHOICES = {
 
 
 def function_use(chat: inference_pb2.ChatMessages) -> ToolUse | None:
-    """What a conversation asks of functions; None where none may be called.
+    """Returns the requested use of functions; None where no function may be called.
 
     Raises:
         InvalidRequest: A field is wrong.
@@ -63,10 +63,11 @@ def _tool(given: inference_pb2.Function) -> Tool:
 
 
 def messages(chat: inference_pb2.ChatMessages) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them.
+    """Converts messages to the form that chat templates expect.
 
     Raises:
-        InvalidRequest: There are none, or more than can be a conversation: an empty one takes two bytes on the wire.
+        InvalidRequest: There are no messages, or too many: an empty one takes only two bytes on the
+            wire.
     """
     if not chat.messages:
         raise InvalidRequest("messages", "it has no messages")
@@ -95,7 +96,7 @@ def _message(given: inference_pb2.ChatMessage) -> dict[str, Any]:
 
 
 class CallFinder:
-    """Takes the calls out of the texts of a request's continuations."""
+    """Moves function calls out of the texts of a request's continuations."""
 
     def __init__(self, use: ToolUse, convention: Convention, num_choices: int) -> None:
         self._use = use
@@ -104,7 +105,7 @@ class CallFinder:
         ]
 
     def rewrite(self, response: inference_pb2.GenerateResponse, chunk: Chunk) -> None:
-        """Moves what is a call from a response's text to its calls."""
+        """Moves calls from a response's text to its `calls` field."""
         deltas = self._deltas[chunk.index]
         found = deltas.delta(chunk.text, chunk.completion is not None)
         response.text = found.get("content", "")

@@ -1,4 +1,8 @@
-"""What the HTTP routes share: bounded bodies, validation with the client's field names, server-sent events, disconnects."""
+"""Shared parts of the HTTP routes.
+
+These are bounded bodies, validation with the client's field names, server-sent events and
+disconnects.
+"""
 
 import asyncio
 import contextlib
@@ -25,12 +29,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Pydantic notes every error that it finds, and some kilobytes for each: of millions of wrong items, the first is enough.
+# Pydantic records every error, with some kilobytes for each: the first of millions of wrong items
+# is enough.
 Items = Annotated[list[T], Field(fail_fast=True)]
 MAX_OBJECTS = 65_536
 Objects = Annotated[list[T], Field(fail_fast=True, max_length=MAX_OBJECTS)]
-BODIES_AT_A_TIME = 32  # of the largest size; smaller ones are more
-MAX_MEMBERS = 16_384  # of one object: its unknown names and wrong values are all noted, too
+BODIES_AT_A_TIME = 32  # number of largest bodies that may arrive at once
+MAX_MEMBERS = 16_384  # of one object: pydantic records every unknown name and wrong value
 
 DONE = b"data: [DONE]\n\n"
 _SEND = "foredraft.send"
@@ -51,23 +56,23 @@ B = TypeVar("B", bound=Body)
 
 
 class Bounds:
-    """What the server puts up with.
+    """Limits the size and the arrival time of request bodies, each and together.
 
     Args:
-        body_bytes: Largest body.
-        seconds: For a body to arrive.
+        body_bytes: Bytes of the largest body.
+        seconds: Seconds in which a body must arrive.
     """
 
     def __init__(self, body_bytes: int, seconds: float) -> None:
         self.body_bytes = body_bytes
         self.seconds = seconds
-        self.all_bytes = BODIES_AT_A_TIME * body_bytes  # of bodies that are arriving, together
+        self.all_bytes = BODIES_AT_A_TIME * body_bytes  # sum of the bodies that are arriving
         self._arriving: dict[Arrival, None] = {}  # oldest first
         self._sum = 0
 
     @contextlib.contextmanager
     def arriving(self, timeout: asyncio.Timeout) -> Iterator["Arrival"]:
-        """A body, from its first byte to its last, which `timeout` can end."""
+        """Registers a body while it arrives; `timeout` can end its arrival."""
         arrival = Arrival(timeout)
         self._arriving[arrival] = None
         try:
@@ -77,7 +82,7 @@ class Bounds:
             self._sum -= arrival.num_bytes
 
     def add(self, arrival: "Arrival", num_bytes: int) -> None:
-        """More of a body is there. Where all are too much, the one that began first is given up."""
+        """Counts bytes of a body; if all bodies together exceed the limit, gives up the oldest."""
         arrival.num_bytes += num_bytes
         self._sum += num_bytes
         if self._sum > self.all_bytes:
@@ -87,7 +92,7 @@ class Bounds:
 
 
 class Arrival:
-    """A body that is arriving."""
+    """State of a body that is arriving."""
 
     def __init__(self, timeout: asyncio.Timeout) -> None:
         self.num_bytes = 0
@@ -95,20 +100,20 @@ class Arrival:
         self._timeout = timeout
 
     def give_up(self) -> None:
-        """Ends it now."""
+        """Ends the arrival now."""
         self.is_given_up = True
         if not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
 
 async def read(request: Request, model: type[B], bounds: Bounds) -> B:
-    """The body as a model.
+    """Reads a request's body and validates it as a model.
 
     Raises:
-        BodyTooLarge: Over `bounds.body_bytes`.
-        SlowClient: It did not arrive in time.
+        BodyTooLarge: The body exceeds `bounds.body_bytes`.
+        SlowClient: The body did not arrive in time.
         Unavailable: Too many bodies arrive at a time.
-        InvalidRequest: Not JSON, or a field is wrong; names it.
+        InvalidRequest: The body is not JSON, or a field is wrong; the error names the field.
     """
     max_bytes = bounds.body_bytes
     encoding = request.headers.get("content-encoding", "identity")
@@ -170,7 +175,7 @@ def refuse(values: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
 
 
 def error_response(error: Exception, path: str) -> JSONResponse:
-    """An exception as the route at a path says it."""
+    """Returns the HTTP answer for an exception, in the shape that the path's API has."""
     http = errors.http_error(error)
     if http.status >= 500 and not isinstance(error, ForedraftError):
         logger.error("a request failed", exc_info=error)
@@ -178,7 +183,7 @@ def error_response(error: Exception, path: str) -> JSONResponse:
 
 
 class DirectSend:
-    """ASGI around an application, which lets its event streams pass the middlewares by."""
+    """ASGI wrapper that lets event streams bypass the middlewares."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -189,7 +194,10 @@ class DirectSend:
 
 
 class HeadAsGet:
-    """ASGI around an application: HEAD is GET whose body the server leaves out, which load balancers ask for."""
+    """ASGI wrapper that answers HEAD, which load balancers send, like GET.
+
+    The server leaves the body out.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -202,15 +210,15 @@ class HeadAsGet:
 
 
 class EventStream(Response):
-    """Objects as server-sent events, an error as the last of them, then [DONE].
+    """Sends objects as server-sent events, an error as the last of them, then [DONE].
 
     A client that goes away, or is cut off because it takes nothing, closes `items` at once.
 
     Args:
         first: The first object.
-        rest: The others.
-        failure: What an error reads as.
-        done: The last event; empty for none.
+        rest: The objects after the first.
+        failure: Converts an error to the object sent for it.
+        done: Bytes of the last event; empty for none.
     """
 
     media_type = "text/event-stream"
@@ -237,7 +245,7 @@ class EventStream(Response):
                 "headers": self.raw_headers,
             }
         )
-        # What wraps `send` looks at the start of an answer alone.
+        # Wrappers of `send` look only at the start of an answer.
         sender = asyncio.ensure_future(self._send(scope.get(_SEND, send)))
         gone = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
@@ -269,19 +277,21 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def encode_event(item: Any) -> bytes:
-    """An object as a server-sent event; one that is encoded already stays as it is."""
+    """Encodes an object as a server-sent event; bytes are returned unchanged."""
     return item if isinstance(item, bytes) else f"data: {_encode(item)}\n\n".encode()
 
 
 async def event_stream(
     request: Request, items: AsyncGenerator[Any, None], **options: Any
 ) -> EventStream:
-    """Streams objects. What fails before the first of them is raised, so that it gets a status of its own.
+    """Streams objects as server-sent events.
+
+    An error before the first object is raised, so that the answer has the error's status.
 
     Args:
-        request: Who asks.
-        items: The objects.
-        **options: Those of EventStream.
+        request: The client's request.
+        items: Objects to send.
+        **options: Further arguments of EventStream.
     """
 
     async def first() -> Any:
@@ -295,10 +305,10 @@ async def event_stream(
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away.
+    """Returns the result of `work`, which is cancelled when the client disconnects.
 
     Raises:
-        ClientDisconnect: It has gone.
+        ClientDisconnect: The client has disconnected.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_for_disconnect(request.receive))
@@ -320,14 +330,14 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 @contextlib.contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors raised inside name fields as the client wrote them: `names` maps ours to theirs."""
+    """Renames fields in errors raised in the block; `names` maps internal to client names."""
     with naming_by(lambda field: names.get(field, field)):
         yield
 
 
 @contextlib.contextmanager
 def naming_by(name: Callable[[str], str]) -> Iterator[None]:
-    """Errors raised inside name fields as the client wrote them: `name` turns ours into theirs."""
+    """Renames fields in errors raised in the block; `name` converts internal to client names."""
     try:
         yield
     except InvalidRequest as error:
@@ -338,7 +348,10 @@ def naming_by(name: Callable[[str], str]) -> Iterator[None]:
 
 
 class RequestNames:
-    """ASGI middleware: every request has a name, the client's x-request-id or a new one, in logs and in the answer."""
+    """ASGI middleware that gives every request an id, in logs and in the answer.
+
+    It is the client's x-request-id, or a new one.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

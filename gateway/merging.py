@@ -1,4 +1,4 @@
-"""Several streams as one, with bounded buffers. Knows nothing of what flows in them."""
+"""Merges several streams into one, with bounded buffers."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ MAX_BUFFERED = 64
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """What the streams give, each item with its stream's index; the first error ends them all."""
+    """Yields the items of all streams, each with its stream's index; the first error ends all."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as stream:
             async for item in stream:

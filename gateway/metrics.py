@@ -1,4 +1,4 @@
-"""What the gateway measures: requests by outcome, latencies as a client sees them, tokens, requests in flight."""
+"""The gateway's metrics: requests by outcome, client-side latencies, tokens, requests in flight."""
 
 from foredraft.telemetry import metrics
 
@@ -19,7 +19,8 @@ key_tokens = metrics.counter(
 )
 refused = metrics.counter(
     "foredraft_gateway_refused_requests_total",
-    "Requests refused at the gate, and connections: no known key, or over the limit that is named, and whose key it was.",
+    "Requests refused at the gate, and connections: no known key, or over the limit that is named,"
+    " and whose key it was.",
     ["limit", "key"],
 )
 connections = metrics.gauge("foredraft_gateway_connections", "Open connections of HTTP clients.")
@@ -34,7 +35,8 @@ first_token_seconds = metrics.histogram(
 )
 inter_token_seconds = metrics.histogram(
     "foredraft_gateway_inter_token_latency_seconds",
-    "Between tokens of a continuation; n tokens that come together count as n times an n-th of the gap.",
+    "Between tokens of a continuation; n tokens that come together count as n times an n-th of the"
+    " gap.",
     metrics.TOKEN_BUCKETS,
 )
 end_to_end_seconds = metrics.histogram(
@@ -62,8 +64,9 @@ retries = metrics.counter(
 )
 routed = metrics.counter(
     "foredraft_gateway_routed_requests_total",
-    "Requests by why they went where, with several verifiers: prefix (its beginning is cached there), load (nowhere; "
-    "the least busy one), busy (the one that has more of it is much busier).",
+    "Requests by why they went where, with several verifiers: prefix (its beginning is cached"
+    " there), load (nowhere; the least busy one), busy (the one that has more of it is much"
+    " busier).",
     ["reason"],
 )
 stored_responses = metrics.gauge(

@@ -1,4 +1,7 @@
-"""The OpenAPI document: what FastAPI cannot see, since the routes read their bodies and write their errors themselves."""
+"""Completes FastAPI's OpenAPI document with request bodies and errors.
+
+FastAPI cannot see them, since the routes read bodies and write errors themselves.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -49,7 +52,7 @@ ANTHROPIC_ERROR = {
 
 
 def reads(model: type[BaseModel]) -> dict[str, Any]:
-    """`openapi_extra` of a route whose body is `model`."""
+    """Returns the `openapi_extra` of a route whose body is `model`."""
     schema = {"$ref": REF.format(model=model.__name__)}
     extra: dict[str, Any] = {
         "requestBody": {"required": True, "content": {_JSON: {"schema": schema}}}
@@ -61,7 +64,7 @@ def reads(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def install(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
-    """Makes /openapi.json the whole document; `bodies` are the models that `reads` was given."""
+    """Makes /openapi.json the complete document; `bodies` are the models given to `reads`."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:

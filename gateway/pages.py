@@ -1,4 +1,4 @@
-"""The pages for people: the playground at /, the dashboard, and the files they are made of."""
+"""Serves the web pages: the playground at /, the dashboard, and their files."""
 
 import hashlib
 import mimetypes
@@ -15,8 +15,8 @@ from gateway.figures import Figures
 HEADERS = {
     # Nothing from elsewhere, nothing inline, no frame around it.
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src"
+        " 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
@@ -28,7 +28,7 @@ _TYPES = {".js": "text/javascript", ".svg": "image/svg+xml"}
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A file as it is sent."""
+    """A file's content and headers."""
 
     body: bytes
     media_type: str
@@ -36,7 +36,7 @@ class Asset:
 
 
 def load_assets() -> dict[str, Asset]:
-    """The files of gateway/web by name; they are few and small, and read once."""
+    """Reads the files of gateway/web by name, once: they are few and small."""
     assets = {}
     for file in resources.files("gateway").joinpath("web").iterdir():
         suffix = "." + file.name.rpartition(".")[2]
@@ -49,7 +49,7 @@ def load_assets() -> dict[str, Asset]:
 
 
 def make_router(figures: Figures) -> APIRouter:
-    """The pages, and what the dashboard shows."""
+    """Creates the routes of the pages and of the dashboard's numbers."""
     router = APIRouter(include_in_schema=False)
     assets = load_assets()
 

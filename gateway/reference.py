@@ -1,6 +1,11 @@
-"""The page /docs: every route and its fields, made of the OpenAPI document, without a script or anything from elsewhere."""
+"""Renders the page /docs from the OpenAPI document: every route and its fields.
 
-from collections.abc import Iterator, Mapping
+It needs no script and nothing from other servers.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any
 
@@ -28,15 +33,17 @@ _HEAD = """<!doctype html>
       <a href="/dashboard">Dashboard</a>
       <a href="/docs" aria-current="page">API</a>
     </nav>
+    <button type="button" class="quiet" id="theme">Theme: auto</button>
   </header>
   <main>
   <h1>API</h1>
   <p>For programs: <a href="/openapi.json">/openapi.json</a>. A server with keys wants <code>Authorization: Bearer KEY</code>.</p>
-"""
+  <nav class="contents" aria-label="Routes">
+"""  # noqa: E501
 
 
 def make_router(app: FastAPI) -> APIRouter:
-    """The page of an application's routes."""
+    """Creates the route of the page that documents an application's routes."""
     router = APIRouter(include_in_schema=False)
     pages: list[str] = []
 
@@ -50,33 +57,45 @@ def make_router(app: FastAPI) -> APIRouter:
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """An OpenAPI document as HTML."""
+    """Renders an OpenAPI document as HTML."""
     schemas = document["components"]["schemas"]
     lines = [_HEAD]
+    sections: list[str] = []
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            lines.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2>")
-            lines.append(f"<p>{escape(operation.get('description', ''))}</p>")
+            name = f"{method.upper()} {path}"
+            anchor = re.sub(r"\W+", "-", name).strip("-")
+            lines.append(f'<a href="#{anchor}"><code>{escape(name)}</code></a>')
             body = operation.get("requestBody", {}).get("content", {}).get("application/json")
-            if body is not None:
-                lines += _table(_named(body["schema"]), schemas)
-    lines.append("<h1>Objects</h1>")
+            fields = () if body is None else _table(_named(body["schema"]), schemas)
+            sections += _section(anchor, name, operation.get("description", ""), fields)
+    sections.append("<h1>Objects</h1>")
     for name in sorted(_inner(document, schemas)):
-        lines.append(f'<h2 id="{escape(name)}"><code>{escape(name)}</code></h2>')
-        lines.append(f"<p>{escape(schemas[name].get('description', ''))}</p>")
-        lines += _table(name, schemas)
-    return "\n".join([*lines, "</main></body></html>\n"])
+        about = schemas[name].get("description", "")
+        sections += _section(name, name, about, _table(name, schemas))
+    return "\n".join([*lines, "</nav>", *sections, "</main></body></html>\n"])
+
+
+def _section(anchor: str, name: str, about: str, table: Iterable[str]) -> Iterator[str]:
+    yield f'<section class="card" id="{escape(anchor)}"><h2><code>{escape(name)}</code></h2>'
+    if about:
+        yield f"<p>{escape(about)}</p>"
+    yield from table
+    yield "</section>"
 
 
 def _table(name: str, schemas: Mapping[str, Any]) -> Iterator[str]:
-    """The fields of a schema."""
+    """Yields the table of a schema's fields."""
     schema = schemas[name]
     required = schema.get("required", ())
-    yield "<table><thead><tr><th>field</th><th>type</th><th>default</th></tr></thead><tbody>"
+    yield "<table><thead><tr><th>field</th><th>type</th><th>about</th></tr></thead><tbody>"
     for field, given in schema.get("properties", {}).items():
-        default = given.get("default")
-        told = "required" if field in required else "" if default is None else repr(default)
-        cells = (f"<code>{escape(field)}</code>", _type(given), escape(told))
+        about, default = given.get("description", ""), given.get("default")
+        if field in required:
+            about = f"Required. {about}"
+        elif default not in (None, ""):
+            about = f"{about} {json.dumps(default)} when absent."
+        cells = (f"<code>{escape(field)}</code>", _type(given), escape(about.strip()))
         yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
     yield "</tbody></table>"
 
@@ -100,7 +119,7 @@ def _named(given: Mapping[str, Any]) -> str:
 
 
 def _inner(document: Mapping[str, Any], schemas: Mapping[str, Any]) -> set[str]:
-    """The names of objects that fields consist of."""
+    """Returns the names of object schemas that appear only inside bodies."""
     bodies = {
         _named(content["application/json"]["schema"])
         for operations in document["paths"].values()

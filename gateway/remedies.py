@@ -1,4 +1,4 @@
-"""What to send instead of fields that other servers take, by where they are sent."""
+"""Advice for fields that other servers accept: what to send instead, by API."""
 
 _BEAMS = "there is no beam search; leave it out, or ask for n choices"
 _LORA = "LoRA adapters are not served: merge one into its model, and serve that"
@@ -8,9 +8,9 @@ _BEST = "leave it out"
 _INSIDE = "put what is in it into the request itself"
 
 OPENAI = {
+    "stop_words": "give stop instead",
+    "json": "give guided_json or response_format instead",
     # vLLM's.
-    "bad_words": "give logit_bias: -100 for each of their token ids (/tokenize has them) instead",
-    "allowed_token_ids": 'give structured_outputs: {"choice": [...]}, or logit_bias, instead',
     "use_beam_search": _BEAMS,
     "length_penalty": _BEAMS,
     "early_stopping": _BEAMS,
@@ -20,10 +20,10 @@ OPENAI = {
     "return_tokens_as_token_ids": "give return_token_ids: true instead",
     "kv_transfer_params": f"prompts are computed where they are continued; {_BEST}",
     "vllm_xargs": _BEST,
-    "cache_salt": f"keys do not tell prefixes apart; {_BEST}, or start the server with --disable-radix-cache",
+    "cache_salt": (
+        f"keys do not tell prefixes apart; {_BEST}, or start the server with --disable-radix-cache"
+    ),
     # SGLang's.
-    "json_schema": 'give structured_outputs: {"json": ...}, or in chats response_format, instead',
-    "structural_tag": 'give structured_outputs: {"structural_tag": ...} instead',
     "max_new_tokens": "give max_tokens instead",
     "min_new_tokens": "give min_tokens instead",
     "no_stop_trim": "give include_stop_str_in_output: true instead",
@@ -35,11 +35,13 @@ OPENAI = {
     "lora_request": _LORA,
     "custom_logit_processor": _CODE,
     "return_hidden_states": "hidden states do not leave the verifier",
-    # Of clients, and of other servers.
+    # Fields of clients and of other servers.
     "extra_body": _INSIDE,
     "extra_headers": f"clients send them beside the request; {_BEST}",
     "enable_thinking": 'give chat_template_kwargs: {"enable_thinking": ...} instead',
-    "thinking": 'give chat_template_kwargs: {"enable_thinking": ...}, if the template knows it, instead',
+    "thinking": (
+        'give chat_template_kwargs: {"enable_thinking": ...}, if the template knows it, instead'
+    ),
     "stopping_strings": "give stop instead",
     "repeat_penalty": "give repetition_penalty instead",
     "num_predict": "give max_tokens instead",
@@ -58,20 +60,39 @@ OPENAI = {
 
 _FORMS = {
     **dict.fromkeys(
-        ("structured_outputs", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf"),
+        (
+            "structured_outputs",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "regex",
+            "ebnf",
+            "structural_tag",
+        ),
         "send it to /v1/chat/completions, which takes it",
     ),
     "guided_decoding_backend": f"grammars have one backend here; {_BEST}",
 }
+_CONVERSATION = "give input instead, a text or a list of messages"
 _RESPONSES_SCHEMA = 'give text: {"format": {"type": "json_schema", ...}} instead'
 RESPONSES = {
     **_FORMS,
-    **dict.fromkeys(("guided_json", "response_format"), _RESPONSES_SCHEMA),
+    "max_tokens": "give max_output_tokens instead",
+    "max_completion_tokens": "give max_output_tokens instead",
+    "messages": _CONVERSATION,
+    "prompt": _CONVERSATION,
+    "n": "one answer is made for each request",
+    "prompt_logprobs": "send it to /v1/completions, which takes it",
+    "stop": "send it to /v1/chat/completions, which takes it",
+    **dict.fromkeys(("guided_json", "json_schema", "response_format"), _RESPONSES_SCHEMA),
 }
 _MESSAGES_SCHEMA = 'give output_config: {"format": {"type": "json_schema", ...}} instead'
 MESSAGES = {
     **_FORMS,
-    **dict.fromkeys(("guided_json", "response_format"), _MESSAGES_SCHEMA),
+    "stop": "give stop_sequences instead",
+    "max_completion_tokens": "give max_tokens instead",
+    "n": "one answer is made for each request",
+    **dict.fromkeys(("guided_json", "json_schema", "response_format"), _MESSAGES_SCHEMA),
 }
 
 _SAMPLING = {
@@ -79,7 +100,6 @@ _SAMPLING = {
     "max_completion_tokens": "give max_new_tokens instead",
     "min_tokens": "give min_new_tokens instead",
     "seed": "give sampling_seed instead",
-    "bad_words": OPENAI["bad_words"],
     "structured_outputs": "give json_schema, regex, ebnf or structural_tag instead",
     "response_format": "give json_schema instead",
     "guided_json": "give json_schema instead",

@@ -1,4 +1,7 @@
-"""Which verifier a prompt goes to: where its beginning is cached, unless that one is much busier. Opens no connection."""
+"""Chooses the verifier that has a prompt's beginning cached, unless it is much busier than others.
+
+Opens no connection.
+"""
 
 import enum
 import itertools
@@ -6,13 +9,14 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-# Prefixes are known in blocks of so many tokens; what a prompt has behind its last whole block decides nothing.
+# Number of tokens in a block of a prefix; tokens behind the last whole block decide nothing.
 BLOCK_TOKENS = 32
 # At about 250 bytes each; enough for two million tokens of prompts.
 MAX_BLOCKS = 65_536
-# Verifiers that are remembered for one block: a preamble that all requests share is soon everywhere.
+# Most verifiers remembered for one block: a preamble that all requests share is soon everywhere.
 MAX_HOLDERS = 4
-# A verifier is much busier than the least busy one when it has this factor of its requests and so many more.
+# A verifier is much busier than the least busy one when it has this factor of its requests and so
+# many more.
 BUSY_FACTOR, BUSY_MARGIN = 1.5, 4
 
 
@@ -26,17 +30,17 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A choice."""
+    """A chosen verifier, with the reason."""
 
     holder: int
     reason: Reason
 
 
 class Router:
-    """Remembers which verifier has seen which prefix, the newest `max_blocks` blocks of them.
+    """Remembers which verifiers have seen which prefixes, up to `max_blocks` blocks.
 
-    Verifiers are numbers here; one whose cache was lost comes back under a new number, and what was
-    known of the old one is never chosen again.
+    Verifiers are numbers here. A verifier whose cache was lost gets a new number, and its old
+    number is never chosen again.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
@@ -54,7 +58,7 @@ class Router:
 
         Args:
             prompt: Token ids.
-            busy: Requests at each verifier that can be used; not empty.
+            busy: Number of requests by usable verifier; not empty.
         """
         blocks = list(_prefixes(prompt))
         held = self._held(blocks, busy)
@@ -74,7 +78,7 @@ class Router:
         return Route(holder, reason)
 
     def _held(self, blocks: Sequence[int], busy: Mapping[int, int]) -> dict[int, int]:
-        """By verifier, how many of the blocks it has from the first on."""
+        """Returns by verifier the number of leading blocks that it has."""
         held: dict[int, int] = {}
         for depth, block in enumerate(blocks, 1):
             holders = self._holders.get(block)
@@ -86,7 +90,8 @@ class Router:
         return held
 
     def _note(self, blocks: Sequence[int], holder: int) -> None:
-        # From the last on, so that the beginning of a prompt is never forgotten before what follows it.
+        # From the last on, so that the beginning of a prompt is never forgotten before what follows
+        # it.
         for block in reversed(blocks):
             others = (life for life in self._holders.get(block, ()) if life != holder)
             self._holders[block] = (*others, holder)[-MAX_HOLDERS:]
@@ -96,7 +101,7 @@ class Router:
 
 
 def _prefixes(prompt: Sequence[int]) -> Iterator[int]:
-    """A hash for every prefix of whole blocks."""
+    """Yields a hash for every prefix of whole blocks."""
     value = 0
     for start in range(0, len(prompt) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         value = hash((value, *prompt[start : start + BLOCK_TOKENS]))

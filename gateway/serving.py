@@ -1,4 +1,4 @@
-"""What every front shares: the model that is served, its tokenizer, and the way from a prompt to a checked job."""
+"""Shared state of all fronts: the served model, its tokenizer, and the checks that make jobs."""
 
 import asyncio
 import math
@@ -18,7 +18,7 @@ from foredraft.models.hub import tokenizer_directory
 from foredraft.sampling.seeds import random_seed
 from foredraft.text.chat_template import read_template
 from foredraft.text.tokenizer import Tokenizer
-from foredraft.types import SamplingParams, SpeculationParams
+from foredraft.types import MAX_COUNT, SamplingParams, SpeculationParams, check_tokens
 from gateway.encoding.pool import EncodingPool
 from gateway.errors import UnknownModel
 from gateway.generation import Generator, Job, fitted
@@ -28,13 +28,16 @@ from gateway.verifier_pool import VerifierPool
 MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 1024
 MAX_CHOICES = 64
+MAX_BAD_TEXTS = 512
+MAX_BAD_CHARACTERS = 128
 MAX_NAME_CHARACTERS = 128
 MAX_BATCH = 256
+MAX_PROMPT_ENTRIES = 2**18
 NOT_YET = "no verifier has answered yet: the server is starting, or its log says why not; try again"
 
 
 class Serving:
-    """The model behind the fronts. `open` it once a verifier has said what it serves.
+    """The model behind the fronts. `open` it once a verifier has told which model it serves.
 
     Raises:
         ConfigError: --chat-template cannot be read.
@@ -52,7 +55,7 @@ class Serving:
         """Loads the tokenizer, here and in the processes that encode.
 
         Raises:
-            CheckpointError: It is missing or broken.
+            CheckpointError: The tokenizer is missing or broken.
         """
         named = self.config.tokenizer_path or self.info.model_path
         path = await asyncio.to_thread(tokenizer_directory, named)
@@ -84,7 +87,7 @@ class Serving:
         return tokenizer
 
     async def drain(self) -> None:
-        """Refuses new requests from now on; returns when none runs."""
+        """Refuses new requests from here on; returns when no request runs."""
         self._draining = True
         if self._opened is not None:
             await self._opened[1].wait_idle()
@@ -96,12 +99,12 @@ class Serving:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request could be served now."""
+        """Whether a request can be served now."""
         return self._opened is not None and not self._draining and self.pool.num_usable > 0
 
     @property
     def info(self) -> verify_pb2.GetModelInfoResponse:
-        """What the verifiers serve."""
+        """Information on the model that the verifiers serve."""
         if self.pool.info is None:
             raise Unavailable(NOT_YET)
         return self.pool.info
@@ -113,38 +116,60 @@ class Serving:
 
     @property
     def generator(self) -> Generator:
-        """What runs jobs."""
+        """The generator that runs jobs."""
         return self._ready()[1]
 
     def check_model(self, name: str) -> None:
-        """Raises UnknownModel for a name that is not served; an empty one means the only model."""
+        """Raises UnknownModel for a name that is not served; an empty name means the only model."""
         if name and name != self.info.model:
-            raise UnknownModel(name)
+            raise UnknownModel(name, self.info.model)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+        """Returns a text's token ids.
 
         Raises:
-            PromptTooLong: It can be told from its length, without the work.
+            PromptTooLong: The text has more characters than the context can hold.
         """
         limit = self.info.context_length * self.tokenizer.longest_token
         if len(text) > limit:
             raise PromptTooLong(
                 "prompt",
-                f"it has {len(text)} characters; this model's maximum context length is {self.info.context_length} tokens, "
-                f"which no more than {limit} can fit",
+                f"it has {len(text)} characters; this model's maximum context length is"
+                f" {self.info.context_length} tokens, which no more than {limit} can fit",
             )
         return await self._ready()[2].encode(text, add_special_tokens, "prompt")
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], /, **variables: Any
     ) -> list[int]:
-        """Token ids of a conversation, by the model's chat template."""
+        """Returns a conversation's token ids, by the model's chat template."""
         return await self._ready()[2].encode_chat(messages, variables, "messages")
 
     async def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
+        """Returns the text of token ids."""
         return await self._ready()[2].decode(tokens, skip_special_tokens, "tokens")
+
+    def bad_words(self, texts: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
+        """Returns the token sequences of texts that an output must not contain.
+
+        Each text has two: at the beginning of a word, and inside one.
+
+        Raises:
+            InvalidRequest: They are too many, or one is empty or too long.
+        """
+        texts = texts or ()
+        if len(texts) > MAX_BAD_TEXTS:
+            raise InvalidRequest("bad_words", f"at most {MAX_BAD_TEXTS} words, not {len(texts)}")
+        found: dict[tuple[int, ...], None] = {}
+        for text in texts:
+            word = text.lstrip()
+            if not 1 <= len(word) <= MAX_BAD_CHARACTERS:
+                raise InvalidRequest(
+                    "bad_words", f"a word has 1 to {MAX_BAD_CHARACTERS} characters beside spaces"
+                )
+            for variant in (word, f" {word}"):
+                found[tuple(self.tokenizer.encode(variant, add_special_tokens=False))] = None
+        return tuple(found)
 
     def job(
         self,
@@ -165,11 +190,12 @@ class Serving:
         priority: int = 0,
         timeout: float | None = None,
     ) -> Job:
-        """Checks everything that the verifier would refuse, with the client's own field names.
+        """Creates a job; refuses all that the verifier would refuse, with the client's field names.
 
         Args:
-            may_be_empty: Whether no token at all may be asked for.
-            max_new_tokens_given: Whether the client chose it: one that cannot fit is then an error, else it is cut.
+            may_be_empty: Whether a request for zero tokens is allowed.
+            max_new_tokens_given: Whether the client chose the length. If so, a length that cannot
+                fit is an error; else it is cut.
 
         Raises:
             InvalidRequest: A field is wrong.
@@ -177,15 +203,19 @@ class Serving:
         if self._draining:
             raise Unavailable("the gateway is stopping")
         info = self.info
-        for token in (max(prompt, default=0), min(prompt, default=0)):
-            if not 0 <= token < info.vocab_size:
-                raise InvalidRequest(prompt_field, f"token id {token} is not in the vocabulary")
+        check_tokens(prompt_field, prompt, info.vocab_size)
+        if may_be_empty and not 0 <= sampling.max_new_tokens <= MAX_COUNT:
+            raise InvalidRequest(
+                "max_new_tokens", f"must be in [0, {MAX_COUNT}], not {sampling.max_new_tokens}"
+            )
         if may_be_empty and sampling.max_new_tokens == 0:
+            if sampling.min_new_tokens > 0:
+                raise InvalidRequest("min_new_tokens", "must be 0 where no tokens are asked for")
             # The verifier is not asked; what else is wrong is told all the same.
-            replace(sampling, max_new_tokens=1).validate(info.vocab_size)
+            replace(sampling, max_new_tokens=1).validate(info.vocab_size, info.eos_token_ids)
             sampling = replace(sampling, min_new_tokens=0)
         else:
-            sampling.validate(info.vocab_size)
+            sampling.validate(info.vocab_size, info.eos_token_ids)
         check_choices(num_choices)
         if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
             raise InvalidRequest(
@@ -207,9 +237,11 @@ class Serving:
         if longest and len(prompt) > longest:
             raise PromptTooLong(
                 "prompt",
-                f"it has {len(prompt)} tokens; this model's maximum context length is {longest} tokens here, as the server "
-                "was started",
+                f"it has {len(prompt)} tokens; this model's maximum context length is {longest}"
+                " tokens here, as the server was started",
             )
+        if sampling.prompt_logprobs is not None:
+            check_prompt_logprobs(sampling, len(prompt), num_choices)
         fitting = fitted(sampling, len(prompt), info.context_length)
         most = self.config.max_output_tokens or info.context_length
         if (
@@ -219,13 +251,15 @@ class Serving:
         ):
             raise InvalidRequest(
                 "max_new_tokens",
-                f"{sampling.max_new_tokens} is more than the {most} tokens that are given here at most",
+                f"{sampling.max_new_tokens} is more than the {most} tokens that are given here at"
+                " most",
             )
         if max_new_tokens_given and sampling.max_new_tokens > fitting.max_new_tokens:
             raise PromptTooLong(
                 "max_new_tokens",
-                f"{sampling.max_new_tokens} tokens after a prompt of {len(prompt)}; this model's maximum context "
-                f"length is {info.context_length} tokens, with the output: {fitting.max_new_tokens} are left",
+                f"{sampling.max_new_tokens} tokens after a prompt of {len(prompt)}; this model's"
+                f" maximum context length is {info.context_length} tokens, with the output:"
+                f" {fitting.max_new_tokens} are left",
             )
         if fitting.max_new_tokens > most:
             fitting = replace(
@@ -253,13 +287,35 @@ class Serving:
 
 
 def check_choices(num_choices: int) -> None:
-    """Raises InvalidRequest for no continuation or too many of one prompt."""
+    """Raises InvalidRequest if a prompt has no continuation or too many."""
     if not 1 <= num_choices <= MAX_CHOICES:
         raise InvalidRequest("n", f"must be in [1, {MAX_CHOICES}], not {num_choices}")
 
 
+def check_prompt_logprobs(sampling: SamplingParams, num_tokens: int, num_choices: int) -> None:
+    """Raises InvalidRequest if a request for a prompt's log-probabilities is too large or out of
+    range.
+    """
+    if num_choices > 1:
+        raise InvalidRequest("n", "must be 1 where log-probabilities of the prompt are asked for")
+    if sampling.prompt_logprobs_from >= num_tokens:
+        raise InvalidRequest(
+            "prompt_logprobs_from",
+            f"must be less than the prompt's {num_tokens} tokens, not"
+            f" {sampling.prompt_logprobs_from}",
+        )
+    count = num_tokens - sampling.prompt_logprobs_from
+    entries = count * (1 + (sampling.prompt_logprobs or 0))
+    if entries > MAX_PROMPT_ENTRIES:
+        raise InvalidRequest(
+            "prompt_logprobs",
+            f"{entries} log-probabilities of the prompt are more than the {MAX_PROMPT_ENTRIES} that"
+            " one request may have; ask for fewer alternatives",
+        )
+
+
 def check_batch(field: str, num_prompts: int, num_choices: int) -> None:
-    """Raises InvalidRequest, naming the field, where one call asks for nothing or for too many continuations."""
+    """Raises InvalidRequest, with the field, if a call has no prompt or too many continuations."""
     if num_prompts < 1:
         raise InvalidRequest(field, "give at least one prompt")
     check_choices(num_choices)
@@ -271,7 +327,10 @@ def check_batch(field: str, num_prompts: int, num_choices: int) -> None:
 
 
 def seed_or_random(seed: int | None) -> int:
-    """The client's seed as 64 unsigned bits (a negative one wraps), or a random one that is reported back."""
+    """Returns the client's seed as 64 unsigned bits, or a random seed that is reported back.
+
+    A negative seed wraps.
+    """
     if seed is None:
         return random_seed()
     if not -(2**63) <= seed < 2**64:

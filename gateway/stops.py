@@ -1,4 +1,4 @@
-"""Stop strings in streamed text: found across chunks, and no part of one is ever let through."""
+"""Finds stop strings in streamed text, also across chunks, and never releases a part of one."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,8 @@ class StopMatcher:
 
     The cost per character is constant however long the text or the stop strings (Knuth, Morris,
     Pratt 1977, one automaton per stop string). The result does not depend on how the text is cut:
-    the stop string that is complete first wins, of several complete at once the longest.
+    the stop string that is complete first wins, and the longest of several that are complete at
+    once.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -20,7 +21,7 @@ class StopMatcher:
         self._firsts = {stop[0] for stop in self._stops}
 
     def feed(self, text: str) -> str:
-        """Takes the next piece; returns what is certain not to belong to a stop string.
+        """Takes the next piece; returns the text that cannot belong to a stop string.
 
         After a match (`matched` is set) it returns what stood before the stop string, then nothing.
         """
@@ -43,7 +44,7 @@ class StopMatcher:
         return buffer[:keep]
 
     def flush(self) -> str:
-        """The text ended: returns what was held back."""
+        """Ends the text; returns the text that was held back."""
         held, self._held = self._held, ""
         self._states = [0] * len(self._stops)
         return held
@@ -66,7 +67,7 @@ class StopMatcher:
 
 
 def _failure_table(stop: str) -> list[int]:
-    """table[i] = length of the longest proper prefix of stop that ends at i."""
+    """Returns table[i] = length of the longest proper prefix of stop that ends at i."""
     table = [0] * len(stop)
     length = 0
     for index in range(1, len(stop)):

@@ -1,4 +1,4 @@
-"""What is measured of one continuation: latencies, tokens, outcome, its span."""
+"""Measures one continuation: latencies, tokens, outcome, trace span."""
 
 import time
 
@@ -15,11 +15,11 @@ class Stopwatch:
     """Measures one continuation from its start to `stop`.
 
     Args:
-        name: The request's.
+        name: Name of the request.
         arrived: time.monotonic() of the request's arrival.
-        timeout: Seconds from then to its deadline.
+        timeout: Seconds from the arrival to the deadline.
         traceparent: Trace context that the client sent; empty without one.
-        charge: Where the caller's tokens are counted.
+        charge: Counter of the caller's tokens.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Stopwatch:
         return self._deadline - time.monotonic()
 
     def tokens(self, count: int) -> None:
-        """So many tokens came together."""
+        """Counts tokens that came together."""
         if not count:
             return
         self._charge.num_tokens += count
@@ -59,7 +59,7 @@ class Stopwatch:
         self._last = now
 
     def finish(self, completion: Completion) -> None:
-        """The continuation came to its end."""
+        """Records the end of the continuation."""
         reason = completion.reason
         self._outcome = "abort" if reason is FinishReason.CANCELLED else reason.value
         metrics.end_to_end_seconds.observe(time.monotonic() - self._arrived)
@@ -77,11 +77,11 @@ class Stopwatch:
         }
 
     def fail(self, error: BaseException) -> None:
-        """It came to nothing, unless it had ended before."""
+        """Records an error as the outcome, unless the continuation has ended already."""
         self._outcome = self._outcome or outcome(error)
 
     def stop(self) -> None:
-        """Nothing more comes."""
+        """Counts the outcome and ends the span."""
         name = self._outcome or "cancelled"
         metrics.requests.labels(name).inc()
         error = "" if self._figures else name

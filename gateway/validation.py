@@ -1,4 +1,4 @@
-"""What is wrong with a body, in one sentence: the client's own name of the field, and what to send instead."""
+"""Describes a wrong body in one sentence, with the client's field name and what to send instead."""
 
 import difflib
 import functools
@@ -13,7 +13,7 @@ from foredraft.errors import InvalidRequest
 
 UNKNOWN = "is not a field of this request, or not one that can be honoured"
 _WANTS = "Input should be "
-# What says of a name that it is the client's, or should be; all other errors may end in the name of a union's branch.
+# Errors whose last name is the client's, or should be; others may end in a union branch's name.
 _OF_NAMES = ("extra_forbidden", "missing")
 _MAX_ERRORS = 256
 _MAX_DEPTH = 8
@@ -23,13 +23,13 @@ _MAX_NAME_CHARACTERS = 64
 def invalid_request(
     error: ValidationError, body: bytes, model: type[BaseModel], remedies: Mapping[str, str]
 ) -> InvalidRequest:
-    """What pydantic found wrong.
+    """Converts pydantic's error to an InvalidRequest.
 
     Args:
-        error: What it found.
-        body: The bytes that were read.
-        model: As what they were read.
-        remedies: What to send instead of fields that are not known, by their names.
+        error: Pydantic's error.
+        body: Bytes of the request's body.
+        model: Model that the body was validated as.
+        remedies: Advice for unknown fields, by field name.
     """
     found = error.errors(include_url=False, include_input=False)[:_MAX_ERRORS]
     first = found[0]
@@ -41,14 +41,14 @@ def invalid_request(
     same = [each for each in found if each["loc"][:1] == first["loc"][:1]]
     paths = {each["loc"]: _path(each["loc"], each["type"], value) for each in same}
     if first["type"] not in _OF_NAMES:
-        # Of a union's branches, the one that the value resembles goes deepest.
+        # The branch of a union that the value resembles most goes deepest.
         named = [each for each in same if each["type"] in _OF_NAMES]
         first = max(named, key=lambda each: len(paths[each["loc"]]), default=first)
     path = paths[first["loc"]]
     field = ".".join(path[:_MAX_DEPTH]) or "body"
     if first["type"] == "extra_forbidden":
         return InvalidRequest(field, f"{UNKNOWN}{_remedy(path, model, remedies)}")
-    # A union says what each of its branches would have taken.
+    # A union has an error for each of its branches.
     wants = [each["msg"] for each in same if paths[each["loc"]][: len(path)] == path]
     if first["type"] == "missing":
         wants = [first["msg"]]
@@ -58,7 +58,9 @@ def invalid_request(
 
 
 def _path(location: Sequence[int | str], kind: str, value: Any) -> list[str]:
-    """The names of pydantic's location that are in the client's body, without those of a union's branches."""
+    """Returns the names in pydantic's location that are in the client's body, without union
+    branches.
+    """
     path = []
     for i, part in enumerate(location):
         if isinstance(part, int):
@@ -73,7 +75,7 @@ def _path(location: Sequence[int | str], kind: str, value: Any) -> list[str]:
 
 
 def _remedy(path: Sequence[str], model: type[BaseModel], remedies: Mapping[str, str]) -> str:
-    """What to send instead, as the end of a sentence; empty where nobody knows."""
+    """Returns what to send instead, as the end of a sentence; empty where unknown."""
     names = [part for part in path if not part.isdigit()]
     if found := remedies.get(".".join(names)):
         return f"; {found}"
@@ -88,7 +90,10 @@ def _remedy(path: Sequence[str], model: type[BaseModel], remedies: Mapping[str, 
 
 @functools.cache
 def _names(model: type[BaseModel]) -> tuple[dict[str, str], dict[str, str]]:
-    """The names that a model's own objects may have, and those inside of it, by how they read without signs."""
+    """Returns the names of a model's own fields and of its inner objects' fields.
+
+    Keys are names in lower case with only letters and digits.
+    """
     schema = model.model_json_schema()
     inner = [
         name for each in schema.get("$defs", {}).values() for name in each.get("properties", ())

@@ -1,4 +1,7 @@
-"""A connection to one verifier: a Run stream with requests multiplexed by id, its health, reconnecting by itself."""
+"""A connection to one verifier: a Run stream with requests multiplexed by id, and its health.
+
+It reconnects by itself.
+"""
 
 import asyncio
 import itertools
@@ -20,12 +23,13 @@ logger = logging.getLogger(__name__)
 _lives = itertools.count(1)
 
 MAX_BUFFERED_OUTPUTS = 1024  # engine steps that a client may lag behind before it is cancelled
-MAX_LIVE_REQUESTS = 4096  # of one gateway at one verifier
+MAX_LIVE_REQUESTS = 4096  # most requests of one gateway at one verifier
 INFO_TIMEOUT = 5.0
 # A restarted verifier is found soon; asking costs next to nothing.
 MIN_BACKOFF, MAX_BACKOFF = 0.1, 0.5
 AVOID_SECONDS = 1.0
-# A verifier says something twice a second, however long its steps take; a silent one is asked only if no other is left.
+# A verifier sends a message twice a second, however long its steps take; a silent one is chosen
+# only if no other is left.
 SILENT_SECONDS = 5.0
 HEALTH_RETRY_SECONDS = 1.0
 # A verifier that starts beside its gateway is waited for without a warning.
@@ -40,7 +44,7 @@ class VerifierLost(Unavailable):
 
 
 class Ticket:
-    """A request that runs at a verifier. Its outputs wait here, boundedly, until they are taken."""
+    """A request that runs at a verifier. A bounded number of outputs wait here until taken."""
 
     def __init__(self, connection: "VerifierConnection", number: int, timeout: float) -> None:
         self._connection = connection
@@ -53,10 +57,10 @@ class Ticket:
         self._timer = self._loop.call_later(timeout + DEADLINE_GRACE, self._time_out)
 
     async def take(self) -> list[verify_pb2.SequenceOutput]:
-        """Waits for outputs and returns all there are.
+        """Waits for outputs; returns all that have arrived.
 
         Raises:
-            VerifierLost: The stream broke; what it had brought is dropped.
+            VerifierLost: The stream broke; outputs that were not taken are dropped.
             SlowClient: Outputs were not taken in time.
             RequestTimeout: The verifier did not answer by the deadline.
         """
@@ -75,13 +79,13 @@ class Ticket:
             self._connection.cancel(self._number)
 
     def close(self) -> None:
-        """Gives the request up: nothing of it is delivered any more."""
+        """Gives the request up; no more outputs are delivered."""
         self.cancel()
         self._timer.cancel()
         self._connection.forget(self._number)
 
     def push(self, output: verify_pb2.SequenceOutput) -> None:
-        """Called by the connection."""
+        """Adds an output; called by the connection."""
         self._finished = output.HasField("finish")
         self._outputs.append(output)
         if len(self._outputs) > MAX_BUFFERED_OUTPUTS:
@@ -90,7 +94,10 @@ class Ticket:
         self._wake()
 
     def fail(self, error: ForedraftError) -> None:
-        """Called by the connection when the stream broke. What has come to its end by then is still delivered."""
+        """Ends the request with an error; called by the connection.
+
+        A request that has finished still delivers its outputs.
+        """
         if self._finished:
             return
         self._error = self._error or error
@@ -107,18 +114,20 @@ class Ticket:
 
 
 class VerifierConnection:
-    """One verifier.
+    """A connection to one verifier.
 
     Args:
         target: `host:port` or `unix:/path`.
-        accept: Asked with what the verifier serves before it is used; raises ForedraftError to refuse it.
+        accept: Called with the verifier's model before it is used; raises ForedraftError to refuse
+            it.
         on_change: Called when `ready` or its health changes.
-        identity: For TLS over TCP.
+        identity: Certificate for TLS over TCP.
 
     Attributes:
-        ready: Whether there is a stream.
-        load: As it said last.
-        life: Number of the stream among those of all verifiers; what was cached before it may be gone.
+        ready: Whether the stream is open.
+        load: The verifier's last report of its load.
+        life: Number of the stream, unique among all verifiers. Prefixes cached before it may be
+            gone.
     """
 
     def __init__(
@@ -147,19 +156,19 @@ class VerifierConnection:
 
     @property
     def usable(self) -> bool:
-        """Connected, healthy, and not known to be stopping."""
+        """Whether it is connected, healthy, and not known to be stopping."""
         return (
             self.ready and self._healthy and asyncio.get_running_loop().time() >= self._avoid_until
         )
 
     @property
     def silent(self) -> bool:
-        """Whether it has said nothing for longer than a working one does."""
+        """Whether it has sent nothing for longer than a working verifier does."""
         return asyncio.get_running_loop().time() - self._heard > SILENT_SECONDS
 
     @property
     def busy(self) -> int:
-        """Requests there, as far as known here."""
+        """Number of requests at the verifier, as far as known here."""
         return max(self.load.running + self.load.waiting, len(self._live))
 
     def submit(self, request: verify_pb2.SubmitRequest, timeout: float) -> Ticket:
@@ -179,20 +188,20 @@ class VerifierConnection:
         return ticket
 
     def cancel(self, number: int) -> None:
-        """Asks for the end of a request."""
+        """Asks the verifier to end a request."""
         cancel = verify_pb2.CancelRequest(id=number)
         self._outbox.put_nowait(verify_pb2.RunRequest(cancel=cancel))
 
     def forget(self, number: int) -> None:
-        """Drops whatever still comes of a request."""
+        """Drops all further outputs of a request."""
         self._live.pop(number, None)
 
     def avoid(self) -> None:
-        """Gives this verifier no new requests for a moment: it said that it is stopping."""
+        """Makes the verifier unusable for AVOID_SECONDS, since it reported that it is stopping."""
         self._avoid_until = asyncio.get_running_loop().time() + AVOID_SECONDS
 
     async def flush_cache(self) -> int:
-        """Drops cached prefixes; returns the pages given back."""
+        """Drops cached prefixes; returns the number of pages freed."""
         self.life = next(_lives)
         answer = await self._stub.FlushCache(verify_pb2.FlushCacheRequest(), timeout=30)
         return int(answer.pages)
@@ -238,7 +247,7 @@ class VerifierConnection:
             backoff = min(backoff * 2, MAX_BACKOFF)
 
     async def _stream(self) -> None:
-        """Runs one stream until it breaks, and raises what broke it."""
+        """Runs one stream until it breaks; raises the error that broke it."""
         self._outbox = asyncio.Queue()
         call = self._stub.Run()
         loop = asyncio.get_running_loop()
@@ -276,7 +285,7 @@ class VerifierConnection:
             await call.write(await outbox.get())
 
     async def _watch_health(self) -> None:
-        """Follows the verifier's word on its health; one without the health service counts as healthy."""
+        """Follows the verifier's health; one without the health service counts as healthy."""
         request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
         while True:
             try:

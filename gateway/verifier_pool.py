@@ -1,4 +1,4 @@
-"""All verifiers behind a gateway: connections to those that are named, and the choice among them."""
+"""Connects to all verifiers of a gateway and chooses among them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,15 +15,17 @@ from gateway.verifier_connection import AVOID_SECONDS, VerifierConnection
 
 
 class VerifierPool:
-    """All verifiers. They must serve the same model; the first one that answers says which.
+    """All verifiers. They must serve the same model, which the first one to answer tells.
 
     Args:
-        targets: `host:port`, `unix:/path`, or `dns:name:port` for every address that a name has, now and later.
+        targets: `host:port`, `unix:/path`, or `dns:name:port` for every address that a name has,
+            now and later.
 
-    A request goes where most of its prompt's pages are, unless that verifier is much busier than another.
+    A request goes where most of its prompt's pages are, unless that verifier is much busier than
+    another.
 
     Attributes:
-        info: What is served; None until a verifier has answered.
+        info: Information on the served model; None until a verifier has answered.
     """
 
     def __init__(self, targets: Sequence[str], identity: Identity | None = None) -> None:
@@ -43,12 +45,12 @@ class VerifierPool:
 
     @property
     def num_usable(self) -> int:
-        """Verifiers that can take a request now."""
+        """Number of verifiers that can take a request now."""
         return sum(connection.usable for connection in self._connections)
 
     @property
     def num_known(self) -> int:
-        """Verifiers that were named, usable or not; of a name its addresses, as far as they are known."""
+        """Number of verifiers, usable or not; a name counts once per known address."""
         return len(self._connections)
 
     @property
@@ -57,10 +59,10 @@ class VerifierPool:
         return {c.target: c.load for c in self._connections if c.ready}
 
     async def pick(self, prompt: Sequence[int], patience: float) -> VerifierConnection:
-        """The verifier for a prompt, waiting up to `patience` seconds for one.
+        """Chooses the verifier for a prompt; waits up to `patience` seconds for a usable one.
 
         Raises:
-            Unavailable: There is none.
+            Unavailable: No verifier is usable.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience
@@ -75,9 +77,9 @@ class VerifierPool:
             await self.wait_changed(min(remaining, AVOID_SECONDS))
 
     async def wait_changed(self, seconds: float) -> None:
-        """Returns when a verifier came, went or changed its health, or after so long.
+        """Waits until a verifier came, went or changed its health, at most `seconds`.
 
-        One that is avoided for a moment becomes usable again without a change.
+        A verifier that is avoided for a moment becomes usable again without a change.
         """
         self._changed.clear()
         try:
@@ -87,7 +89,7 @@ class VerifierPool:
             return
 
     async def flush_cache(self) -> int:
-        """Drops cached prefixes everywhere; returns the pages given back.
+        """Drops cached prefixes at all verifiers; returns the number of pages freed.
 
         Raises:
             Unavailable: A verifier did not answer, or none is ready.
@@ -121,7 +123,7 @@ class VerifierPool:
         return VerifierConnection(target, self._accept, self._on_change, self._identity)
 
     async def _follow(self, name: Address) -> None:
-        """Keeps a connection to every address of a name."""
+        """Keeps a connection to every address of a name, without end."""
         mine: dict[str, VerifierConnection] = {}
 
         async def update(targets: set[str]) -> None:

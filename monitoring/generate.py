@@ -1,4 +1,6 @@
-"""Writes Grafana's dashboards from panels.py, and Kubernetes' PrometheusRule from rules/. `--check` only compares.
+"""Writes Grafana's dashboards from panels.py, and Kubernetes' PrometheusRule from rules/.
+
+`--check` only compares.
 
 Run from the repository's root: `python -m monitoring.generate`.
 """

@@ -1,4 +1,7 @@
-"""What the two Grafana dashboards show: every panel with its queries. `generate.py` turns them into Grafana's JSON."""
+"""Panels of the two Grafana dashboards, with their queries.
+
+`generate.py` turns them into Grafana's JSON.
+"""
 
 from dataclasses import dataclass
 
@@ -161,7 +164,8 @@ SERVICE = Dashboard(
                 Query('count(ALERTS{alertname=~"Foredraft.*", alertstate="firing"})', "alerts"),
             ),
             "short",
-            "Requests started again because a verifier was lost, sequences that gave pages back, firing alerts.",
+            "Requests started again because a verifier was lost, sequences that gave pages back,"
+            " firing alerts.",
         ),
         Panel(
             "Memory",
@@ -207,7 +211,8 @@ SPECULATION = Dashboard(
                 ),
             ),
             "short",
-            "Tokens per pass of the target and sequence; 1 is plain decoding. The self-test's, once it ran, beside it.",
+            "Tokens per pass of the target and sequence; 1 is plain decoding. The self-test's, once"
+            " it ran, beside it.",
         ),
         Panel(
             "Accepted part",
@@ -220,7 +225,8 @@ SPECULATION = Dashboard(
                 ),
             ),
             "percentunit",
-            "Accepted of the drafted tokens. Trees draft more than can be accepted, so compare chains with chains.",
+            "Accepted of the drafted tokens. Trees draft more than can be accepted, so compare"
+            " chains with chains.",
         ),
         Panel(
             "Accepted by depth",
@@ -240,7 +246,8 @@ SPECULATION = Dashboard(
             "Accept lengths",
             (
                 Query(
-                    "sum by (le) (increase(foredraft_accept_length_tokens_bucket{@}[$__rate_interval]))",
+                    "sum by (le)"
+                    " (increase(foredraft_accept_length_tokens_bucket{@}[$__rate_interval]))",
                     "{{le}}",
                 ),
             ),
@@ -264,6 +271,20 @@ SPECULATION = Dashboard(
             ),
             "short",
             "Drafting stops by itself where it does not pay, so both fall under a full batch.",
+        ),
+        Panel(
+            "Speculation turned off by requests",
+            (
+                _ratio(
+                    "foredraft_speculation_off_verifies_total",
+                    "foredraft_verifies_total",
+                    "algorithm",
+                    "{{algorithm}}",
+                ),
+            ),
+            "percentunit",
+            "Part of verifications whose request asked for plain decoding; these lower the accept"
+            " length, not the draft.",
         ),
         Panel(
             "Draft tokens",
@@ -305,6 +326,18 @@ SPECULATION = Dashboard(
             "Mean seconds of each part. Drafting pays while its wait is small against the forward.",
         ),
         Panel(
+            "Ranks in a step",
+            (
+                Query(
+                    "sum by (rank, part) (rate(foredraft_rank_seconds_total{@}[$__rate_interval]))"
+                    " / scalar(sum(rate(foredraft_step_seconds_count{@}[$__rate_interval])))",
+                    "rank {{rank}} {{part}}",
+                ),
+            ),
+            "s",
+            "Ranks on CPUs: what a step takes each of them. The slowest waits least.",
+        ),
+        Panel(
             "Step, tail",
             (
                 *_quantiles("foredraft_step_seconds")[-1:],
@@ -320,8 +353,9 @@ SPECULATION = Dashboard(
             "In the draft",
             (
                 Query(
-                    "sum by (stage) (rate(foredraft_drafter_stage_seconds_sum{@}[$__rate_interval]))"
-                    " / sum by (stage) (rate(foredraft_drafter_stage_seconds_count{@}[$__rate_interval]))",
+                    "sum by (stage)"
+                    " (rate(foredraft_drafter_stage_seconds_sum{@}[$__rate_interval])) / sum by"
+                    " (stage) (rate(foredraft_drafter_stage_seconds_count{@}[$__rate_interval]))",
                     "{{stage}}",
                 ),
             ),

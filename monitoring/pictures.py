@@ -1,4 +1,5 @@
-"""Draws what the dashboards show, from the same queries to a Prometheus: for pages and places without Grafana.
+"""Draws what the dashboards show, from the same queries to a Prometheus: for pages and places
+without Grafana.
 
 python -m monitoring.pictures --prometheus http://127.0.0.1:9090 --seconds 600 --output docs/images
 """
@@ -28,7 +29,9 @@ _MAX_SERIES = 6
 def query_range(
     prometheus: str, promql: str, start: float, end: float, step: float
 ) -> list[dict[str, Any]]:
-    """The series of a query as Prometheus' HTTP API gives them: `metric` and `values` [[time, text], ...]."""
+    """The series of a query as Prometheus' HTTP API gives them: `metric` and `values` [[time,
+    text], ...].
+    """
     fields = {"query": promql, "start": start, "end": end, "step": step}
     url = f"{prometheus}/api/v1/query_range?{urllib.parse.urlencode(fields)}"
     with urllib.request.urlopen(url, timeout=30) as response:
@@ -40,7 +43,9 @@ def query_range(
 def draw(
     dashboard: Dashboard, prometheus: str, path: Path, *, seconds: float, interval: str
 ) -> None:
-    """Writes the dashboard's last `seconds` as a PNG; `interval` stands for Grafana's $__rate_interval."""
+    """Writes the dashboard's last `seconds` as a PNG; `interval` stands for Grafana's
+    $__rate_interval.
+    """
     end = time.time()
     span = (end - seconds, end, max(1.0, seconds / 150))
     rows = math.ceil(len(dashboard.panels) / COLUMNS)

@@ -1,4 +1,4 @@
-"""API keys for tests of the gateway, and what they may."""
+"""API keys for tests of the gateway, with their rights."""
 
 import hashlib
 from pathlib import Path
@@ -7,12 +7,12 @@ SECRETS = {name: f"{name}-0123456789abcdef" for name in ("main", "alice", "bob",
 
 
 def bearer(name: str) -> dict[str, str]:
-    """The header that shows a key."""
+    """Returns the header that shows a key."""
     return {"authorization": f"Bearer {SECRETS[name]}"}
 
 
 def write_keys(path: Path) -> Path:
-    """A file of all keys but "main", with limits for some of them."""
+    """Writes a file of all keys but "main", with limits for some of them."""
     digest = hashlib.sha256(SECRETS["dave"].encode()).hexdigest()
     path.write_text(
         "# name secret limits\n"

@@ -1,4 +1,6 @@
-"""Random spans of every kind and attention over them by loops, which the backends are compared with."""
+"""Random spans of every kind, and a loop that computes attention over them as reference for
+backends.
+"""
 
 import numpy as np
 import torch
@@ -9,7 +11,9 @@ SCALE = 0.31
 
 
 def brute_force(span, queries, keys, values, window):
-    """Row by row, key by key. keys, values: [num_kv_heads, num_keys, head_dim]; queries: [n, heads, head_dim]."""
+    """Computes attention row by row, key by key. keys, values: [num_kv_heads, num_keys,
+    head_dim]; queries: [n, heads, head_dim].
+    """
     out = torch.zeros_like(queries)
     group = queries.shape[1] // keys.shape[0]
     for row in range(span.num_rows):
@@ -36,7 +40,7 @@ def brute_force(span, queries, keys, values, window):
 
 
 def random_span(rng, first_row, free_pages, page_size, *, contiguous, max_rows=9, max_prefix=20):
-    """A causal chunk, a tree, or a draft's scratch rows behind a hole."""
+    """Returns a causal chunk, a tree, or a draft's scratch rows behind a hole."""
     kind = rng.choice(["chunk", "row", "tree", "scratch"])
     prefix_len = int(rng.integers(0, max_prefix))
     prefix_start = int(rng.integers(0, prefix_len + 1)) if rng.random() < 0.3 else 0
@@ -80,7 +84,7 @@ def slots_of(span, page_size, first, end):
 
 
 def batch_of(spans, page_size):
-    """The batch whose rows write to the ends of their spans."""
+    """Returns the batch whose rows write to the ends of their spans."""
     num_rows = sum(span.num_rows for span in spans)
     slots = [slots_of(span, page_size, span.write_index, span.num_keys) for span in spans]
     return Batch(

@@ -1,4 +1,4 @@
-"""Verifiers that run nothing, for what gateways make of many."""
+"""Verifiers that run no model, for tests of gateways before many of them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -7,7 +7,7 @@ from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
 
 
 class Verifier(verify_pb2_grpc.VerifyServiceServicer):
-    """Says what it serves and how loaded it is, and nothing else."""
+    """Reports what it serves and its load, and does nothing else."""
 
     async def GetModelInfo(
         self, request: object, context: object

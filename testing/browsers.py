@@ -1,4 +1,6 @@
-"""A real Chromium with an empty profile, whose pages must neither log an error nor ask anything of another host."""
+"""A real Chromium with an empty profile, whose pages must neither log an error nor ask anything of
+another host.
+"""
 
 import contextlib
 import shutil
@@ -22,7 +24,7 @@ EXPECTED = "Failed to load resource: the server responded with a status of"
 
 
 def chromium() -> str:
-    """Path of the browser; skips the test where there is none."""
+    """Returns the path of the browser; skips the test where there is none."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
         if path := shutil.which(name):
             return path
@@ -37,7 +39,7 @@ class Browser:
 
     @contextlib.contextmanager
     def page(self, url: str, width: int = 1280, height: int = 900) -> Iterator[object]:
-        """A page of its own; fails the test for an error on its console or a request to another host."""
+        """Opens a page; fails the test for an error on its console or a request to another host."""
         page = self._context.new_page()  # type: ignore[attr-defined]
         page.set_default_timeout(60_000)
         page.set_viewport_size({"width": width, "height": height})

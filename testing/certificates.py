@@ -31,7 +31,7 @@ class Authority:
         )  # fmt: skip
 
     def sign(self, name: str, file_name: str = "") -> Certificate:
-        """A new certificate; an old one in the same files is replaced."""
+        """Signs a new certificate; it replaces an old one in the same files."""
         base = self._folder / (file_name or name)
         file, key, request = (base.with_suffix(end) for end in (".pem", ".key", ".csr"))
         extensions = base.with_suffix(".cnf")
@@ -39,7 +39,7 @@ class Authority:
         fresh = base.with_suffix(".new")
         _openssl(*_request(name, key, request))
         _openssl(
-            "x509", "-req", "-in", request, "-CA", self.file, "-CAkey", self._key, "-CAcreateserial",
+            "x509", "-req", "-in", request, "-CA", self.file, "-CAkey", self._key, "-CAcreateserial",  # noqa: E501
             "-days", "2", "-extfile", extensions, "-out", fresh,
         )  # fmt: skip
         fresh.replace(file)

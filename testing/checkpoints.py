@@ -56,8 +56,8 @@ def make_checkpoint(
 ) -> Path:
     """Writes a random float32 checkpoint of `architecture` and returns its directory.
 
-    The weights are wide enough that greedy output is not one repeated token. `noise` disturbs each tensor by that
-    part of its spread: a draft that agrees with its target sometimes.
+    The weights are wide enough that greedy output is not one repeated token. `noise` disturbs each
+    tensor by that part of its spread: a draft that agrees with its target sometimes.
     """
     config_class = getattr(transformers, architecture.replace("ForCausalLM", "Config"), None)
     if architecture == "Gemma3ForCausalLM":

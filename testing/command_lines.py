@@ -11,7 +11,7 @@ from foredraft.rpc import address
 from gateway import discovery
 
 SERVICES = {"gateway": GatewayConfig, "verify_service": VerifyConfig, "draft_service": DraftConfig}
-# What other software that stands beside ours in a manifest reads.
+# Variables of other software in the same manifest.
 FOREIGN_VARIABLES = {
     "CUDA_MPS_PIPE_DIRECTORY",
     "CUDA_MPS_LOG_DIRECTORY",
@@ -25,9 +25,11 @@ FOREIGN_VARIABLES = {
 def check(
     argv: Sequence[str], environ: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> object:
-    """Parses a command of ours as the process would, with these variables alone; returns its configuration.
+    """Parses a command of ours as the process would, with only these variables; returns its
+    configuration.
 
-    Fails the test for an unknown command, flag or variable, or a value that the configuration refuses.
+    Fails the test for an unknown command, flag or variable, or a value that the configuration
+    refuses.
     """
     for name, value in environ.items():
         if name.startswith("FOREDRAFT_"):
@@ -46,7 +48,7 @@ def check(
 def _parsed(argv: list[str], environ: Mapping[str, str]) -> object:
     if argv[:2] == ["python", "-m"] and argv[2] in SERVICES:
         config_class = SERVICES[argv[2]]
-        known = {variable_of(name) for name in config_class.__dataclass_fields__}
+        known = {variable_of(name) for name in config_class.__dataclass_fields__}  # type: ignore[attr-defined]
         config = parse(config_class, argv[3:], argv[2], "")
         for target in (
             *getattr(config, "verifier", ()),

@@ -1,11 +1,13 @@
-"""How many variants of each Triton kernel this process has compiled, or taken from Triton's files."""
+"""Counts the variants of each Triton kernel that this process has compiled, or loaded from
+Triton's files.
+"""
 
 import sys
 from collections import Counter
 
 
 def compiled() -> Counter[str]:
-    """By kernel, in all modules of this project that were imported."""
+    """Counts variants by kernel, in all imported modules of this project."""
     from triton.runtime.jit import JITFunction
 
     found: Counter[str] = Counter()
@@ -20,5 +22,5 @@ def compiled() -> Counter[str]:
 
 
 def compiled_since(before: Counter[str]) -> Counter[str]:
-    """What was added."""
+    """Returns the variants that were added since an earlier count."""
     return compiled() - before

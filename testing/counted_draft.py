@@ -1,6 +1,6 @@
-"""`draft_service` that says what it has of a GPU when it is asked: `python -m testing.counted_draft --listen ...`.
+"""`draft_service` that reports its GPU resources: `python -m testing.counted_draft --listen ...`.
 
-It is asked by an empty file `COUNT_FILE.pid`, and answers into it.
+An empty file `COUNT_FILE.pid` asks for the report, which is written into it.
 """
 
 import json
@@ -20,7 +20,7 @@ num_mappings = 0
 
 
 def count_mappings() -> None:
-    """From now on counts what of other processes' memory is mapped here."""
+    """Starts counting the mappings of other processes' memory."""
     make, close = cuda.Mapping.__init__, cuda.Mapping.close
 
     def made(self: cuda.Mapping, *args: Any) -> None:
@@ -38,7 +38,7 @@ def count_mappings() -> None:
 
 
 def account() -> dict[str, int]:
-    """What this process has now."""
+    """Returns the present GPU resources of this process."""
     return {
         "allocated": torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0,
         "mappings": num_mappings,
@@ -46,7 +46,7 @@ def account() -> dict[str, int]:
 
 
 def ask(prefix: Path, pid: int, timeout: float = 10.0) -> dict[str, int]:
-    """The account of such a process."""
+    """Returns the account of such a process."""
     path = prefix.with_name(f"{prefix.name}.{pid}")
     path.touch()
     deadline = time.monotonic() + timeout

@@ -1,52 +1,53 @@
-"""A model of two small cores under requests that come and go, for policies: no clock, no model, all drawn from a seed.
+"""A model of two small cores under requests that come and go, for policies: no clock, no model, all
+drawn from a seed.
 
-Times are those of the bundled family and its EAGLE-3 head, as a log of steps showed them; `Cpu` says by how much the table that
-was measured at start is wrong.
+Times are those of the bundled family and its EAGLE-3 head, as a log of steps showed them; `Cpu`
+says by how much the table that was measured at start is wrong.
 """
 
 import random
 from dataclasses import dataclass, field
 
-from verify_service.policy.acceptance import DraftHistory
-from verify_service.policy.messages import NO_WAIT, Observed, Wait, Want
-from verify_service.policy.policy import DraftPolicy
-from verify_service.policy.step_time import RowTimes
+from verify_service.controller.controller import Controller
+from verify_service.controller.messages import NO_WAIT, DraftHistory, Observed, Wait, Want
+from verify_service.controller.tables import RowTable
 
 WIDTHS = [1, 2, 3, 4, 6, 8, 16, 32]
-REAL = RowTimes(WIDTHS, [8.6e-3, 9.8e-3, 13.2e-3, 13.6e-3, 15.3e-3, 17e-3, 22e-3, 34e-3])
+REAL = RowTable(WIDTHS, [8.6e-3, 9.8e-3, 13.2e-3, 13.6e-3, 15.3e-3, 17e-3, 22e-3, 34e-3])
 CONTEXT = 3.3e-6  # seconds that each token of the sequences' contexts takes of a step
-GREEDY_ROW, SAMPLED_ROW = 0.3e-3, 1.1e-3  # of choosing at an accepted row
-DRAFT_STEP, DRAFT_LEVEL = 1.5e-3, 1.4e-3  # of an answer, and of each level
-GREEDY_LEVEL, SAMPLED_LEVEL = 0.7e-3, 2.6e-3  # of a level of each sequence
-DRAFT_READ, PROMPT_READ = 0.06e-3, 0.45e-3  # of a token of text, by the draft and by the target
+GREEDY_ROW, SAMPLED_ROW = 0.3e-3, 1.1e-3  # seconds of choosing at an accepted row
+DRAFT_STEP, DRAFT_LEVEL = 1.5e-3, 1.4e-3  # seconds of an answer, and of each level
+GREEDY_LEVEL, SAMPLED_LEVEL = 0.7e-3, 2.6e-3  # seconds of a level for each sequence
+DRAFT_READ, PROMPT_READ = 0.06e-3, 0.45e-3  # seconds per token of text, by draft and by target
 PROMPT, SHORTEST, LONGEST = 200, 32, 256  # tokens
-NOISE, STALLED, STALL = 0.08, 0.01, 0.012  # of steps; how many stall, and for how long
+# Noise of steps; share of stalled steps, and seconds of a stall.
+NOISE, STALLED, STALL = 0.08, 0.01, 0.012
 
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """A machine.
+    """Describes a machine.
 
     Attributes:
-        slope: Of the table at start: how much of what more rows take it shows.
-        aside: Seconds that a step of the target takes more because a draft runs beside it.
-        slow: By what factor everything takes longer for three seconds of every eight.
+        slope: Share of the cost of additional rows that the table measured at start shows.
+        aside: Seconds by which a step of the target is slower because a draft runs beside it.
+        slow: Factor by which everything is slower for three seconds of every eight.
     """
 
     slope: float = 1.0
     aside: float = 0.0
     slow: float = 1.0
 
-    def times(self) -> RowTimes:
-        """The table."""
-        first = 0.85 * REAL.seconds(1, 1)  # of an empty cache
+    def times(self) -> RowTable:
+        """Returns the table measured at start."""
+        first = 0.85 * REAL.seconds(1, 1)  # time with an empty cache
         more = [0.65 * self.slope * (REAL.seconds(1, n) - REAL.seconds(1, 1)) for n in WIDTHS]
-        return RowTimes(WIDTHS, [first + seconds for seconds in more])
+        return RowTable(WIDTHS, [first + seconds for seconds in more])
 
 
 @dataclass(slots=True)
 class Request:
-    """One request: when it is due, how much it wants, how often guesses at it are right."""
+    """A request: its due time, its length, and the chance of right guesses at it."""
 
     due: float
     is_sampled: bool
@@ -62,7 +63,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Tokens per second while something ran, and a request's seconds between tokens, the mean of all."""
+    """Tokens per second while something ran, and a request's mean seconds between tokens."""
 
     rate: float
     between: float
@@ -71,13 +72,13 @@ class Served:
 def arrivals(
     rate: float, seconds: float, greedy: float, sampled: float, share: float = 0.5, seed: int = 0
 ) -> list[Request]:
-    """Requests of a Poisson process.
+    """Returns requests of a Poisson process.
 
     Args:
-        rate: Of them per second.
-        greedy: Chance of a guess at a greedy text, and
-        sampled: at a sampled one; of each request 0.1 more or less.
-        share: Of requests that are sampled.
+        rate: Requests per second.
+        greedy: Chance of a right guess at a greedy text; each request has 0.1 more or less.
+        sampled: Chance of a right guess at a sampled text; each request has 0.1 more or less.
+        share: Share of sampled requests.
     """
     rng = random.Random(seed)
     due, requests = 0.0, []
@@ -89,14 +90,18 @@ def arrivals(
 
 
 def serve(
-    cpu: Cpu, policy: DraftPolicy | None, requests: list[Request], depth: int = 5, running: int = 4
+    cpu: Cpu,
+    controller: Controller | None,
+    requests: list[Request],
+    depth: int = 5,
+    running: int = 4,
 ) -> Served:
     """Serves all requests in order.
 
     Args:
-        policy: None for plain decoding.
-        depth: Of the longest chain.
-        running: At a time; the others wait.
+        controller: None for plain decoding.
+        depth: Depth of the longest chain.
+        running: Maximum number of running requests; the others wait.
     """
     rng = random.Random(0)
     active: list[Request] = []
@@ -105,27 +110,31 @@ def serve(
         if not active:
             now = max(now, pending[0].due)
         if pending and pending[0].due <= now and len(active) < running:
-            # A step with a prompt, in which the others decode plainly: policies do not observe those.
+            # A step with a prompt, in which the others decode plainly: policies do not observe
+            # those.
             taken = PROMPT_READ * PROMPT + sum(_commit(one, 0, 0) for one in active)
             now, busy = now + taken, busy + taken
             active.append(pending.pop(0))
             active[-1].began = now
         nodes = [0] * len(active)
-        if policy is not None:
+        if controller is not None:
             wanted = [
                 Want(one.history, min(depth, one.left - 1), behind=one.behind, left=one.left)
                 for one in active
             ]
-            nodes = policy.plan(wanted).nodes
-        target, draft, tokens = _step(cpu, policy, active, nodes, rng)
+            nodes = controller.plan(wanted).nodes
+        unread = sum(
+            one.behind for one, num in zip(active, nodes, strict=True) if num and one.behind > 8
+        )
+        target, draft, tokens = _step(cpu, controller, active, nodes, rng)
         factor = cpu.slow if now % 8 < 3 else 1.0
         target, draft = factor * target, factor * draft
         now, busy = now + target + draft, busy + target + draft
-        if policy is not None:
+        if controller is not None:
             asked = sum(map(bool, nodes))
-            wait = Wait(max(nodes), asked, draft) if asked else NO_WAIT
+            wait = Wait(max(nodes), asked, draft, unread=unread) if asked else NO_WAIT
             rows = len(active) + sum(nodes)
-            policy.observe(Observed(len(active), rows, target, tokens, wait))
+            controller.observe(Observed(len(active), rows, target, tokens, wait))
         for one in active:
             one.ended = now
         active = [one for one in active if one.left > 0]
@@ -135,12 +144,12 @@ def serve(
 
 def _step(
     cpu: Cpu,
-    policy: DraftPolicy | None,
+    controller: Controller | None,
     active: list[Request],
     nodes: list[int],
     rng: random.Random,
 ) -> tuple[float, float, int]:
-    """Seconds of the target and of the draft, and tokens."""
+    """Returns seconds of the target and of the draft, and tokens."""
     noise = max(0.8, rng.gauss(1, NOISE))
     target = REAL.seconds(1, len(active) + sum(nodes)) + STALL * (rng.random() < STALLED)
     target += CONTEXT * sum(one.context for one in active)
@@ -155,15 +164,15 @@ def _step(
             draft += DRAFT_READ * one.behind
             while right < num and rng.random() < one.acceptance:
                 right += 1
-            assert policy is not None
-            policy.record(one.history, num, range(right))
+            assert controller is not None
+            controller.record(one.history, num, range(right))
         target += _commit(one, num, right)
         tokens += 1 + right
     return noise * target, noise * draft, tokens
 
 
 def _commit(one: Request, num: int, right: int) -> float:
-    """Seconds of choosing."""
+    """Returns the seconds of choosing tokens."""
     one.left -= 1 + right
     one.context += 1 + right
     one.behind = 1 + right if num else one.behind + 1

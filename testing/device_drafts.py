@@ -1,5 +1,7 @@
-"""Steps of a draft that stay on the device: an exchange whose ends are in one process, and schedules of sequences that may
-be told by values or through an exchange."""
+"""Draft steps on the device: an exchange within one process, and schedules of sequences.
+
+A schedule's sequences can be sent by value or through an exchange.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ RING = 512
 
 
 class VerifierEnd(Protocol):
-    """What a schedule's driver needs of the verifier's end of an arena."""
+    """The verifier's end of an arena, as far as a schedule's driver needs it."""
 
     num_rows: int
 
@@ -25,21 +27,21 @@ class VerifierEnd(Protocol):
         """Names hidden states [n, width] in a message."""
 
     def put(self, row: int, tokens: Sequence[int], hidden: torch.Tensor | None) -> None:
-        """Writes what was committed to one sequence."""
+        """Writes the committed tokens of one sequence."""
 
     def send(self, step: int, by_device: bool) -> None:
-        """Whatever goes with a step has been written."""
+        """Marks everything of a step as written."""
 
     def read_trees(self, step: int) -> list[tuple[list[int], list[int]]]:
-        """Tokens and parents of all rows, once those of a step are there."""
+        """Returns tokens and parents of all rows, once a step's trees are written."""
 
 
 class LocalExchange(DraftExchange):
-    """Both ends in one process. Notes what the draft waited for and said."""
+    """Both ends of an exchange in one process. Records the draft's waits and publications."""
 
     def __init__(self, sizes: StepSizes, width: int, dtype: torch.dtype) -> None:
         specs = {spec.name: spec for spec in sizes.tensors(None)}
-        # What no step wrote may be anything.
+        # Memory that no step wrote may hold anything.
         self.accepted = torch.full(specs["accepted"].shape, -7, dtype=torch.int32)
         self.trees = torch.full(specs["trees"].shape, -7, dtype=torch.int32)
         self.hidden, self.first_row = None, 0
@@ -86,7 +88,7 @@ class LocalExchange(DraftExchange):
 
 
 def fill(row: torch.Tensor, tokens: Sequence[int]) -> None:
-    """A row of "accepted": how many tokens, these, and then anything."""
+    """Writes a row of "accepted": the number of tokens, the tokens, and then arbitrary values."""
     words = torch.randint(-(2**31), 2**31 - 1, row.shape, dtype=torch.int32)
     words[: 1 + len(tokens)] = torch.tensor([len(tokens), *tokens], dtype=torch.int32)
     row.copy_(words)
@@ -107,7 +109,10 @@ class LocalReader(HiddenReader):
 
 @dataclass
 class Turn:
-    """What one step tells: (slot, tokens, whether a tree is wanted) of each sequence, and which slots left before."""
+    """Contents of one step:
+
+    (slot, tokens, whether a tree is requested) of each sequence, and the slots that left before.
+    """
 
     news: list[tuple[int, list[int], bool]]
     released: list[int]
@@ -117,8 +122,11 @@ class Turn:
 def schedule(
     seed: int, num_turns: int, depth: int, vocab: int, longest: int, max_batch: int = 6
 ) -> list[Turn]:
-    """Sequences that come, grow and leave. Steps in which none joins and none has more than a path are for the device,
-    by stretches, with steps by value between them."""
+    """Yields turns of sequences that come, grow and leave.
+
+    Steps in which none joins and none has more than a path are for the device, by stretches, with
+    steps by value between them.
+    """
     rng = random.Random(seed)
     lengths: dict[int, int] = {}
     turns = []
@@ -147,15 +155,15 @@ def schedule(
 
 @dataclass
 class Driver:
-    """Tells a draft of a schedule.
+    """Sends a schedule to a draft.
 
     Args:
-        step: Gives a draft's answer.
-        end: Of its arena.
-        width: Of hidden states; 0 for a draft that reads none.
-        page_size: Tokens of a page.
-        limits: Of the trees.
-        samplings: Of slots, by turns.
+        step: Function that returns a draft's answer.
+        end: The verifier's end of its arena.
+        width: Width of hidden states; 0 for a draft that reads none.
+        page_size: Number of tokens of a page.
+        limits: Limits of the trees.
+        samplings: Sampling parameters that slots use by turns.
     """
 
     step: Callable[[draft_pb2.StepRequest], draft_pb2.StepResponse]
@@ -171,11 +179,11 @@ class Driver:
     def run(
         self, turns: Sequence[Turn], by_device: Callable[[Turn], bool]
     ) -> list[dict[int, Tree]]:
-        """The trees of every turn, by slot."""
+        """Returns the trees of every turn, by slot."""
         return [self.take(turn, turn.on_device and by_device(turn)) for turn in turns]
 
     def take(self, turn: Turn, by_device: bool) -> dict[int, Tree]:
-        """One turn's."""
+        """Runs one turn; returns its trees by slot."""
         for slot in turn.released:
             del self.tokens[slot], self.pages[slot]
         self.num_steps += 1
@@ -200,7 +208,7 @@ class Driver:
         return {slot: _nodes(*trees[row]) for row, (slot, _, is_wanted) in wanted if is_wanted}
 
     def hidden(self, slot: int, first: int, end: int) -> torch.Tensor | None:
-        """The target's hidden states of positions of a slot."""
+        """Returns the target's hidden states of positions of a slot."""
         if not self.width:
             return None
         generator = torch.Generator().manual_seed(100 + slot)
@@ -228,12 +236,12 @@ class Driver:
             self.end.tell(message, hidden)
 
     def _give_pages(self, message: draft_pb2.SequenceStep) -> None:
-        """Enough for the longest outcome of the step after this, whatever was told how."""
+        """Adds pages that suffice for the longest outcome of the step after this."""
         pages = self.pages.setdefault(message.slot, [])
         message.first_page = len(pages)
         wanted = len(self.tokens[message.slot]) + 2 * (self.limits.num_steps + 1)
         while len(pages) * self.page_size < wanted:
-            # Of a slot's own, in another order than the pool's.
+            # Pages of the slot alone, in another order than the pool's.
             pages.append((len(pages) * 7 % 40) * 8 + message.slot)
             message.new_pages.append(pages[-1])
 

@@ -1,4 +1,6 @@
-"""Runs the steps of a Dockerfile's stage on this machine, with the image's root mapped to a directory."""
+"""Runs the steps of a Dockerfile's stage on this machine, with the image's root mapped to a
+directory.
+"""
 
 import os
 import re
@@ -10,7 +12,7 @@ from pathlib import Path
 
 @dataclass(slots=True)
 class Stage:
-    """One `FROM ... AS name` and its instructions, line continuations joined."""
+    """A stage `FROM ... AS name` and its instructions, with line continuations joined."""
 
     base: str
     name: str
@@ -35,8 +37,9 @@ def stages(path: Path) -> dict[str, Stage]:
 class NativeBuild:
     """Builds stages in directories under `root`, each mapped to `/` of its stage.
 
-    A path of the image in a RUN step is replaced by that of its directory. Steps that need root or a distribution
-    (apt-get, useradd) are left out: what they install is there already where tests run.
+    A path of the image in a RUN step is replaced by that of its directory. Steps that need root or
+    a distribution (apt-get, useradd) are left out: what they install is there already where tests
+    run.
 
     Args:
         context: The build's context; only what .dockerignore lets through is copied.
@@ -107,7 +110,9 @@ class NativeBuild:
 
 
 def copy_context(context: Path, target: Path) -> None:
-    """Copies what `.dockerignore` lets through, for the form `*`, `!name`..., `**/pattern`..."""
+    """Copies the files that `.dockerignore` lets through, for the form `*`, `!name`...,
+    `**/pattern`...
+    """
     lines = [
         line
         for line in (context / ".dockerignore").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Drafts, trees and sampling that tests of drafters go through."""
+"""Drafts, trees and sampling parameters for tests of drafters."""
 
 from foredraft.api.draft.v1 import draft_pb2
 from testing.draft_heads import TinyHead, tiny_head
@@ -29,6 +29,6 @@ SAMPLINGS = [
 
 
 def limits_of(shape: tuple[int, int, int]) -> draft_pb2.TreeLimits:
-    """What a draft is asked for."""
+    """Returns the limits of a draft request."""
     steps, topk, tokens = shape
     return draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens)

@@ -1,5 +1,7 @@
-"""Tiny random draft heads: their tensors in every published layout, and what they compute, in numpy float64 from the papers'
-equations. Shares no code with the heads."""
+"""Tiny random draft heads in every published layout, and a reference in numpy float64.
+
+The reference follows the papers' equations and shares no code with the heads.
+"""
 
 import json
 import math
@@ -37,12 +39,12 @@ LAYER: dict[str, Any] = {
 
 @dataclass(slots=True)
 class TinyHead:
-    """A head by SGLang's names.
+    """A head with SGLang's tensor names.
 
     Attributes:
         config: Content of config.json.
-        tensors: float32.
-        num_target_layers: Of the target it is for.
+        tensors: float32 tensors by name.
+        num_target_layers: Number of layers of its target.
     """
 
     algorithm: str
@@ -65,7 +67,7 @@ def tiny_head(
     fc_bias: bool | None = None,
     **options: Any,
 ) -> TinyHead:
-    """A random head; `options` go into config.json, and what they ask for into the tensors."""
+    """Creates a random head; `options` go into config.json, and determine the tensors."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
 
@@ -145,7 +147,7 @@ def tiny_head(
 
 
 def save_head(head: TinyHead, folder: Path, *, file: str = "model.safetensors") -> Path:
-    """Writes a head as it is."""
+    """Writes a head to files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(head.config))
     if file.endswith(".bin"):
@@ -160,7 +162,7 @@ def rms(x: Array, weight: Array) -> Array:
 
 
 def rotated(x: Array, position: int) -> Array:
-    """Rotary embedding of [heads, HEAD_DIM]."""
+    """Applies the rotary embedding to [heads, HEAD_DIM]."""
     half = HEAD_DIM // 2
     angles = position / THETA ** (np.arange(half) / half)
     a, b = x[:, :half], x[:, half:]
@@ -170,7 +172,7 @@ def rotated(x: Array, position: int) -> Array:
 
 @dataclass(frozen=True)
 class State:
-    """Keys and values of each layer: of positions [first, ...), one after another."""
+    """Keys and values of each layer, for positions [first, ...) one after another."""
 
     keys: tuple[tuple[Array, ...], ...]
     values: tuple[tuple[Array, ...], ...]
@@ -178,7 +180,7 @@ class State:
 
 @dataclass(frozen=True)
 class Step:
-    """What a row gives."""
+    """Results of a row."""
 
     state: State
     logits: Array
@@ -186,7 +188,7 @@ class Step:
 
 
 class HeadReference:
-    """A head in float64, row by row.
+    """Computes a head in float64, row by row.
 
     Args:
         target: Directory whose embedding and LM head it shares.
@@ -234,7 +236,7 @@ class HeadReference:
         return self.t["fc.weight"] @ row + self.t.get("fc.bias", 0.0)
 
     def row(self, state: State, token: int, feature: Array, position: int, module: int = 0) -> Step:
-        """One row after those in `state`."""
+        """Computes one row after those in `state`."""
         t, e = self.t, self.embedding[token]
         keys, values = list(state.keys), list(state.values)
 
@@ -304,7 +306,10 @@ class HeadReference:
 
 @dataclass
 class Drafting:
-    """What a head says after a text: `tokens` are t_0 .., `hidden` the target's h_0 .. [len(tokens) - 1, width]."""
+    """A head's drafts after a text:
+
+    `tokens` are t_0 .., `hidden` the target's h_0 .. [len(tokens) - 1, width].
+    """
 
     reference: HeadReference
     tokens: list[int]
@@ -313,7 +318,7 @@ class Drafting:
     known: dict[Path_, Step] = field(default_factory=dict)
 
     def step(self, path: Path_) -> Step:
-        """After the drafted tokens of `path`, which follow the text."""
+        """Computes the row after the drafted tokens of `path`, which follow the text."""
         if path in self.known:
             return self.known[path]
         ref = self.reference
@@ -330,7 +335,9 @@ class Drafting:
         return step
 
     def scores(self, path: Path_) -> Array:
-        """Logits over the target's vocabulary; minus infinity where the head has no column."""
+        """Returns logits over the target's vocabulary; minus infinity where the head has no
+        column.
+        """
         out = np.full(VOCAB, -np.inf)
         out[self.reference.columns] = self.step(path).logits
         return out
@@ -339,7 +346,9 @@ class Drafting:
 def module_chain(
     reference: HeadReference, tokens: list[int], hidden: Array, choose: Callable[[int, Array], int]
 ) -> list[int]:
-    """What several modules draft, all computed anew: module k over all positions, then one token from its last row."""
+    """Returns the draft of several modules, computed from scratch: module k over all positions,
+    then one token from its last row.
+    """
     features = [reference.fused(row) for row in hidden]
     drafted: list[int] = []
     for module in range(reference.head.config["num_nextn_predict_layers"]):
@@ -355,7 +364,7 @@ def module_chain(
 
 
 def best_paths(scores: Callable[[Path_], Array], steps: int, topk: int, nodes: int) -> set[Path_]:
-    """Beams by cumulative probability, then the best nodes of all levels (EAGLE-2)."""
+    """Searches beams by cumulative probability, then the best nodes of all levels (EAGLE-2)."""
     beams: list[tuple[float, Path_]] = [(0.0, ())]
     seen: list[tuple[float, Path_]] = []
     for _ in range(steps):
@@ -371,7 +380,7 @@ def best_paths(scores: Callable[[Path_], Array], steps: int, topk: int, nodes: i
 
 
 def paths_of(tree: Tree) -> set[tuple[int, ...]]:
-    """Every node's tokens from the root's child down to it."""
+    """Returns every node's tokens from the root's child down to it."""
     out: list[tuple[int, ...]] = []
     for token, parent in zip(*tree, strict=True):
         out.append(((*out[parent], token)) if parent >= 0 else (token,))

@@ -1,4 +1,4 @@
-"""A draft service as a process, and a plain verifier's end of its stream."""
+"""A draft service as a process, and the verifier's end of its stream."""
 
 import os
 import queue
@@ -19,15 +19,16 @@ from foredraft.rpc.channel import channel, wait_ready
 from foredraft.rpc.protocol import DRAFT_PROTOCOL
 
 ROOT = Path(__file__).parents[1]
-STREAM_SECONDS = 150  # of a stream, whatever the machine is busy with meanwhile
+STREAM_SECONDS = 150  # maximum duration of a stream, even on a busy machine
 
 
 class DraftProcess:
-    """`python -m draft_service` on a Unix socket of its own; may be killed and started again.
+    """Runs `python -m draft_service` on a Unix socket of its own; may be killed and started
+    again.
 
     Attributes:
-        module: What is run; benchmarks put something around the service.
-        flags: Of the next start.
+        module: Module to run; benchmarks wrap the service.
+        flags: Flags of the next start.
     """
 
     module = "draft_service"
@@ -41,7 +42,7 @@ class DraftProcess:
     def __enter__(self) -> "DraftProcess":
         try:
             self.start()
-        except BaseException:  # nobody else would end it
+        except BaseException:  # nothing else would end it
             self.__exit__(None, None, None)
             raise
         return self
@@ -139,7 +140,7 @@ class DraftStream:
     def step(
         self, *sequences: draft_pb2.SequenceStep, released: tuple[int, ...] = ()
     ) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """One step; the proposals' tokens and parents by slot."""
+        """Sends one step; returns the proposals' tokens and parents by slot."""
         self._num_steps += 1
         request = draft_pb2.StepRequest(
             step=self._num_steps, sequences=sequences, released_slots=released
@@ -155,7 +156,9 @@ class DraftStream:
 
 
 def open_stream(target: str, attach: draft_pb2.AttachRequest) -> DraftStream:
-    """Attaches to a draft that serves one verifier at a time: the one before may still be leaving."""
+    """Attaches to a draft, which serves one verifier at a time: the previous one may still be
+    leaving.
+    """
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -167,7 +170,7 @@ def open_stream(target: str, attach: draft_pb2.AttachRequest) -> DraftStream:
 
 
 def attach_request(**changes: Any) -> draft_pb2.AttachRequest:
-    """An attach that fits the checkpoints of `testing.checkpoints`."""
+    """Returns an attach that fits the checkpoints of `testing.checkpoints`."""
     limits = draft_pb2.TreeLimits(num_steps=3, topk=2, num_draft_tokens=8)
     values = {
         "epoch": 1,

@@ -1,50 +1,48 @@
-"""Plain steps that may be started ahead, on the CPU: they run when they are started, and are known when they are asked for.
+"""Overlapped plain steps on the CPU: they run when they are started, and their outcome is known
+when it is asked for.
 
 For the engine's account of what it does not know yet; a GPU's graphs do the same out of sight.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
-
-import torch
 
 from foredraft.trees.draft_tree import EMPTY
 from testing.toy_target import ToyStep
-from verify_service.executor.sampler import VerifyRows
-from verify_service.executor.target_step import AheadRows, StartedStep, TargetStep
+from verify_service.executor.base import PendingStep, Step
+from verify_service.executor.choice.sampler import VerifyRows
+from verify_service.executor.eager import EagerExecutor
 
 
-class EagerAhead(TargetStep):
-    """Starts steps without trees ahead; others run as ever."""
+class EagerAhead(EagerExecutor):
+    """Starts steps without trees ahead; runs other steps as usual."""
 
     num_ahead = 0
 
-    def can_start(self, batch: Sequence[VerifyRows]) -> bool:
-        return not any(rows.tree.tokens for rows in batch)
+    def can_overlap(self, step: Step) -> bool:
+        return not step.chunks and not any(rows.tree.tokens for rows in step.batch)
 
-    def start(self, batch: Sequence[VerifyRows], capture: Sequence[int]) -> StartedStep:
+    def submit(self, step: Step) -> PendingStep:
+        if step.ahead is not None:
+            assert step.ahead.fetch is None
+            EagerAhead.num_ahead += 1
+            work = [(r.sequence, *self._standing[r.sequence.slot]) for r in step.batch]
+            return self._start(work, step.capture)
+        if not self.can_overlap(step):
+            return super().submit(step)
         return self._start(
-            [(r.sequence, r.sequence.num_computed, list(r.sequence.tokens)) for r in batch], capture
+            [(r.sequence, r.sequence.num_computed, list(r.sequence.tokens)) for r in step.batch],
+            step.capture,
         )
 
-    def start_ahead(
-        self,
-        batch: Sequence[AheadRows],
-        capture: Sequence[int],
-        num_rows: int,
-        fetch: Callable[[torch.Tensor], None] | None,
-    ) -> StartedStep:
-        assert fetch is None
-        EagerAhead.num_ahead += 1
-        return self._start([(r.sequence, *self._standing[r.sequence.slot]) for r in batch], capture)
-
-    def _start(self, work: list, capture: Sequence[int]) -> StartedStep:
+    def _start(self, work: list, capture: Sequence[int]) -> PendingStep:
         batch = [
             VerifyRows(
                 SimpleNamespace(
                     request_id=sequence.request_id,
                     sampling=sequence.sampling,
                     grammar=None,
+                    is_masked=False,
                     slot=sequence.slot,
                     pages=sequence.pages,
                     num_computed=num_computed,
@@ -54,7 +52,7 @@ class EagerAhead(TargetStep):
             )
             for sequence, num_computed, tokens in work
         ]
-        result = self.run(batch, [], capture)
+        result = super().submit(Step(batch, (), capture)).finish()
         self._standing = {
             sequence.slot: (num_computed + 1, [*tokens, outcome.verified.tokens[0]])
             for (sequence, num_computed, tokens), outcome in zip(work, result.outcomes, strict=True)

@@ -1,4 +1,6 @@
-"""Captured decode steps without CUDA: a "graph" runs its operations again, into the memory of its first run."""
+"""Captured decode steps without CUDA: a "graph" runs its operations again, into the memory of its
+first run.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,21 +9,26 @@ from typing import Any
 import pytest
 import torch
 
+from foredraft.attention.base import AttentionBackend
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.config.services import VerifyConfig
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.model_runner import ModelRunner
 from verify_service import startup
 from verify_service.engine.engine import EngineLimits
-from verify_service.executor.decode_graphs import DecodeGraphs
-from verify_service.executor.decode_step import DecodeStep
-from verify_service.executor.graph_step import GraphStep
-from verify_service.executor.mixed_graphs import MixedGraphs, MixedKind
-from verify_service.executor.sampler import Chooser, Thresholds
+from verify_service.executor.captured.executor import GraphExecutor
+from verify_service.executor.captured.graphs import DecodeGraphs
+from verify_service.executor.captured.mixed import MixedGraphs, MixedKind
+from verify_service.executor.captured.step import DecodeStep, StepSizes
+from verify_service.executor.choice.sampler import Sampler, Thresholds
+from verify_service.executor.ranks import graphs, messages
+from verify_service.executor.ranks.graphs import RankedGraphs, RankedMixedGraphs
+from verify_service.sizes import chunk_size
+from verify_service.target import Target, load_share
 
 
 class Event:
-    """What is done at once is done."""
+    """Stands for an event that is complete at once."""
 
     def record(self) -> None:
         pass
@@ -56,14 +63,16 @@ def overwrite(old: Any, new: Any) -> None:
 
 
 class EagerGraphs(DecodeGraphs):
-    """See the module."""
+    """Decode graphs without CUDA, see the module."""
+
+    _kv: PagedKV  # cache of the newest engine
 
     def _run_aside(self, run: Callable[[], object]) -> None:
         pass
 
     def _capture(self, run: Callable[[], Any]) -> tuple[Any, Any]:
         keys, step = self._kv.data.clone(), self._step
-        kept = [step.state, step.late.words]
+        kept = [step.state, step.two_phase.words]
         before = [tensor.clone() for tensor in kept]
         graph = Graph(run)
         # A capture does nothing.
@@ -74,53 +83,116 @@ class EagerGraphs(DecodeGraphs):
 
 
 class EagerMixedGraphs(MixedGraphs):
-    """Likewise for forwards with prompts."""
+    """Graphs of forwards with prompts without CUDA, see the module."""
 
     def _capture(self, kind: MixedKind) -> Any:
         self._make_room(kind)
         return Graph(lambda: self.compute(kind))
 
 
-def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on engines on the CPU run such graphs, in Triton's interpreter."""
+class EagerRankedGraphs(EagerGraphs, RankedGraphs):
+    """Decode graphs of rank 0 without CUDA."""
+
+
+class EagerRankedMixedGraphs(EagerMixedGraphs, RankedMixedGraphs):
+    """Graphs of rank 0's forwards with prompts without CUDA."""
+
+
+def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", Event)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     made = PagedKV.for_model
 
     def with_scratch(
         config: Any, pages: int, size: int, dtype: Any, device: Any, *rest: Any
     ) -> Any:
-        return made(config, pages, size, dtype, device, 1, *rest[1:])
+        EagerGraphs._kv = made(config, pages, size, dtype, device, 1, *rest[1:])
+        return EagerGraphs._kv
 
-    def target_step(
+    monkeypatch.setattr(PagedKV, "for_model", with_scratch)
+
+
+def use_eager_rank_0(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
+    """Makes engines of this process rank 0 of several, on CPUs.
+
+    Args:
+        ranks: The other ranks, which run `use_eager_worker`.
+    """
+    _without_cuda(monkeypatch)
+    monkeypatch.setattr(graphs, "RankedGraphs", EagerRankedGraphs)
+    monkeypatch.setattr(graphs, "RankedMixedGraphs", EagerRankedMixedGraphs)
+
+    def load(config: VerifyConfig) -> Target:
+        return dataclasses.replace(load_share(config, ranks.group), ranks=ranks)
+
+    def executor(
         config: VerifyConfig,
         runner: ModelRunner,
         limits: EngineLimits,
         thresholds: Thresholds,
         *rest: Any,
-    ) -> GraphStep:
-        chooser = Chooser(limits.vocab_size, runner.model.device, limits.eos_token_ids, thresholds)
-        EagerGraphs._kv = runner.kv
+    ) -> GraphExecutor:
+        sampler = Sampler(limits.vocab_size, runner.model.device, limits.eos_token_ids, thresholds)
+        device = runner.model.device
+        sizes = startup._graph_sizes(config, limits, (), False, device)
+        pages = (limits.num_pages, limits.page_size, 1)
+        ranks.board.write(messages.setup(pages, sizes.numbers))
+        model, kv, group = runner.model, runner.kv, ranks.group
+        both = graphs.captured(model, kv, TritonAttention(), sizes, group, ranks.board)
+        return GraphExecutor(runner, sampler, *both, None, ranks)
+
+    monkeypatch.setattr("testing.engines.load_target", load)
+    monkeypatch.setattr(startup, "_executor", executor)
+
+
+def use_eager_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a worker of this process follow `use_eager_rank_0`."""
+    _without_cuda(monkeypatch)
+    monkeypatch.setattr(graphs, "DecodeGraphs", EagerGraphs)
+    monkeypatch.setattr(graphs, "MixedGraphs", EagerMixedGraphs)
+    monkeypatch.setattr(Target, "attention", property(lambda target: TritonAttention()))
+
+
+def use_eager_graphs(
+    monkeypatch: pytest.MonkeyPatch, attention: type[AttentionBackend] = TritonAttention
+) -> None:
+    """Makes engines on the CPU run such graphs, in Triton's interpreter.
+
+    Args:
+        attention: Attention backend of the graphs.
+    """
+    _without_cuda(monkeypatch)
+
+    def executor(
+        config: VerifyConfig,
+        runner: ModelRunner,
+        limits: EngineLimits,
+        thresholds: Thresholds,
+        *rest: Any,
+    ) -> GraphExecutor:
+        sampler = Sampler(limits.vocab_size, runner.model.device, limits.eos_token_ids, thresholds)
         step = DecodeStep(
             runner.model,
             runner.kv,
-            TritonAttention(),
-            max_batch=limits.max_running_requests,
-            max_rows=limits.max_nodes + 1,
-            max_path=config.tree_limits[0] + 1,
-            max_tokens=limits.context_length,
-            num_slots=limits.max_running_requests,
+            attention(),
+            StepSizes(
+                max_batch=limits.max_running_requests,
+                max_rows=limits.max_nodes + 1,
+                max_path=config.tree_limits[0] + 1,
+                max_tokens=limits.context_length,
+                num_slots=limits.max_running_requests,
+            ),
         )
         mixed = EagerMixedGraphs(
             runner.model,
             runner.kv,
-            TritonAttention(),
+            attention(),
             tables=step.tables,
             max_tree=step.max_rows,
-            max_rows=config.chunked_prefill_size,
+            max_rows=chunk_size(config, runner.model.device),
         )
-        return GraphStep(runner, chooser, EagerGraphs(step), mixed)
+        return GraphExecutor(runner, sampler, EagerGraphs(step), mixed)
 
-    monkeypatch.setattr(startup.PagedKV, "for_model", with_scratch)
-    monkeypatch.setattr(startup, "_target_step", target_step)
+    monkeypatch.setattr(startup, "_executor", executor)

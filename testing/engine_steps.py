@@ -1,4 +1,6 @@
-"""What each step of an engine chose, expected, took and gave, on a GPU and on a CPU: why speculation gains or loses there."""
+"""Records what each step of an engine chose, expected, took and gave, to explain the gain of
+speculation.
+"""
 
 import statistics
 import threading
@@ -7,12 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from verify_service.drafts.drafting import Drafting
-from verify_service.drafts.proposals import Drafted
+from verify_service.controller.messages import Plan
+from verify_service.drafts.proposals import Proposals
 from verify_service.engine.engine import Engine
 from verify_service.engine.overlap import Flight
-from verify_service.executor.target_step import StepResult
-from verify_service.policy.messages import Plan
+from verify_service.executor.base import StepResult
 from verify_service.scheduler.request import Sequence as RequestSequence
 from verify_service.scheduler.step_plan import StepPlan
 
@@ -20,7 +21,9 @@ KINDS = ("prompt", "plain", "trial", "drafted")
 
 
 class Expected(NamedTuple):
-    """What the policy believed of a step when it chose: seconds of draft and target, tokens, and seconds of a plain step."""
+    """The policy's expectation of a step: seconds of draft and target, tokens, and seconds of a
+    plain step.
+    """
 
     draft: float
     target: float
@@ -32,18 +35,20 @@ class Step(NamedTuple):
     """A step whose outcome is known.
 
     Attributes:
-        kind: One of `KINDS`: with a prompt, or by what the policy chose.
+        kind: Kind of step, one of `KINDS`: with a prompt, or by the policy's choice.
         end: Seconds of decoding so far, this step included; steps with prompts count nothing.
-        seconds: Since the step before it ended, or since there was something to do.
-        batch: Sequences that decoded.
-        nodes: That were chosen to be drafted, of all sequences.
-        rows: With logits: of each sequence where it ran ahead of the host, else of all.
-        tokens: Of all sequences.
-        context: Committed tokens of all sequences.
-        draft: Seconds that the host waited for the draft. Of a step started behind another none: there the device waits.
-        target: Seconds of the target's run; where it ran ahead of the host, those that the host waited for it.
-        is_behind: Whether it was started before the outcome of the one before it was known.
-        expected: None where that was not asked for or no policy chose.
+        seconds: Time since the previous step ended, or since there was something to do.
+        batch: Number of sequences that decoded.
+        nodes: Number of nodes chosen to be drafted, of all sequences.
+        rows: Number of rows with logits: of each sequence in an overlapped step, else of all.
+        tokens: Number of tokens of all sequences.
+        context: Number of committed tokens of all sequences.
+        draft: Seconds that the host waited for the draft. Of a step started behind another none:
+            there the device waits.
+        target: Seconds of the target's run; in an overlapped step, those that the host waited for
+            it.
+        is_behind: Whether it was started before the previous outcome was known.
+        expected: The policy's expectation; None where there is none.
     """
 
     kind: str
@@ -76,7 +81,8 @@ class EngineSteps:
     """Listens to a running engine, from its own thread.
 
     Args:
-        expects: Whether to note what the policy expected, which takes some microseconds a sequence and step.
+        expects: Whether to note what the policy expected, which takes some microseconds a sequence
+            and step.
     """
 
     def __init__(self, engine: Engine, expects: bool = False) -> None:
@@ -87,7 +93,7 @@ class EngineSteps:
         self._last = 0.0
         self._planned = self._begun = _Begun()
         self._flights: dict[int, _Begun] = {}
-        self._outcome = 0, 0, 0.0  # of the newest step: rows, tokens, seconds of the target
+        self._outcome = 0, 0, 0.0  # rows, tokens and seconds of the newest step's target
         self._listens = threading.Event()
         engine._inbox.put(self._listen)
         if not self._listens.wait(60):
@@ -95,10 +101,10 @@ class EngineSteps:
 
     def _listen(self) -> None:
         engine: Any = self._engine
-        ahead, sizes, target = engine._ahead, engine._sizes, engine._target
+        ahead, sizes = engine._ahead, engine._sizes
         sizes.plan = self._plan(sizes.plan)
         engine._draft = self._draft(engine._draft)
-        target.run = self._run(target.run)
+        engine._execute = self._run(engine._execute)
         ahead.start = self._start(ahead.start)
         ahead.start_behind = self._start_behind(ahead.start_behind)
         ahead.finish = self._finish(ahead.finish)
@@ -110,8 +116,7 @@ class EngineSteps:
     def _plan(self, plan: Callable[..., Plan]) -> Callable[..., Plan]:
         def planned(sequences: Sequence[RequestSequence], *args: int, **options: bool) -> Plan:
             chosen = plan(sequences, *args, **options)
-            policy = getattr(self._engine._sizes, "policy", None)
-            is_trial = policy is not None and policy._is_trial
+            is_trial = not any(self._engine._sizes.controller.is_drafting)
             nodes = sum(chosen.nodes)
             kind = "plain" if not nodes else "trial" if is_trial else "drafted"
             expected = self._expectation(sequences, chosen) if self._expects else None
@@ -121,33 +126,34 @@ class EngineSteps:
         return planned
 
     def _expectation(self, sequences: Sequence[RequestSequence], chosen: Plan) -> Expected | None:
-        policy, drafting = getattr(self._engine._sizes, "policy", None), self._engine._drafting
-        if policy is None or policy._times is None or not isinstance(drafting, Drafting):
+        controller = self._engine._sizes.controller
+        if controller._costs is None or len(self._engine._drafts.each) != 1:
             return None
-        times, acceptance, batch = policy._times, policy._acceptance, len(sequences)
-        levels = min(max(chosen.nodes, default=0), policy._depth)
-        asked, plain, rows = sum(map(bool, chosen.nodes)), batch, batch + sum(chosen.nodes)
-        if times.is_padded:
-            asked, plain, rows = batch, 1, chosen.rows if asked else 1
+        costs, batch = controller._costs, len(sequences)
+        acceptance, table = controller._acceptance[0], costs.table
+        levels = min(max(chosen.nodes, default=0), controller.drafts[0].depth)
+        asked, rows = sum(map(bool, chosen.nodes)), batch + sum(chosen.nodes)
+        if table.is_padded:
+            asked, rows = batch, chosen.rows if asked else 1
         tokens = float(batch)
         for sequence, num_nodes in zip(sequences, chosen.nodes, strict=True):
             if num_nodes:
-                gains = acceptance.gains(drafting.history(sequence), 0, policy._probing.now)
-                tokens += sum(gains[: acceptance.ladder.num_within(num_nodes)])
-        draft = policy._draft_times.steps(asked, levels) * times.unit if levels else 0.0
-        return Expected(draft, times.seconds(batch, rows), tokens, times.seconds(batch, plain))
+                history = self._engine._sizes._history(sequence)
+                row, pool = acceptance.row(history, 0, 0), acceptance.pool(history, 0)
+                gains = acceptance.gains([row], [pool])[0]
+                tokens += float(gains[: acceptance.ladder.num_within(num_nodes)].sum())
+        draft = costs.draft(0, asked, levels, controller._changes.follows)
+        return Expected(draft, costs.target(batch, rows), tokens, costs.plain(batch))
 
-    def _draft(
-        self, draft: Callable[[StepPlan], dict[int, Drafted]]
-    ) -> Callable[[StepPlan], dict[int, Drafted]]:
-        def drafted(plan: StepPlan) -> dict[int, Drafted]:
+    def _draft(self, draft: Callable[[StepPlan], Proposals]) -> Callable[[StepPlan], Proposals]:
+        def drafted(plan: StepPlan) -> Proposals:
             started = time.perf_counter()
-            trees = draft(plan)
+            proposals = draft(plan)
             self._begun = self._planned if plan.decode else _Begun()
             self._begun.draft = time.perf_counter() - started
             if plan.prefill:
                 self._begun.kind = "prompt"
-            return trees
+            return proposals
 
         return drafted
 
@@ -181,11 +187,11 @@ class EngineSteps:
     def _finish(self, finish: Callable[[Flight], Any]) -> Callable[[Flight], Any]:
         def finished(flight: Flight) -> Any:
             started = time.perf_counter()
-            result, trees = finish(flight)
+            result = finish(flight)
             self._begun = self._flights.pop(id(flight), _Begun())
             self._begun.batch = len(flight.sequences)
             self._take(result, flight.started.num_rows, started)
-            return result, trees
+            return result
 
         return finished
 
@@ -193,8 +199,8 @@ class EngineSteps:
         tokens = sum(len(outcome.verified.tokens) for outcome in result.outcomes)
         self._outcome = rows, tokens, time.perf_counter() - started
 
-    def _ended(self, ended: Callable[[float], None]) -> Callable[[float], None]:
-        def has_ended(started: float) -> None:
+    def _ended(self, ended: Callable[..., None]) -> Callable[..., None]:
+        def has_ended(started: float, *chunks: Any, **kinds: Any) -> None:
             now, begun = time.perf_counter(), self._begun
             seconds, self._last = now - self._last, now
             if begun.kind != "prompt":
@@ -203,11 +209,11 @@ class EngineSteps:
             context = sum(len(one.tokens) for one in self._engine._scheduler.running)
             self.steps.append(
                 Step(
-                    begun.kind, self.clock, seconds, begun.batch, begun.nodes, rows, tokens, context,
+                    begun.kind, self.clock, seconds, begun.batch, begun.nodes, rows, tokens, context,  # noqa: E501
                     begun.draft, target, begun.is_behind, begun.expected,
                 )
             )  # fmt: skip
-            ended(started)
+            ended(started, *chunks, **kinds)
 
         return has_ended
 
@@ -220,11 +226,11 @@ class EngineSteps:
 
 
 def report(name: str, steps: Sequence[Step]) -> None:
-    """Prints means by batch (by powers of two) and kind, what was expected behind each."""
+    """Prints means by batch (by powers of two) and kind, with expected values in brackets."""
     print(f"\n{name}: means of steps, in brackets what was expected of them")
     print(
-        "| batch | kind | steps | started behind another | seconds in all | ms | draft ms | target ms "
-        "| tokens | plain step ms |"
+        "| batch | kind | steps | started behind another | seconds in all | ms | draft ms | target"
+        " ms | tokens | plain step ms |"
     )
     print("| --- " * 10 + "|")
     for size in sorted({step.batch.bit_length() for step in steps}):
@@ -246,8 +252,8 @@ def report(name: str, steps: Sequence[Step]) -> None:
             plain = f"({expected.plain * 1e3:.2f})" if expected else ""
             behind = statistics.mean(step.is_behind for step in own)
             print(
-                f"| {batch} | {kind} | {len(own)} | {behind:.0%} | {total:.2f} | {total / len(own) * 1e3:.2f} "
-                f"| {' | '.join(cells)} | {plain} |"
+                f"| {batch} | {kind} | {len(own)} | {behind:.0%} | {total:.2f} |"
+                f" {total / len(own) * 1e3:.2f} | {' | '.join(cells)} | {plain} |"
             )
 
 

@@ -23,17 +23,19 @@ from verify_service.startup import build_engine, connect_draft, load_target
 if TYPE_CHECKING:  # llguidance may be absent
     from verify_service.grammar.matcher import CompiledGrammar
 
-CHANGED = ("speculative_algorithm", "speculative_draft_model_path")  # of each of several drafts
+# Fields that differ between several drafts.
+CHANGED = ("speculative_algorithm", "speculative_draft_model_path")
 DRAFT_FLAGS = {field.name for field in fields(DraftConfig)} - {"listen"}
 
 
 @dataclass(slots=True)
 class Result:
-    """All that an engine said of one request."""
+    """All outputs of an engine for one request."""
 
     tokens: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
     num_blocks: int = 0
 
@@ -92,6 +94,8 @@ class Collector:
             result.tokens += output.tokens
             result.drafted += output.drafted
             result.logprobs += output.logprobs
+            assert not (output.prompt_logprobs and result.tokens), "the prompt comes first"
+            result.prompt_logprobs += output.prompt_logprobs
             result.num_blocks += bool(output.tokens)
             number, count = self._cancel_at.get(output.tag, (0, 1 << 60))
             if len(result.tokens) >= count:
@@ -105,7 +109,7 @@ class Collector:
 
 @dataclass(slots=True)
 class Harness:
-    """A running engine and its draft, the first where there are several; all are in `drafts`, by algorithm."""
+    """A running engine and its draft, the first of several; `drafts` holds all by algorithm."""
 
     engine: Engine
     draft: DraftProcess | None
@@ -116,7 +120,9 @@ class Harness:
         return Collector(self.engine, len(jobs)).run(jobs, timeout)
 
     def wait_for_draft(self, timeout: float = 60.0) -> None:
-        """Returns when all drafts are attached: after a start, which on a GPU captures graphs, or after a kill."""
+        """Waits until all drafts are attached: after a start, which on a GPU captures graphs,
+        or after a kill.
+        """
         deadline = time.monotonic() + timeout
         while not self.engine.load().draft_available:
             assert time.monotonic() < deadline, "the draft was not attached"
@@ -132,7 +138,7 @@ class Harness:
 
 
 def accept_length(results: Sequence[Result]) -> float:
-    """Tokens per verify, the target's own included."""
+    """Returns tokens per verification, the target's own included."""
     finishes = [result.finish for result in results if result.finish is not None]
     assert len(finishes) == len(results)
     num_steps = sum(finish.verify_steps for finish in finishes)
@@ -143,7 +149,9 @@ def accept_length(results: Sequence[Result]) -> float:
 def running_engine(
     model_path: Path, algorithm: str = "NONE", wait: bool = True, **flags: Any
 ) -> Iterator[Harness]:
-    """An engine on `model_path` (float32, one thread) with the draft services that `algorithm` needs, unless `draft` names some."""
+    """Runs an engine on `model_path` (float32, one thread) with the draft services that
+    `algorithm` needs, unless `draft` names some.
+    """
     flags = {
         "model_path": str(model_path),
         "speculative_algorithm": algorithm,
@@ -151,7 +159,7 @@ def running_engine(
         "num_threads": 1,
         "max_total_tokens": 4096,
         "skip_draft_self_test": True,
-        "speculative_adaptive": False,  # what pays on this machine is no matter in most tests
+        "speculative_adaptive": False,  # most tests must not depend on this machine's speed
         **flags,
     }
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Texts of the bundled family with and without drafts, and whether they are the same but for ties."""
+"""Texts of the bundled family with and without drafts, compared up to ties."""
 
 from pathlib import Path
 
@@ -23,7 +23,9 @@ FILTERS: dict[int, dict[str, float]] = {
 
 
 def plain_jobs(path: Path, num_tokens: int = 48, spread: int = 0) -> list[Job]:
-    """Jobs that need no host to choose their tokens, some with filters; they end `spread` tokens one after the other."""
+    """Returns jobs whose tokens need no host, some with filters; they end `spread` tokens one
+    after the other.
+    """
     tokenizer = Tokenizer.from_dir(path)
     made = []
     for i, text in enumerate(TEXTS):
@@ -71,7 +73,7 @@ def texts_of(
 
 
 def draft_flags(algorithm: str, shape: tuple[int, int, int]) -> dict[str, object]:
-    """Flags for a bundled draft and trees of so many steps, topk and tokens."""
+    """Returns flags for a bundled draft and trees of this many steps, topk and tokens."""
     steps, topk, tokens = shape
     if algorithm == "NGRAM":
         return {"speculative_num_draft_tokens": tokens}
@@ -86,7 +88,9 @@ def draft_flags(algorithm: str, shape: tuple[int, int, int]) -> dict[str, object
 def assert_same(
     path: Path, got: list[list[int]], expected: list[list[int]], work: list[Job] | None = None
 ) -> None:
-    """Equal, but where two tokens are within rounding of each other, at most once."""
+    """Asserts that texts are equal, up to one place where two tokens are within rounding of
+    each other.
+    """
     ties = 0
     for job, ours, theirs in zip(work or jobs(path), got, expected, strict=True):
         if ours != theirs:

@@ -1,4 +1,6 @@
-"""One fault of a draft at one point of its work, done to a running engine, and what came of it."""
+"""Injects one fault of a draft at one point of its work into a running engine, and records the
+effect.
+"""
 
 import os
 import shutil
@@ -22,7 +24,7 @@ SMI = "nvidia-smi"
 
 
 class TimedCollector(Collector):
-    """Notes when tokens came."""
+    """Records the times of tokens."""
 
     def __init__(self, harness: Harness, num_requests: int) -> None:
         super().__init__(harness.engine, num_requests)
@@ -34,21 +36,22 @@ class TimedCollector(Collector):
 
     @property
     def longest_gap(self) -> float:
-        """Seconds without a token, from the first to the last."""
+        """Returns the longest time without a token, from the first to the last."""
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
 
 @dataclass
 class Outcome:
-    """What a fault did.
+    """Effect of a fault.
 
     Attributes:
-        happened: Whether the draft came to the point.
-        equal: Whether every text is that of a run without a draft.
+        happened: Whether the draft reached the point.
+        equal: Whether every text equals that of a run without a draft.
         gap: Longest time without a token, in seconds.
-        back: Seconds from the draft's return, as a process or by SIGCONT, until it was attached anew.
-        blocks: Blocks of GPU memory that the verifier has for drafts, once it was.
-        status: With which the draft ended by itself; None where it did not.
+        back: Seconds from the draft's return, as a process or by SIGCONT, until it was attached
+            again.
+        blocks: Number of GPU memory blocks that the verifier has for drafts after that.
+        status: Exit status of a draft that ended by itself; None where it did not.
     """
 
     point: str
@@ -61,7 +64,7 @@ class Outcome:
     status: int | None
 
     def as_row(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the outcome for JSON."""
         return asdict(self)
 
 
@@ -99,7 +102,7 @@ class GraphCount:
 
 
 class FaultyDraft(StandbyDraft):
-    """Draft services whose faults are armed, and those that take their places."""
+    """Draft services with armed faults, and their replacements."""
 
     module = "testing.faulty_draft"
 
@@ -112,7 +115,7 @@ def do_fault(
     expected: Sequence[Sequence[int]],
     blocks: BlockCount,
 ) -> Outcome:
-    """Runs work while the draft, a FaultyDraft, goes wrong, then waits until one is attached again."""
+    """Runs work while the draft, a FaultyDraft, fails, then waits until one is attached again."""
     draft: Any = harness.draft
     prefix = Path(os.environ["FAULT_FILE"])
     harness.wait_for_draft()
@@ -167,13 +170,18 @@ def _run(harness: Harness, work: Sequence[Job]) -> tuple[list[list[int]], float]
 
 
 def _wait_until_attached_anew(harness: Harness, returned: float) -> None:
-    """A draft that stood still may be attached yet, for as long as nobody has missed it."""
+    """Waits until a draft is attached again.
+
+    One that stood still may count as attached until it is missed.
+    """
     time.sleep(max(0.0, returned + QUIET_SECONDS - time.monotonic()))
     harness.wait_for_draft()
 
 
 def device_bytes() -> dict[int, int]:
-    """Bytes that processes have on GPUs by the driver's account, by pid; empty where it does not tell."""
+    """Returns the GPU memory of processes by the driver's account, by pid; empty where it has
+    none.
+    """
     if shutil.which(SMI) is None:
         return {}
     asked = subprocess.run(
@@ -187,5 +195,5 @@ def device_bytes() -> dict[int, int]:
 
 
 def num_descriptors(pid: int | str = "self") -> int:
-    """Open files of a process."""
+    """Returns the number of open files of a process."""
     return len(os.listdir(Path("/proc") / str(pid) / "fd"))

@@ -1,8 +1,11 @@
-"""`draft_service` that goes wrong once, at a point of its work that a file names: `python -m testing.faulty_draft --listen ...`.
+"""`draft_service` that fails once, at a point of its work that a file names.
 
-The file `FAULT_FILE.pid` holds a point and what shall happen there: "SIGKILL", "SIGSTOP", or "FAULT", an access to memory that
-nobody has. It is taken away just before that happens. Points on the device are tiny kernels in the draft's stream
-and graphs: the one that is meant stands still for `STALL_SECONDS`, and meanwhile the process gets its signal.
+Run it by `python -m testing.faulty_draft --listen ...`.
+
+The file `FAULT_FILE.pid` holds a point and what shall happen there: "SIGKILL", "SIGSTOP", or
+"FAULT", an access to memory that nobody has. It is taken away just before that happens. Points on
+the device are tiny kernels in the draft's stream and graphs: the one that is meant stands still for
+`STALL_SECONDS`, and meanwhile the process gets its signal.
 """
 
 import contextlib
@@ -25,7 +28,7 @@ from draft_service.drafters.paged import PagedProposer
 from draft_service.steps import graphs
 from foredraft.transport import cuda_ipc
 
-STALL_SECONDS = 1.6  # longer than the step timeout of whoever tests
+STALL_SECONDS = 1.6  # longer than the step timeout of the tests
 WAIT_SECONDS = (
     0.03  # between the device's arrival and the signal: the verifier waits for trees by then
 )
@@ -46,23 +49,23 @@ DEVICE = (
     "published",
 )
 POINTS = (*ATTACHING, *BY_VALUE, *HOST, *DEVICE)
-FIRST = 2  # number of the first of these: kernels get a 1 as a constant, and would be compiled anew
+FIRST = 2  # number of the first point; a 1 would be a constant of another kernel variant
 POLL_SECONDS = 0.002
 
 
 class FaultFile:
-    """The tester's end.
+    """The tester's end of the file.
 
     Args:
-        prefix: What `FAULT_FILE` is.
-        pid: Of the draft.
+        prefix: Value of `FAULT_FILE`.
+        pid: Pid of the draft.
     """
 
     def __init__(self, prefix: Path, pid: int) -> None:
         self.path = prefix.with_name(f"{prefix.name}.{pid}")
 
     def arm(self, point: str, action: str) -> None:
-        """Says what shall happen next."""
+        """Sets the next fault."""
         assert point in POINTS
         written = self.path.with_name(f"{self.path.name}.new")
         written.write_text(f"{point}:{action}")
@@ -70,12 +73,12 @@ class FaultFile:
 
     @property
     def has_happened(self) -> bool:
-        """Whether it has, or is about to."""
+        """Returns whether the fault has happened, or is about to."""
         return not self.path.exists()
 
 
 class Faults:
-    """The draft's end."""
+    """The draft's end of the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -89,16 +92,16 @@ class Faults:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def arrive(self, point: str) -> None:
-        """The host has come to a point."""
+        """Notes that the host has come to a point, and fails there if armed."""
         if self._point == point:
             self._go_wrong()
 
     def is_meant(self, point: str) -> bool:
-        """Whether a point is the one."""
+        """Returns whether a point is the armed one."""
         return self._point == point
 
     def begin_step(self) -> None:
-        """The step that is put into the stream next may be stopped on the device."""
+        """Notes that the next step put into the stream may be stopped on the device."""
         if self._word is not None and self._point in DEVICE:
             self._words[2] = self._action == "FAULT"
             self._words[0] = FIRST + DEVICE.index(self._point)
@@ -137,7 +140,7 @@ class Faults:
 
 
 def before(owner: Any, name: str, act: Callable[..., None]) -> None:
-    """Lets something happen before a method."""
+    """Inserts a call before a method."""
     method = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +151,7 @@ def before(owner: Any, name: str, act: Callable[..., None]) -> None:
 
 
 def after(owner: Any, name: str, act: Callable[..., None]) -> None:
-    """Lets something happen after a method, or a function."""
+    """Inserts a call after a method, or a function."""
     method = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -160,7 +163,7 @@ def after(owner: Any, name: str, act: Callable[..., None]) -> None:
 
 
 def install(faults: Faults) -> None:
-    """Puts the points into the service's code."""
+    """Inserts the points into the service's code."""
     before(service, "open_arena", lambda *_: faults.arrive("asked"))
     after(service, "open_arena", lambda *_: faults.arrive("mapped"))
     after(PagedProposer, "prepare", lambda *_: faults.arrive("prepared"))
@@ -207,7 +210,7 @@ def _install_device(faults: Faults) -> None:
 
 
 def _mark(graphs: Any, faults: Faults) -> None:
-    """Puts points between the stages of one attach's steps."""
+    """Inserts points between the stages of one attach's steps."""
     forwards = itertools.count()
 
     def planned(*_: Any) -> None:

@@ -1,4 +1,6 @@
-"""A verifier's end for a head that runs in this process: sequences on pages, and hidden states inside messages."""
+"""The verifier's end for a head in this process: sequences on pages, and hidden states inside
+messages.
+"""
 
 import random
 from collections.abc import Iterator
@@ -22,11 +24,19 @@ PAGE, NUM_PAGES = 4, 200
 
 
 @contextmanager
-def attached(drafter: HeadDrafter, target: Path, **changes: Any) -> Iterator["Verifier"]:
-    """A verifier's end, whose hidden states travel inside messages."""
+def attached(
+    drafter: HeadDrafter, target: Path, is_prepared: bool = False, **changes: Any
+) -> Iterator["Verifier"]:
+    """Creates a verifier's end whose hidden states travel inside messages.
+
+    Args:
+        is_prepared: Whether steps of fixed shape are made where the drafter has them.
+    """
     proposer, _ = drafter.attach(request_of(target, **changes))
     row = RowFormat.of(drafter.info().hidden)
     proposer.hidden = InlineReader(row)
+    if is_prepared:
+        proposer.prepare()
     yield Verifier(proposer, row.width)
     proposer.close()
 
@@ -45,7 +55,7 @@ def request_of(target: Path, **changes: Any) -> draft_pb2.AttachRequest:
 
 
 class Verifier:
-    """Sequences on pages that never lie in order, and the steps that tell of them."""
+    """Sequences on pages that never lie in order, and the steps that describe them."""
 
     def __init__(self, proposer: Proposer, width: int, seed: int = 0) -> None:
         self.proposer = proposer
@@ -58,7 +68,9 @@ class Verifier:
         self.pages: dict[int, list[int]] = {}
 
     def hidden(self, slot: int) -> torch.Tensor:
-        """The target's hidden states of a slot's text, of all positions that it may ever have."""
+        """Returns the target's hidden states of a slot's text, for all positions that it may
+        ever have.
+        """
         if slot not in self._hidden:
             generator = torch.Generator().manual_seed(100 + slot)
             self._hidden[slot] = torch.randn(200, self.width, generator=generator)
@@ -88,7 +100,7 @@ class Verifier:
         return message
 
     def add_hidden(self, message: draft_pb2.SequenceStep, first: int, end: int) -> None:
-        """Rows of positions [first, end)."""
+        """Adds rows of positions [first, end)."""
         rows = self.hidden(message.slot)[first:end]
         if len(rows):
             message.hidden.inline.CopyFrom(codec.encode(rows))

@@ -1,5 +1,8 @@
-"""A draft in this process that believes nothing: it keeps the hidden states that it is sent on the verifier's pages, as an
-EAGLE head keeps its KV, and compares them with what transformers computes."""
+"""A draft in this process that checks what it is sent.
+
+It stores hidden states on the verifier's pages, as an EAGLE head stores its KV, and compares them
+with those that transformers computes.
+"""
 
 import asyncio
 import contextlib
@@ -27,12 +30,12 @@ from testing.engines import Harness
 from verify_service.metrics import speculation_metrics
 from verify_service.startup import build_engine, connect_draft, load_target
 
-TOLERANCE = 3e-4  # of the largest element of a state
+TOLERANCE = 3e-4  # relative to the largest element of a state
 
 
 @dataclass(slots=True)
 class Slot:
-    """What the draft knows of a sequence."""
+    """The draft's state of a sequence."""
 
     valid_from: int
     num_tokens: int
@@ -41,8 +44,11 @@ class Slot:
 
 @dataclass(slots=True)
 class View:
-    """What a draft's attention would read for one proposal: slots from `start` on, of which each is a hidden state and the
-    token after it, or the token of its own place alone; None where nothing was ever written."""
+    """The slots that a draft's attention would read for one proposal, from `start` on.
+
+    Each holds a hidden state and the next token, or only its own token; None where nothing was ever
+    written.
+    """
 
     start: int
     entries: list[tuple[torch.Tensor | None, int] | None]
@@ -53,14 +59,15 @@ class View:
 
 
 class HiddenDrafter(Drafter):
-    """Proposes from texts that it was given, right tokens behind wrong ones, and remembers what it read.
+    """Proposes from given texts, right tokens after wrong ones, and records what it read.
 
     Args:
-        width: Of a row.
+        width: Width of a row.
         layers: Layers that it reads.
-        skill: Part of the proposed levels that hold the right token.
-        weight_bytes: What it says of itself; a draft without weights is taken to cost nothing.
-        algorithm: Likewise; STANDALONE reads tokens alone.
+        skill: Share of the proposed levels that hold the right token.
+        weight_bytes: Reported size of its weights; a draft without weights is taken to cost
+            nothing.
+        algorithm: Reported algorithm; STANDALONE reads only tokens.
     """
 
     max_sessions = 1
@@ -74,7 +81,7 @@ class HiddenDrafter(Drafter):
         algorithm: str = "EAGLE",
     ) -> None:
         self.algorithm = algorithm
-        self.shift = int(algorithm != "STANDALONE")  # of a token against its slot
+        self.shift = int(algorithm != "STANDALONE")  # distance of a token from its slot
         self.weight_bytes = weight_bytes
         self.texts: list[list[int]] = []
         self.views: list[View] = []
@@ -101,7 +108,8 @@ class HiddenDrafter(Drafter):
 
     @torch.no_grad()
     def check(self, path: Path) -> int:
-        """Asserts that every view is that of one of the texts; returns the number of states that were compared.
+        """Asserts that every view equals one of the texts; returns the number of compared
+        states.
 
         Args:
             path: The target's checkpoint.
@@ -215,7 +223,7 @@ class _HiddenProposer(Proposer):
 
 
 class HiddenDraft:
-    """The service of a drafter, in a thread."""
+    """Runs the service of a drafter in a thread."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._folder = tempfile.mkdtemp(prefix="draft-")
@@ -252,7 +260,7 @@ class HiddenDraft:
 def engine_with(
     drafter: Drafter | Sequence[Drafter], model_path: Path, **flags: Any
 ) -> Iterator[Harness]:
-    """An engine on `model_path` whose draft is `drafter`, or whose drafts are these."""
+    """Runs an engine on `model_path` whose draft is `drafter`, or whose drafts are these."""
     drafters = [drafter] if isinstance(drafter, Drafter) else drafter
     names = [one.info().algorithm for one in drafters]
     with contextlib.ExitStack() as stack:
@@ -279,7 +287,7 @@ def engine_with(
         metrics = speculation_metrics(names)
         target = load_target(config)
         engine = build_engine(config, target, metrics, connect_draft(config, target, metrics))
-        engine.draft_everything()  # what pays on this machine is no matter here
+        engine.draft_everything()  # tests must not depend on this machine's speed
         engine.start()
         try:
             yield Harness(engine, None)

@@ -1,4 +1,4 @@
-"""Work for engines whose draft reads hidden states (`hidden_drafts`), and its texts."""
+"""Jobs for engines whose draft reads hidden states (`hidden_drafts`), and their texts."""
 
 import random
 from pathlib import Path
@@ -13,7 +13,9 @@ FLAGS = {"page_size": 8, "chunked_prefill_size": 20, "max_running_requests": 8}
 
 
 def jobs(count: int, num_new: int = 24, temperature: float = 0.0, seed: int = 3) -> list[Job]:
-    """Prompts of many lengths, some with prefixes in common that end at a page's border or inside a page."""
+    """Returns prompts of many lengths, some with common prefixes that end at a page's border or
+    inside a page.
+    """
     rng = random.Random(seed)
     families = [[rng.randrange(2, VOCAB_SIZE) for _ in range(80)] for _ in range(3)]
     made = []
@@ -28,14 +30,16 @@ def jobs(count: int, num_new: int = 24, temperature: float = 0.0, seed: int = 3)
 
 
 def texts(target: Path, work: list[Job]) -> list[list[int]]:
-    """Prompts and outputs, by plain decoding."""
+    """Returns prompts and outputs, by plain decoding."""
     with running_engine(target, **FLAGS) as harness:
         results = harness.run(work)
     return [job.prompt + result.tokens for job, result in zip(work, results, strict=True)]
 
 
 def run(harness: Harness, drafter: HiddenDrafter, work: list[Job]) -> float:
-    """Runs jobs whose texts the drafter knows, and checks the output; the share of drafted tokens that was accepted."""
+    """Runs jobs whose texts the drafter knows, and checks the output; returns the share of
+    drafted tokens that was accepted.
+    """
     harness.wait_for_draft()
     results = harness.run(work)
     expected = drafter.texts

@@ -1,7 +1,8 @@
-"""Which variants of the Triton kernels a forward would launch on a GPU, found without Triton and without a GPU.
+"""Finds the variants of Triton kernels that a forward would launch on a GPU, without Triton or
+a GPU.
 
-Models lie on torch's meta device, so that sizes are those of real ones and nothing is computed; in place of the kernels stand
-recorders that note what Triton would compile a launch for.
+Models lie on torch's meta device, so that sizes are those of real ones and nothing is computed; in
+place of the kernels stand recorders that note what Triton would compile a launch for.
 """
 
 import ast
@@ -18,22 +19,23 @@ import torch
 from torch import nn
 
 import foredraft
-from foredraft.attention import paged_triton
+from foredraft.attention import exact_triton, paged_triton
 from foredraft.kernel_launch import VARIANTS
 from foredraft.layers import fused, skinny_gemm
 from foredraft.layers.linear import CudaMethod, Linear
 
 META = torch.device("meta")
 KERNELS = (
+    "foredraft.attention.exact_kernels",
     "foredraft.attention.triton_kernels",
     "foredraft.layers.skinny_gemm_kernels",
     "foredraft.layers.triton_kernels",
 )
-UNITS = 132  # of an H200
+UNITS = 132  # multiprocessors of an H200
 
 
 class Recorder:
-    """Stands in a kernel's place."""
+    """Replaces a kernel and records its launches."""
 
     def __init__(self, function: ast.FunctionDef, met: set[Hashable]) -> None:
         self._name, self._met = function.name, met
@@ -53,7 +55,7 @@ class Recorder:
 
 
 def _kind(value: object, is_same: bool) -> object:
-    """What Triton specialises an argument for; see `triton.runtime.jit`."""
+    """Returns the property that Triton specialises an argument for; see `triton.runtime.jit`."""
     if isinstance(value, torch.Tensor):
         is_aligned = value.storage_offset() * value.itemsize % 16 == 0
         return value.dtype, is_aligned or is_same
@@ -84,7 +86,7 @@ def _stand_in(name: str, met: set[Hashable]) -> ModuleType:
 
 @contextmanager
 def recorded_launches() -> Iterator[set[Hashable]]:
-    """Lets models on the meta device run as on a GPU; gives the variants that were launched so far."""
+    """Lets models on the meta device run as on a GPU; yields the variants launched so far."""
     met: set[Hashable] = set()
     with pytest.MonkeyPatch.context() as patch:
         for name in KERNELS:
@@ -95,11 +97,12 @@ def recorded_launches() -> Iterator[set[Hashable]]:
         patch.setattr(fused, "on_gpu", lambda x: True)
         patch.setattr(skinny_gemm, "supports", _supports)
         patch.setattr(paged_triton, "_INTERPRETED_UNITS", UNITS)
+        patch.setattr(exact_triton, "_INTERPRETED_UNITS", UNITS)
         yield met
 
 
 def _supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """`skinny_gemm.supports` of an H200."""
+    """Stands for `skinny_gemm.supports` on an H200."""
     return (
         not VARIANTS.are_few
         and 0 < x.shape[0] <= skinny_gemm.MOST_ROWS

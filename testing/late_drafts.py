@@ -1,4 +1,4 @@
-"""A draft in this process that does not answer some of its steps until it is let."""
+"""A draft in this process that holds back some answers until a gate opens."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from testing.hidden_drafts import HiddenDrafter
 
 
 class LateDrafter(HiddenDrafter):
-    """Answers those of its steps at once that are not held, and the others when the gate opens.
+    """Answers held steps when the gate opens, and all others at once.
 
     Args:
         width: See HiddenDrafter.
@@ -39,5 +39,5 @@ class LateDrafter(HiddenDrafter):
 
 
 def asks(request: draft_pb2.StepRequest) -> bool:
-    """Whether a step wants a tree."""
+    """Returns whether a step requests a tree."""
     return any(sequence.HasField("propose") for sequence in request.sequences)

@@ -1,4 +1,4 @@
-"""Small heads loaded from files, in any of the layouts that are published."""
+"""Small heads loaded from files, in any of the published layouts."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def renamed(head: TinyHead, *pairs: tuple[str, str]) -> TinyHead:
 
 
 def speculators(head: TinyHead, **options: Any) -> TinyHead:
-    """The same head as the speculators library writes it."""
+    """Returns the same head in the layout of the speculators library."""
     layer = {**head.config, "model_type": "llama"}
     vocab = layer.pop("draft_vocab_size", None)
     del layer["architectures"]

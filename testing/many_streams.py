@@ -1,14 +1,12 @@
-"""Many streaming connections at one gateway at once, and what they cost it."""
+"""Runs many streaming connections at one gateway at once, and measures their cost."""
 
 import asyncio
 import json
-import os
 import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from foredraft.bench import prompts
@@ -23,13 +21,13 @@ ROUTE = "/v1/chat/completions"
 
 @dataclass(slots=True)
 class Stream:
-    """One connection.
+    """Results of one connection.
 
     Attributes:
         first: Seconds until the first piece of text.
         last: Seconds until the end.
         tokens: Output tokens, by the usage in the last event.
-        error: What went wrong; empty where nothing did.
+        error: Error message; empty without one.
     """
 
     first: float = 0.0
@@ -40,12 +38,13 @@ class Stream:
 
 @dataclass(slots=True)
 class Result:
-    """A run.
+    """Results of a run.
 
     Attributes:
-        seconds: From the first connection to the last end.
-        cpu_seconds: Processor time by service while it lasted.
-        before: Footprints when the stack was idle; `after` likewise, once it was again.
+        seconds: Time from the first connection to the last end.
+        cpu_seconds: Processor time by service during the run.
+        before: Footprints when the stack was idle before the run; `after` holds those when it was
+            idle again.
         memory: (seconds, service -> MiB) while it ran.
     """
 
@@ -58,21 +57,21 @@ class Result:
 
     @property
     def num_tokens(self) -> int:
-        """Over all streams."""
+        """Number of tokens of all streams."""
         return sum(stream.tokens for stream in self.streams)
 
     @property
     def errors(self) -> list[str]:
-        """What went wrong."""
+        """Error messages of all streams."""
         return [stream.error for stream in self.streams if stream.error]
 
     @property
     def microseconds_per_token(self) -> float:
-        """Of the gateway's processor time."""
+        """The gateway's processor time per token."""
         return self.cpu_seconds["gateway"] / max(self.num_tokens, 1) * 1e6
 
     def peak(self, service: str) -> float:
-        """MiB."""
+        """Returns the highest memory in MiB."""
         return max(sample[service] for _, sample in self.memory)
 
 
@@ -80,7 +79,7 @@ class Result:
 def running(
     model: str, connections: int, tokens: int, algorithm: str = "NGRAM", threads: int = 1
 ) -> Iterator[Supervisor]:
-    """A stack with room for all connections at once."""
+    """Runs a stack with room for all connections at once."""
     values = stack.resolve_models({"model_path": model})
     values |= {
         "port": 0,
@@ -102,7 +101,7 @@ async def run(supervisor: Supervisor, connections: int, tokens: int) -> Result:
     pids = {state.name: state.pid for state in supervisor.states() if state.pid is not None}
     result = Result([Stream() for _ in range(connections)])
     result.before = {name: processes.footprint(pid) for name, pid in pids.items()}
-    before = {name: _cpu_seconds(pid) for name, pid in pids.items()}
+    before = {name: processes.cpu_seconds(pid) for name, pid in pids.items()}
     client = HttpClient(supervisor.urls["http"])
     started = time.perf_counter()
     sampler = asyncio.create_task(_sample(pids, result, started))
@@ -113,7 +112,9 @@ async def run(supervisor: Supervisor, connections: int, tokens: int) -> Result:
         )
     )
     result.seconds = time.perf_counter() - started
-    result.cpu_seconds = {name: _cpu_seconds(pid) - before[name] for name, pid in pids.items()}
+    result.cpu_seconds = {
+        name: processes.cpu_seconds(pid) - before[name] for name, pid in pids.items()
+    }
     sampler.cancel()
     client.close()
     await asyncio.sleep(1.0)
@@ -171,12 +172,3 @@ async def _sample(pids: dict[str, int], result: Result, started: float) -> None:
         memory = {name: processes.footprint(pid).memory_mib for name, pid in pids.items()}
         result.memory.append((time.perf_counter() - started, memory))
         await asyncio.sleep(SAMPLE_SECONDS)
-
-
-def _cpu_seconds(pid: int) -> float:
-    """User and system time of a process, its helpers' included, from proc_pid_stat(5)."""
-    ticks = 0
-    for one in (pid, *processes.descendants(pid)):
-        fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")

@@ -1,26 +1,38 @@
-"""A model of n-gram drafting on two small cores, for policies: no clock, no model, all drawn from a seed.
+"""A model of n-gram drafting on two small cores, for policies: no clock, no model, all drawn from a
+seed.
 
-Step times are the bundled family's, as logs of steps showed them, and so is how often matches of each length are right.
+Step times are the bundled family's, as logs of steps showed them, and so is how often matches of
+each length are right.
 """
 
 import random
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from verify_service.policy.acceptance import DraftHistory
-from verify_service.policy.messages import NO_WAIT, Observed, Offer, Wait, Want
-from verify_service.policy.policy import DraftPolicy
-from verify_service.policy.step_time import RowTimes
+from verify_service.controller.controller import Controller
+from verify_service.controller.costs import CostModel
+from verify_service.controller.messages import (
+    NO_WAIT,
+    DraftHistory,
+    DraftKind,
+    Observed,
+    Offer,
+    Wait,
+    Want,
+)
+from verify_service.controller.tables import RowTable
 
 MAX_NODES = 11
-# Of a chain with an empty cache, as measured at start; steps of several sequences take longer.
+# Times of a chain with an empty cache, as measured at start; several sequences take longer.
 WIDTHS = [1, 2, 3, 4, 8, 16, 32]
 TABLE = [12.7e-3, 15.7e-3, 16.6e-3, 16.8e-3, 19e-3, 21.5e-3, 29.5e-3]
-NOISE, DRIFT = 0.05, 0.016  # of a step's time; of the machine's speed, from step to step
+NOISE, DRIFT = 0.05, 0.016  # noise of a step's time; drift of the machine's speed per step
 
 
 class Machine(NamedTuple):
-    """Seconds: of a plain step; more of a step that verifies anything, of each row, of each accepted token, of asking."""
+    """Seconds of a plain step, and additional seconds of a step that verifies anything, of each
+    row, of each accepted token, of asking.
+    """
 
     plain: float
     trees: float
@@ -30,7 +42,9 @@ class Machine(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Matches of one length: their share of all places in a text, and how often a first and a further node is right."""
+    """Matches of one length: their share of all places in a text, and the chances of a right
+    first and further node.
+    """
 
     share: float
     first: float
@@ -66,7 +80,7 @@ NEW = (Match(0.5, 0.03, 0.3), Match(0.05, 0.1, 0.3))
 
 @dataclass(slots=True)
 class Text:
-    """A sequence; matches in it are right a little more often than in others, or less."""
+    """A sequence; its matches are right somewhat more or less often than those of others."""
 
     left: int
     deviation: float
@@ -76,19 +90,22 @@ class Text:
 def gain(
     machine: Machine, batch: int, matches: tuple[Match, ...], length: int, answers: int, seed: int
 ) -> float:
-    """Tokens per second under the policy, of plain decoding's, with answers of `length` tokens.
+    """Returns tokens per second under the controller over plain decoding's, for answers of
+    `length` tokens.
 
     Args:
         answers: Batches of them, after one that is not counted.
     """
     rng = random.Random(seed)
-    policy = DraftPolicy(RowTimes(WIDTHS, TABLE), MAX_NODES, MAX_NODES)
+    controller = Controller(
+        CostModel(RowTable(WIDTHS, TABLE)), [DraftKind(MAX_NODES, MAX_NODES, is_asked_first=True)]
+    )
     speed, seconds, plain = 1.0, 0.0, 0.0
     for number in range(answers + 1):
         texts = [Text(length, rng.gauss(0, 0.05)) for _ in range(batch)]
         while texts:
             speed += 0.02 * (1 - speed) + rng.gauss(0, DRIFT)
-            took, tokens = _step(machine, policy, texts, matches, speed, rng)
+            took, tokens = _step(machine, controller, texts, matches, speed, rng)
             if number:
                 seconds += took
                 plain += machine.plain * tokens / len(texts)
@@ -100,28 +117,28 @@ def gain(
 
 def _step(
     machine: Machine,
-    policy: DraftPolicy,
+    controller: Controller,
     texts: list[Text],
     matches: tuple[Match, ...],
     speed: float,
     rng: random.Random,
 ) -> tuple[float, int]:
-    """Seconds that it takes while the machine is as fast as ever, and tokens."""
+    """Returns its seconds at the machine's usual speed, and its tokens."""
     wanted = [Want(one.history, MAX_NODES if one.left > 1 else 0, left=one.left) for one in texts]
-    asked = sum(map(bool, policy.ask(wanted).nodes))
+    asked = sum(map(bool, controller.plan(wanted).nodes))
     found = [_match(matches, one, rng) if asked else (0, 0) for one in texts]
     offers = [
         Offer(one.history, min(MAX_NODES, one.left - 1) if confidence else 0, confidence)
         for one, (confidence, _) in zip(texts, found, strict=True)
     ]
-    nodes = policy.trim(offers).nodes if asked else [0] * len(texts)
+    nodes = controller.trim(offers) if asked else [0] * len(texts)
     tokens = 0
     for one, offer, num, (_, right) in zip(texts, offers, nodes, found, strict=True):
         accepted = min(right, num)
         if offer.num_nodes:
-            # Of what was not verified, the next token tells.
+            # The next token shows whether an unverified proposal was right.
             known = offer.num_nodes if right <= num else num + 1
-            policy.record(
+            controller.record(
                 one.history, known, range(min(right, num + 1)), offer.confidence, accepted
             )
         one.left -= 1 + accepted
@@ -132,12 +149,12 @@ def _step(
     factor = speed + rng.gauss(0, NOISE)
     rows = len(texts) + sum(nodes)
     said = Wait(1, asked, wait * factor) if asked else NO_WAIT
-    policy.observe(Observed(len(texts), rows, target * factor, tokens, said))
+    controller.observe(Observed(len(texts), rows, target * factor, tokens, said))
     return target + wait, tokens
 
 
 def _match(matches: tuple[Match, ...], text: Text, rng: random.Random) -> tuple[int, int]:
-    """Confidence of what is proposed, 0 for nothing, and how many of its nodes are right."""
+    """Returns the confidence of a proposal, 0 for none, and the number of its right nodes."""
     place = rng.random()
     for confidence, match in enumerate(matches, 1):
         place -= match.share

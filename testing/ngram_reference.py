@@ -1,4 +1,4 @@
-"""The n-gram store in dictionaries and lists: slow, and by another route than the one in C."""
+"""The n-gram store in dictionaries and lists: slow, and independent of the one in C."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ class Node:
 
 
 class ReferenceTrie:
-    """Nodes by path; the first element of a path is the scope."""
+    """Stores nodes by path; the first element of a path is the scope."""
 
     def __init__(self, capacity: int, depth: int) -> None:
         self.capacity, self.depth = capacity, depth
@@ -139,7 +139,10 @@ def propose(
     context: Sequence[int],
     room: int,
 ) -> tuple[set[Path], int]:
-    """The paths proposed after `context`, and the longest match. `own` is the sequence's own text, if that is a source."""
+    """Returns the paths proposed after `context`, and the longest match.
+
+    `own` is the sequence's own text, if that is a source.
+    """
     paths: list[Path] = []
     longest = 0
 

@@ -1,4 +1,4 @@
-"""The n-gram trie by itself, without drafters and sequences around it."""
+"""The n-gram trie without the drafters and sequences around it."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,12 @@ from foredraft.trees.draft_tree import EMPTY, DraftTree
 
 
 class NgramTrie:
-    """The trie alone, with one scope: what `NgramDrafter` shares between sequences.
+    """A trie with one scope, as `NgramDrafter` shares between sequences.
 
     Args:
-        capacity: Most nodes; memory grows with use, by about 50 bytes a node.
-        min_window, max_window, branch_length, min_breadth, max_breadth, match_type: See `NgramRules`.
+        capacity: Maximum number of nodes; memory grows with use, by about 50 bytes a node.
+        min_window, max_window, branch_length, min_breadth, max_breadth, match_type: See
+            `NgramRules`.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class NgramTrie:
         Context(self._trie, 0).extend(tokens)
 
     def match(self, context: Sequence[int], max_nodes: int) -> DraftTree:
-        """Continuations of the longest suffixes of `context`, at most `max_nodes`; empty where nothing matches."""
+        """Returns continuations of the longest suffixes of `context`, at most `max_nodes`;
+        empty where nothing matches.
+        """
         rules = self.rules
         if max_nodes <= 0:
             return EMPTY
@@ -57,14 +60,16 @@ class NgramTrie:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in use."""
+        """Number of nodes in use."""
         return self._trie.num_nodes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated."""
+        """Number of bytes allocated."""
         return self._trie.num_bytes
 
     def dump(self) -> list[tuple[int, int, int]]:
-        """(depth, token, frequency) of every node, depth first, most recent children first; depth 0 is the root."""
+        """Returns (depth, token, frequency) of every node, depth first, most recent children
+        first; depth 0 is the root.
+        """
         return self._trie.dump()

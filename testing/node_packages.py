@@ -10,7 +10,9 @@ PACKAGES = ("@grpc/grpc-js@1.14.7", "@grpc/proto-loader@0.8.1")
 
 
 def node_path(cache: Path) -> Path:
-    """A node_modules with the packages, installed under `cache` once; without npm the test skips."""
+    """Returns a node_modules with the packages, installed under `cache` once; without npm the
+    test skips.
+    """
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
         pytest.skip("Node and npm are not installed")

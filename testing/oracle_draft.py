@@ -1,22 +1,25 @@
-"""An engine over a toy target that is stepped by hand, and a draft on its device that knows the text."""
+"""An engine over a toy target that is stepped by hand, and a draft on its device that knows the
+text.
+"""
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from foredraft.trees.draft_tree import DraftTree
 from foredraft.types import FinishReason, SamplingParams
 from testing.toy_target import END, ToyGrammar, ToyTarget, decode
-from verify_service.drafts.proposals import Drafted, Member, Wanted
+from verify_service.controller.controller import Controller
+from verify_service.controller.messages import DraftKind, Plan, Want
+from verify_service.drafts.capabilities import DraftCapabilities
+from verify_service.drafts.drafts import Drafts
+from verify_service.drafts.proposals import DeviceRequest, Drafted, DraftRequest, Trial
 from verify_service.engine.engine import Engine, EngineLimits
 from verify_service.engine.live_requests import EngineRequest
-from verify_service.executor.target_step import DeviceOutcome
+from verify_service.executor.base import DeviceOutcome
 from verify_service.metrics import SpeculationMetrics
 from verify_service.outputs import Load, StepOutput
-from verify_service.policy.acceptance import DraftHistory
-from verify_service.policy.messages import Plan, Want
-from verify_service.policy.policy import DraftPolicy
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.request import Sequence as RequestSequence
@@ -26,32 +29,39 @@ VOCAB, NODES, PAGE = 50, 5, 4
 
 
 class OracleDraft:
-    """The engine's view of a draft on the device that knows the text, and is wrong as often as it is told to be."""
+    """The engine's view of a draft on the device that knows the text, and is wrong as often as it
+    is told to be.
+    """
 
-    capture = None
-    is_cheap = False
-    is_resting = False
+    states = None
+    must_sync = False
+    usual_seconds = 0.0
     depth = NODES
 
-    def __init__(self, rng: random.Random, target: ToyTarget) -> None:
+    def __init__(
+        self, rng: random.Random, target: ToyTarget, name: str = "", is_host: bool = False
+    ) -> None:
+        self.name = name
+        self.capabilities = DraftCapabilities(follows_on_device=not is_host, is_free=is_host)
         self._rng, self._target = rng, target
         self.epoch, self.known_epoch = 1, 1
-        self.answers: dict[int, list[int]] = {}  # by request, prompt and all that follows
+        self.answers: dict[int, list[int]] = {}  # prompt and continuation by request
         self._rows: dict[int, int] = {}
         self._slots: dict[int, int] = {}
         self._told: dict[int, int] = {}
-        self.num_followed = 0
-
-    @property
-    def available(self) -> bool:
-        return self.epoch > 0
+        self._proposed: dict[int, Drafted] = {}
+        self._trials: list[Trial] = []
+        self.num_followed = self.num_asked = self.num_tried = 0
 
     @property
     def is_stale(self) -> bool:
         return self.epoch != self.known_epoch
 
-    def behind(self, sequence: RequestSequence) -> int:
+    def lag(self, sequence: RequestSequence) -> int:
         return 1
+
+    def suspend(self, is_suspended: bool, keeps_states: bool = True) -> None:
+        pass
 
     def refresh(self) -> None:
         if self.is_stale:
@@ -67,43 +77,59 @@ class OracleDraft:
     def forget(self, sequence: RequestSequence) -> None:
         self._told.pop(sequence.request_id, None)
 
-    def history(self, sequence: RequestSequence, confidence: int = 0) -> DraftHistory:
-        return DraftHistory()
-
     def close(self) -> None:
         pass
 
-    def propose(
-        self,
-        wanted: Sequence[Wanted],
-        extending: Sequence[RequestSequence],
-        meanwhile: Callable[[], None],
-    ) -> dict[int, Drafted]:
-        meanwhile()
-        if not self.available:
-            return {}
-        trees = {}
-        for want in wanted:
-            sequence = want.sequence
-            self._told[sequence.request_id] = len(sequence.tokens)
-            if want.max_nodes and self._rng.random() < 0.9:
-                tree = self._tree(sequence.request_id, len(sequence.tokens)).first(want.max_nodes)
-                trees[sequence.request_id] = Drafted(tree, 0)
-        return trees
+    def ask(self, requests: Sequence[DraftRequest], extending: Sequence[RequestSequence]) -> None:
+        self._proposed = {}
+        if not self.epoch:
+            return
+        for one in requests:
+            sequence, position = one.sequence, len(one.sequence.tokens)
+            if one.is_trial:
+                if one.max_nodes:
+                    tree = self._tree(sequence.request_id, position).first(one.max_nodes)
+                    self._trials.append(Trial(sequence, position, Drafted(tree, 0)))
+                    self.num_tried += 1
+                continue
+            if not one.max_nodes and self.is_left_out():
+                continue
+            self._told[sequence.request_id] = position
+            if one.max_nodes and self._rng.random() < 0.9:
+                tree = self._tree(sequence.request_id, position).first(one.max_nodes)
+                self._proposed[sequence.request_id] = Drafted(tree, 0)
+                self.num_asked += 1
+
+    def is_left_out(self) -> bool:
+        """Whether the draft is not told of a sequence that no tree is requested for."""
+        return False
+
+    def collect(self) -> dict[int, Drafted]:
+        return self._proposed
+
+    def has_tried(self) -> bool:
+        return True
+
+    def take_trials(self) -> list[Trial]:
+        trials, self._trials = self._trials, []
+        return trials
 
     def can_follow(self, sequences: Iterable[RequestSequence]) -> bool:
-        return all(self._told.get(s.request_id) == len(s.tokens) for s in sequences)
+        is_known = all(self._told.get(s.request_id) == len(s.tokens) for s in sequences)
+        return self.capabilities.follows_on_device and is_known
 
-    def follow(self, members: Sequence[Member], outcome: DeviceOutcome) -> int | None:
+    def follow(
+        self, requests: Sequence[DeviceRequest], outcome: DeviceOutcome
+    ) -> "OracleDraft | None":
         if self._rng.random() < 0.03:
             self.epoch = 0
             return None
-        self._rows = {member.row: member.sequence.request_id for member in members}
-        self._slots = {member.row: int(outcome.accepted[member.row]) for member in members}
+        self._rows = {one.row: one.sequence.request_id for one in requests}
+        self._slots = {one.row: int(outcome.accepted[one.row]) for one in requests}
         self.num_followed += 1
-        return self.num_followed
+        return self
 
-    def fetch(self, step: int, trees: torch.Tensor) -> None:
+    def fetch(self, trees: torch.Tensor) -> None:
         trees[:, 1] = -2
         for row, request in self._rows.items():
             num_keys, _ = self._target.standing[self._slots[row]]
@@ -120,6 +146,9 @@ class OracleDraft:
     def is_late(self, waiting: float) -> bool:
         return False
 
+    def abandon(self) -> None:
+        raise AssertionError("its trees are never late")
+
     def _tree(self, request: int, num_tokens: int) -> DraftTree:
         """A chain of the text, partly wrong, and a sibling."""
         text = self.answers[request][num_tokens : num_tokens + NODES - 1]
@@ -133,11 +162,11 @@ class OracleDraft:
         return DraftTree(tuple(tokens), tuple(parents))
 
 
-class FicklePolicy(DraftPolicy):
-    """Changes its mind in every step."""
+class FickleController(Controller):
+    """Changes its choice in every step."""
 
     def __init__(self, rng: random.Random) -> None:
-        super().__init__(None, NODES, NODES)
+        super().__init__(None, [DraftKind(NODES, NODES)])
         self._rng = rng
 
     def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
@@ -149,7 +178,7 @@ class FicklePolicy(DraftPolicy):
 
 
 class Run:
-    """An engine that is stepped by hand, and what it said."""
+    """Steps an engine by hand, and records its outputs."""
 
     def __init__(self, seed: int, has_draft: bool) -> None:
         rng = self.rng = random.Random(seed)
@@ -169,8 +198,10 @@ class Run:
         self.engine = Engine(
             self.target,
             self.scheduler,
-            self.draft,  # type: ignore[arg-type]
-            FicklePolicy(rng) if rng.random() < 0.5 else DraftPolicy(None, NODES, NODES),
+            Drafts([self.draft] if self.draft is not None else []),  # type: ignore[list-item]
+            FickleController(rng)
+            if rng.random() < 0.5
+            else Controller(None, [DraftKind(NODES, NODES)]),
             limits,
             SpeculationMetrics("EAGLE3"),
         )
@@ -216,7 +247,7 @@ class Run:
                 self.ends[output.tag] = output.finish.reason
 
     def finish(self) -> None:
-        """Steps until all is done."""
+        """Steps until all requests have ended."""
         for _ in range(3000):
             self.step()
             if self.engine.is_idle and not self.engine._has_work:

@@ -1,4 +1,6 @@
-"""A minimal foreign server with OpenAI's API: it knows nothing of Foredraft, and refuses fields that it does not know."""
+"""A minimal foreign server with OpenAI's API, which refuses unknown fields as a stranger to
+Foredraft.
+"""
 
 import asyncio
 import contextlib
@@ -16,13 +18,15 @@ FIELDS = {"model", "prompt", "messages", "max_tokens", "temperature", "stream", 
 
 
 class PeerServer:
-    """Answers each prompt with so many `word`s, one event each, after a pause before the first and between them.
+    """Answers each prompt with a number of `word`s, one event each.
+
+    Pauses before the first and between them.
 
     Attributes:
-        bodies: Requests that it got.
-        arrived: When, by `time.perf_counter`.
-        fail_every: Each so many-th request gets a 500; 0: none.
-        slots: Requests that it works on at a time; others wait.
+        bodies: Requests that it received.
+        arrived: Their times by `time.perf_counter`.
+        fail_every: Distance of requests that get a 500; 0 for none.
+        slots: Maximum number of requests in work; others wait.
     """
 
     def __init__(self, first: float = 0.05, between: float = 0.01, slots: int = 1000) -> None:

@@ -1,4 +1,4 @@
-"""The draft's end of a transport, in a process of its own that is told over a pipe what to do."""
+"""The draft's end of a transport, in a process of its own that takes commands by a pipe."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -9,11 +9,13 @@ from foredraft.transport.process import Peer
 
 
 class PipeProcess:
-    """Runs `serve(pipe)`, which first sends who it is, then answers each (what, *arguments) or sends its exception.
+    """Runs `serve(pipe)`, which first sends its identity.
+
+    Then it answers each (command, *arguments), or sends its exception.
 
     Attributes:
-        identity: Of the process.
-        peer: Tells whether it lives.
+        identity: Identity of the process.
+        peer: Watches whether it lives.
     """
 
     def __init__(self, serve: Callable[[Any], None]) -> None:

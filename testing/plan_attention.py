@@ -1,4 +1,6 @@
-"""Attention from the tensors of a plan, sequence by sequence in plain torch: what graphs are given, read by other code."""
+"""Attention from the tensors of a plan, sequence by sequence in plain torch, to check the
+inputs of graphs.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +13,7 @@ from foredraft.kvcache.paged_kv import PagedKV
 
 
 class PlanAttention(AttentionBackend):
-    """Takes a batch's own plan; batches of spans go the ordinary way."""
+    """Computes attention from a batch's own plan; batches of spans take the usual path."""
 
     def __init__(self) -> None:
         self._ordinary = SdpaAttention()
@@ -39,7 +41,7 @@ class PlanAttention(AttentionBackend):
         if not hasattr(plan, "page_tables"):
             self._ordinary.attend(plan, queries, layer, window, scale, out)
             return
-        out.fill_(float("nan"))  # rows that are none are not written
+        out.fill_(float("nan"))  # absent rows are not written
         kv = plan.kv
         keys, values = kv.keys(layer), kv.values(layer)
         group = queries.shape[1] // keys.shape[0]

@@ -1,4 +1,4 @@
-"""Hands on the playground: fills its form, runs it, reads what came."""
+"""Operates the playground: fills its form, runs it, reads the results."""
 
 from typing import Any
 
@@ -19,7 +19,9 @@ def fill(page: Any, max_tokens: int = TOKENS, mode: str = "turns", **fields: obj
 
 
 def runs(page: Any) -> int:
-    """Number of runs that have ended: a short one may be over before its state is looked at."""
+    """Returns the number of runs that have ended: a short run may be over before its state is
+    read.
+    """
     return int(page.get_attribute("body", "data-runs") or 0)
 
 
@@ -40,7 +42,7 @@ def tab_to(page: Any, condition: str) -> None:
 
 
 def output(page: Any, index: int) -> str:
-    """The text of a run without its prompt, as it is copied."""
+    """Returns the text of a run without its prompt, as it is copied."""
     return (
         page.locator(".output")
         .nth(index)

@@ -1,39 +1,51 @@
-"""Runs a policy against a model of steps: sequences that end and begin, steps that run ahead, prompts that interrupt them."""
+"""Runs a policy against a model of steps: sequences that end and begin, steps that run ahead,
+prompts that interrupt them.
+"""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from testing.step_model import StepModel, accepted_nodes, tree_shape
 from testing.step_trace import Trace, TraceStep
-from verify_service.policy.acceptance import DraftHistory
-from verify_service.policy.messages import NO_WAIT, Observed, Plan, Wait, Want
-from verify_service.policy.policy import DraftPolicy
+from verify_service.controller.controller import Controller
+from verify_service.controller.messages import (
+    NO_WAIT,
+    DraftHistory,
+    DraftKind,
+    Observed,
+    Plan,
+    Wait,
+    Want,
+)
 
-HOST_SECONDS = 5e-4  # that the host takes for a step; in the rest it waits
+HOST_SECONDS = 5e-4  # the host's work for a step; it waits for the rest
 BRIEF = 24  # tokens of a sequence that a draft reads in no time
 JUDGED_SECONDS = 0.02  # after which the tokens of a few steps have said what a trial was worth
+FIRST_STEPS = 3  # of a shape, which take longer
 PROMPT = 256  # tokens, which a draft reads with the first tree that it is asked for
 
 
 @dataclass(slots=True)
 class Answer:
-    """A sequence that runs; its draft was not told of the last `behind` tokens."""
+    """A running sequence; its draft has not been sent the last `behind` tokens."""
 
     history: DraftHistory = field(default_factory=DraftHistory)
     num_left: int = 512
     context: int = PROMPT
     behind: int = PROMPT
-    rate: float | None = None  # of acceptance, once it was drafted for
+    rate: float | None = None  # acceptance rate, once it was drafted for
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """From `start` seconds on: so many sequences, drafts right so often; of each sequence, drawn from a range.
+    """A load from `start` seconds on: number of sequences, and the range of their chances of
+    right drafts.
 
     Attributes:
-        arrivals: Of other sequences, a second, each in the place of one that runs; their prompts are computed in a step.
+        arrivals: Further sequences per second, each in the place of a running one; their prompts
+            are computed in a step.
     """
 
     start: float
@@ -42,61 +54,33 @@ class Load:
     arrivals: float = 0.0
 
 
-class Chooses(Protocol):
-    """What `simulate` asks of a policy."""
-
-    @property
-    def rests_on(self) -> bool:
-        """See `DraftPolicy`."""
-
-    @property
-    def is_resting(self) -> bool:
-        """See `DraftPolicy`."""
-
-    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
-        """See `DraftPolicy`."""
-
-    def record(self, history: DraftHistory, num_nodes: int, accepted: list[int]) -> None:
-        """See `DraftPolicy`."""
-
-    def ended_trial(self, num_outcomes: int) -> None:
-        """See `DraftPolicy`."""
-
-    def passes(self, seconds: float, tokens: int) -> bool:
-        """See `DraftPolicy`."""
-
-    def observe(self, step: Observed) -> None:
-        """See `DraftPolicy`."""
-
-    def interrupted(self, batch: int, tokens: int, seconds: float, wait: Wait) -> None:
-        """See `DraftPolicy`."""
-
-
-class FixedNodes(DraftPolicy):
-    """Drafts the same for every sequence in every step; with 0 the draft is told nothing."""
+class FixedNodes(Controller):
+    """Drafts the same number of nodes for every sequence in every step; with 0 the draft is
+    sent nothing.
+    """
 
     def __init__(self, nodes: int) -> None:
-        super().__init__(None, max(nodes, 1), 1)
+        super().__init__(None, [DraftKind(max(nodes, 1), 1)])
         self._nodes = nodes
 
     @property
     def is_resting(self) -> bool:
-        """See DraftPolicy."""
+        """See Controller."""
         return self._nodes == 0
 
     @property
     def rests_on(self) -> bool:
-        """See DraftPolicy."""
+        """See Controller."""
         return self._nodes == 0
 
     def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
-        """See DraftPolicy."""
+        """See Controller."""
         return Plan([min(want.limit, self._nodes) for want in wanted], 1 + self._nodes)
 
 
 def simulate(
     model: StepModel,
-    policy: Chooses,
+    policy: Controller,
     loads: Sequence[Load],
     seconds: float,
     *,
@@ -137,7 +121,7 @@ def _arrivals(load: Load, rng: random.Random) -> Iterator[float]:
 
 class _Run:
     def __init__(
-        self, model: StepModel, policy: Chooses, rng: random.Random, noise: float, answer: int
+        self, model: StepModel, policy: Controller, rng: random.Random, noise: float, answer: int
     ) -> None:
         self.trace, self.now = Trace(model), 0.0
         self._model = model
@@ -149,7 +133,8 @@ class _Run:
         self._acceptance = (0.0, 0.0)
         self._shape = tree_shape(model.tree)
         self._was_drafted = False
-        self._unread = 0  # tokens that the draft was told of and has not read
+        self._begun: Counter[tuple[int, int]] = Counter()  # steps with drafts, by shape
+        self._unread = 0  # tokens that were sent to the draft, which has not read them
         self._host = (
             0.0  # seconds that it has spent on the coming step, beside what every step takes
         )
@@ -157,11 +142,11 @@ class _Run:
         self._judged_at = self._busy_until = (
             0.0  # when they are known, and until when the draft works at it
         )
-        # What the policy is told of the newest step, which is under way.
+        # Reports the newest step to the policy once its outcome is known.
         self._late: Callable[[], None] | None = None
 
     def resize(self, load: Load) -> None:
-        """Another load begins."""
+        """Changes the load."""
         answers = self._answers
         self._acceptance = load.acceptance
         del answers[load.batch :]
@@ -171,11 +156,11 @@ class _Run:
             answers.append(Answer(num_left=self._rng.randint(1, self._answer)))
 
     def step(self, num_prompts: int) -> None:
-        """Runs a step, with the prompts of so many new sequences."""
+        """Runs a step, with the prompts of `num_prompts` new sequences."""
         model, policy, answers = self._model, self._policy, self._answers
         padded, batch = model.is_padded, len(answers)
         plan = self._plan(0, self._late is not None)
-        # A step of whom the draft was told all can be started before the one before it has ended.
+        # A step can start before the previous one ends if its draft was sent everything.
         is_told = not any(one.behind for one in answers)
         can_follow = is_told if any(plan.nodes) else not self._was_drafted
         is_ahead = self._late is not None and can_follow and not num_prompts
@@ -192,7 +177,7 @@ class _Run:
                 lead = model.change_seconds(num_asked, unread)
             elif self._was_drafted:
                 lead = model.change_seconds(0, 0)
-            if not is_drafted and not policy.is_resting:  # the draft is told, and reads meanwhile
+            if not is_drafted and not policy.is_resting:  # the draft is synced, and reads meanwhile
                 self._unread = sum(one.behind for one in answers)
         late = max(self._busy_until - self.now, 0.0)
         if is_drafted:
@@ -221,6 +206,9 @@ class _Run:
             target += max(self._host - waits, 0.0) if padded else 0.0
         self._host = 0.0
         target = factor * target + model.stall * (self._rng.random() < 0.002)
+        if is_drafted:
+            self._begun[batch, rows] += 1
+            target += model.first * (self._begun[batch, rows] <= FIRST_STEPS)
         draft = factor * model.draft_seconds(num_asked, levels) + lead
         self.now += target + draft
         self._was_drafted = is_drafted
@@ -228,14 +216,14 @@ class _Run:
             # A captured draft step always drafts all its levels.
             wait = Wait(model.tree[0], num_asked, None)
         elif is_drafted:
-            wait = Wait(levels, num_asked, draft, lead=draft)
+            wait = Wait(levels, num_asked, draft, lead=draft, unread=unread * padded)
         else:
             wait = NO_WAIT._replace(lead=lead)
 
         def tell() -> None:
             if num_prompts:
-                policy.interrupted(batch, tokens, target, wait)
-            elif not policy.passes(target + draft, tokens):
+                policy.interrupted(wait)
+            elif not policy.passes(target + draft):
                 policy.observe(Observed(batch, rows, target + draft - wait.lead, tokens, wait))
             for outcome in outcomes:
                 policy.record(*outcome)
@@ -266,17 +254,17 @@ class _Run:
             trial, self._trial = self._trial, []
             for outcome in trial:
                 self._policy.record(*outcome)
-            self._policy.ended_trial(len(trial))
+            self._policy.ended_trial()
         if self._policy.rests_on:
             return Plan([0] * len(wanted), 1)
         plan = self._policy.plan(wanted, num_prompts, is_ahead)
         self._host += len(wanted) * self._model.host[0]
         if plan.tried:
-            self._try([self._answers[i] for i in plan.tried])
+            self._try([self._answers[i] for i in plan.tried[0]])
         return plan
 
     def _try(self, tried: Sequence[Answer]) -> None:
-        """Asks for whole trees beside steps."""
+        """Requests whole trees beside steps."""
         model = self._model
         # A few tokens of each are read as quickly as what a step commits.
         num_unread = sum(one.behind for one in tried if one.behind > BRIEF)
@@ -300,7 +288,7 @@ class _Run:
         self._late = None
 
     def _commit(self, one: Answer, num: int) -> tuple[DraftHistory, int, list[int]]:
-        """What a tree of so many nodes brings a sequence."""
+        """Returns the tokens that a tree of this many nodes gives a sequence."""
         path: list[int] = []
         rate = self._rate(one)
         if num:
@@ -314,13 +302,13 @@ class _Run:
         return one.history, num, path
 
     def _replace(self, num_prompts: int) -> None:
-        """Others take the place of sequences that have ended, and of some more."""
+        """Replaces sequences that have ended, and some others."""
         answers = self._answers
         for i, one in enumerate(answers):
             if one.num_left <= 0:
                 behind = PROMPT * (not self._was_drafted)
                 answers[i] = Answer(num_left=self._answer, behind=behind)
-            elif num_prompts:  # what it committed beside them is told with the next step
+            elif num_prompts:  # the next step sends what was committed beside them
                 one.behind += 1
         for i in self._rng.sample(range(len(answers)), min(num_prompts, len(answers))):
             answers[i] = Answer(num_left=self._rng.randint(1, self._answer))

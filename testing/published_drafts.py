@@ -1,4 +1,6 @@
-"""Draft models of the shapes of published ones, without weights, on the meta device or on a GPU, and what they are told to read."""
+"""Draft models of published shapes, without weights, on the meta device or on a GPU, and their
+inputs.
+"""
 
 import math
 import random
@@ -109,7 +111,7 @@ def make_proposer(
     graphs: GraphSettings | None = None,
     **attach: Any,
 ) -> PagedProposer:
-    """A draft that a verifier has attached.
+    """Creates a draft that a verifier has attached.
 
     Args:
         prepared: Called with the model.
@@ -163,7 +165,9 @@ def _head(name: str, device: torch.device) -> DraftHead:
 
 
 def some_extensions(rng: random.Random, max_batch: int, max_context: int) -> list[Extension]:
-    """As a step may bring them: a few rows or a thousand, of one sequence or many, behind little or a long context."""
+    """Returns extensions as a step may bring them: a few rows or a thousand, of one sequence or
+    many, behind any context.
+    """
     num_sequences = rng.choice((1, 1, 1, 2, 5, 16, max_batch))
     most = rng.choice((1, 3, 5, 17, 40, 70, 300, 1500) if num_sequences < 8 else (1, 4, 70))
     longest = int(math.exp(rng.uniform(0, math.log(max_context))))
@@ -174,7 +178,7 @@ def some_extensions(rng: random.Random, max_batch: int, max_context: int) -> lis
 
 
 def make_extensions(counts: list[int], starts: list[int], wanted: list[bool]) -> list[Extension]:
-    """Of sequences that share their pages: nobody looks at what comes of it."""
+    """Returns extensions of sequences that share their pages, since nothing reads the results."""
     found = []
     for slot, (count, start, is_wanted) in enumerate(zip(counts, starts, wanted, strict=True)):
         pages = [i % NUM_PAGES for i in range(-(-(start + count) // PAGE))]

@@ -1,4 +1,4 @@
-"""What transformers computes, and when a difference from it is rounding."""
+"""transformers as reference, and the test whether a difference from it is rounding."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +16,14 @@ GROUP = 25  # sequences in a forward
 
 
 class Reference:
-    """A checkpoint run by transformers: `generate` in float32, and the rule itself in float64."""
+    """Runs a checkpoint by transformers: `generate` in float32, and the rule itself in float64."""
 
     tie_gap = 1e-4
 
     def __init__(self, path: Path) -> None:
         self._float32 = self._load(path, torch.float32)
         self._float64 = self._load(path, torch.float64)
-        self._ties: dict[str, int] = {}  # of what `check_all` has seen: engines give the same again
+        self._ties: dict[str, int] = {}  # ties by text, since engines give the same texts again
 
     @staticmethod
     def _load(path: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -32,7 +32,9 @@ class Reference:
 
     @torch.no_grad()
     def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """Greedy continuation by transformers in float32; ends after an end-of-sequence token."""
+        """Returns the greedy continuation by transformers in float32; ends after an
+        end-of-sequence token.
+        """
         output = self._float32.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -43,19 +45,20 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """float64 [len(tokens), vocab_size]."""
+        """Computes logits, float64 [len(tokens), vocab_size]."""
         return self._float64(torch.tensor([tokens])).logits[0]
 
     def check(
         self, prompt: list[int], output: list[int], params: SamplingParams, ends: frozenset[int]
     ) -> int:
-        """Asserts that every token of `output` is the one that the rule gives after the tokens before it.
+        """Asserts that every token of `output` is the one that the rule gives after the tokens
+        before it.
 
         By induction this is equality with generating token by token, at one forward per sequence.
 
         Returns:
-            How many tokens were not the best in float64 but within `tie_gap` of it, or would have been but for a
-            filter's edge that lies within rounding.
+            How many tokens were not the best in float64 but within `tie_gap` of it, or would have
+            been but for a filter's edge that lies within rounding.
         """
         return self._check(self.logits(prompt + output), prompt, output, params, ends)
 
@@ -65,7 +68,9 @@ class Reference:
         cases: Sequence[tuple[list[int], list[int], SamplingParams]],
         ends: frozenset[int],
     ) -> int:
-        """The same for many (prompt, output, parameters), with one forward for every few of them."""
+        """Checks many (prompt, output, parameters) like `check`, with one forward for every few
+        of them.
+        """
         new = [case for case in cases if repr((case, ends)) not in self._ties]
         new.sort(key=lambda case: len(case[0]) + len(case[1]))
         for start in range(0, len(new), GROUP):

@@ -1,4 +1,6 @@
-"""A cache for transformers that rounds keys and values as a cache of 8-bit floats does, those of the step itself too."""
+"""A cache for transformers that rounds keys and values like a cache of 8-bit floats, those of
+the step itself too.
+"""
 
 from typing import Any
 
@@ -7,10 +9,11 @@ from transformers import DynamicCache, PretrainedConfig
 
 
 class RoundingCache(DynamicCache):
-    """Keys and values divided by their layer's scale, bounded, cast and multiplied again.
+    """Divides keys and values by their layer's scale, bounds and casts them, and multiplies
+    again.
 
     Args:
-        scales: Of each layer's keys and values.
+        scales: Scales of each layer's keys and values.
     """
 
     def __init__(

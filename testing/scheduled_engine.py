@@ -1,4 +1,6 @@
-"""Pool, prefix tree, draft marks and scheduler together, and a model of what lies in every KV slot."""
+"""Pool, prefix tree, draft marks and scheduler together, with a model of the content of every
+KV slot.
+"""
 
 import random
 import zlib
@@ -18,12 +20,14 @@ EOS = 0
 
 
 def extend_history(history, token):
-    """Stands for the key and value of `token` after everything that `history` stands for."""
+    """Returns the stand-in for the key and value of `token` after the tokens that `history`
+    stands for.
+    """
     return zlib.crc32(b"%d" % token, history)
 
 
 def histories(seq):
-    """What must lie at each key index of a sequence."""
+    """Returns the expected content of each key index of a sequence."""
     history = 0
     result = []
     for token in seq.tokens:
@@ -33,13 +37,13 @@ def histories(seq):
 
 
 def choose(history):
-    """The model's next token: any fixed function of everything before."""
+    """Returns the model's next token: a fixed function of everything before."""
     draw = history % 97
     return EOS if draw < 3 else 1 + draw % (VOCABULARY - 1)
 
 
 def expected_output(seq):
-    """What the sequence generates when it has the machine for itself."""
+    """Returns the output of a sequence that runs alone."""
     history = histories(Sequence(0, seq.prompt, seq.sampling))[-1]
     output = []
     while len(output) < seq.sampling.max_new_tokens:
@@ -62,7 +66,7 @@ class Request:
 
 @dataclass
 class DraftCopy:
-    """The page tables as a draft knows them, told only what changed; `now` or later."""
+    """Page tables as a draft knows them, from changes alone; `now` or later."""
 
     number: int
     slots: dict[int, list[int]] = field(default_factory=dict)
@@ -83,7 +87,7 @@ class DraftCopy:
 
 
 class Engine:
-    """The verifier's loop with a dictionary for a model."""
+    """Runs the verifier's loop with a dictionary for a model."""
 
     def __init__(self, seed: int, pool: PagePool, max_nodes: int, **options) -> None:
         self.random = random.Random(seed)
@@ -92,8 +96,8 @@ class Engine:
         self.look_ahead = options.get("look_ahead", 0)
         self.scheduler = Scheduler(pool, self.tree, usable_prefix=self.usable_prefix, **options)
         self.marks = DraftMarks(pool)
-        self.epoch = 0
-        self.noted: dict[int, tuple[int, int, list[int]]] = {}  # what `marks` should know
+        self.epoch = 0  # number of the draft, which comes and goes
+        self.noted: dict[int, tuple[int, int, list[int]]] = {}  # expected content of `marks`
         self.contents: dict[int, int] = {}  # KV slot -> history
         self.drafts = [DraftCopy(number) for number in range(2)]
         self.sequences: list[Sequence] = []
@@ -128,9 +132,14 @@ class Engine:
     def live(self) -> list[Sequence]:
         return [seq for seq in self.sequences if seq.status is not Status.FINISHED]
 
+    def restart_draft(self) -> None:
+        """Another draft takes the place of the one that filled pages."""
+        self.epoch += 1
+        self.marks = DraftMarks(self.pool)
+
     def drain(self) -> None:
-        """Runs until all have ended and looks for what was left behind."""
-        # Each step the best-ranked sequence advances by a token at least, whoever else does.
+        """Runs until all sequences have ended, and checks for leftovers."""
+        # In each step at least the best-ranked sequence advances by a token.
         limit = 1 + 2 * sum(seq.num_prompt + seq.sampling.max_new_tokens for seq in self.live)
         while self.scheduler.has_work and limit:
             limit -= 1
@@ -147,15 +156,15 @@ class Engine:
         assert self.tree.num_cached == 0
 
     def usable_prefix(self, seq, pages):
-        """As a verifier does whose draft came and went."""
-        valid = self.marks.valid_prefix(pages, self.epoch)
+        """Returns the usable prefix like a verifier whose draft came and went."""
+        valid = self.marks.valid_prefix(pages)
         for i, page in enumerate(pages[:valid]):
             next_tokens = self.next_tokens(seq, i)
             assert self.noted[page] == (self.epoch, self.pool.generation(page), next_tokens)
         return self.pool.page_size * (len(pages) if self.random.random() < 0.5 else valid)
 
     def next_tokens(self, seq, i):
-        """What must be the same after page i for all who share it."""
+        """Returns the tokens after page i that must agree for all sequences that share it."""
         end = (i + 1) * self.pool.page_size
         return seq.tokens[end : end + self.look_ahead]
 
@@ -184,7 +193,9 @@ class Engine:
 
     def check_plan(self, plan, was_running):
         scheduler = self.scheduler
-        assert sum(chunk.num_tokens for chunk in plan.prefill) <= scheduler.chunked_prefill_size
+        assert (
+            sum(chunk.num_tokens for chunk in plan.prefill) <= scheduler.prefill_budget.chunk_size
+        )
         planned = [slot.seq for slot in plan.decode] + [chunk.seq for chunk in plan.prefill]
         assert len(planned) == len(set(planned))
         assert set(planned) <= set(scheduler.running)
@@ -205,9 +216,9 @@ class Engine:
             assert covered >= slot.seq.num_computed + 1 + slot.max_tree_nodes
 
     def draw_tree(self, slot):
-        """Random nodes, some of which continue what the target will choose."""
+        """Returns random nodes; some of them continue what the target will choose."""
         tokens, parents = [], []
-        history = [histories(slot.seq)[-1]]  # of each row
+        history = [histories(slot.seq)[-1]]  # history of each row
         for i in range(self.random.randint(0, slot.max_tree_nodes)):
             parent = self.random.randint(-1, i - 1)
             lucky = self.random.random() < 0.7
@@ -221,7 +232,9 @@ class Engine:
         return tokens, parents, history
 
     def write(self, plan, trees):
-        """All rows of the step; two sequences may write the same slot only with the same content."""
+        """Writes all rows of the step; two sequences may write the same slot only with the same
+        content.
+        """
         written = {}
         for chunk in plan.prefill:
             own = histories(chunk.seq)
@@ -276,7 +289,7 @@ class Engine:
             page, next_tokens = seq.pages[i], self.next_tokens(seq, i)
             assert len(next_tokens) == self.look_ahead
             if self.random.random() < 0.7:
-                self.marks.mark(page, self.epoch)
+                self.marks.mark(page)
                 self.noted[page] = (self.epoch, self.pool.generation(page), next_tokens)
         if appended.finish_reason:
             self.scheduler.finish(seq)

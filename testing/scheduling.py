@@ -1,4 +1,4 @@
-"""A scheduler for small pools, and what the engine does with its plans."""
+"""A scheduler for small pools, and an engine's execution of its plans."""
 
 from foredraft.types import SamplingParams
 from verify_service.scheduler.page_pool import PagePool
@@ -31,7 +31,7 @@ def name(seq) -> str:
 
 
 def unlike(start, length):
-    """A prompt that shares no page with others of another `start`."""
+    """Returns a prompt that shares no page with prompts of another `start`."""
     return [start * 10_000 + i for i in range(length)]
 
 

@@ -1,4 +1,6 @@
-"""A verifier that says what a test tells it: real protocol, scripted tokens, for what a real one does not do on demand."""
+"""A verifier with the real protocol and scripted tokens, for cases that a real one does not
+produce on demand.
+"""
 
 import asyncio
 import contextlib
@@ -15,7 +17,7 @@ Script = Callable[["Conversation", Submit], Awaitable[None]]
 
 
 class Conversation:
-    """One Run stream, as a script sees it."""
+    """A Run stream in the hands of a script."""
 
     def __init__(self) -> None:
         self.cancelled: set[int] = set()
@@ -43,7 +45,7 @@ class Conversation:
                     await asyncio.sleep(0.01)
 
     async def breathe(self) -> None:
-        """Lets what was said go out before more is."""
+        """Lets earlier messages go out before the next."""
         while self.outbox.qsize() > 8:
             await asyncio.sleep(0)
 
@@ -69,7 +71,7 @@ class ScriptedVerifier(verify_pb2_grpc.VerifyServiceServicer):
         self.cancelled: list[int] = []
 
     def forget(self) -> None:
-        """Starts counting anew."""
+        """Resets the counters."""
         self.submitted, self.cancelled = [], []
 
     async def GetModelInfo(

@@ -5,5 +5,5 @@ from pathlib import Path
 
 
 def segments(pid: int | None = None) -> set[str]:
-    """Names of those that a process made; of this one by default."""
+    """Returns the names of segments that a process made, by default this one."""
     return {path.name for path in Path("/dev/shm").glob(f"foredraft-{pid or os.getpid()}-*")}

@@ -1,4 +1,4 @@
-"""What grew in a soak's samples, and their plot."""
+"""Finds growth in a soak's samples, and plots them."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What may come on top of the level after the warm-up before it counts as growth: a part of it, or so much.
+# Increase over the level after the warm-up that does not count as growth: a share of it, or an
+# amount.
 TOLERANCES = {
     "rss_mib": (0.03, 6.0),
     "private_mib": (0.03, 6.0),
@@ -28,7 +29,7 @@ class Series:
 
 
 def all_series(samples: Sequence[dict[str, Any]]) -> list[Series]:
-    """Everything that must not grow."""
+    """Returns everything that must not grow."""
     found = []
     times = [sample["seconds"] for sample in samples]
     names = sorted({name for sample in samples for name in sample["processes"]})
@@ -48,14 +49,15 @@ def all_series(samples: Sequence[dict[str, Any]]) -> list[Series]:
 
 
 def growth(samples: Sequence[dict[str, Any]], warm_up: float) -> list[dict[str, Any]]:
-    """Compares the medians of the quarters of the time behind the warm-up, and gives the robust slope.
+    """Compares the medians of the quarters of the time after the warm-up, and returns the
+    robust slope.
 
-    What grows without end is higher in the last quarter than in the first, by more than the tolerance, and than in the
-    third, by more than a third of it: a steady leak is both or neither. What fills and then stays, as an allocator's
-    high-water mark does, is only the first.
+    What grows without end is higher in the last quarter than in the first, by more than the
+    tolerance, and than in the third, by more than a third of it: a steady leak is both or neither.
+    What fills and then stays, as an allocator's high-water mark does, is only the first.
 
-    The slope is the median of slopes between all pairs of (at most 200) samples (Theil and Sen), which single peaks do
-    not move.
+    The slope is the median of slopes between all pairs of (at most 200) samples (Theil and Sen),
+    which single peaks do not move.
     """
     if len(samples) < 10:
         return []

@@ -1,4 +1,6 @@
-"""Slow, independent versions of what `foredraft.sampling` and `foredraft.trees` compute, in float64 numpy and plain loops."""
+"""Slow, independent versions of `foredraft.sampling` and `foredraft.trees`, in float64 numpy
+and plain loops.
+"""
 
 import numpy as np
 
@@ -6,7 +8,7 @@ from foredraft.types import SamplingParams
 
 
 def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """The exact distribution of one row after temperature and filters."""
+    """Returns the exact distribution of one row after temperature and filters."""
     logits = logits.astype(np.float64)
     if params.temperature == 0:
         return np.eye(len(logits))[int(np.argmax(logits))]
@@ -32,7 +34,7 @@ def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 def penalised(
     logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int], ends: set[int]
 ) -> np.ndarray:
-    """One row of logits under a history."""
+    """Applies penalties and biases to one row of logits."""
     out = logits.astype(np.float64)
     for v in set(prompt) | set(output):
         out[v] = (
@@ -44,5 +46,10 @@ def penalised(
         out[v] += bias
     if len(output) < params.min_new_tokens:
         for v in ends:
+            out[v] = -np.inf
+    for v in range(len(out)):
+        if any((*output, v)[-len(word) :] == word for word in params.bad_words):
+            out[v] = -np.inf
+        if params.allowed_token_ids and v not in params.allowed_token_ids:
             out[v] = -np.inf
     return out

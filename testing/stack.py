@@ -23,7 +23,9 @@ CONTEXT_LENGTH = 512
 
 
 def make_model(directory: Path, context_length: int = CONTEXT_LENGTH) -> Path:
-    """A random Llama with a byte-level tokenizer and a chat template; its text is nonsense, broken UTF-8 included."""
+    """Creates a random Llama with a byte-level tokenizer and a chat template; its text is
+    nonsense, broken UTF-8 included.
+    """
     from testing.checkpoints import make_checkpoint  # brings torch
 
     make_checkpoint(directory, vocab_size=VOCAB_SIZE, max_position_embeddings=context_length)
@@ -35,7 +37,10 @@ def make_model(directory: Path, context_length: int = CONTEXT_LENGTH) -> Path:
 def running_stack(
     model: Path, lines: list[str] | None = None, **flags: Any
 ) -> Iterator[LocalStack]:
-    """Gateway, verifier and an n-gram draft on free ports, until the block ends; `lines` gets what they log."""
+    """Runs gateway, verifier and an n-gram draft on free ports, until the block ends.
+
+    `lines` collects their logs.
+    """
     values = {
         "model_path": str(model),
         "served_model_name": "tiny",
@@ -61,7 +66,9 @@ def running_stack(
 
 @contextlib.contextmanager
 def running_gateway(*verifiers: str, **flags: Any) -> Iterator[tuple[str, str]]:
-    """A gateway process alone; gives the HTTP URL and the address of its gRPC once it listens."""
+    """Runs a gateway process alone; yields the HTTP URL and the address of its gRPC once it
+    listens.
+    """
     http, grpc = free_port(), free_port()
     options = {"port": http, "grpc_port": grpc, **flags}
     command = [sys.executable, "-m", "gateway", *(f"--verifier={where}" for where in verifiers)]
@@ -77,13 +84,13 @@ def running_gateway(*verifiers: str, **flags: Any) -> Iterator[tuple[str, str]]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listened on a moment ago."""
+    """Returns a TCP port that was free a moment ago."""
     with socket.socket() as probe:
         return bind_free(probe, "127.0.0.1")
 
 
 def eventually(condition: Callable[[], Outcome], seconds: float = 60.0) -> Outcome:
-    """What a condition gives once it holds; fails after `seconds`."""
+    """Waits until a condition holds and returns its value; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (outcome := condition()):
         assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
@@ -92,18 +99,20 @@ def eventually(condition: Callable[[], Outcome], seconds: float = 60.0) -> Outco
 
 
 def metric(page: str, name: str) -> float:
-    """The sum of a metric's samples on a page; the name with all labels means one sample."""
+    """Returns the sum of a metric's samples on a page; the name with all labels selects one
+    sample.
+    """
     lines = [line for line in page.splitlines() if line.startswith((name + " ", name + "{"))]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def is_idle(http: httpx.Client) -> bool:
-    """Whether no verifier of a gateway has anything to do."""
+    """Returns whether no verifier of a gateway has anything to do."""
     loads = http.get("/get_server_info").json()["verifiers"].values()
     return all(load["running"] + load["waiting"] == 0 for load in loads)
 
 
 def is_listening(port: int) -> bool:
-    """Whether a TCP port of this machine takes connections."""
+    """Returns whether a TCP port of this machine takes connections."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

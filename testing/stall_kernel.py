@@ -1,15 +1,17 @@
-"""A kernel that stands still, or breaks, where a word says so."""
+"""A kernel that stops, or fails, where a word says so."""
 
 # mypy: ignore-errors
 import triton
 import triton.language as tl
 
-FAR = 1 << 44  # elements beyond what anybody has
+FAR = 1 << 44  # number of elements beyond any memory
 
 
 @triton.jit
 def stall(word_ptr, point, nanoseconds, FAR: tl.constexpr = FAR):
-    """At the point that the first word names: says so in the second, and spins; or faults, if the third is set.
+    """Stops at the point that the first word names: reports it in the second word, and spins.
+
+    Faults if the third word is set.
 
     Args:
         word_ptr: int32 [4] in pinned memory of the host.

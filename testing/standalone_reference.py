@@ -1,4 +1,4 @@
-"""A draft model by transformers in float64, and a verifier's sequences for whom it drafts."""
+"""A draft model by transformers in float64, and a verifier's sequences that it drafts for."""
 
 import math
 import random
@@ -23,7 +23,7 @@ BUSHY = {"num_steps": 3, "topk": 3, "num_draft_tokens": 9}  # a tree
 
 
 class Reference:
-    """The draft model by transformers in float64, one sequence at a time."""
+    """Runs the draft model by transformers in float64, one sequence at a time."""
 
     def __init__(self, path: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(
@@ -32,7 +32,9 @@ class Reference:
         self._known: dict[tuple[int, ...], np.ndarray] = {}
 
     def logits(self, tokens: list[int], valid_from: int = 0) -> np.ndarray:
-        """What follows `tokens` when those before `valid_from` are not seen but counted."""
+        """Computes the logits after `tokens`; those before `valid_from` are not seen but
+        counted.
+        """
         key = (valid_from, *tokens)
         if key not in self._known:
             positions = torch.arange(valid_from, len(tokens))[None]
@@ -48,7 +50,7 @@ class Reference:
         return out
 
     def chosen(self, tokens: list[int], count: int, params: SamplingParams) -> list[int]:
-        """What the sampling rule gives with these weights."""
+        """Returns the tokens that the sampling rule chooses with these weights."""
         out: list[int] = []
         for _ in range(count):
             probs = distribution(self.logits(tokens + out), params)
@@ -64,7 +66,7 @@ class Reference:
     def paths(
         self, tokens: list[int], steps: int, topk: int, nodes: int, valid_from: int = 0
     ) -> set[tuple[int, ...]]:
-        """Beam search by cumulative probability, then the best nodes of all levels (EAGLE-2)."""
+        """Searches beams by cumulative probability, then the best nodes of all levels (EAGLE-2)."""
         beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
         seen: list[tuple[float, tuple[int, ...]]] = []
         for _ in range(steps):

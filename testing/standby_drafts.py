@@ -1,4 +1,4 @@
-"""Draft services that wait to take a killed one's place at once, which a process that has yet to load cannot."""
+"""Draft services that replace a killed one at once, without the time of loading."""
 
 import contextlib
 import os
@@ -13,11 +13,12 @@ from testing.drafts import DraftProcess
 
 
 class StandbyDraft:
-    """In place of a `DraftProcess`: the address that the verifier knows is a link to the socket of the one that serves.
+    """Replaces a `DraftProcess`: the verifier's address is a link to the socket of the serving
+    process.
 
     Attributes:
-        module: What is run.
-        num_spares: Processes that wait.
+        module: Module to run.
+        num_spares: Number of waiting processes.
     """
 
     module = "draft_service"
@@ -50,7 +51,9 @@ class StandbyDraft:
                     stack.callback(draft.__exit__, None, None, None)
 
     def start(self, ready: bool = True) -> None:
-        """Lets the spare that has waited longest serve, once it has loaded if asked so, and launches another."""
+        """Makes the longest waiting spare serve, once it has loaded if asked so, and launches
+        another.
+        """
         self._launch()
         draft = self._current = self._spares.popleft()
         if ready:
@@ -60,39 +63,39 @@ class StandbyDraft:
         os.replace(link, self._folder / "draft.sock")
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         assert self._current is not None
         self._current.__exit__(None, None, None)
         self._current = None
 
     def pause(self) -> None:
-        """SIGSTOP."""
+        """Sends SIGSTOP."""
         assert self._current is not None
         self._current.pause()
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Sends SIGCONT."""
         assert self._current is not None
         self._current.resume()
 
     @property
     def pid(self) -> int:
-        """Of the one that serves."""
+        """Pid of the serving process."""
         assert self._current is not None
         return self._current.pid
 
     @property
     def has_spare(self) -> bool:
-        """Whether the one that takes its place has loaded."""
+        """Returns whether the next process has loaded."""
         return check_health(self._spares[0].target) == "SERVING"
 
     @property
     def next_pid(self) -> int:
-        """Of the one that takes its place."""
+        """Pid of the process that serves next."""
         return self._spares[0].pid
 
     def wait(self, timeout: float) -> int:
-        """The exit status, once it has ended by itself.
+        """Returns the exit status, once the process has ended by itself.
 
         Raises:
             subprocess.TimeoutExpired: It does not.

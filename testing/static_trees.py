@@ -1,22 +1,24 @@
-"""Draft trees as tensors of a fixed shape in plain torch, the reference of the kernels: their masks, and the walk.
+"""Draft trees as tensors of a fixed shape in plain torch, the reference of the kernels: their
+masks, and the walk.
 
-A tree of B sequences has R rows each: row 0 is the root, `parents` holds each row's parent row, -1 for the root and -2
-for a row that stands for nothing. Rows whose ancestors do not lead to the root stand for nothing either, so what a draft
-sent needs no other check than this one and the bounds of its tokens.
+A tree of B sequences has R rows each: row 0 is the root, `parents` holds each row's parent row, -1
+for the root and -2 for a row that stands for nothing. Rows whose ancestors do not lead to the root
+stand for nothing either, so what a draft sent needs no other check than this one and the bounds of
+its tokens.
 """
 
 import torch
 
 
 def ancestors(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which rows each row may see, and how deep it stands.
+    """Returns which rows each row may see, and its depth.
 
     Args:
         parents: int [B, R]; a row may only have an earlier row as its parent.
 
     Returns:
-        bool [B, R, R], a row's ancestors and itself; for rows that stand for nothing themselves alone. int64 [B, R], 0
-        for the root and for rows that stand for nothing.
+        bool [B, R, R], a row's ancestors and itself; for rows that stand for nothing themselves
+        alone. int64 [B, R], 0 for the root and for rows that stand for nothing.
     """
     rows = parents.shape[1]
     index = torch.arange(rows, device=parents.device)
@@ -43,11 +45,11 @@ def walk(
         chosen: int64 [B, R], the token that the rule gives at each row.
         tokens: int [B, R], each row's own token.
         parents: int [B, R].
-        max_depth: No tree is deeper.
+        max_depth: Maximum depth of the trees.
 
     Returns:
-        int64 [B] accepted rows, the root included; int64 [B, max_depth + 1] these rows, then -1; int64 [B, max_depth + 1]
-        the token emitted at each of them, then -1.
+        int64 [B] accepted rows, the root included; int64 [B, max_depth + 1] these rows, then -1;
+        int64 [B, max_depth + 1] the token emitted at each of them, then -1.
     """
     batch = len(chosen)
     index = torch.arange(chosen.shape[1], device=chosen.device)
@@ -56,7 +58,7 @@ def walk(
     path, emitted = [row], [chosen.gather(1, row)]
     for _ in range(max_depth):
         is_child = (parents == row) & (tokens == chosen.gather(1, row)) & (index > row) & alive
-        found, row = is_child.max(1, keepdim=True)  # of equal siblings the first
+        found, row = is_child.max(1, keepdim=True)  # the first of equal siblings
         alive = found
         path.append(torch.where(alive, row, -1))
         emitted.append(torch.where(alive, chosen.gather(1, row), -1))

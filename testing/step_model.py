@@ -1,4 +1,6 @@
-"""A model of what steps cost and bring, for policies: times from a table, acceptance from a seeded generator, no clock."""
+"""A model of the cost and gain of steps, for policies: times from a table, acceptance from a
+seeded generator, no clock.
+"""
 
 import functools
 import heapq
@@ -11,31 +13,39 @@ from typing import Any
 
 import numpy as np
 
-from verify_service.executor.decode_graphs import row_sizes
-from verify_service.policy.step_time import GridTimes, RowTimes, StepTimes
+from verify_service.controller.tables import GridTable, RowTable
+from verify_service.executor.captured.graphs import row_sizes
 
 TABLES = Path(__file__).parents[1] / "benchmarks/step_tables"
-SIBLINGS = 0.3  # of a node's acceptance that the next of its siblings has
+SIBLINGS = 0.3  # acceptance of a node's next sibling over its own
 
 
 @dataclass(frozen=True)
 class StepModel:
-    """Seconds of steps.
+    """Models the seconds of steps.
 
     Attributes:
-        target: By rows in all, or by (batch, rows of each sequence) where `is_padded`; as measured at start.
-        draft: [seconds of a step, of each level, and of each sequence in each level]; not where `is_padded`.
+        target: Seconds measured at start, by rows in all, or by (batch, rows of each sequence)
+            where `is_padded`.
+        draft: [seconds of a step, of each level, and of each sequence in each level]; unused where
+            `is_padded`.
         tree: (steps, topk, nodes) of the largest tree.
-        extra: By (batch, rows), what a real step takes beyond the one measured at start, its draft included.
-        context: Seconds that a token of context adds to a step, by sequences.
-        change: Seconds of a change between steps with drafts and without, and besides for each sequence asked.
-        read: Seconds of letting a draft read what it was not told of, and of each token.
-        told: Seconds that a plain step takes more whose draft is told of others while it runs.
-        kept: Tokens that a draft can be told later; with more, all is forgotten.
-        beside: Share by which a step is slower while the draft reads or drafts beside it, and the draft likewise.
-        host: Seconds that the host takes to plan for a sequence, and to ask for it beside steps; hidden where steps take longer.
+        extra: Additional seconds of a real step over the measured one, its draft included, by
+            (batch, rows).
+        context: Seconds that a token of context adds to a step, by number of sequences.
+        change: Seconds of a change between steps with drafts and without, and further ones for each
+            sequence drafted for.
+        read: Seconds for a draft to catch up, and for each token that it reads.
+        told: Additional seconds of a plain step whose draft is synced while it runs.
+        kept: Maximum number of tokens that a draft can be sent later; beyond it all are dropped.
+        beside: Share by which a step is slower while the draft reads or drafts beside it, and the
+            draft likewise.
+        host: Seconds of the host for planning a sequence, and for requesting drafts beside steps;
+            hidden where steps take longer.
         prompt: Seconds of the target's part of a step with prompts.
-        stall: Seconds that one step in 500 takes more.
+        stall: Additional seconds of one step in 500.
+        first: Additional seconds of the first three steps of each shape with drafts, as on a card
+            that loads kernels then.
     """
 
     name: str
@@ -53,10 +63,13 @@ class StepModel:
     host: tuple[float, float] = (1.2e-5, 1.5e-4)
     prompt: float = 0.0
     stall: float = 0.01
+    first: float = 0.0
 
     @classmethod
     def from_json(cls, path: Path, tree: tuple[int, int, int]) -> "StepModel":
-        """Reads a table of milliseconds: {"rows": {"1": ...}, "draft": [...]} or as h200.json says of itself."""
+        """Reads a table of milliseconds: {"rows": {"1": ...}, "draft": [...]}, or in the form
+        of h200.json.
+        """
         table = json.loads(path.read_text())
         if "rows" in table:
             rows = {int(key): ms * 1e-3 for key, ms in table["rows"].items()}
@@ -75,22 +88,23 @@ class StepModel:
         read, token = (ms * 1e-3 for ms in table["read"])
         return cls(
             path.stem, True, target, (0.0, 0.0, 0.0), tree,
-            extra, context, (change, asked), (read, token), table["told"] * 1e-3, table["kept"], table["beside"],
+            extra, context, (change, asked), (read, token), table["told"] * 1e-3, table["kept"], table["beside"],  # noqa: E501
         )  # fmt: skip
 
-    def times(self, error: Callable[[], float] = lambda: 1.0) -> StepTimes:
-        """The table as measured at start, every entry wrong by a factor `error()`."""
+    def times(self, error: Callable[[], float] = lambda: 1.0) -> GridTable | RowTable:
+        """Returns the table as measured at start, every entry wrong by a factor `error()`."""
         if self.is_padded:
-            return GridTimes({shape: seconds * error() for shape, seconds in self.target.items()})
+            return GridTable({shape: seconds * error() for shape, seconds in self.target.items()})
         widths = sorted(self.target)
-        return RowTimes(widths, [self.target[width] * error() for width in widths])
+        return RowTable(widths, [self.target[width] * error() for width in widths])
 
     def seconds(self, batch: int, rows: int, context: float = 0.0) -> float:
-        """Of the target's part of a step; where steps are padded, of a whole one.
+        """Returns the seconds of the target's part of a step; where steps are padded, of a
+        whole one.
 
         Args:
-            rows: Of each sequence where steps are padded, else of all.
-            context: Tokens of all sequences.
+            rows: Rows of each sequence where steps are padded, else of all.
+            context: Number of tokens of all sequences.
         """
         return (
             self._exact.seconds(batch, rows)
@@ -109,11 +123,13 @@ class StepModel:
         return {}
 
     @functools.cached_property
-    def _exact(self) -> StepTimes:
+    def _exact(self) -> GridTable | RowTable:
         return self.times()
 
     def _extra(self, batch: int, rows: int) -> float:
-        """Between batches that were measured, interpolated; of the next larger rows that were."""
+        """Returns additional seconds: interpolated between measured batches, for the next
+        larger measured rows.
+        """
         if not self.extra:
             return 0.0
         key = batch, rows
@@ -133,23 +149,27 @@ class StepModel:
         return {}
 
     def draft_seconds(self, num_sequences: int, levels: int) -> float:
-        """The wait for trees of so many levels for so many sequences; where steps are padded it is in their own time."""
+        """Returns the wait for trees of this many levels and sequences; where steps are padded
+        it is part of their own time.
+        """
         step, level, row = self.draft
         return step + levels * (level + row * num_sequences) if levels else 0.0
 
     def change_seconds(self, num_asked: int, num_unread: int) -> float:
-        """What a change between steps with drafts and without takes besides.
+        """Returns the additional seconds of a change between steps with drafts and without.
 
         Args:
-            num_asked: Sequences that are drafted for.
-            num_unread: Tokens that the draft has to read for them first.
+            num_asked: Number of sequences that are drafted for.
+            num_unread: Number of tokens that the draft has to read for them first.
         """
         seconds = self.change[0] + self.change[1] * num_asked
         return seconds + (self.read[0] + self.read[1] * num_unread if num_unread else 0.0)
 
 
 def tree_shape(tree: tuple[int, int, int]) -> tuple[list[int], list[int]]:
-    """Parents and ranks among siblings of the nodes of a tree in order of value, as a draft sure of 0.6 would order them."""
+    """Returns parents and ranks among siblings of a tree's nodes by value, as a draft sure of
+    0.6 would order them.
+    """
     steps, topk, num_nodes = tree
     parents: list[int] = []
     ranks: list[int] = []
@@ -169,7 +189,7 @@ def tree_shape(tree: tuple[int, int, int]) -> tuple[list[int], list[int]]:
 
 
 def expected_tokens(model: StepModel, nodes: int, acceptance: float) -> float:
-    """Tokens of a step of one sequence on average, with a tree of so many nodes."""
+    """Returns the mean tokens of a step of one sequence, with a tree of this many nodes."""
     parents, ranks = tree_shape(model.tree)
     tokens = 1.0
     right: list[float] = []
@@ -181,16 +201,16 @@ def expected_tokens(model: StepModel, nodes: int, acceptance: float) -> float:
 
 
 def fixed_seconds(model: StepModel, batch: int, nodes: int, context: float) -> float:
-    """Of a step with trees of always the same size."""
+    """Returns the seconds of a step with trees of always the same size."""
     rows = 1 + nodes if model.is_padded else batch * (1 + nodes)
     levels = min(nodes, model.tree[0])
     return model.seconds(batch, rows, context) + model.draft_seconds(batch, levels)
 
 
 def sizes(model: StepModel, batch: int) -> list[int]:
-    """Nodes that trees of a step can be of one size of; 0 first."""
+    """Returns the numbers of nodes that all trees of a step can have; 0 first."""
     times = model.times()
-    if isinstance(times, GridTimes):
+    if isinstance(times, GridTable):
         return [rows - 1 for rows in times.rows(batch)]
     return list(range(model.tree[2] + 1))
 
@@ -206,7 +226,9 @@ def _share(acceptance: float, rank: int) -> float:
 def accepted_nodes(
     parents: Sequence[int], ranks: Sequence[int], acceptance: float, rng: random.Random
 ) -> list[int]:
-    """A walk: the target's token is a node's first child with probability `acceptance`, later ones are rarer."""
+    """Draws a walk: the target's token is a node's first child with probability `acceptance`,
+    later ones are rarer.
+    """
     path: list[int] = []
     at = -1
     while True:

@@ -1,4 +1,6 @@
-"""What steps of a model gave, beside plain decoding and trees of fixed sizes at the same contexts."""
+"""Results of a model's steps, compared with plain decoding and trees of fixed sizes at the same
+contexts.
+"""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -7,7 +9,9 @@ from testing.step_model import StepModel, expected_tokens, fixed_seconds, sizes
 
 
 class TraceStep(NamedTuple):
-    """What a step gave: its end and length in seconds, its sequences, rows of each, tokens and context of all."""
+    """Results of a step: its end and length in seconds, its sequences, rows of each, tokens and
+    context of all.
+    """
 
     end: float
     seconds: float
@@ -25,12 +29,12 @@ class Trace:
     steps: list[TraceStep] = field(default_factory=list)
 
     def rate(self, start: float, end: float) -> float:
-        """Tokens per second of the steps within [start, end]."""
+        """Returns tokens per second of the steps within [start, end]."""
         inside = self._within(start, end)
         return sum(step.tokens for step in inside) / sum(step.seconds for step in inside)
 
     def fixed_rate(self, start: float, end: float, nodes: int, acceptance: float) -> float:
-        """The same with trees of always the same size, at the contexts of these steps."""
+        """Returns the same with trees of always the same size, at the contexts of these steps."""
         inside, tokens = self._within(start, end), expected_tokens(self.model, nodes, acceptance)
         work = sum(
             step.seconds * step.batch / fixed_seconds(self.model, step.batch, nodes, step.context)
@@ -39,18 +43,22 @@ class Trace:
         return tokens * work / sum(step.seconds for step in inside)
 
     def of_plain(self, start: float, end: float) -> float:
-        """The rate as a share of plain decoding's."""
+        """Returns the rate over plain decoding's."""
         return self.rate(start, end) / self.fixed_rate(start, end, 0, 0.0)
 
     def of_best(self, start: float, end: float, acceptance: float) -> float:
-        """The rate as a share of that of the best size, none included, for the batch of the last step within."""
+        """Returns the rate over that of the best size, none included, for the batch of the last
+        step within.
+        """
         batch = self._within(start, end)[-1].batch
         rates = [self.fixed_rate(start, end, n, acceptance) for n in sizes(self.model, batch)]
         return self.rate(start, end) / max(rates)
 
     def windows(self, width: float = 1.0) -> list[tuple[float, float]]:
-        """(start, ratio to plain decoding) of the window that begins with each step: the time that its tokens would have
-        taken plainly at the same batches, over the time that it took."""
+        """Returns (start, ratio to plain decoding) of the window that begins with each step.
+
+        The ratio is the plain time of its tokens at the same batches over its own time.
+        """
         worth = [
             step.tokens * fixed_seconds(self.model, step.batch, 0, step.context) / step.batch
             for step in self.steps

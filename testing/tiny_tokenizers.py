@@ -31,7 +31,7 @@ SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 
 
 def byte_level(vocab_size: int = 600) -> Tokenizer:
-    """GPT-2's kind: BPE over bytes (Llama 3, Qwen)."""
+    """Creates GPT-2's kind: BPE over bytes (Llama 3, Qwen)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,7 +46,10 @@ def byte_level(vocab_size: int = 600) -> Tokenizer:
 
 
 def byte_fallback(strip: bool, vocab_size: int = 700) -> Tokenizer:
-    """SentencePiece's kind with byte tokens: Llama 2 (leading space stripped) or Gemma (not)."""
+    """Creates SentencePiece's kind with byte tokens:
+
+    Llama 2 (leading space stripped) or Gemma (not).
+    """
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
     trainer = trainers.BpeTrainer(
@@ -76,7 +79,7 @@ def byte_fallback(strip: bool, vocab_size: int = 700) -> Tokenizer:
 
 
 def metaspace(vocab_size: int = 400) -> Tokenizer:
-    """SentencePiece's kind without byte tokens."""
+    """Creates SentencePiece's kind without byte tokens."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -96,7 +99,7 @@ FAMILIES = {
 
 
 def save(tokenizer: Tokenizer, folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> None:
-    """Writes the files that a Hugging Face directory has."""
+    """Writes the files of a Hugging Face directory."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

@@ -1,4 +1,7 @@
-"""Programs that validate what operators use. They come with the extra `ops` or from the system; without one, a test skips."""
+"""Programs that validate what operators use.
+
+They come with the extra `ops` or from the system; without one, a test skips.
+"""
 
 import os
 import shutil
@@ -12,7 +15,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def find(name: str) -> str:
-    """The program's path, in this interpreter's environment or on PATH; skips the test when there is none."""
+    """Returns the program's path, in this interpreter's environment or on PATH; skips the test
+    when there is none.
+    """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     found = shutil.which(name, path=path)
     if found is None:
@@ -23,7 +28,9 @@ def find(name: str) -> str:
 
 
 def run(name: str, *arguments: str, **options: object) -> str:
-    """Runs a program at the repository's root and returns what it printed; fails the test when it fails."""
+    """Runs a program at the repository's root and returns what it printed; fails the test when it
+    fails.
+    """
     result = subprocess.run(
         [find(name), *arguments], cwd=ROOT, capture_output=True, text=True, check=False, **options
     )

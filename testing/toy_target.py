@@ -1,10 +1,13 @@
-"""A target without a model: the next token is a hash of the history that its KV holds, so any wrong page shows as a wrong token.
+"""A target without a model: the next token is a hash of the history that its KV holds, so any wrong
+page shows as a wrong token.
 
-Steps run when they are started, which is the order of a GPU's stream; what they gave is handed out later. Where a sequence
-stands is kept by slot, and page tables are copied as a GPU's are, so that the engine's account of both is put to the test.
-Where a sequence follows a grammar, only the forward runs when the step is started, and the tokens are chosen later.
+Steps run when they are started, which is the order of a GPU's stream; what they gave is handed out
+later. Where a sequence stands is kept by slot, and page tables are copied as a GPU's are, so that
+the engine's account of both is put to the test. Where a sequence follows a grammar, only the
+forward runs when the step is started, and the tokens are chosen later.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,16 +16,18 @@ import torch
 
 from foredraft.runner.model_runner import ForwardOutput
 from foredraft.trees.draft_tree import EMPTY, DraftTree, sanitize
-from verify_service.executor.sampler import Outcome, VerifyRows
-from verify_service.executor.target_step import (
-    AheadRows,
+from verify_service.executor.base import (
+    Ahead,
     DeviceOutcome,
-    StartedStep,
+    Executor,
+    FinishedStep,
+    PendingStep,
+    Step,
     StepResult,
-    TargetStep,
 )
-from verify_service.executor.verification import walk
-from verify_service.grammar.masks import fill_late
+from verify_service.executor.choice.sampler import Outcome, VerifyRows
+from verify_service.executor.choice.verification import walk
+from verify_service.grammar.masks import fill_two_phase_masks
 from verify_service.scheduler.request import Sequence as RequestSequence
 from verify_service.scheduler.step_plan import PrefillChunk
 
@@ -30,12 +35,12 @@ MASK = (1 << 61) - 1
 
 
 def mix(history: int, token: int) -> int:
-    """The history that one more token makes."""
+    """Returns the history with one more token."""
     return (history * 6364136223846793005 + token * 1442695040888963407 + 1013904223) & MASK
 
 
 def choose(history: int, vocab_size: int) -> int:
-    """The token that follows a history."""
+    """Returns the token that follows a history."""
     return (history >> 20) % vocab_size
 
 
@@ -45,7 +50,9 @@ def decode(
     vocab_size: int,
     allows: Callable[[list[int], int], bool] = lambda output, token: True,
 ) -> list[int]:
-    """What follows a prompt, where not all tokens may be allowed after some output."""
+    """Returns the continuation of a prompt, where some outputs may not be followed by every
+    token.
+    """
     history = 0
     for token in prompt:
         history = mix(history, token)
@@ -60,10 +67,12 @@ def decode(
 
 
 class ToyGrammar:
-    """Stands in for a `GrammarState`: every third token is forbidden, which ones depends on those before; 11 is the end.
+    """Stands in for a `GrammarState`.
+
+    It forbids every third token, depending on those before; 11 is the end.
 
     Args:
-        max_nodes: Of trees that are followed when steps run ahead.
+        max_nodes: Maximum nodes of trees that are followed in overlapped steps.
     """
 
     failure = None
@@ -122,22 +131,22 @@ class ToyGrammar:
 
 
 END = 11
-LOST: list[int] = [-1]  # what leads to a node that is none
+LOST: list[int] = [-1]  # path to an absent node
 
 
 def allowed_token(mask: npt.NDArray[np.int32], token: int, vocab_size: int) -> int:
-    """The first that is allowed from `token` on."""
+    """Returns the first allowed token from `token` on."""
     while not mask[token // 32] >> token % 32 & 1:
         token = (token + 1) % vocab_size
     return token
 
 
-class ToyStep(StartedStep):
-    """A step that has run already, but for the choice of its tokens where that comes later.
+class ToyStep(PendingStep):
+    """A step that has run, except for the choice of its tokens in a two-phase step.
 
     Args:
-        choose: Gives the outcome.
-        output: For a draft that reads hidden states.
+        choose: Function that returns the outcome.
+        output: Hidden states for a draft that reads them.
     """
 
     def __init__(
@@ -146,11 +155,11 @@ class ToyStep(StartedStep):
         trees: list[DraftTree],
         rows: list[int],
         choose: Callable[[], StepResult],
-        is_late: bool = False,
+        is_two_phase: bool = False,
         output: ForwardOutput | None = None,
     ) -> None:
         self.num_rows, self._trees, self._choose = num_rows, trees, choose
-        self._result = None if is_late else choose()
+        self._result = None if is_two_phase else choose()
         empty = torch.zeros(0)
         self.outcome = DeviceOutcome(len(trees), torch.tensor(rows), empty, output)  # type: ignore[arg-type]
 
@@ -166,20 +175,20 @@ class ToyStep(StartedStep):
         if self._result is None:
             self._result = self._choose()
 
-    def finish(self) -> tuple[StepResult, list[DraftTree]]:
+    def finish(self) -> StepResult:
         assert self._result is not None, "nothing was chosen"
-        return self._result, self._trees
+        return dataclasses.replace(self._result, trees=self._trees)
 
 
-class ToyTarget(TargetStep):
-    """See the module.
+class ToyTarget(Executor):
+    """Executes steps of the toy target, see the module.
 
     Attributes:
-        standing: By slot, committed keys and the newest token.
-        num_late: Steps started ahead whose tokens were chosen later.
+        standing: Number of committed keys, and the newest token, by slot.
+        num_two_phase: Number of overlapped steps whose tokens were chosen in a second phase.
     """
 
-    num_late = 0
+    num_two_phase = 0
 
     def __init__(self, page_size: int, vocab_size: int, max_rows: int) -> None:
         self._page_size, self._vocab_size, self._max_rows = page_size, vocab_size, max_rows
@@ -191,31 +200,34 @@ class ToyTarget(TargetStep):
     def forget(self, sequence: RequestSequence) -> None:
         pass
 
-    def can_start(self, batch: Sequence[VerifyRows]) -> bool:
-        return bool(batch) and all(rows.sequence.sampling.min_p == 0 for rows in batch)
+    def close(self) -> None:
+        pass
 
-    def start(self, batch: Sequence[VerifyRows], capture: Sequence[int]) -> StartedStep:
-        num_rows = self._max_rows if any(rows.tree.tokens for rows in batch) else 1
+    def can_overlap(self, step: Step) -> bool:
+        is_simple = all(rows.sequence.sampling.min_p == 0 for rows in step.batch)
+        return bool(step.batch) and not step.chunks and is_simple
+
+    def submit(self, step: Step) -> PendingStep:
+        if step.ahead is not None:
+            return self._submit_ahead(step, step.ahead)
+        if not self.can_overlap(step):
+            return FinishedStep(self._run(step.batch, step.chunks))
+        num_rows = self._max_rows if any(rows.tree.tokens for rows in step.batch) else 1
         work = [
             (rows.sequence, rows.sequence.num_computed, rows.sequence.tokens[-1], rows.tree)
-            for rows in batch
+            for rows in step.batch
         ]
         return self._start(work, num_rows)
 
-    def start_ahead(
-        self,
-        batch: Sequence[AheadRows],
-        capture: Sequence[int],
-        num_rows: int,
-        fetch: Callable[[torch.Tensor], None] | None,
-    ) -> StartedStep:
+    def _submit_ahead(self, step: Step, ahead: Ahead) -> PendingStep:
+        batch, num_rows = step.batch, ahead.num_rows
         trees: list[DraftTree] = [EMPTY] * len(batch)
-        if fetch is not None:
+        if ahead.fetch is not None:
             fetched = torch.zeros(64, 2, self._max_rows - 1, dtype=torch.int64)
-            fetch(fetched)
-            for i, rows in enumerate(batch):
-                if rows.tree is not None:
-                    tokens, parents = fetched[rows.tree].tolist()
+            ahead.fetch(fetched)
+            for i, row in enumerate(ahead.trees):
+                if row is not None:
+                    tokens, parents = fetched[row].tolist()
                     size = min(num_rows - 1, sum(parent >= -1 for parent in parents))
                     trees[i], _ = sanitize(
                         tokens[:size], parents[:size], self._vocab_size, num_rows - 1
@@ -224,16 +236,11 @@ class ToyTarget(TargetStep):
         for rows, tree in zip(batch, trees, strict=True):
             committed, root = self.standing[rows.sequence.slot]
             work.append((rows.sequence, committed, root, tree))
-        step = self._start(work, num_rows)
-        self.num_late += not step.is_chosen
-        return step
+        started = self._start(work, num_rows)
+        self.num_two_phase += not started.is_chosen
+        return started
 
-    def run(
-        self,
-        batch: Sequence[VerifyRows],
-        chunks: Sequence[PrefillChunk],
-        capture: Sequence[int],
-    ) -> StepResult:
+    def _run(self, batch: Sequence[VerifyRows], chunks: Sequence[PrefillChunk]) -> StepResult:
         last = {chunk.seq.request_id for chunk in chunks if chunk.is_last}
         outcomes = [
             self._verify(
@@ -251,7 +258,14 @@ class ToyTarget(TargetStep):
                 self._kv[self._slot(sequence, chunk.start + i)] = history
             if chunk.is_last:
                 outcomes.append(self._walk(sequence, chunk.start + len(tokens), EMPTY, [history]))
-        return StepResult(outcomes, None, (), len(batch), 0.0)  # type: ignore[arg-type]
+        return StepResult(
+            outcomes,
+            None,  # type: ignore[arg-type]
+            (),
+            len(batch),
+            0.0,
+            prompt_logprobs=[[] for _ in chunks],
+        )
 
     def _start(
         self, work: list[tuple[RequestSequence, int, int, DraftTree]], num_rows: int
@@ -271,8 +285,10 @@ class ToyTarget(TargetStep):
         slots = [sequence.slot or 0 for sequence, *_ in work]
         # A sequence that ends before has no pages any more, but the device has.
         tables = {slot: list(self._tables[slot]) for slot in slots}
-        is_late = any(sequence.grammar is not None for sequence, *_ in work)
-        self._newest = ToyStep(num_rows, [tree for *_, tree in work], slots, choose_all, is_late)
+        is_two_phase = any(sequence.grammar is not None for sequence, *_ in work)
+        self._newest = ToyStep(
+            num_rows, [tree for *_, tree in work], slots, choose_all, is_two_phase
+        )
         return self._newest
 
     def _verify(
@@ -284,7 +300,7 @@ class ToyTarget(TargetStep):
     def _forward(
         self, sequence: RequestSequence, committed: int, root: int, tree: DraftTree
     ) -> list[int]:
-        """Histories of all rows, which are in the KV too."""
+        """Returns the histories of all rows, and writes them to the KV."""
         histories = [mix(self._history(sequence, committed), root)]
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
             histories.append(mix(histories[parent + 1], token))
@@ -303,7 +319,7 @@ class ToyTarget(TargetStep):
         chosen = [choose(history, self._vocab_size) for history in histories]
         if sequence.grammar is not None:
             masks = np.empty((len(histories), -(-self._vocab_size // 32)), np.int32)
-            fill_late(sequence, tree, masks)
+            fill_two_phase_masks(sequence, tree, masks)
             chosen = [
                 allowed_token(mask, token, self._vocab_size)
                 for mask, token in zip(masks, chosen, strict=True)

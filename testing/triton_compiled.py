@@ -1,4 +1,6 @@
-"""Triton kernels compiled for cards that are not here: what they were launched with, and the shared memory that this takes."""
+"""Compiles Triton kernels for cards that are not here, and reports the shared memory of their
+launches.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +25,7 @@ OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 
 
 class Recorder:
-    """Stands in a kernel's place and notes its launches instead."""
+    """Replaces a kernel and records its launches."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -37,7 +39,7 @@ class Recorder:
         return launch
 
     def shared_memory(self, capability: int) -> list[int]:
-        """Bytes that each launch's program takes on a card."""
+        """Returns the bytes of shared memory that each launch's program takes on a card."""
         return [self._compile(launch, capability).metadata.shared for launch in self.launches]
 
     def _compile(self, launch: dict[str, Any], capability: int) -> Any:

@@ -1,4 +1,6 @@
-"""Which tests need a GPU, and where those of Triton kernels run: on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1) on the CPU."""
+"""The device of tests of Triton kernels: a GPU, or Triton's interpreter (TRITON_INTERPRET=1) on
+the CPU. Marks tests that need a GPU.
+"""
 
 import importlib.util
 import os
@@ -20,7 +22,9 @@ needs_triton = pytest.mark.skipif(
 
 
 def true_casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets torch cast to 8 bits: Triton 3.6's interpreter loses the carry where rounding reaches the next power of two."""
+    """Lets torch cast to 8 bits: Triton 3.6's interpreter loses the carry where rounding reaches
+    the next power of two.
+    """
     if not INTERPRETED:
         return
     from triton.runtime import interpreter

@@ -1,4 +1,6 @@
-"""Engines that take turns step by step, so that whatever slows the machine for a while slows all of them."""
+"""Engines that take turns step by step, so that whatever slows the machine for a while slows all of
+them.
+"""
 
 import math
 import statistics
@@ -9,15 +11,15 @@ from types import TracebackType
 
 from verify_service.engine.engine import Engine
 
-POLL_SECONDS = 0.002  # how often one that waits looks whether the others still have work
+POLL_SECONDS = 0.002  # interval at which a waiting engine checks whether others have work
 
 
 class Turns:
-    """While entered, one engine runs a step at a time, and none runs two in a row while another has work.
+    """Lets engines run one step at a time; none runs two in a row while another has work.
 
     Attributes:
-        seconds: That each engine's steps took, handing out their tokens included.
-        cpu_seconds: Of all threads of this process meanwhile.
+        seconds: Time of each engine's steps, handing out their tokens included.
+        cpu_seconds: CPU time of all threads of this process meanwhile.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
@@ -28,7 +30,7 @@ class Turns:
         self.clear()
 
     def clear(self) -> None:
-        """Counts from 0 again."""
+        """Resets the counts."""
         self.seconds = [0.0] * len(self._engines)
         self.cpu_seconds = [0.0] * len(self._engines)
 
@@ -60,7 +62,8 @@ class Turns:
             started, started_cpu = time.perf_counter(), time.process_time()
             try:
                 step()
-                engine._emit()  # which else is done after the step or in it, with a draft or without
+                # Else this work is done after the step or in it, with a draft or without.
+                engine._emit()
             finally:
                 self.cpu_seconds[number] += time.process_time() - started_cpu
                 self.seconds[number] += time.perf_counter() - started
@@ -72,7 +75,9 @@ class Turns:
 
 
 def median_within(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and between which values it lies at a confidence of 95 %: the k-th from both ends."""
+    """Returns the median and its interval at a confidence of 95 %: the k-th values from both
+    ends.
+    """
     ordered = sorted(values)
     away = 0.98 * math.sqrt(len(ordered))
     low = max(math.floor((len(ordered) - 1) / 2 - away), 0)

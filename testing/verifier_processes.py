@@ -1,4 +1,7 @@
-"""Verifiers and gateways as processes of their own, for what happens when there are several. Starts nothing by itself."""
+"""Verifiers and gateways as processes of their own, for tests with several of them.
+
+Starts nothing by itself.
+"""
 
 import contextlib
 import subprocess
@@ -16,12 +19,14 @@ from testing.stack import eventually, free_port, is_listening
 
 
 class ServiceProcess:
-    """A service that can be killed and started again at the same address. Leaving its block ends it.
+    """A service that can be killed and started again at the same address.
+
+    Leaving its block ends it.
 
     Args:
         module: `verify_service`, `draft_service` or `gateway`.
-        address: Where its health is asked for.
-        program: What to run instead of the module.
+        address: Address of its health service.
+        program: Module to run instead of `module`.
         flags: Fields of its configuration.
     """
 
@@ -34,7 +39,7 @@ class ServiceProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started last."""
+        """Pid of the process that was started last."""
         assert self._process is not None
         return self._process.pid
 
@@ -68,7 +73,7 @@ class ServiceProcess:
 
 
 def verifier(model: Path, address: str, **flags: Any) -> ServiceProcess:
-    """A verifier on the CPU, without drafts unless flags say otherwise."""
+    """Returns a verifier on the CPU, without drafts unless flags say otherwise."""
     values = {
         "model_path": str(model),
         "served_model_name": "model",
@@ -82,7 +87,9 @@ def verifier(model: Path, address: str, **flags: Any) -> ServiceProcess:
 
 @contextlib.contextmanager
 def gateway(verifiers: Sequence[str], **flags: Any) -> Iterator[tuple[ServiceProcess, str, str]]:
-    """A gateway before verifiers; gives it, its URL and the address of its gRPC once it listens."""
+    """Starts a gateway before verifiers; yields it, its URL and the address of its gRPC once it
+    listens.
+    """
     http, grpc = free_port(), free_port()
     where, url = f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}"
     process = ServiceProcess(
@@ -94,6 +101,6 @@ def gateway(verifiers: Sequence[str], **flags: Any) -> Iterator[tuple[ServicePro
 
 
 def usable(url: str) -> int:
-    """Verifiers that a gateway can use now."""
+    """Returns the verifiers that a gateway can use now."""
     answer = httpx.get(f"{url}/health", timeout=30)
     return int(answer.json()["verifiers"]["usable"]) if answer.status_code == 200 else 0

@@ -1,4 +1,6 @@
-"""A real stack under load with a real Prometheus that scrapes it. Also a program, which draws the dashboards' pictures:
+"""A real stack under load with a real Prometheus that scrapes it.
+
+Also a program, which draws the dashboards' pictures:
 
 python -m testing.watched_stack --seconds 300 --output docs/images
 """
@@ -38,7 +40,7 @@ PROMPTS = (
     "To be, or not to be, that is the question:",
     "One two three four one two three four one two three",
 )
-INTERVAL = "10s"  # what stands for Grafana's $__rate_interval
+INTERVAL = "10s"  # value of Grafana's $__rate_interval
 
 
 class Prometheus:
@@ -48,7 +50,7 @@ class Prometheus:
         self.url = url
 
     def query(self, promql: str) -> list[dict[str, Any]]:
-        """The result of an instant query."""
+        """Returns the result of an instant query."""
         fields = urllib.parse.urlencode({"query": promql})
         answer = get_json(f"{self.url}/api/v1/query?{fields}")
         assert answer["status"] == "success"
@@ -56,13 +58,13 @@ class Prometheus:
 
 
 def get_json(url: str) -> Any:
-    """A page's JSON."""
+    """Returns a page's JSON."""
     with urllib.request.urlopen(url, timeout=30) as response:
         return json.load(response)
 
 
 def complete(base: str, prompt: str, max_tokens: int, temperature: float) -> dict[str, Any]:
-    """One answer of /v1/completions."""
+    """Returns one answer of /v1/completions."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
     request = urllib.request.Request(
         f"{base}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -73,7 +75,7 @@ def complete(base: str, prompt: str, max_tokens: int, temperature: float) -> dic
 
 @contextlib.contextmanager
 def running_stack() -> Iterator[Supervisor]:
-    """The bundled model, drafted from n-grams, in a small pool of pages."""
+    """Runs the bundled model, drafted from n-grams, in a small pool of pages."""
     values = stack.resolve_models({})
     values |= {"port": 0, "grpc_port": 0, "num_threads": 1, "max_total_tokens": 4096}
     lines: list[str] = []
@@ -85,7 +87,9 @@ def running_stack() -> Iterator[Supervisor]:
 
 @contextlib.contextmanager
 def running_prometheus(directory: Path, urls: dict[str, str]) -> Iterator[Prometheus]:
-    """Prometheus with the repository's rules, scraping `urls` (job to URL of /metrics) every second."""
+    """Runs Prometheus with the repository's rules, scraping `urls` (job to URL of /metrics)
+    every second.
+    """
     jobs = [
         {
             "job_name": job,
@@ -122,7 +126,9 @@ def running_prometheus(directory: Path, urls: dict[str, str]) -> Iterator[Promet
 
 @contextlib.contextmanager
 def load(base: str, clients: int = 3, pause: float = 0.05) -> Iterator[None]:
-    """Clients that ask one thing after another until the block ends; an answer that fails ends the test."""
+    """Runs clients that send one request after another until the block ends; a failed answer
+    ends the test.
+    """
     stop, errors = threading.Event(), []
 
     def client(seed: int) -> None:
@@ -156,7 +162,7 @@ def load(base: str, clients: int = 3, pause: float = 0.05) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(directory: Path) -> Iterator[tuple[Supervisor, Prometheus]]:
-    """Both, and load on them until the block ends."""
+    """Runs both, and load on them, until the block ends."""
     with running_stack() as supervisor:
         urls = {
             "foredraft-gateway": supervisor.urls["metrics"],

@@ -1,4 +1,4 @@
-"""What a list of tokens reads as, by the library's decoder and, in byte tokens, by SentencePiece's rule."""
+"""Decodes a list of tokens by the library and, for byte tokens, by SentencePiece's rule."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,12 @@ from foredraft.text.tokenizer import Tokenizer
 
 
 def byte_tokens(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that stand for one byte, `<0x0A>`."""
+    """Returns the tokens that stand for one byte, `<0x0A>`."""
     return [t for t in range(tokenizer.vocab_size) if (tokenizer.token(t) or "").startswith("<0x")]
 
 
 def whole_text(tokenizer: Tokenizer, tokens: Sequence[int], skip: bool = True) -> str:
-    """The text of all tokens at once; `skip` leaves special ones out."""
+    """Returns the text of all tokens at once; `skip` leaves special ones out."""
     if not any((tokenizer.token(token) or "").startswith("<0x") for token in tokens):
         return tokenizer.decode(tokens, skip)
     pieces: list[str] = []
@@ -30,7 +30,9 @@ def whole_text(tokenizer: Tokenizer, tokens: Sequence[int], skip: bool = True) -
 
 
 def _spelt(run: bytes) -> str:
-    """Characters as far as there are any, a replacement character for every other byte."""
+    """Returns characters as far as there are any, and a replacement character for every other
+    byte.
+    """
     text = ""
     while run:
         for size in (1, 2, 3, 4):

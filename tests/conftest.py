@@ -1,4 +1,6 @@
-"""Lets the workers of pytest-xdist, and the services that they start, share the cores; no example fails by being slow."""
+"""Lets the workers of pytest-xdist, and the services that they start, share the cores; no example
+fails by being slow.
+"""
 
 import contextlib
 import os
@@ -19,7 +21,8 @@ with contextlib.suppress(ImportError):  # tests on a GPU can do without
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
 
-# Begun first, longest first, so that no worker is left with one of them at the end. Others follow by their number of tests.
+# Begun first, longest first, so that no worker is left with one of them at the end. Others follow
+# by their number of tests.
 LONG = (
     "tests/e2e/test_exactness.py",
     "tests/e2e/test_heads.py",
@@ -31,7 +34,7 @@ LONG = (
     "tests/web/test_dashboard.py",
     "tests/web/test_playground.py",
     "tests/monitoring/test_dashboards.py",
-    "tests/verify_service/policy/test_draft_policy.py",
+    "tests/verify_service/controller/test_controller.py",
     "tests/cli/test_generate.py",
     "tests/e2e/test_several_drafts.py",
     "tests/cli/test_serve.py",
@@ -75,7 +78,9 @@ DIVIDED = ("tests/e2e/test_exactness.py",)
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks long files, and puts files in the order in which workers begin them; without workers pytest's own stays."""
+    """Marks long files, and puts files in the order in which workers begin them; without workers
+    pytest's own stays.
+    """
     ranks = {name: rank for rank, name in enumerate(LONG)}
     files = {item: item.nodeid.partition("::")[0] for item in items}
     for item in items:
@@ -91,7 +96,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """--dist loadfile in the order of `pytest_collection_modifyitems`, with the files of DIVIDED in parts."""
+    """--dist loadfile in the order of `pytest_collection_modifyitems`, with the files of DIVIDED in
+    parts.
+    """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling

@@ -1,5 +1,7 @@
-"""Triton's compiler takes a variable for unchanged by a loop whose new value is the very object that it was before the loop,
-as that of `a` in `b = a; while ...: a = b; b = ...`. The interpreter does not, so no test without a GPU would see it."""
+"""Triton's compiler takes a variable for unchanged by a loop whose new value is the very object
+that it was before the loop, as that of `a` in `b = a; while ...: a = b; b = ...`. The interpreter
+does not, so no test without a GPU would see it.
+"""
 
 import ast
 from pathlib import Path
@@ -39,7 +41,9 @@ def bound(function: ast.FunctionDef, loop: ast.For | ast.While) -> set[str]:
 
 
 def copies(loop: ast.For | ast.While, before: set[str]) -> set[str]:
-    """The assignments in a loop that give one name the value of another, where both have been there before it."""
+    """The assignments in a loop that give one name the value of another, where both have been there
+    before it.
+    """
     found = set()
     for assignment in ast.walk(loop):
         if not isinstance(assignment, ast.Assign):
@@ -56,7 +60,9 @@ def copies(loop: ast.For | ast.While, before: set[str]) -> set[str]:
 
 
 def copied(value: ast.expr) -> str:
-    """The name that an expression is, or may be: a cast to the type that it has gives the same object."""
+    """The name that an expression is, or may be: a cast to the type that it has gives the same
+    object.
+    """
     if (
         isinstance(value, ast.Call)
         and isinstance(value.func, ast.Attribute)

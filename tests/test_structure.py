@@ -1,4 +1,6 @@
-"""Holds the shape of the code: no import circles, who may import whom beside the arrows, and nothing in the library for one user."""
+"""Holds the shape of the code: no import circles, who may import whom beside the arrows, and
+nothing in the library for one user.
+"""
 
 import ast
 import subprocess
@@ -7,8 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SERVICES = ("gateway", "verify_service", "draft_service", "training")
-# The command and its benchmarks are one user each by nature; the stubs are generated; the keys are read by the gateway, and
-# by the command before it starts anything.
+# The command and its benchmarks are one user each by nature; the stubs are generated; the keys are
+# read by the gateway, and by the command before it starts anything.
 EXEMPT = ("foredraft.api", "foredraft.bench", "foredraft.cli", "foredraft.config.api_keys")
 
 
@@ -36,7 +38,9 @@ def imports(module: str) -> frozenset[str]:
 
 
 def circles(graph: dict[str, frozenset[str]]) -> list[list[str]]:
-    """Modules that nothing but each other keeps from being imported first: what remains when leaves are taken away."""
+    """Modules that nothing but each other keeps from being imported first: what remains when leaves
+    are taken away.
+    """
     remaining = {name: set(targets) for name, targets in graph.items()}
     while leaves := [name for name, targets in remaining.items() if not targets & remaining.keys()]:
         for name in leaves:
@@ -54,7 +58,9 @@ def is_entry_point(module: str) -> bool:
 
 
 def owners() -> dict[str, set[str]]:
-    """For each module of the library the services that need it: by themselves, or through another module of the library."""
+    """For each module of the library the services that need it: by themselves, or through another
+    module of the library.
+    """
     shared = [name for name in modules() if name.startswith("foredraft.")]
     found = {
         name: {

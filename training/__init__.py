@@ -1,1 +1,4 @@
-"""Training of what Foredraft serves: small language models, draft heads and token maps. Nothing imports this package."""
+"""Trains small language models, draft heads and token maps for Foredraft.
+
+Nothing imports this package.
+"""

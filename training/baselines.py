@@ -1,4 +1,4 @@
-"""What a language model must beat on the same text: xz, and an interpolated byte n-gram model."""
+"""Baselines for language models: xz, and an interpolated byte n-gram model."""
 
 import lzma
 import math
@@ -7,15 +7,16 @@ import numpy as np
 
 
 def xz_bits_per_byte(text: bytes) -> float:
-    """Size of `xz -9e` of the text, in bits per byte."""
+    """Returns the size of the text compressed by `xz -9e`, in bits per byte."""
     return 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
 
 
 class ByteNgram:
     """A byte model of orders 0 to `order`, interpolated after Witten and Bell.
 
-    p_k(c | h) = (n(h c) + d(h) p_{k-1}(c | h')) / (n(h) + d(h)), where d(h) is how many different bytes followed h and h' is
-    h without its oldest byte; p_{-1} is uniform. Counts lie in sorted arrays, so training sorts and scoring bisects.
+    p_k(c | h) = (n(h c) + d(h) p_{k-1}(c | h')) / (n(h) + d(h)), where d(h) is the number of
+    different bytes that followed h and h' is h without its oldest byte; p_{-1} is uniform. Counts
+    lie in sorted arrays, so training sorts and scoring bisects.
 
     Args:
         text: Training text.
@@ -38,7 +39,7 @@ class ByteNgram:
             self._contexts.append((contexts, totals, followers))
 
     def bits_per_byte(self, text: bytes) -> float:
-        """Mean cost of the bytes of a text; the first `order` bytes have shorter contexts."""
+        """Returns the mean cost of a text's bytes; the first `order` have shorter contexts."""
         data = np.frombuffer(text, dtype=np.uint8)
         probability = np.full(len(data), 1 / 256)
         for size in range(min(self.order, len(data) - 1) + 1):
@@ -68,5 +69,5 @@ def _lookup(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndar
 
 
 def nats_to_bits_per_byte(nats: float, num_bytes: int) -> float:
-    """Bits per byte of a text that cost so many nats in all."""
+    """Converts a text's total cost in nats to bits per byte."""
     return nats / math.log(2) / num_bytes

@@ -1,4 +1,7 @@
-"""The commands below `foredraft train`: corpus, lm, draft, baselines, token-map. Torch is imported when a command runs."""
+"""The commands below `foredraft train`: corpus, lm, draft, baselines, token-map.
+
+Torch is imported when a command runs.
+"""
 
 import argparse
 import json
@@ -10,9 +13,14 @@ from foredraft.errors import ForedraftError
 
 Subparsers = argparse._SubParsersAction
 
+ALGORITHMS = ("EAGLE3", "EAGLE", "MTP", "DFLASH", "DSPARK", "PEAGLE")  # choices of `train draft`
+_BLOCKS = "DFLASH, DSPARK, PEAGLE"
+
 
 def add_parsers(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
-    """Adds the training commands; each sets `run`, a function of the parsed arguments that returns an exit status."""
+    """Adds the training commands; each sets `run`, a function of the parsed arguments that returns
+    an exit status.
+    """
     _add_corpus(subparsers)
     _add_lm(subparsers)
     _add_draft(subparsers)
@@ -24,10 +32,16 @@ def main(argv: list[str]) -> int:
     """Runs one training command; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="foredraft train",
-        description="Trains a head for a target of yours (draft), or the models that come with Foredraft.",
+        description=(
+            "Trains a head or a block drafter for a target of yours (draft: EAGLE3, EAGLE, MTP,"
+            " DFLASH, DSPARK, PEAGLE), or the models that come with Foredraft."
+        ),
         epilog="docs/training.md goes from text to a measured head; COMMAND --help has the flags.",
     )
     add_parsers(parser.add_subparsers(title="commands", metavar="COMMAND", required=True))
+    if not argv:
+        parser.print_help()
+        return 0
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -171,18 +185,27 @@ def _run_lm(arguments: argparse.Namespace) -> int:
 
 
 def _add_draft(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser(
-        "draft", help="train an EAGLE-3, EAGLE-2 or MTP head for a target"
-    )
+    parser = subparsers.add_parser("draft", help="train a head or a block drafter for a target")
     add = parser.add_argument
-    add("--algorithm", choices=("EAGLE3", "EAGLE", "MTP"), default="EAGLE3")
-    add("--target", type=Path, required=True, help="Hugging Face directory of the target")
-    add("--data", type=Path, nargs="+", required=True, help="text to take prompts from")
+    add("--algorithm", choices=ALGORITHMS, default="EAGLE3")
+    add(
+        "--target",
+        required=True,
+        help="Hugging Face directory of the target, or its name: bundled, as foredraft-demo, or on"
+        " the hub",
+    )
+    add("--data", type=Path, nargs="*", default=[], help="text to take prompts from")
     add("--validation", type=Path, nargs="*", default=[], help="held-out text to measure on")
     add("--out", type=Path, required=True)
     add("--generated", type=Path, help="folder that keeps what the target wrote; default: OUT")
     add("--windows", type=int, default=4096, help="windows that the target writes")
     add("--text-windows", type=int, default=0, help="windows of plain text beside them")
+    add(
+        "--free-windows",
+        type=int,
+        default=0,
+        help="windows that the target writes from its first token on",
+    )
     add("--prompt", type=int, default=128, help="tokens of a prompt")
     add("--window", type=int, default=512, help="tokens of a window, prompt included")
     add("--generate-batch", type=int, default=1024, help="windows written at once")
@@ -199,13 +222,28 @@ def _add_draft(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
     add("--token-weight", type=float, default=1.0)
     add("--feature-weight", type=float, help="default: 1 for EAGLE, else 0")
     add("--noise", type=float, help="on the target's features; default: 0.1 for EAGLE, else 0")
-    add("--draft-vocab-size", type=int, default=0, help="EAGLE3: most frequent tokens; 0 = all")
+    add(
+        "--draft-vocab-size",
+        type=int,
+        default=0,
+        help="EAGLE3, PEAGLE: most frequent tokens; 0 = all",
+    )
     add(
         "--stream-norms",
         action="store_true",
-        help="EAGLE3: normalise each fused stream (fc_norm), for targets with large residual streams such as Gemma's",
+        help=(
+            "EAGLE3, PEAGLE: normalise each fused stream (fc_norm), for targets with large residual"
+            " streams such as Gemma's"
+        ),
     )
     add("--intermediate", type=int, default=0, help="width of the head's MLP; 0 = the target's")
+    add("--block", type=int, default=8, help=f"{_BLOCKS}: tokens that a block proposes")
+    add("--draft-layers", type=int, default=2, help=f"{_BLOCKS}: layers of the draft")
+    add("--streams", type=int, default=4, help="DFLASH, DSPARK: layers of the target that it reads")
+    add("--anchors", type=int, default=32, help=f"{_BLOCKS}: blocks in each window of a step")
+    add("--gamma", type=float, default=4.0, help="DFLASH, DSPARK: how fast later rows weigh less")
+    add("--markov-rank", type=int, default=64, help="DSPARK: width of the bias by the token before")
+    add("--mask-token", type=int, help=f"{_BLOCKS}: stands for what is drafted [the rarest]")
     add("--depth", type=int, default=5, help="drafted tokens of a measured chain or tree level")
     add("--topk", type=int, default=8, help="of the measured trees")
     add("--tree-tokens", type=int, default=32, help="of the measured trees, root included")
@@ -222,19 +260,30 @@ def _add_draft(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
     add("--max-minutes", type=float, default=math.inf, help="stop with a checkpoint after so long")
     add("--seed", type=int, default=1)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of activations; auto: bfloat16 on CUDA, float32 on a CPU",
+    )
     add("--no-compile", action="store_true", help="do not use torch.compile")
     add("--resume", action="store_true", help="go on from OUT/checkpoint.pt if there is one")
     parser.set_defaults(run=_run_draft)
 
 
 def _run_draft(arguments: argparse.Namespace) -> int:
-    from training.draft.trainer import DraftTrainer, DraftTrainingConfig
+    from foredraft.models.registry import resolve_model_path
+    from training.draft.block_trainer import BlockTrainer
+    from training.draft.config import DraftTrainingConfig
+    from training.draft.parallel_trainer import ParallelTrainer
+    from training.draft.trainer import DraftTrainer
 
     device = resolve_device(arguments.device)
     is_eagle = arguments.algorithm == "EAGLE"
     given = dict(vars(arguments))
     for name in ("run", "no_compile"):
         del given[name]
+    given["target"] = resolve_model_path(arguments.target)
     given["data"] = tuple(given["data"])
     given["validation"] = tuple(given["validation"])
     given["temperatures"] = tuple(given.pop("temperature"))
@@ -247,8 +296,12 @@ def _run_draft(arguments: argparse.Namespace) -> int:
     ):
         if given[name] is None:
             given[name] = eagle if is_eagle else other
+    if given["dtype"] == "auto":
+        given["dtype"] = "bfloat16" if device == "cuda" else "float32"
     given["compile"] = device == "cuda" and not arguments.no_compile
-    result = DraftTrainer(DraftTrainingConfig(**given)).run()
+    trainers = {"DFLASH": BlockTrainer, "DSPARK": BlockTrainer, "PEAGLE": ParallelTrainer}
+    make = trainers.get(arguments.algorithm, DraftTrainer)
+    result = make(DraftTrainingConfig(**given)).run()
     lengths = {
         "chain": {domain: round(r.length, 3) for domain, r in result.chain.items()},
         "tree": {domain: round(r.length, 3) for domain, r in result.tree.items()},
@@ -258,10 +311,10 @@ def _run_draft(arguments: argparse.Namespace) -> int:
 
 
 def resolve_device(name: str) -> str:
-    """`auto` is CUDA where there is a device, else the CPU.
+    """Returns the device type for a name; `auto` is CUDA where there is a device, else the CPU.
 
     Raises:
-        ConfigError: CUDA was asked for, and there is none that will do.
+        ConfigError: CUDA was requested, and no usable device was found.
     """
     from foredraft.attention.choice import device_for
 

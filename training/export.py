@@ -1,4 +1,6 @@
-"""Writes weights as Hugging Face checkpoints: bf16 safetensors shards under 16 MiB, an index, checksums."""
+"""Writes weights as Hugging Face checkpoints: bf16 safetensors shards under 16 MiB, an index,
+checksums.
+"""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +16,9 @@ SHARD_BYTES = 15 * 2**20
 
 
 def save_sharded(tensors: Mapping[str, Tensor], out: Path) -> list[Path]:
-    """Writes tensors, in their order, to `model-0000i-of-0000n.safetensors` and an index; one plain file when they fit.
+    """Writes tensors, in their order, to `model-0000i-of-0000n.safetensors` and an index.
+
+    If they fit one file, that is all.
 
     Returns:
         The files written, without the index.
@@ -43,13 +47,14 @@ def save_sharded(tensors: Mapping[str, Tensor], out: Path) -> list[Path]:
         }
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     for name, shard in zip(names, shards, strict=True):
-        # `save_file` makes files that nobody else may read; these are served by services of other users, in containers.
+        # `save_file` makes files that nobody else may read; these are served by services of other
+        # users, in containers.
         (out / name).write_bytes(save(shard, metadata={"format": "pt"}))
     return [out / name for name in names]
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint folder's safetensors files."""
+    """Loads all tensors of a checkpoint folder's safetensors files."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
@@ -59,7 +64,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def save_array(path: Path, array: np.ndarray) -> None:
-    """Writes a `.npy` file; a run that is killed meanwhile leaves the one before, or none."""
+    """Writes a `.npy` file; a run that is killed meanwhile leaves the previous file, or none."""
     temporary = path.with_suffix(".tmp.npy")
     np.save(temporary, array)
     temporary.replace(path)
@@ -71,7 +76,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def to_bf16(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Floating-point tensors in bf16, others as they are."""
+    """Converts floating-point tensors to bf16; others stay."""
     return {
         name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()

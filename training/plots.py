@@ -1,4 +1,4 @@
-"""Curves of a training run as one small PNG."""
+"""Draws the curves of a training run as one small PNG."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +13,10 @@ def plot_curves(
     """Draws one panel per entry.
 
     Args:
-        path: The PNG to write.
-        title: Shown above all panels.
+        path: Path of the PNG to write.
+        title: Title shown above all panels.
         x_label: Label of the common x axis.
-        panels: Label of the y axis -> label of the curve -> (x values, y values).
+        panels: Curves by label of the y axis, then by label of the curve: (x values, y values).
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""Saves the state of a run, to go on exactly from it, in files of less than 60 MiB."""
+"""Saves the state of a run in files of less than 60 MiB, so that a later run continues exactly."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +10,19 @@ from torch import Tensor
 from foredraft.errors import CheckpointError
 
 PART_BYTES = 48 * 2**20
-_TENSOR = "__tensor__"  # key of what stands for a tensor: its number and shape
+_TENSOR = "__tensor__"  # key of a tensor's placeholder, which has its number and shape
 
 
 def save_state(state: dict[str, Any], path: Path, part_bytes: int = PART_BYTES) -> None:
-    """Writes `path`, which holds everything but tensors, and files beside it of at most `part_bytes` of tensors each.
+    """Writes `path`, which holds everything but tensors, and files beside it of at most
+    `part_bytes` of tensors each.
 
-    `path` is replaced when all others have been written, so a run that is killed leaves the state before or this one.
+    `path` is replaced when all others have been written, so a run that is killed leaves the state
+    before or this one.
 
     Args:
-        state: Dictionaries, lists and tuples of tensors, numbers and strings; "step" tells one save from the next.
+        state: Dictionaries, lists and tuples of tensors, numbers and strings; "step" tells one save
+            from the next.
     """
     tensors: list[Tensor] = []
 
@@ -53,10 +56,10 @@ def save_state(state: dict[str, Any], path: Path, part_bytes: int = PART_BYTES) 
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Reads what `save_state` wrote, tensors on the CPU.
+    """Reads a state that `save_state` wrote, with tensors on the CPU.
 
     Raises:
-        CheckpointError: Files are missing, or not of this kind.
+        CheckpointError: Files are missing, or have another format.
     """
     try:
         saved = _read(path)
@@ -79,7 +82,7 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def _replace(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same with `change` of every value that it changes."""
+    """Returns a copy in which `change` has replaced values, at any depth."""
     changed = change(value)
     if changed is not value:
         return changed

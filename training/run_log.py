@@ -1,4 +1,4 @@
-"""Figures of a training run by step: kept for its curves, and written to a file as they come."""
+"""Keeps the figures of a training run by step for its curves, and writes them to a file."""
 
 import json
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ class RunLog:
     """Appends to a file of JSON lines.
 
     Args:
-        path: The file.
+        path: Path of the file.
 
     Attributes:
-        entries: All so far, each with its "step".
+        entries: All entries so far, each with its "step".
     """
 
     def __init__(self, path: Path) -> None:
@@ -21,16 +21,16 @@ class RunLog:
         self._path = path
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Writes down some figures."""
+        """Appends an entry of figures."""
         self.entries.append(entry)
         with self._path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
     def restore(self, entries: Sequence[dict[str, Any]]) -> None:
-        """Goes on from an earlier run's, or from none; what it wrote after its checkpoint is gone."""
+        """Replaces all entries by those of an earlier run's checkpoint."""
         self.entries = list(entries)
         self._path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
     def having(self, figure: str) -> list[dict[str, Any]]:
-        """The entries with some figure."""
+        """Returns the entries that have a figure."""
         return [entry for entry in self.entries if figure in entry]

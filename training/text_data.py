@@ -1,4 +1,4 @@
-"""Documents from files, a byte-level BPE tokenizer, and packed windows of tokens."""
+"""Reads documents, trains a byte-level BPE tokenizer, and packs tokens into windows."""
 
 import json
 import lzma
@@ -27,26 +27,32 @@ from training.progress import say
 
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\\n' }}"
-    "{% elif message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] | trim + eos_token + '\\n' }}"
-    "{% else %}{{ message['content'] + '\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ 'User: ' +"
+    " message['content'] + '\\n' }}{% elif message['role'] == 'assistant' %}{{ 'Assistant: ' +"
+    " message['content'] | trim + eos_token + '\\n' }}{% else %}{{ message['content'] + '\\n' }}{%"
+    " endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
-_SPLIT = r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLIT = (
+    r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".jsonl", ".xz"})
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text and the domain it belongs to (the name of its JSON lines file, else its file suffix)."""
+    """One text and the domain it belongs to (the name of its JSON lines file, else its file
+    suffix).
+    """
 
     text: str
     domain: str
 
 
 def read_documents(paths: Iterable[Path]) -> Iterator[Document]:
-    """Documents of files and, recursively, folders: `.jsonl[.xz]` with a `text` field, else one document per text file.
+    """Reads the documents of files and, recursively, folders.
+
+    A `.jsonl[.xz]` file has one in each line's `text` field; another text file is one document.
 
     Documents without a text are left out.
 
@@ -100,7 +106,8 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Trains a byte-level BPE tokenizer whose id 0 is END_OF_TEXT.
 
-    It reads a random sample of about `max_bytes` characters, drawn from the documents as often as `repeats` says (see `pack`).
+    It reads a random sample of about `max_bytes` characters, drawn from the documents as often as
+    `repeats` says (see `pack`).
     """
     tokenizer = Tokenizer(models.BPE(byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -134,7 +141,9 @@ def train_tokenizer(
 
 
 def save_tokenizer(tokenizer: Tokenizer, out: Path, context_length: int) -> None:
-    """Writes `tokenizer.json` and a `tokenizer_config.json` that transformers reads, with a plain chat template."""
+    """Writes `tokenizer.json` and a `tokenizer_config.json` that transformers reads, with a plain
+    chat template.
+    """
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
     config = {
@@ -152,12 +161,14 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path, context_length: int) -> None
 def pack(
     documents: Sequence[Document], tokenizer: Tokenizer, repeats: Mapping[str, int], seed: int
 ) -> np.ndarray:
-    """One stream of token ids, uint16 or uint32: END_OF_TEXT before every document, documents in random order.
+    """Packs documents in random order into one stream of token ids, uint16 or uint32.
+
+    END_OF_TEXT stands before every document.
 
     Args:
         documents: The training text.
-        tokenizer: Its tokenizer.
-        repeats: How often a domain's documents occur; 1 where a domain is not named.
+        tokenizer: Tokenizer of the model.
+        repeats: Number of times that a domain's documents occur; 1 where a domain is not named.
         seed: Seed of the order.
 
     Raises:
@@ -197,7 +208,7 @@ def load_or_pack(
     repeats: Mapping[str, int],
     seed: int,
 ) -> np.ndarray:
-    """`pack`, kept in a file next to the checkpoint so that a resumed run starts at once."""
+    """Loads the result of `pack` from a file next to the checkpoint, or packs and saves it."""
     if not cache.is_file():
         tokens = pack(documents, tokenizer, repeats, seed)
         save_array(cache, tokens)
@@ -206,14 +217,15 @@ def load_or_pack(
 
 
 class WindowSampler:
-    """Training windows of a token stream: every epoch visits all windows once, in a new order and from a new offset.
+    """Training windows of a token stream: every epoch visits all windows once, in a new order and
+    from a new offset.
 
-    A batch is a function of (seed, step) alone, so a resumed run sees what an unbroken one would have seen.
+    A batch depends only on (seed, step), so a resumed run sees the same as an unbroken one.
 
     Args:
-        tokens: The stream, on the device where batches are wanted.
-        length: Tokens in a window; one more is read for the targets.
-        batch: Windows in a batch.
+        tokens: Stream of tokens, on the device where batches are wanted.
+        length: Number of tokens in a window; one more is read for the targets.
+        batch: Number of windows in a batch.
         seed: Seed of order and offsets.
     """
 
@@ -225,7 +237,7 @@ class WindowSampler:
         self._epoch, self._starts = -1, torch.empty(0, dtype=torch.int64)
 
     def batch_at(self, step: int) -> Tensor:
-        """The windows of one step, int64 [batch, length + 1]."""
+        """Returns the windows of one step, int64 [batch, length + 1]."""
         first = step * self.batch
         starts = torch.stack([self._start(first + row) for row in range(self.batch)])
         device = self.tokens.device

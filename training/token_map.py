@@ -1,4 +1,4 @@
-"""`foredraft train token-map`: the most frequent tokens of a text, the reduced draft vocabulary of FR-Spec."""
+"""`foredraft train token-map`: makes FR-Spec's reduced draft vocabulary of frequent tokens."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from foredraft.errors import ConfigError
 
 
 def count_tokens(texts: Iterable[str], tokenizer: Tokenizer) -> np.ndarray:
-    """How often each token id occurs, int64 [vocab]."""
+    """Counts the occurrences of each token id, int64 [vocab]."""
     counts = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
     batch: list[str] = []
     for text in texts:
@@ -32,12 +32,13 @@ def _count(batch: list[str], tokenizer: Tokenizer, counts: np.ndarray) -> None:
 def select_tokens(
     counts: np.ndarray, size: int, always: Sequence[int] = ()
 ) -> tuple[list[int], float]:
-    """The `size` most frequent ids, most frequent first, lower ids first among equals.
+    """Returns the `size` most frequent ids, most frequent first, lower ids first among equals.
 
     Args:
-        counts: Occurrences by token id.
-        size: Ids wanted.
-        always: Ids that are in the map whatever their count (end of text); they displace the rarest.
+        counts: Number of occurrences by token id.
+        size: Number of ids.
+        always: Ids that are in the map whatever their count (end of text); they displace the
+            rarest.
 
     Returns:
         (ids, share of all occurrences they cover).
@@ -55,7 +56,7 @@ def select_tokens(
 
 
 def write_token_map(ids: Sequence[int], path: Path) -> None:
-    """Writes `path` (`.pt`, a list of ids that `torch.load` reads, as SGLang wants it) and the same as `.safetensors`."""
+    """Writes ids to `path` (`.pt`, a list for `torch.load` in SGLang's form) and `.safetensors`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(list(ids), path.with_suffix(".pt"))
     tensor = torch.tensor(ids, dtype=torch.int64)

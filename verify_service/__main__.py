@@ -5,6 +5,7 @@ import gc
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from foredraft.api.verify.v1.verify_pb2_grpc import add_VerifyServiceServicer_to_server
 from foredraft.attention.choice import device_for
 from foredraft.config.options import parse
+from foredraft.config.ranks import Nodes
 from foredraft.config.services import VerifyConfig
 from foredraft.config.speculation import each_draft, with_tree_defaults
 from foredraft.errors import ForedraftError
@@ -24,15 +26,19 @@ from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from foredraft.telemetry.metrics import start_metrics_server
 from foredraft.transport import cuda
+from verify_service.drafts.links import DraftLink
 from verify_service.engine.engine import Engine
+from verify_service.executor.ranks.watchdog import RANK_LOST
+from verify_service.executor.ranks.workers import start_further
 from verify_service.grammar.compiler import GrammarCompiler, GrammarLimits
 from verify_service.metrics import AnyMetrics, speculation_metrics
-from verify_service.service import ServedModel, VerifyService
-from verify_service.startup import Target, build_engine, connect_draft, load_target
+from verify_service.service import ServedDraft, ServedModel, VerifyService
+from verify_service.startup import build_engine, check_ranks, connect_draft, load_target
+from verify_service.target import Target
 
 SERVICE_NAME = "foredraft.api.verify.v1.VerifyService"
 DESCRIPTION = """The verifier: owns the target model and decides every output token. Takes token ids over gRPC
-from a gateway and asks a draft service for guesses."""
+from a gateway and asks a draft service for guesses."""  # noqa: E501
 
 STUCK_SECONDS = 180.0  # far longer than any step, kernels that are compiled in it included
 
@@ -40,12 +46,16 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Runs the verifier until SIGTERM; the exit status is 1 when it could not start or its engine failed, DEVICE_LOST when
-    its GPU did."""
+    """Runs the verifier until SIGTERM; the exit status is 1 when it could not start or its engine
+    failed, DEVICE_LOST when its GPU did.
+    """
     config = parse(VerifyConfig, None, "python -m verify_service", DESCRIPTION)
     telemetry_logging.setup("verify", config.log_level, config.log_format)
     try:
-        config.draft_addresses()  # says what is wrong before anything is loaded
+        config.draft_addresses()  # raises for wrong flags before anything is loaded
+        nodes = config.nodes()
+        if nodes.rank:
+            return lifetime.run(lambda: _serve_further(config, nodes))
         tracing.setup("verify", config.otlp_traces_endpoint)
         on_cpu = device_for(config.device).type == "cpu"
         for one in each_draft(config):
@@ -62,15 +72,16 @@ def main() -> int:
 async def _serve(config: VerifyConfig) -> int:
     server = RpcServer(config.listen, identity=service_identity(config))
     speculation = speculation_metrics(config.algorithms)
-    # Loading takes a while; health answers NOT_SERVING meanwhile. OpenMP keeps a team for every thread that computed, and no
-    # team spins while there are more threads in teams than cores: the thread that loads ends, and its team with it.
+    # Loading takes a while; health answers NOT_SERVING meanwhile. OpenMP keeps a team for every
+    # thread that computed, and no team spins while there are more threads in teams than cores: the
+    # thread that loads ends, and its team with it.
     loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
     starting = asyncio.get_running_loop().run_in_executor(loader, _build, config, speculation)
     service = VerifyService()
     server.add(add_VerifyServiceServicer_to_server, service, SERVICE_NAME)
     await server.start()
     try:
-        target, engine = await starting
+        target, engine, links = await starting
     except ForedraftError:
         await server.stop(0)
         raise
@@ -81,12 +92,13 @@ async def _serve(config: VerifyConfig) -> int:
         engine.limits.eos_token_ids,
         GrammarLimits(config.grammar_timeout, config.grammar_memory_mb),
     )
-    service.open(engine, _served(config, target), grammars)
+    service.open(engine, _served(config, target, links), grammars)
     metrics = None
     if config.metrics_port is not None:
         metrics = start_metrics_server(config.metrics_port, config.metrics_host)
     engine.start()
-    # What was loaded stays: looking through it all would stop a step for a tenth of a second, now and then.
+    # What was loaded stays: looking through it all would stop a step for a tenth of a second, now
+    # and then.
     gc.collect()
     gc.freeze()
     await server.set_serving()
@@ -109,14 +121,46 @@ async def _serve(config: VerifyConfig) -> int:
     return 1 if engine.failure is not None else 0
 
 
-def _build(config: VerifyConfig, speculation: AnyMetrics) -> tuple[Target, Engine]:
+async def _serve_further(config: VerifyConfig, nodes: Nodes) -> int:
+    """Runs the ranks of a host that has no verifier, until rank 0 ends them or is lost."""
+    check_ranks(config)
+    server = RpcServer(config.listen, identity=service_identity(config))
+    await server.start()
+    stop = lifetime.stop_event()
+    workers = start_further(config, nodes)
+    where = f"{nodes.host}:{nodes.port}"
+    logger.info("host %d of %d: waiting for host 0 at %s", nodes.rank, nodes.count, where)
+    is_serving = False
+    while not stop.is_set() and (ended := workers.ended()) is None:
+        if not is_serving and workers.have_joined():
+            is_serving = True
+            logger.info("host %d of %d: its ranks have joined", nodes.rank, nodes.count)
+            await server.set_serving()
+        await asyncio.sleep(0.1)
+    status = 0
+    if not stop.is_set() and ended is not None:
+        rank, how = ended
+        if how == "ended with status 0":
+            logger.info("host 0 has stopped")
+            await asyncio.to_thread(workers.wait)
+        else:
+            name = f"rank {rank} of {config.tensor_parallel_size} (pid {workers.pid(rank)})"
+            logger.error("%s %s: ending this host's ranks", name, how)
+            status = RANK_LOST
+    workers.kill()
+    workers.wait()
+    await server.stop(0)
+    return status
+
+
+def _build(config: VerifyConfig, speculation: AnyMetrics) -> tuple[Target, Engine, list[DraftLink]]:
     target = load_target(config)
     links = connect_draft(config, target, speculation)
-    return target, build_engine(config, target, speculation, links)
+    return target, build_engine(config, target, speculation, links), links
 
 
 async def _watch(engine: Engine, stop: asyncio.Event, device: torch.device) -> None:
-    """An engine that failed cannot serve: the process ends, for whoever supervises it to start anew.
+    """Ends the process when its engine has failed, so that its supervisor restarts it.
 
     So it does where a GPU stands still, which lets nothing end in order.
     """
@@ -132,24 +176,31 @@ async def _watch(engine: Engine, stop: asyncio.Event, device: torch.device) -> N
     stop.set()
 
 
-def _served(config: VerifyConfig, target: Target) -> ServedModel:
+def _served(config: VerifyConfig, target: Target, links: Sequence[DraftLink]) -> ServedModel:
     config = with_tree_defaults(config, target.model.config.architecture)
     drafts = [
-        (one.speculative_algorithm, Path(one.speculative_draft_model_path).name)
-        for one in each_draft(config)
-        if one.speculative_algorithm != "NONE"
+        ServedDraft(
+            link.config.speculative_algorithm,
+            Path(link.config.speculative_draft_model_path).name,
+            link.client,
+        )
+        for link in links
     ]
     return ServedModel(
         name=target.name,
         path=str(target.path),
         architecture=target.model.config.architecture,
         dtype=str(target.dtype).removeprefix("torch."),
+        quantization=str(target.model.config.quantization or ""),
         device=target.device.type,
         weight_bytes=target.weight_bytes,
         algorithm=config.speculative_algorithm,
-        draft_model=",".join(model for _, model in drafts if model),
+        draft_model=",".join(draft.model for draft in drafts if draft.model),
+        checksum=target.checksum,
         tree_limits=config.tree_limits,
         drafts=drafts,
+        tensor_parallel_size=config.tensor_parallel_size,
+        exactness=target.exactness,
     )
 
 

@@ -1,4 +1,4 @@
-"""How many KV pages fit: counts weights, the target's KV and the draft's."""
+"""Computes the number of KV pages that fit beside weights, workspace and the draft."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,8 +8,9 @@ import torch
 
 from foredraft.errors import ConfigError
 from foredraft.models.config import ModelConfig
-from verify_service.executor.decode_step import ROWS_AT_ONCE
-from verify_service.executor.sampler import CHOSEN_AT_ONCE
+from verify_service.executor.captured.step import ROWS_AT_ONCE
+from verify_service.executor.choice.sampler import CHOSEN_AT_ONCE
+from verify_service.executor.choice.scoring import SCORED_AT_ONCE
 
 CPU_FRACTION = 0.4
 GPU_FRACTION = 0.85
@@ -19,14 +20,14 @@ RAN_OUT = ("out of memory", "ALLOC_FAILED")
 
 @dataclass(frozen=True, slots=True)
 class GpuBudget:
-    """Where the memory of a GPU goes, in bytes.
+    """Accounts for the memory of a GPU, in bytes.
 
     Attributes:
-        total: Of the card.
-        used: By weights and whatever else was there when it was counted.
-        kept_free: What the memory fraction leaves to others.
-        workspace: Of the target's steps: logits, activations, hidden states.
-        draft: What a draft on the same card allocates when it is attached, beside its KV.
+        total: Memory of the card.
+        used: Memory of weights and whatever else was allocated when it was counted.
+        kept_free: Memory that the memory fraction leaves to others.
+        workspace: Memory of the target's steps: logits, activations, hidden states.
+        draft: Memory that a draft on the same card allocates when it is attached, beside its KV.
     """
 
     total: int
@@ -37,7 +38,7 @@ class GpuBudget:
 
     @property
     def kv(self) -> int:
-        """What is left for KV pages, of target and draft together."""
+        """Memory left for the KV pages of target and draft together."""
         return self.total - self.used - self.kept_free - self.workspace - self.draft
 
     def __str__(self) -> str:
@@ -53,26 +54,30 @@ def workspace_bytes(
     num_captured: int,
     num_sequences: int,
 ) -> int:
-    """Memory that steps need beside weights and KV, counted from above.
+    """Returns an upper bound of the memory that steps need beside weights and KV.
 
     Args:
         itemsize: Bytes of an activation.
-        chunk_rows: Prompt tokens of a step.
-        decode_rows: Rows of the largest decode step, all of which have logits.
-        num_captured: Layers whose streams a draft reads.
-        num_sequences: That run together.
+        chunk_rows: Number of prompt tokens of a step.
+        decode_rows: Number of rows of the largest decode step, all with logits.
+        num_captured: Number of layers whose streams a draft reads.
+        num_sequences: Number of sequences that run together.
     """
     rows = chunk_rows + decode_rows
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    # Residual stream, its normalised copy, projections and their inputs, gate, up and their product; two layers' worth, as
-    # what one frees the next may find in other sizes.
+    # Residual stream, its normalised copy, projections and their inputs, gate, up and their
+    # product; for two layers, since the sizes of freed blocks may not fit the next layer.
     activations = rows * (4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size)
     kept = rows * config.hidden_size * (1 + num_captured)
-    # In captured steps filters and penalties work on some rows at a time, and keep a table of tokens for each sequence.
+    # In captured steps filters and penalties work on some rows at a time, and keep a table of
+    # tokens for each sequence.
     choice = (12 * min(decode_rows, ROWS_AT_ONCE) + 8 * num_sequences) * config.vocab_size
-    # Outside them the logits of all rows are there once as they come, those of some rows twice in float32.
+    # Outside them the logits of all rows are there once as they come, those of some rows twice in
+    # float32.
     logits = (itemsize * decode_rows + 8 * min(decode_rows, CHOSEN_AT_ONCE)) * config.vocab_size
-    return 2 * itemsize * (activations + kept) + logits + choice
+    # Log-probabilities of prompts: logits in their own type and in float32, and the results.
+    scores = (itemsize + 12) * min(chunk_rows, SCORED_AT_ONCE) * config.vocab_size
+    return 2 * itemsize * (activations + kept) + logits + choice + scores
 
 
 def num_pages(
@@ -83,13 +88,14 @@ def num_pages(
     max_total_tokens: int | None,
     max_useful_tokens: int,
 ) -> int:
-    """Pages of the KV pool.
+    """Returns the number of pages of the KV pool.
 
     Args:
-        bytes_per_page: Of target and draft together.
-        budget_bytes: What the memory fraction leaves for KV.
-        max_total_tokens: Overrides the budget where given.
-        max_useful_tokens: More could never be used: running requests times context length.
+        bytes_per_page: Bytes of a page of target and draft together.
+        budget_bytes: Memory that the memory fraction leaves for KV.
+        max_total_tokens: Number of tokens that overrides the budget where given.
+        max_useful_tokens: Number of tokens beyond which none could be used: running requests times
+            context length.
 
     Raises:
         ConfigError: Not even one page fits; names the flags that help.
@@ -102,23 +108,24 @@ def num_pages(
     pages = min(budget_bytes // bytes_per_page, -(-max_useful_tokens // page_size))
     if pages < 1:
         raise ConfigError(
-            f"no memory is left for the KV cache ({budget_bytes / 2**20:.0f} MiB for pages of "
-            f"{bytes_per_page / 2**20:.1f} MiB): raise --mem-fraction-static, or lower --max-running-requests, "
-            f"--cuda-graph-max-bs, --speculative-num-draft-tokens or --chunked-prefill-size"
+            f"no memory is left for the KV cache ({budget_bytes / 2**20:.0f} MiB for pages of"
+            f" {bytes_per_page / 2**20:.1f} MiB): raise --mem-fraction-static, or lower"
+            " --max-running-requests, --cuda-graph-max-bs, --speculative-num-draft-tokens or"
+            " --chunked-prefill-size"
         )
     return pages
 
 
 @contextlib.contextmanager
 def explained(what: str, flags: str) -> Iterator[None]:
-    """While it lasts, a GPU that runs out of memory is an error that says what helps.
+    """Turns a GPU's out-of-memory error inside the block into one that names the remedy.
 
     Args:
-        what: Needs the memory.
-        flags: To lower.
+        what: The part that needs the memory.
+        flags: The flags to lower.
 
     Raises:
-        ConfigError: There is too little.
+        ConfigError: The memory does not suffice.
     """
     try:
         yield
@@ -132,7 +139,10 @@ def explained(what: str, flags: str) -> Iterator[None]:
 
 
 def _ran_out(error: BaseException | None) -> bool:
-    """Whether memory was the cause, which a capture that it broke off hides behind an error of its own."""
+    """Returns whether memory was the cause.
+
+    A capture that it broke off hides it behind an error of its own.
+    """
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in RAN_OUT):
             return True

@@ -1,8 +1,9 @@
-"""A gateway's requests as the engine takes them, and what the engine says of them as messages."""
+"""Converts a gateway's messages to engine requests, and the engine's outputs to messages."""
 
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.errors import InvalidRequest, Overloaded, Unavailable
-from foredraft.types import FinishReason, Grammar, GrammarKind, SamplingParams, SpeculationParams
+from foredraft.rpc.sampling import read_sampling, read_speculation
+from foredraft.types import FinishReason
 from verify_service.engine.live_requests import EngineRequest
 from verify_service.outputs import Finish, Load, Sink, StepOutput
 
@@ -16,41 +17,20 @@ FINISH_REASONS = {
 
 
 def engine_request(submit: verify_pb2.SubmitRequest, traceparent: str, sink: Sink) -> EngineRequest:
-    """What a gateway asks for, its grammar not compiled; 0 stands for what is not given.
+    """Returns the engine's request for a gateway's message, its grammar not compiled; 0 stands
+    for absent values.
 
     Raises:
         InvalidRequest: A wish for speculation is out of range, or the timeout is no time.
     """
-    given, asked = submit.sampling, submit.speculation
     # One that is NaN would be the earliest of all deadlines for ever, and no other would be seen.
     if not submit.timeout_seconds >= 0:
         raise InvalidRequest("timeout_seconds", f"must be at least 0, not {submit.timeout_seconds}")
     return EngineRequest(
         tag=submit.id,
         prompt=list(submit.prompt),
-        sampling=SamplingParams(
-            temperature=given.temperature,
-            top_k=given.top_k or -1,
-            top_p=given.top_p or 1.0,
-            min_p=given.min_p,
-            repetition_penalty=given.repetition_penalty or 1.0,
-            frequency_penalty=given.frequency_penalty,
-            presence_penalty=given.presence_penalty,
-            logit_bias=dict(given.logit_bias),
-            seed=given.seed,
-            max_new_tokens=given.max_new_tokens,
-            min_new_tokens=given.min_new_tokens,
-            stop_token_ids=tuple(given.stop_token_ids),
-            ignore_eos=given.ignore_eos,
-            logprobs=given.logprobs if given.HasField("logprobs") else None,
-            grammar=_grammar(given.grammar),
-        ),
-        speculation=SpeculationParams(
-            enabled=asked.enabled if asked.HasField("enabled") else None,
-            num_steps=asked.num_steps if asked.HasField("num_steps") else None,
-            topk=asked.topk if asked.HasField("topk") else None,
-            num_draft_tokens=asked.num_draft_tokens if asked.HasField("num_draft_tokens") else None,
-        ),
+        sampling=read_sampling(submit.sampling),
+        speculation=read_speculation(submit.speculation),
         priority=submit.priority,
         timeout_seconds=submit.timeout_seconds or None,
         key_label=submit.key_label,
@@ -61,7 +41,7 @@ def engine_request(submit: verify_pb2.SubmitRequest, traceparent: str, sink: Sin
 
 
 def response(outputs: list[StepOutput], load: Load) -> verify_pb2.RunResponse:
-    """What a step brought to one gateway, and how busy the engine is."""
+    """Returns the outputs of a step for one gateway, and the engine's load."""
     return verify_pb2.RunResponse(
         outputs=[_output(output) for output in outputs],
         load=verify_pb2.Load(
@@ -70,18 +50,24 @@ def response(outputs: list[StepOutput], load: Load) -> verify_pb2.RunResponse:
             free_pages=load.free_pages,
             total_pages=load.total_pages,
             draft_available=load.draft_available,
+            drafting_since=load.drafting_since,
         ),
     )
 
 
 def _output(output: StepOutput) -> verify_pb2.SequenceOutput:
     message = verify_pb2.SequenceOutput(id=output.tag, tokens=output.tokens, drafted=output.drafted)
-    for logprob in output.logprobs:
-        message.logprobs.add(
-            logprob=logprob.logprob,
-            top_tokens=logprob.top_tokens,
-            top_logprobs=logprob.top_logprobs,
-        )
+    for found, told in (
+        (output.logprobs, message.logprobs),
+        (output.prompt_logprobs, message.prompt_logprobs),
+    ):
+        for logprob in found:
+            told.add(
+                logprob=logprob.logprob,
+                top_tokens=logprob.top_tokens,
+                top_logprobs=logprob.top_logprobs,
+                rank=logprob.rank,
+            )
     if output.tree is not None:
         tree = output.tree
         message.tree.CopyFrom(
@@ -125,8 +111,3 @@ def _fill_finish(message: verify_pb2.Finish, finish: Finish) -> None:
         message.error.code = verify_pb2.ERROR_CODE_UNAVAILABLE
     else:
         message.error.code = verify_pb2.ERROR_CODE_INTERNAL
-
-
-def _grammar(given: verify_pb2.Grammar) -> Grammar | None:
-    kind = given.WhichOneof("kind")
-    return None if kind is None else Grammar(GrammarKind(kind), getattr(given, kind))

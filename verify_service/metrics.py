@@ -1,4 +1,7 @@
-"""The verifier's metrics. Drafts, draft tokens and accepted tokens are counted as vLLM counts them."""
+"""The verifier's metrics.
+
+Drafts, draft tokens and accepted tokens are counted as vLLM counts them.
+"""
 
 from collections.abc import Sequence
 
@@ -15,7 +18,8 @@ from foredraft.telemetry.metrics import (
 )
 
 BY_ALGORITHM = ("algorithm",)
-# How long a busy engine keeps counts and levels to itself: a client library's lock for each costs more than the rest.
+# How long a busy engine keeps counts and levels to itself: a client library's lock for each costs
+# more than the rest.
 PUBLISH_SECONDS = 0.05
 
 DRAFTS = counter("foredraft_drafts_total", "Draft trees verified.", BY_ALGORITHM)
@@ -30,7 +34,8 @@ ACCEPTED_BY_POSITION = counter(
 )
 VERIFIES = counter(
     "foredraft_verifies_total",
-    "Verifications of one sequence, with or without a tree. Mean accept length is emitted tokens over these.",
+    "Verifications of one sequence, with or without a tree. Mean accept length is emitted tokens"
+    " over these.",
     BY_ALGORITHM,
 )
 OFF_VERIFIES = counter(
@@ -75,7 +80,8 @@ DRAFT_CHANGES = counter(
 )
 MIXED_STEPS = counter(
     "foredraft_mixed_draft_steps_total",
-    "Engine steps that verified proposals of more than one draft; no step is started behind them before their outcome.",
+    "Engine steps that verified proposals of more than one draft; no step is started behind them"
+    " before their outcome.",
 )
 DRAFT_AVAILABLE = gauge("foredraft_draft_available", "1 while a draft is attached.", BY_ALGORITHM)
 TRANSPORT = gauge(
@@ -94,7 +100,8 @@ SELF_TEST_ACCEPT_LENGTH = gauge(
 DRAFT_SECONDS = histogram("foredraft_draft_seconds", "A draft's own time in a step.", STEP_BUCKETS)
 DRAFTS_AHEAD = counter(
     "foredraft_drafts_ahead_total",
-    "Steps that waited for no proposals: what a draft was asked for before, while the target computed, went far enough.",
+    "Steps that waited for no proposals: what a draft was asked for before, while the target"
+    " computed, went far enough.",
 )
 DRAFT_WAIT_SECONDS = histogram(
     "foredraft_draft_wait_seconds", "Scheduling and the wait for the draft in a step.", STEP_BUCKETS
@@ -108,26 +115,37 @@ VERIFY_SECONDS = histogram(
     STEP_BUCKETS,
 )
 STEP_SECONDS = histogram("foredraft_step_seconds", "A whole engine step.", STEP_BUCKETS)
+RANK_SECONDS = counter(
+    "foredraft_rank_seconds_total",
+    "With several ranks on CPUs: seconds of each by part: products (all that it computes itself),"
+    " all_reduce (collectives, from when the last rank of its host begins), waiting (for that"
+    " rank).",
+    ("rank", "part"),
+)
 OVERLAPPED_STEPS = counter(
     "foredraft_overlapped_steps_total",
     "Engine steps behind which the next one was started before their outcome was known.",
 )
 DRAINED_STEPS = counter(
     "foredraft_drained_steps_total",
-    "Engine steps that could be overlapped, but whose outcome had to be known before the next one was started, by why.",
+    "Engine steps that could be overlapped, but whose outcome had to be known before the next one"
+    " was started, by why.",
     ("reason",),
 )
 LATE_MASKS = counter(
     "foredraft_late_grammar_masks_total",
-    "Verifications of one sequence for which the host made a grammar's masks while the forward of their step ran.",
+    "Verifications of one sequence for which the host made a grammar's masks while the forward of"
+    " their step ran.",
 )
 AWAITED_MASKS = counter(
     "foredraft_awaited_grammar_steps_total",
-    "Engine steps whose forward was over before the masks of their grammars were made: the GPU waited.",
+    "Engine steps whose forward was over before the masks of their grammars were made: the GPU"
+    " waited.",
 )
 SLOW_GRAMMARS = counter(
     "foredraft_slow_grammar_verifications_total",
-    "Verifications of one sequence without its draft tree, as its grammar takes too long to follow through one.",
+    "Verifications of one sequence without its draft tree, as its grammar takes too long to follow"
+    " through one.",
 )
 QUEUE_SECONDS = histogram(
     "foredraft_queue_seconds", "From submission to admission.", REQUEST_BUCKETS
@@ -196,7 +214,7 @@ class SpeculationMetrics:
         self._num_off = 0
 
     def of(self, draft: str) -> "SpeculationMetrics":
-        """Those of a draft by name; there is one."""
+        """Returns the metrics of a draft by name: these, since there is one draft."""
         return self
 
     def verified(self, num_nodes: int, num_accepted: int, is_lossy: bool) -> None:
@@ -211,11 +229,11 @@ class SpeculationMetrics:
         self._num_lossy += is_lossy
 
     def turned_off(self, num_verifies: int) -> None:
-        """Notes that so many of the verifications were of requests that turned speculation off."""
+        """Notes a number of verifications of requests that turned speculation off."""
         self._num_off += num_verifies
 
     def decoded(self, num_tokens: int) -> None:
-        """Notes so many verifications without a tree: each gave a token of another sequence."""
+        """Notes a number of verifications without a tree: each gave a token of another sequence."""
         if num_tokens:
             if not self._by_accepted:
                 self._by_accepted.append(0)
@@ -227,7 +245,7 @@ class SpeculationMetrics:
         self._num_generated += num_tokens
 
     def flush(self) -> None:
-        """Counts what was noted."""
+        """Adds the noted numbers to the metrics."""
         if self._num_generated:
             GENERATION_TOKENS.inc(self._num_generated)
             self._num_generated = 0
@@ -271,7 +289,7 @@ class SeveralMetrics:
         self._first = self._each[algorithms[0]]
 
     def of(self, draft: str) -> SpeculationMetrics:
-        """Those of a draft by name."""
+        """Returns the metrics of a draft by name."""
         return self._each[draft]
 
     def generated(self, num_tokens: int) -> None:
@@ -279,7 +297,7 @@ class SeveralMetrics:
         self._first.generated(num_tokens)
 
     def flush(self) -> None:
-        """Counts what was noted."""
+        """Adds the noted numbers to the metrics."""
         for one in self._each.values():
             one.flush()
 
@@ -288,7 +306,7 @@ AnyMetrics = SpeculationMetrics | SeveralMetrics
 
 
 def speculation_metrics(algorithms: Sequence[str]) -> AnyMetrics:
-    """The metrics of one draft or of several."""
+    """Creates the metrics of one draft or of several."""
     if len(algorithms) > 1:
         return SeveralMetrics(algorithms)
     return SpeculationMetrics(algorithms[0])

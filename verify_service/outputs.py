@@ -1,4 +1,4 @@
-"""What the engine tells about sequences after a step. Plain values, no protobuf."""
+"""Outputs of the engine about sequences after a step. Plain values, no protobuf."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,16 +9,19 @@ from foredraft.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of one emitted token and its best alternatives, natural logarithms."""
+    """Log-probability of one token and its best alternatives, natural logarithms."""
 
     logprob: float
     top_tokens: list[int]
     top_logprobs: list[float]
+    rank: int = 0  # among all tokens by probability, from 1; only for prompt tokens
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedTree:
-    """A verified tree, the indices of its accepted nodes in path order, and the name of its draft."""
+    """A verified tree, the indices of its accepted nodes in path order, and the name of its
+    draft.
+    """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -28,7 +31,7 @@ class VerifiedTree:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a sequence ended, and its account."""
+    """End of a sequence: its reason and its counts."""
 
     reason: FinishReason
     stop_token: int | None = None
@@ -47,13 +50,15 @@ class Finish:
 
 @dataclass(slots=True)
 class StepOutput:
-    """News of one sequence.
+    """Output of one step for one sequence.
 
     Attributes:
-        tag: What the submitter named the request.
+        tag: The submitter's name of the request.
         drafted: For each token, whether a draft had proposed it.
-        logprobs: For each token, only when asked for.
-        tree: What was verified to get these tokens; only when provenance was asked for.
+        logprobs: Log-probabilities of each token; only when requested.
+        tree: The verified tree behind these tokens; only when provenance was requested.
+        prompt_logprobs: Log-probabilities of the prompt's next tokens, when requested; all of them
+            come before the first token.
         finish: Present on the last output of a sequence.
     """
 
@@ -62,6 +67,7 @@ class StepOutput:
     drafted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     tree: VerifiedTree | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
 
 
@@ -74,6 +80,7 @@ class Load:
     free_pages: int
     total_pages: int
     draft_available: bool
+    drafting_since: float = 0.0  # seconds since 1970; 0 while a draft is missing
 
 
 Sink = Callable[[list[StepOutput], Load], None]

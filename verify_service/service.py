@@ -1,4 +1,6 @@
-"""The verifier's gRPC face: validates requests, hands them to the engine's thread, streams what comes back."""
+"""The verifier's gRPC service: validates requests, passes them to the engine's thread, streams
+outputs.
+"""
 
 import asyncio
 import functools
@@ -10,13 +12,16 @@ from dataclasses import dataclass, replace
 import grpc
 
 from foredraft import __version__
+from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
 from foredraft.errors import ForedraftError, InvalidRequest, Overloaded, Unavailable
 from foredraft.telemetry import tracing
 from foredraft.telemetry.tracing import Span
 from foredraft.types import FinishReason, Grammar
+from verify_service.drafts.client import DraftClient
 from verify_service.engine.engine import Engine
 from verify_service.engine.live_requests import EngineRequest
+from verify_service.exactness import Exactness
 from verify_service.grammar.compiler import GrammarCompiler
 from verify_service.messages import engine_request, response
 from verify_service.outputs import Finish, Load, StepOutput
@@ -29,7 +34,7 @@ MAX_PENDING_MESSAGES = 4096  # steps that a gateway may lag behind before its st
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What GetModelInfo answers beside the engine's limits."""
+    """Fields of GetModelInfo's answer beside the engine's limits."""
 
     name: str
     path: str
@@ -37,10 +42,40 @@ class ServedModel:
     dtype: str
     device: str
     weight_bytes: int
+    quantization: str
     algorithm: str
     draft_model: str
     tree_limits: tuple[int, int, int]
-    drafts: list[tuple[str, str]]
+    checksum: str
+    drafts: list["ServedDraft"]
+    tensor_parallel_size: int
+    exactness: Exactness
+
+
+@dataclass(frozen=True, slots=True)
+class ServedDraft:
+    """A configured draft.
+
+    Attributes:
+        name: Algorithm of the draft.
+        model: Name of its model; empty where it has none of its own.
+        client: Client that has the draft's own description.
+    """
+
+    name: str
+    model: str
+    client: DraftClient
+
+    def message(self) -> verify_pb2.ConfiguredDraft:
+        """Returns the draft's message in GetModelInfo's answer."""
+        said = self.client.info or draft_pb2.GetDraftInfoResponse()
+        return verify_pb2.ConfiguredDraft(
+            name=self.name,
+            model=self.model,
+            checksum=said.checksum,
+            quantization=said.quantization,
+            trained_for=said.trained_for,
+        )
 
 
 class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
@@ -51,7 +86,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         self._draining = False
 
     def open(self, engine: Engine, model: ServedModel, grammars: GrammarCompiler) -> None:
-        """The model is loaded: calls are answered from now on."""
+        """Answers calls from now on, once the model is loaded."""
         self._serving = (engine, model, grammars)
 
     def _opened(self) -> tuple[Engine, ServedModel, GrammarCompiler]:
@@ -88,9 +123,15 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
             device=model.device,
             version=__version__,
             weight_bytes=model.weight_bytes,
-            drafts=[
-                verify_pb2.ConfiguredDraft(name=name, model=path) for name, path in model.drafts
-            ],
+            quantization=model.quantization,
+            checksum=model.checksum,
+            drafts=[draft.message() for draft in model.drafts],
+            tensor_parallel_size=model.tensor_parallel_size,
+            exactness=verify_pb2.Exactness(
+                level=model.exactness.level,
+                fingerprint=model.exactness.fingerprint,
+                depends_on=model.exactness.depends_on,
+            ),
         )
 
     async def FlushCache(
@@ -138,14 +179,14 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
                 elif kind == "cancel":
                     stream.cancel(request.cancel.id)
         except Exception as error:
-            # Nobody would read what the gateway sends from now on: it has to connect anew.
+            # Nothing would read the gateway's further messages: it has to connect again.
             stream.fail(error)
             return
         stream.end_of_requests()
 
 
 class _Stream:
-    """One gateway's stream: its live requests and the messages that wait to be sent."""
+    """Serves one gateway's stream: its live requests and the messages that wait to be sent."""
 
     def __init__(
         self, engine: Engine, grammars: GrammarCompiler, loop: asyncio.AbstractEventLoop
@@ -162,7 +203,10 @@ class _Stream:
         self.failure: Exception | None = None
 
     async def next(self) -> verify_pb2.RunResponse | None:
-        """The next message, or None after the last. Where there are none for a while, the engine's load is news."""
+        """Returns the next message, or None after the last.
+
+        After a while without messages, the message is the engine's load.
+        """
         try:
             async with asyncio.timeout(HEARTBEAT_SECONDS):
                 return await self._messages.get()
@@ -170,14 +214,15 @@ class _Stream:
             return self.heartbeat()
 
     def heartbeat(self) -> verify_pb2.RunResponse:
-        """The engine's load alone."""
+        """Sends the engine's load only."""
         return response([], self._engine.load())
 
     def submit(self, submit: verify_pb2.SubmitRequest) -> None:
-        """Hands a request to the engine, or answers why not; first its grammar is compiled, if it has a new one.
+        """Passes a request to the engine, or answers why not. A new grammar is compiled first.
 
         Raises:
-            InvalidRequest: Its id is in use, so that no answer could be told from the other request's.
+            InvalidRequest: Its id is in use, so that no answer could be told from the other
+                request's.
         """
         if submit.id in self._live or submit.id in self._compiling:
             raise InvalidRequest("id", f"{submit.id} is in use on this stream")
@@ -190,7 +235,8 @@ class _Stream:
                 compiled = self._grammars.cached(grammar)
                 if compiled is None:
                     task = asyncio.create_task(self._compile(grammar, request, span))
-                    # Not left to the task: one that is cancelled before its first step runs nothing.
+                    # Not left to the task: one that is cancelled before its first step runs
+                    # nothing.
                     task.add_done_callback(functools.partial(self._compiled, request.tag, span))
                     self._compiling[submit.id] = task
                     return
@@ -247,17 +293,17 @@ class _Stream:
             task.cancel()
 
     def end_of_requests(self) -> None:
-        """The gateway sends no more; the stream ends with its last live request."""
+        """Notes that the gateway sends no more; the stream ends with its last live request."""
         self._ended = True
         self._finish_if_idle()
 
     def fail(self, error: Exception) -> None:
-        """Requests cannot be read any more: the stream ends with what was said so far."""
+        """Ends the stream with the messages so far: further requests cannot be read."""
         self.failure = error
         self._messages.put_nowait(None)
 
     def close(self) -> None:
-        """The stream is gone: whatever still runs for it is cancelled."""
+        """Cancels all live requests of a stream that is gone."""
         for task in self._compiling.values():
             task.cancel()
         for number in self._live.values():
@@ -282,7 +328,7 @@ class _Stream:
             if not self.overflowed:
                 self.overflowed = True
                 self._messages.put_nowait(None)
-                self.close()  # at once: the message that is being written may never be taken
+                self.close()  # at once: the peer may never read the message that is being written
             return
         self._messages.put_nowait(response(outputs, load))
         self._finish_if_idle()

@@ -1,30 +1,30 @@
 """Builds an engine from a configuration: target model, memory, scheduler, draft."""
 
+import dataclasses
 import logging
 import math
-import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from foredraft.api.draft.v1 import draft_pb2
-from foredraft.attention.choice import attention_for, device_for
+from foredraft.attention.choice import device_for
 from foredraft.config.services import VerifyConfig
-from foredraft.config.speculation import HEADS, MODELS, with_tree_defaults
-from foredraft.errors import ConfigError
+from foredraft.config.speculation import with_tree_defaults
+from foredraft.errors import ConfigError, ForedraftError
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.layers.conversions import convert_linears
-from foredraft.models.decoder import DecoderModel
-from foredraft.models.loader import available_host_bytes, load_model
+from foredraft.models.config import ModelConfig
+from foredraft.models.loader import available_host_bytes
 from foredraft.models.registry import resolve_model_path
+from foredraft.parallel.group import SINGLE
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
-from verify_service.drafts.chosen_sizes import SizeRules
-from verify_service.drafts.drafting import Drafting
-from verify_service.drafts.hidden_states import HiddenStates
+from verify_service.controller.controller import Controller
+from verify_service.controller.costs import CostModel
+from verify_service.controller.messages import DraftKind
+from verify_service.controller.tables import RowTable, Table
+from verify_service.drafts.drafts import Drafts
 from verify_service.drafts.links import (
     DraftLink,
     connect_drafts,
@@ -32,14 +32,21 @@ from verify_service.drafts.links import (
     infos_of,
     tree_limits_of,
 )
-from verify_service.drafts.page_marks import DraftMarks
-from verify_service.drafts.several import Drafts
+from verify_service.drafts.remote_draft import RemoteDraft
+from verify_service.drafts.session import DraftSettings
 from verify_service.engine.engine import Engine, EngineLimits
 from verify_service.engine.self_test import SelfTest, built_in_prompts
-from verify_service.executor.sampler import Chooser, Thresholds
-from verify_service.executor.simulation import SimulatedAcceptance
-from verify_service.executor.target_step import TargetStep
-from verify_service.kv_type import check_kv_flags, kv_scales, kv_type
+from verify_service.engine.tree_sizes import known_outcome
+from verify_service.executor.base import Executor
+from verify_service.executor.choice.sampler import Sampler, Thresholds
+from verify_service.executor.choice.simulation import SimulatedAcceptance
+from verify_service.executor.eager import EagerExecutor
+from verify_service.executor.ranks import messages
+from verify_service.executor.ranks.choice import RankedSampler
+from verify_service.executor.ranks.runner import RankedRunner
+from verify_service.executor.ranks.workers import Ranks
+from verify_service.executor.timing import best_of_rounds, without_waits
+from verify_service.kv_type import kv_scales, kv_type
 from verify_service.memory import (
     CPU_FRACTION,
     GPU_FRACTION,
@@ -49,13 +56,15 @@ from verify_service.memory import (
     workspace_bytes,
 )
 from verify_service.metrics import AnyMetrics
-from verify_service.policy.policy import DraftPolicy
-from verify_service.policy.step_time import RowTimes, StepTimes
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.scheduler import Scheduler
-from verify_service.sizes import arena_bytes, chunk_size
+from verify_service.sizes import arena_bytes, chunk_size, max_decode_delay
+from verify_service.target import Target, load_share
 from verify_service.warm_up import reach_of, warm_up
+
+if TYPE_CHECKING:  # needs triton
+    from verify_service.executor.ranks.graphs import GraphSizes
 
 logger = logging.getLogger(__name__)
 
@@ -64,59 +73,37 @@ CPU_PAGE_SIZE, GPU_PAGE_SIZE = 32, 16
 MEASURED_ROWS = (1, 2, 3, 4, 8, 16, 32)
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A loaded target model and the name it is served under."""
-
-    model: DecoderModel
-    path: Path
-    name: str
-    device: torch.device
-    weight_bytes: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the weights."""
-        return next(self.model.parameters()).dtype
-
-
 def load_target(config: VerifyConfig) -> Target:
-    """Loads the target model as configured.
+    """Loads the target model.
+
+    Where several ranks share it, first starts the others, which load their parts meanwhile.
 
     Raises:
-        CheckpointError: What is wrong with the path or the files.
+        CheckpointError: The path or the files are wrong.
         ConfigError: A flag asks for what this machine does not have.
     """
-    device = device_for(config.device)
-    check_kv_flags(config, device)
-    if device.type == "cpu":
-        torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
+    size = config.tensor_parallel_size
+    if size == 1:
+        return load_share(config)
+    check_ranks(config)
+    ranks = Ranks.start(config)
+    try:
+        return dataclasses.replace(load_share(config, ranks.group), ranks=ranks)
+    except ForedraftError:
+        ranks.close()
+        raise
+
+
+def check_ranks(config: VerifyConfig) -> None:
+    """Raises ConfigError where ranks cannot share the target, or cannot run on the device."""
+    config.check_devices(device_for(config.device).type != "cpu")
     path = resolve_model_path(config.model_path, config.revision)
-    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    if dtype is None and device.type == "cpu":
-        # bf16 is slow on most CPUs and gains nothing from verifying several rows.
-        dtype = torch.float32
-    started = time.monotonic()
-    model = load_model(path, dtype=dtype, device=device, load_format=config.load_format)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    num_packed = 0
-    if device.type == "cpu" and 4 * weight_bytes < available_host_bytes():
-        num_packed = convert_linears(model, "packed", device)
-    name = config.served_model_name or Path(config.model_path).name.removesuffix(".gguf")
-    logger.info(
-        "loaded %s: %.1f M parameters, %.0f MiB and %.0f MiB packed for verifying, in %.1f s",
-        name,
-        num_parameters / 1e6,
-        weight_bytes / 2**20,
-        num_packed / 2**20,
-        time.monotonic() - started,
-    )
-    return Target(model, path, name, device, weight_bytes)
+    config.check_shares(ModelConfig.from_dir(path).shared_sizes)
 
 
 def connect_draft(config: VerifyConfig, target: Target, metrics: AnyMetrics) -> list[DraftLink]:
     """Starts the connections to the configured drafts; see `connect_drafts`."""
+    logger.info("target %s: checksum %s", target.name, target.checksum)
     return connect_drafts(config, target.model, target.path, target.device, metrics)
 
 
@@ -143,11 +130,14 @@ def build_engine(
     infos = infos_of(links)
     draft_bytes = sum(info.kv_bytes_per_token for info in infos) * page_size
     kv_dtype = kv_type(config, target.dtype)
-    target_bytes = model_config.kv_bytes_per_token(kv_dtype.itemsize) * page_size
+    ranks, num_kv_heads = target.ranks, target.model.num_kv_heads
+    # Bytes of this rank's key and value heads only.
+    whole_bytes = model_config.kv_bytes_per_token(kv_dtype.itemsize) * page_size
+    target_bytes = whole_bytes * num_kv_heads // model_config.num_kv_heads
     pages = num_pages(
         page_size=page_size,
         bytes_per_page=target_bytes + draft_bytes,
-        budget_bytes=_kv_budget(config, target, max_rows, infos),
+        budget_bytes=_kv_budget(config, target, max_rows, links),
         max_total_tokens=config.max_total_tokens,
         max_useful_tokens=config.max_running_requests * (context_length + page_size),
     )
@@ -165,27 +155,33 @@ def build_engine(
     scales = kv_scales(config, target.model, kv_dtype)
     pool_flag = "--mem-fraction-static" if config.max_total_tokens is None else "--max-total-tokens"
     with explained("the KV cache", pool_flag):
-        kv = PagedKV.for_model(model_config, pages, page_size, kv_dtype, device, scratch, scales)
-    runner = ModelRunner(target.model, kv, attention_for(device))
+        kv = PagedKV.for_model(
+            model_config, pages, page_size, kv_dtype, device, scratch, scales, num_kv_heads
+        )
+    runner = ModelRunner(target.model, kv, target.attention)
+    if ranks is not None:
+        sizes = None
+        if device.type == "cuda" and not config.disable_cuda_graph:
+            simulates = config.simulate_accept_length is not None
+            sizes = _graph_sizes(config, limits, links, simulates, device)
+        numbers = [] if sizes is None else sizes.numbers
+        ranks.board.write(messages.setup((pages, page_size, scratch), numbers))
+        runner = RankedRunner(target.model, kv, target.attention, ranks)
     pool = PagePool(pages, page_size)
-    drafts = {
-        link.name: _drafting(link, number, pool, limits, metrics)
-        for number, link in enumerate(links)
-    }
-    drafting: Drafting | Drafts | None = None
-    if len(drafts) > 1:
-        drafting = Drafts(drafts)
-    elif drafts:
-        [drafting] = drafts.values()
+    drafts = Drafts(
+        [_draft(link, number, pool, limits, metrics) for number, link in enumerate(links)]
+    )
     scheduler = Scheduler(
         pool,
         None if config.disable_radix_cache else PrefixTree(pool),
         max_running_requests=config.max_running_requests,
         chunked_prefill_size=chunk_size(config, target.device),
+        max_decode_delay=max_decode_delay(config),
+        key_cost=model_config.key_cost,
         max_queue=config.max_queued_requests,
         context_length=context_length,
-        usable_prefix=drafting.usable_prefix if drafting is not None else None,
-        look_ahead=int(any(name in HEADS for name in config.algorithms)),
+        usable_prefix=drafts.usable_prefix if links else None,
+        look_ahead=int(any(link.capabilities.layers is not None for link in links)),
         longest_shared=model_config.dynamic_from,
     )
     thresholds = Thresholds(
@@ -193,26 +189,32 @@ def build_engine(
     )
     if thresholds.lossy:
         logger.warning(
-            "LOSSY: --speculative-accept-threshold-single %g and --speculative-accept-threshold-acc %g let drafts change the text",
+            "LOSSY: --speculative-accept-threshold-single %g and --speculative-accept-threshold-acc"
+            " %g let drafts change the text",
             thresholds.single,
             thresholds.acc,
         )
+    simulated = None
+    if config.simulate_accept_length is not None:
+        logger.warning("acceptance is simulated: the text is meaningless")
+        simulated = SimulatedAcceptance(config.simulate_accept_length, tree_limits[0])
     if config.enable_torch_compile or config.torch_compile_max_bs is not None:
         logger.info(
-            "--enable-torch-compile and --torch-compile-max-bs change nothing: steps are captured as CUDA graphs with fused "
-            "kernels anyway; --cuda-graph-max-bs bounds them"
+            "--enable-torch-compile and --torch-compile-max-bs change nothing: steps are captured"
+            " as CUDA graphs with fused kernels anyway; --cuda-graph-max-bs bounds them"
         )
     if config.speculative_attention_mode != "prefill":
         logger.info(
-            "--speculative-attention-mode changes nothing: one attention backend computes prompts and verifies drafts"
+            "--speculative-attention-mode changes nothing: one attention backend computes prompts"
+            " and verifies drafts"
         )
     self_tests = []
-    models = [name for name in config.algorithms if name in MODELS]
-    if models and not config.skip_draft_self_test:
+    tested = [link for link in links if not link.capabilities.is_free]
+    if tested and not config.skip_draft_self_test:
         prompts = built_in_prompts(target.path, limits.vocab_size)
-        for name in models:
-            on_result = metrics.of(name).self_test_accept_length.set
-            self_tests.append(SelfTest(prompts, on_result, name if len(drafts) > 1 else ""))
+        for link in tested:
+            on_result = metrics.of(link.name).self_test_accept_length.set
+            self_tests.append(SelfTest(prompts, on_result, link.name))
     logger.info(
         "KV cache: %d tokens in %d pages of %d, %s, %.0f MiB",
         pages * page_size,
@@ -221,119 +223,139 @@ def build_engine(
         str(kv_dtype).removeprefix("torch."),
         pages * target_bytes / 2**20,
     )
+    if device.type == "cuda":  # the draft captures its steps beside the verifier
+        _allow_attach(links, limits)
     with explained(
         "the steps' CUDA graphs",
-        f"{pool_flag}, --cuda-graph-max-bs, --speculative-num-draft-tokens or --max-running-requests",
+        f"{pool_flag}, --cuda-graph-max-bs, --speculative-num-draft-tokens or"
+        " --max-running-requests",
     ):
-        target_step = _target_step(config, runner, limits, thresholds, tree_limits, links)
+        executor = _executor(
+            config, runner, limits, thresholds, simulated, tree_limits, links, ranks
+        )
         if device.type == "cuda":
             levels = followed_levels([link.config for link in links] or [config])
             reach = reach_of(
                 chunk_size(config, target.device), limits, has_branches=tree_limits[1] > 1
             )
             warm_up(runner, reach, _captured(links), levels)
-    times = None
+    costs = None
     if len(links) > 1 or (links and config.speculative_adaptive):
-        times = _measure(target_step, runner, pool)
-    for link in links:
-        link.sized(limits.num_pages, limits.page_size, limits.context_length)
-    rules: DraftPolicy | SizeRules = DraftPolicy(times, limits.max_nodes, tree_limits[0])
-    if len(links) > 1:
-        shapes = [(one.config.tree_limits[2] - 1, one.config.tree_limits[0]) for one in links]
-        rules = SizeRules(times, shapes, config.speculative_adaptive)
+        table = _measure(executor, runner, pool)
+        # Steps are as long as the memory that they read: their weights, and so much for each token.
+        per_token = model_config.kv_bytes_per_token(kv_dtype.itemsize) / target.weight_bytes
+        costs = CostModel(table, per_token * table.unit)
+    if device.type == "cpu":  # both would be timed on the same cores
+        _allow_attach(links, limits)
+    if ranks is not None:
+        ranks.watchdog.watch_steps()
+    limits_of = [link.config.tree_limits for link in links]
+    kinds = [DraftKind(num_tokens - 1, num_steps) for num_steps, _, num_tokens in limits_of]
     return Engine(
-        target_step,
+        executor,
         scheduler,
-        drafting,
-        rules,
+        drafts,
+        Controller(costs, kinds, config.speculative_adaptive),
         limits,
         metrics,
         self_tests,
         overlap=not config.disable_overlap_schedule,
+        judge=known_outcome if simulated is None else simulated.outcome,
     )
 
 
-def _drafting(
+def _allow_attach(links: Sequence[DraftLink], limits: EngineLimits) -> None:
+    for link in links:
+        link.sized(limits.num_pages, limits.page_size, limits.context_length)
+
+
+def _draft(
     link: DraftLink, number: int, pool: PagePool, limits: EngineLimits, metrics: AnyMetrics
-) -> Drafting:
-    """The engine's side of a draft."""
-    config, page_size = link.config, limits.page_size
-    marks = DraftMarks(pool)
-    hidden = HiddenStates(link.arena, marks, page_size, config.draft_refill_tokens, number)
-    return Drafting(
-        link.client,
-        marks,
-        page_size,
+) -> RemoteDraft:
+    """Creates the engine's side of a draft."""
+    config = link.config
+    settings = DraftSettings(
         limits.vocab_size,
         config.tree_limits[:2],
         config.speculative_ngram_scope,
         config.draft_refill_tokens,
-        metrics.of(link.name),
-        hidden,
+        number,
     )
+    return RemoteDraft(link.name, link.client, link.arena, pool, settings, metrics.of(link.name))
 
 
-def _target_step(
+def _executor(
     config: VerifyConfig,
     runner: ModelRunner,
     limits: EngineLimits,
     thresholds: Thresholds,
+    simulated: SimulatedAcceptance | None,
     tree_limits: tuple[int, int, int],
     links: Sequence[DraftLink],
-) -> TargetStep:
-    """Runs the target, on a GPU by captured graphs unless these are switched off."""
-    simulated = None
-    if config.simulate_accept_length is not None:
-        logger.warning("acceptance is simulated: the text is meaningless")
-        simulated = SimulatedAcceptance(config.simulate_accept_length, tree_limits[0])
+    ranks: Ranks | None,
+) -> Executor:
+    """Creates the executor of the target: on a GPU with captured graphs unless these are
+    switched off.
+    """
     device = runner.model.device
-    chooser = Chooser(limits.vocab_size, device, limits.eos_token_ids, thresholds, simulated)
-    chooser.warm_up()
-    if device.type == "cpu" or config.disable_cuda_graph:
-        return TargetStep(runner, chooser)
-    from verify_service.executor.decode_graphs import DecodeGraphs  # needs triton
-    from verify_service.executor.decode_step import DecodeStep
-    from verify_service.executor.graph_step import GraphStep
-    from verify_service.executor.mixed_graphs import MixedGraphs
+    is_eager = device.type == "cpu" or config.disable_cuda_graph
+    rule = (limits.vocab_size, device, limits.eos_token_ids, thresholds, simulated)
+    if ranks is not None and is_eager:
+        runner.model.lm_head.gathers = False
+        sampler: Sampler = RankedSampler(ranks, runner.model.lm_head, *rule)
+    else:  # captured steps choose by whole rows
+        sampler = Sampler(*rule)
+    sampler.warm_up()
+    if is_eager:
+        return EagerExecutor(runner, sampler, ranks)
+    from verify_service.executor.captured.executor import GraphExecutor  # needs triton
+    from verify_service.executor.ranks.graphs import captured
 
     started = time.monotonic()
-    step = DecodeStep(
-        runner.model,
-        runner.kv,
-        runner.attention,
-        max_batch=min(
-            config.cuda_graph_max_bs or limits.max_running_requests, limits.max_running_requests
-        ),
-        max_rows=limits.max_nodes + 1,
-        max_path=followed_levels([link.config for link in links] or [config]) + 1,
-        max_tokens=limits.context_length,
-        num_slots=limits.max_running_requests,
-        simulate=simulated is not None,
-    )
-    graphs = DecodeGraphs(step)
+    sizes = _graph_sizes(config, limits, links, simulated is not None, device)
+    if ranks is None:
+        graphs, mixed = captured(runner.model, runner.kv, runner.attention, sizes, SINGLE)
+    else:
+        group, board = ranks.group, ranks.board
+        graphs, mixed = captured(runner.model, runner.kv, runner.attention, sizes, group, board)
     layers = _captured(links)
     graphs.warm_up(layers)
     logger.info("captured %d CUDA graphs in %.1f s", len(graphs.shapes), time.monotonic() - started)
     started = time.monotonic()
-    mixed = MixedGraphs(
-        runner.model,
-        runner.kv,
-        runner.attention,
-        tables=step.tables,
-        max_tree=step.max_rows,
-        max_rows=chunk_size(config, runner.model.device)
-        + limits.max_running_requests * step.max_rows,
-        pool=graphs.pool,
-    )
     mixed.warm_up(layers, has_branches=tree_limits[1] > 1 and limits.max_nodes > 1)
     logger.info(
         "captured %d more for prompts in %.1f s", mixed.num_graphs, time.monotonic() - started
     )
-    return GraphStep(runner, chooser, graphs, mixed, simulated)
+    return GraphExecutor(runner, sampler, graphs, mixed, simulated, ranks)
+
+
+def _graph_sizes(
+    config: VerifyConfig,
+    limits: EngineLimits,
+    links: Sequence[DraftLink],
+    simulate: bool,
+    device: torch.device,
+) -> "GraphSizes":
+    """Returns the sizes of captured graphs on a GPU."""
+    from verify_service.executor.captured.step import StepSizes  # needs triton
+    from verify_service.executor.ranks.graphs import GraphSizes
+
+    num_sequences, max_rows = limits.max_running_requests, limits.max_nodes + 1
+    return GraphSizes(
+        StepSizes(
+            max_batch=min(config.cuda_graph_max_bs or num_sequences, num_sequences),
+            max_rows=max_rows,
+            max_path=followed_levels([link.config for link in links] or [config]) + 1,
+            max_tokens=limits.context_length,
+            num_slots=num_sequences,
+            simulate=simulate,
+        ),
+        chunk_size(config, device) + num_sequences * max_rows,
+    )
 
 
 def _captured(links: Sequence[DraftLink]) -> tuple[int, ...]:
-    """Layers that a draft reads, as far as drafts have said it."""
+    """Returns the layers that a draft reads, as far as drafts have answered."""
     return max((tuple(info.hidden.layers) for info in infos_of(links)), default=())
 
 
@@ -341,25 +363,30 @@ def _kv_budget(
     config: VerifyConfig,
     target: Target,
     max_rows: int,
-    infos: Sequence[draft_pb2.GetDraftInfoResponse],
+    links: Sequence[DraftLink],
 ) -> int:
-    """Bytes for KV pages, of target and draft together.
+    """Returns the bytes for KV pages of target and draft together.
 
     Args:
-        max_rows: Of a sequence in a step, the root included.
+        max_rows: Maximum number of rows of a sequence in a step, the root included.
     """
     if target.device.type == "cpu":
-        return int(available_host_bytes() * (config.mem_fraction_static or CPU_FRACTION))
+        fraction = config.mem_fraction_static or CPU_FRACTION
+        num_local = config.tensor_parallel_size // config.nodes().count
+        return int(available_host_bytes() * fraction) // num_local
     free, total = torch.cuda.mem_get_info(target.device)
     fraction = config.mem_fraction_static or GPU_FRACTION
+    infos = infos_of(links)
     # A draft that has answered has loaded its weights; the rest it allocates when it is attached.
     draft = sum(
         info.workspace_bytes
+        # A rank has parts of the weights that a draft shares with one card alone.
+        + (info.shared_weight_bytes if target.ranks is not None else 0)
         + info.bytes_per_sequence * config.max_running_requests
         + (arena_bytes(config, target.device) if info.HasField("hidden") else 0)
         for info in infos
         if info.device_uuid
-    )
+    ) + sum(link.projection_bytes for link in links)
     budget = GpuBudget(
         total=total,
         used=total - free,
@@ -378,9 +405,11 @@ def _kv_budget(
     return budget.kv
 
 
-def _measure(target_step: TargetStep, runner: ModelRunner, pool: PagePool) -> StepTimes:
-    """Times the target's steps: captured ones as they are, others by number of rows, on pages that are given back."""
-    times = target_step.measure()
+def _measure(executor: Executor, runner: ModelRunner, pool: PagePool) -> Table:
+    """Times the target's steps: captured ones as they are, others by number of rows, on pages that
+    are given back.
+    """
+    times = executor.measure()
     if times is not None:
         table = ", ".join(f"{b}x{r}: {t * 1e3:.2f}" for (b, r), t in sorted(times.table().items()))
         logger.info("captured steps in ms by sequences x rows: %s", table)
@@ -398,9 +427,11 @@ def _measure(target_step: TargetStep, runner: ModelRunner, pool: PagePool) -> St
         cpu_seconds[rows] = min(cpu_seconds[rows], time.process_time() - started_cpu)
         return time.perf_counter() - started
 
-    by_rows = RowTimes.measure(widths, run)
+    seconds = best_of_rounds(widths, run)
     if runner.model.device.type == "cpu":
-        by_rows.bound([cpu_seconds[rows] for rows in widths], torch.get_num_threads())
+        spent = [cpu_seconds[rows] for rows in widths]
+        seconds = without_waits(seconds, spent, torch.get_num_threads())
+    by_rows = RowTable(widths, seconds)
     pool.release(pages)
     table = ", ".join(f"{rows}: {seconds * 1e3:.1f}" for rows, seconds in by_rows.table().items())
     logger.info("target forward in ms by rows: %s", table)

@@ -1,4 +1,6 @@
-"""Has the kernels of a GPU compiled that steps outside of graphs launch: the first such step would stand still for seconds."""
+"""Compiles the kernels of steps outside of graphs on a GPU, which would delay the first such
+step by seconds.
+"""
 
 import logging
 import time
@@ -9,13 +11,13 @@ import torch
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.runner.warm_up import Reach, forwards_to_run
 from verify_service.engine.engine import EngineLimits
-from verify_service.executor.hand_over import hand_over
+from verify_service.executor.kernels.hand_over import hand_over
 
 logger = logging.getLogger(__name__)
 
 
 def reach_of(chunk: int, limits: EngineLimits, has_branches: bool) -> Reach:
-    """Prompts and trees in one step.
+    """Returns the limits of prompts and trees in one step.
 
     Args:
         chunk: Prompt tokens of a step at most.
@@ -34,16 +36,15 @@ def warm_up(runner: ModelRunner, reach: Reach, layers: Sequence[int], num_levels
     """Runs a few forwards; they write to the first page.
 
     Args:
-        reach: Of forwards.
-        layers: Whose entering residual stream a draft reads.
-        num_levels: Of the trees of a draft that is told of steps on the device.
+        reach: Limits of the forwards.
+        layers: Layers whose input (the residual stream) a draft reads.
+        num_levels: Number of levels of the trees of a draft whose steps stay on the device.
     """
     started = time.monotonic()
     config, kv = runner.model.config, runner.kv
-    group_size = config.num_heads // config.num_kv_heads
-    for rows in forwards_to_run(reach, kv, group_size):
+    for rows in forwards_to_run(reach, kv, runner.model.group_size, runner.attention):
         runner.forward(rows, layers)
-        if layers:  # nobody reads them while no draft is attached
+        if layers:  # unread while no draft is attached
             runner.forward(rows)
     _warm_up_hand_over(runner, config.hidden_size * max(1, len(layers)), num_levels)
     torch.cuda.synchronize(kv.data.device)

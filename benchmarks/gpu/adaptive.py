@@ -1,10 +1,12 @@
-"""Adaptive speculation on one GPU: steady states over batch and acceptance, and transients, beside plain and fixed trees.
+"""Adaptive speculation on one GPU: steady states over batch and acceptance, and transients, beside
+plain and fixed trees.
 
     python -m benchmarks.gpu.adaptive --mode chain --batch 1 8 32 64 --mps
 
-8B shape with random weights, as in `benchmarks.gpu.decode`; whether a drafted token is right is SIMULATED, with the same
-probability at each depth. All settings run in one engine on the same sequences. Since steps become slower as answers become
-longer, each setting is compared with what steps of fixed sizes took at the same context length. Prints tables, writes JSON and a plot.
+8B shape with random weights, as in `benchmarks.gpu.decode`; whether a drafted token is right is
+SIMULATED, with the same probability at each depth. All settings run in one engine on the same
+sequences. Since steps become slower as answers become longer, each setting is compared with what
+steps of fixed sizes took at the same context length. Prints tables, writes JSON and a plot.
 """
 
 import argparse
@@ -30,39 +32,34 @@ from benchmarks.gpu.step_costs import (
     rate_of,
 )
 from foredraft.cli import mps
-from foredraft.trees.draft_tree import DraftTree
 from testing.engine_steps import Step
 from testing.engines import Harness, running_engine
+from verify_service.controller.controller import Controller
+from verify_service.controller.messages import DraftKind, Plan, Want
 from verify_service.engine.engine import Engine
-from verify_service.executor.simulation import SimulatedAcceptance
-from verify_service.executor.triton_steps import pretended_path
-from verify_service.policy.messages import Plan, Want
-from verify_service.policy.policy import DraftPolicy
+from verify_service.executor.choice.simulation import SimulatedAcceptance
 
 ACCEPTANCES = (0.1, 0.3, 0.5, 0.7, 0.9)
-POOL_TOKENS = 4000  # of each sequence
+POOL_TOKENS = 4000  # room for each sequence
 ENOUGH_STEPS, LONGEST_FIXED = (
     SETTLE_STEPS + 4,
     1.5,
 )  # of a fixed size, and seconds that these may take
 LONG = LONGEST / 2  # tokens of sequences that others take the place of between two changes
-BAD = 0.8  # of the best fixed size, by what was measured before; worse ones are not timed again
+BAD = 0.8  # share of the best fixed size's rate; sizes that were worse are not timed again
 
 
-class FixedRows(DraftPolicy):
-    """The same number of rows for every sequence in every step; with one, the draft is told nothing."""
+class FixedRows(Controller):
+    """Verifies the same number of rows for every sequence in every step; with one row, the
+    draft is sent nothing.
+    """
 
     def __init__(self, rows: int) -> None:
-        super().__init__(None, max(rows - 1, 1), 1)
-        self._fixed = rows
-
-    @property
-    def is_resting(self) -> bool:
-        """See DraftPolicy."""
-        return self._fixed == 1
+        super().__init__(None, [DraftKind(max(rows - 1, 1), 1)])
+        self._fixed, self.is_drafting = rows, [rows > 1]
 
     def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
-        """See DraftPolicy."""
+        """See Controller."""
         return Plan([min(want.limit, self._fixed - 1) for want in wanted], self._fixed)
 
 
@@ -71,12 +68,12 @@ class Bench:
     """An engine with simulated acceptance whose policy can be exchanged.
 
     Attributes:
-        adaptive: The policy that the engine was made with.
-        depth: Of the largest tree.
+        adaptive: Policy that the engine was made with.
+        depth: Depth of the largest tree.
     """
 
     engine: Engine
-    adaptive: DraftPolicy
+    adaptive: Controller
     meter: Meter
     depth: int
     costs: Costs = field(default_factory=Costs)
@@ -84,28 +81,35 @@ class Bench:
 
     @classmethod
     def of(cls, harness: Harness) -> "Bench":
-        """For a running engine."""
+        """Creates the bench of a running engine."""
         engine = harness.engine
-        engine._sizes.trial.judge = lambda tree, tokens: _drawn(engine, tree)
-        return cls(engine, engine._sizes.policy, Meter(engine), engine._sizes.depth)
+        return cls(
+            engine,
+            engine._sizes.controller,
+            Meter(engine),
+            engine._sizes.controller.drafts[0].depth,
+        )
 
-    def use(self, policy: DraftPolicy, acceptance: float) -> None:
-        """Between two steps."""
-        self.engine._inbox.put(lambda: setattr(self.engine._sizes, "policy", policy))
+    def use(self, policy: Controller, acceptance: float) -> None:
+        """Exchanges the policy between two steps."""
+        self.engine._inbox.put(lambda: setattr(self.engine._sizes, "controller", policy))
         _simulated(self.engine).acceptance = acceptance
 
-    def run(self, policy: DraftPolicy, acceptance: float, seconds: float) -> list[Step]:
-        """The steps of some seconds under a policy."""
+    def run(self, policy: Controller, acceptance: float, seconds: float) -> list[Step]:
+        """Runs steps for some seconds under a policy; returns the steps."""
         self.use(policy, acceptance)
         return self.meter.during(seconds)
 
     def cell(
         self, batch: int, acceptance: float, rows: Sequence[int], args: argparse.Namespace
     ) -> dict[str, Any]:
-        """One steady state. Fixed sizes are timed before it or after it, plain decoding before and after."""
+        """Measures one steady state.
+
+        Fixed sizes are timed before it or after it, plain decoding before and after.
+        """
         self.meter.resize(0)
         self.meter.resize(batch)
-        # In turns before and after, so that their lines rest on short and long contexts.
+        # Alternately before and after, so that fits cover short and long contexts.
         is_odd = bool(self.num_cells % 2)
         for size in (1,) if is_odd else rows:
             self.fixed(batch, size, acceptance, args.fixed)
@@ -121,7 +125,7 @@ class Bench:
         self.costs.add(batch, rows, self.steps_of(rows, acceptance, seconds))
 
     def steps_of(self, rows: int, acceptance: float, seconds: float) -> list[Step]:
-        """Steps of one size, of so many seconds and enough to tell."""
+        """Returns steps of one size, enough of them and over some seconds."""
         steps = self.run(FixedRows(rows), acceptance, seconds)
         while len(steps) < ENOUGH_STEPS and sum(step.seconds for step in steps) < LONGEST_FIXED:
             steps += self.meter.during(seconds)
@@ -130,9 +134,12 @@ class Bench:
     def transient(
         self, name: str, phases: Sequence[tuple[int, float]], seconds: float, timed: float
     ) -> dict[str, Any]:
-        """Phases of (batch, acceptance), `seconds` each: plain decoding's share in every window of a second.
+        """Runs phases of (batch, acceptance), `seconds` each.
 
-        Behind each phase fixed sizes are timed, `timed` seconds each, since sequences of uneven length take longer.
+        Returns the speed over plain decoding in every window of a second.
+
+        Behind each phase fixed sizes are timed, `timed` seconds each, since sequences of uneven
+        length take longer.
         """
         self.meter.resize(0)
         self.meter.resize(phases[0][0])
@@ -164,14 +171,16 @@ class Bench:
         lowest = min(ratio for _, ratio in windows)
         print(f"{name}: lowest window {lowest:.2f} of plain", flush=True)
         return {
-            "name": name, "phases": changes, "windows": windows, "lowest": lowest, "of_best_after_2_seconds": after
+            "name": name, "phases": changes, "windows": windows, "lowest": lowest, "of_best_after_2_seconds": after  # noqa: E501
         }  # fmt: skip
 
     def rates_here(
         self, late: Sequence[Step], acceptance: float, timed: float
     ) -> tuple[dict[int, float], float]:
-        """Tokens per second of fixed sizes with the sequences that are there now, and how much slower plain steps are than where all are
-        of one length."""
+        """Returns tokens per second of fixed sizes with the present sequences.
+
+        Also returns how much slower plain steps are than with sequences of equal length.
+        """
         known, batch = self.rates(late, acceptance), late[0].batch
         found = {}
         for size in sorted(known, reverse=True):
@@ -183,8 +192,8 @@ class Bench:
         return found, seconds / plain
 
     def rates(self, steps: Sequence[Step], acceptance: float) -> dict[int, float]:
-        """Tokens per second of every fixed size."""
-        rows = self.adaptive._times.rows(steps[0].batch)  # type: ignore[union-attr]
+        """Returns tokens per second of every fixed size."""
+        rows = self.adaptive._costs.table.rows(steps[0].batch)  # type: ignore[union-attr]
         return {
             size: self.costs.rate(steps, size, mean_tokens(size, self.depth, acceptance))
             for size in rows
@@ -192,11 +201,13 @@ class Bench:
         }
 
     def mean_rate(self, steps: Sequence[Step], acceptance: float) -> float:
-        """Tokens per second, where steps bring what their size does on average: luck would be several percent of a second."""
+        """Returns tokens per second if every step gave the mean tokens of its size; chance
+        would change a second by several percent.
+        """
         return rate_of(steps, lambda s: s.batch * mean_tokens(s.rows, self.depth, acceptance))
 
     def ratios(self, cell: dict[str, Any]) -> dict[str, Any]:
-        """What a cell shows, once all sizes were timed."""
+        """Returns the figures of a cell, once all sizes were timed."""
         steps, batch, acceptance = cell["steps"], cell["batch"], cell["acceptance"]
         rates = self.rates(steps, acceptance)
         rate = self.mean_rate(steps, acceptance)
@@ -215,15 +226,9 @@ class Bench:
 
 
 def _simulated(engine: Engine) -> SimulatedAcceptance:
-    target: Any = engine._target
-    found: SimulatedAcceptance = getattr(target, "_simulated", None) or target._chooser._simulated
+    target: Any = engine._executor
+    found: SimulatedAcceptance = getattr(target, "_simulated", None) or target._sampler._simulated
     return found
-
-
-def _drawn(engine: Engine, tree: DraftTree) -> tuple[int, list[int]]:
-    """The outcome of a tree that is not verified, as of one that is."""
-    [num_tokens] = _simulated(engine).draw(1)
-    return len(tree), [row - 1 for row in pretended_path(1 + len(tree), num_tokens)[1:]]
 
 
 def main() -> int:
@@ -275,7 +280,7 @@ def main() -> int:
                 flags["context_length"] = 8192
                 with running_engine(target, "NONE", **flags) as harness:
                     measure_none(Meter(harness.engine), args, result)
-        finally:  # what was measured until then is worth its time
+        finally:  # keep the measurements made so far
             report(result, args)
         for name in variables:
             del os.environ[name]
@@ -283,8 +288,8 @@ def main() -> int:
 
 
 def measure(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Everything of one engine, put into `result` as it comes."""
-    times: Any = bench.adaptive._times
+    """Measures everything of one engine, and writes it into `result` as it comes."""
+    times: Any = bench.adaptive._costs.table
     gc.collect()
     gc.freeze()  # as the service does
     result["measured_at_start_ms"] = {f"{b}x{r}": s * 1e3 for (b, r), s in times.table().items()}
@@ -330,12 +335,14 @@ def _transients(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) 
 
 
 def by_seconds(step: Step) -> float:
-    """For the longest steps."""
+    """Sort key that finds the longest steps."""
     return step.seconds
 
 
 def measure_none(meter: Meter, args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Plain decoding without a draft, as milliseconds of a step, and of a plain step beside a draft."""
+    """Plain decoding without a draft, as milliseconds of a step, and of a plain step beside a
+    draft.
+    """
     costs = Costs()
     for batch in args.batch:
         meter.resize(0)

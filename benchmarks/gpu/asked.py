@@ -1,9 +1,11 @@
-"""What a decode step takes where requests ask for more than the rule, at the shape of Llama-3.1-8B on one GPU.
+"""Measures decode steps whose requests ask for more than the sampling rule, at the shape of
+Llama-3.1-8B on one GPU.
 
     python -m benchmarks.gpu.asked --batch 32
 
-Random weights, no speculation. Each line is a batch in which nobody, one or all ask for something; beside it the same with
-steps that wait for one another, as with --disable-overlap-schedule. A grammar's masks are made by the host.
+Random weights, no speculation. Each line is a batch in which nobody, one or all ask for something;
+beside it the same with steps that wait for one another, as with --disable-overlap-schedule. A
+grammar's masks are made by the host.
 """
 
 import argparse
@@ -70,7 +72,8 @@ def main() -> None:
                     in_turn, _ = seconds_per_step(harness, jobs)
                     harness.engine._overlap = True
                     print(
-                        f"{name:34} {batch:5} {ahead[0] * 1e3:8.2f} {ahead[1]:6.0f} {in_turn * 1e3:8.2f}",
+                        f"{name:34} {batch:5} {ahead[0] * 1e3:8.2f} {ahead[1]:6.0f}"
+                        f" {in_turn * 1e3:8.2f}",
                         flush=True,
                     )
 
@@ -78,7 +81,7 @@ def main() -> None:
 def variants(
     batch: int, num_tokens: int, grammar: CompiledGrammar
 ) -> Iterator[tuple[str, list[Job]]]:
-    """Batches of jobs, named by what is asked for in them."""
+    """Yields batches of jobs, named by the parameters that their requests use."""
     plain = random_jobs(random.Random(1), batch, 256, num_tokens)
 
     def asking(count: int, **fields: Any) -> list[Job]:
@@ -107,7 +110,9 @@ def variants(
 
 
 def seconds_per_step(harness: Harness, jobs: list[Job]) -> tuple[float, float]:
-    """Seconds of a step, the prompts' time taken off, and in how many steps the GPU waited for masks; warm."""
+    """Returns seconds of a step without the time of prompts, and the number of steps in which
+    the GPU waited for masks; warm.
+    """
     short = [
         dataclasses.replace(job, sampling=dataclasses.replace(job.sampling, max_new_tokens=4))
         for job in jobs

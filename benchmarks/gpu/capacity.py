@@ -1,9 +1,10 @@
-"""What fills the card, and how many tokens of KV that leaves: an engine and its draft at a given share of the memory.
+"""Measures the GPU memory of an engine and its draft at a given share of the card, and the tokens
+of KV that fit.
 
     python -m benchmarks.gpu.capacity --modes none chain tree --batch 512
 
-8B shape with random weights in bfloat16 and an EAGLE-3 head, as in `benchmarks.gpu.decode`. Needs the card alone: what others hold
-is counted as the verifier's context.
+8B shape with random weights in bfloat16 and an EAGLE-3 head, as in `benchmarks.gpu.decode`. Needs
+the card alone: what others hold is counted as the verifier's context.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from foredraft.config.services import KV_CACHE_DTYPES
 from foredraft.telemetry import logging as telemetry_logging
 from testing.drafts import DraftProcess
 from testing.engines import CHANGED, DRAFT_FLAGS, Harness, running_engine
+from verify_service.drafts.remote_draft import RemoteDraft
 
 
 def main() -> int:
@@ -45,7 +47,7 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         target, head = write_checkpoints(Path(folder), args.layers)
-        # A process keeps what it has once taken of the card, so each mode has one of its own.
+        # A process keeps memory that it has once taken, so each mode has a process of its own.
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
             for mode in args.modes:
@@ -94,15 +96,17 @@ def _measure(mode: str, target: Path, head: Path, args: argparse.Namespace) -> d
 
 
 def _in_use() -> tuple[int, int]:
-    """Bytes of the card that are taken, and all of its bytes."""
+    """Returns the bytes in use on the card, and all of its bytes."""
     free, total = torch.cuda.mem_get_info()
     return total - free, total
 
 
 def _parts(harness: Harness, context: int, draft_loaded: int) -> dict[str, int]:
-    """Bytes that can be told apart; `draft_loaded` are a draft's before it was attached."""
+    """Returns the bytes of distinguishable parts; `draft_loaded` is a draft's memory before its
+    attach.
+    """
     engine = harness.engine
-    runner = engine._target._runner
+    runner = engine._executor._runner  # type: ignore[attr-defined]
     weights = sum(w.numel() * w.element_size() for w in set(runner.model.parameters()))
     kv = runner.kv.data.numel() * runner.kv.data.element_size()
     graphs = sum(
@@ -111,9 +115,9 @@ def _parts(harness: Harness, context: int, draft_loaded: int) -> dict[str, int]:
         if tuple(segment["segment_pool_id"]) != (0, 0)
     )
     draft_weights = draft_kv = 0
-    drafting = engine._drafting
-    if drafting is not None:
-        info = drafting._client.info
+    for draft in engine._drafts.each:
+        assert isinstance(draft, RemoteDraft)
+        info = draft._client.info
         assert info is not None
         draft_weights = info.weight_bytes
         draft_kv = info.kv_bytes_per_token * engine.limits.num_pages * engine.limits.page_size

@@ -1,9 +1,11 @@
-"""What a kernel cache saves: starts `foredraft serve` on a GPU with an empty Triton cache, then with what that start left.
+"""Measures the gain of a kernel cache: starts `foredraft serve` on a GPU with an empty Triton cache,
+then with the cache that this start left.
 
     python -m benchmarks.gpu.cold_start --speculative-algorithm EAGLE3 --speculative-draft-model-path foredraft-demo-eagle3
 
-All flags are those of `foredraft serve`, which --help lists. Prints seconds until all three are healthy, and how many kernels were compiled.
-"""
+All flags are those of `foredraft serve`, which --help lists. Prints seconds until all three are
+healthy, and how many kernels were compiled.
+"""  # noqa: E501
 
 import os
 import re
@@ -20,7 +22,7 @@ STARTS = ("empty cache", "kept cache", "kept cache")
 
 
 def main(flags: Sequence[str]) -> int:
-    """Exit status 0 when the later starts compiled nothing."""
+    """Returns 0 when the later starts compiled nothing."""
     if not {"-h", "--help"}.isdisjoint(flags):
         print(__doc__)
         return subprocess.run([*SERVE, "--help"]).returncode
@@ -39,7 +41,7 @@ def main(flags: Sequence[str]) -> int:
 
 
 def _start(flags: Sequence[str], cache: str) -> float:
-    """Seconds until the services were healthy; they are stopped again."""
+    """Starts and stops the services; returns the seconds until they were healthy."""
     command = [*SERVE, "--device=cuda", "--port=0", "--grpc-port=0", *flags]
     environment = {**os.environ, "TRITON_CACHE_DIR": cache}
     started = time.monotonic()

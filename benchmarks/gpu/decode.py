@@ -1,10 +1,12 @@
-"""Decoding speed on one GPU at the shape of Llama-3.1-8B, with simulated acceptance, beside the floor and SGLang.
+"""Decoding speed on one GPU at the shape of Llama-3.1-8B, with simulated acceptance, beside the
+floor and SGLang.
 
     python -m benchmarks.gpu.decode --modes none chain tree --batch 1 8 32 --mps --peer /opt/sglpeer
 
-Random weights accept nothing, so the accept length is SIMULATED (`--simulate-accept-length`): drafting, verification and
-the moves of KV are real, only their result is replaced. Verifier and draft are two processes, as in production. 256-token
-prompts, 512 output tokens, temperature 0. The peer runs flashinfer attention.
+Random weights accept nothing, so the accept length is SIMULATED (`--simulate-accept-length`):
+drafting, verification and the moves of KV are real, only their result is replaced. Verifier and
+draft are two processes, as in production. 256-token prompts, 512 output tokens, temperature 0. The
+peer runs flashinfer attention.
 """
 
 import argparse
@@ -35,7 +37,7 @@ PEER_MODES = {"none": "none", "chain": "eagle3_chain", "tree": "eagle3_tree"}
 
 @dataclass(slots=True)
 class Row:
-    """One measurement; accept lengths above 1 are simulated."""
+    """A measurement; accept lengths above 1 are simulated."""
 
     mode: str
     batch: int
@@ -68,7 +70,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--flags", type=json.loads, default={}, help="more flags, as JSON")
     args = parser.parse_args()
-    # Before anything opens the card: who has opened it does not become the daemon's client.
+    # Before anything opens the card: a process that has opened it cannot become the daemon's
+    # client.
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
         os.environ.update(variables)
         target, head = write_checkpoints(Path(folder), args.layers)
@@ -117,7 +120,7 @@ def _run(harness: Harness, mode: str, batch: int, args: argparse.Namespace) -> R
     def jobs(num_tokens: int) -> list[Job]:
         return random_jobs(rng, batch, args.prompt, num_tokens)
 
-    harness.run(jobs(48), timeout=600)  # compiles what this batch needs
+    harness.run(jobs(48), timeout=600)  # compiles the kernels of this batch
     started = time.perf_counter()
     harness.run(jobs(1), timeout=600)
     prefill = time.perf_counter() - started
@@ -155,9 +158,9 @@ def _measure_peer(mode: str, rows: list[Row], args: argparse.Namespace) -> None:
     batches = " ".join(str(batch) for batch in args.batch)
     length = MODES[mode][3]
     command = (
-        f". {args.peer}/env.sh; cd {args.peer}; python3 bench_sgl.py {PEER_MODES[mode]} {batches} "
-        f"--acc-len {length if mode != 'none' else 0} --prompt-len {args.prompt} --out-len {args.output} "
-        f"--log-level error"
+        f". {args.peer}/env.sh; cd {args.peer}; python3 bench_sgl.py {PEER_MODES[mode]} {batches}"
+        f" --acc-len {length if mode != 'none' else 0} --prompt-len {args.prompt} --out-len"
+        f" {args.output} --log-level error"
     )
     if args.layers != 32:
         command += f" --layers {args.layers}"

@@ -1,9 +1,11 @@
-"""One draft step on a GPU, alone: how long the device works and how much the host adds. Head of Llama-3.1-8B's shape.
+"""Measures one draft step on a GPU by itself: the time of the device, and what the host adds.
+
+A head of Llama-3.1-8B's shape, and block drafters of Qwen3-8B's.
 
     python -m benchmarks.gpu.draft_step --batch 1 8 32 --profile 8
 
-Weights are random. The host's part is the time of a step beyond its kernels: reading the message, packing, launching,
-unpacking, and building the answer.
+Weights are random. The host's part is the time of a step beyond its kernels: reading the message,
+packing, launching, unpacking, and building the answer.
 """
 
 import argparse
@@ -14,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.shapes import write_checkpoints
+from benchmarks.gpu.shapes import BLOCKS_8B, write_block_checkpoints, write_checkpoints
 from draft_service.drafters.heads import HeadDrafter
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import DraftConfig
 from foredraft.models.config import ModelConfig
 from foredraft.transport.base import HiddenReader
 
-MODES = {"chain": (3, 1, 4), "tree": (5, 8, 32)}
+MODES = {"chain": (3, 1, 4), "tree": (5, 8, 32), "dflash": (8, 1, 9), "dspark": (8, 1, 9)}
 PAGE, CONTEXT, ROWS = 16, 1024, 3
 
 
@@ -47,12 +49,24 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--profile", type=int, default=0, help="list kernels at this batch")
     args = parser.parse_args()
+    for mode in args.modes:
+        drafter, config = load(mode)
+        measure(mode, drafter, config, args)
+
+
+def load(mode: str) -> tuple[HeadDrafter, ModelConfig]:
+    """Loads the draft of a mode with random weights; returns it and its target's configuration."""
     with tempfile.TemporaryDirectory() as folder:
-        target, head = write_checkpoints(Path(folder), 32)
+        is_block = mode in BLOCKS_8B
+        target, head = (
+            write_block_checkpoints(Path(folder), mode)
+            if is_block
+            else write_checkpoints(Path(folder), 32)
+        )
         drafter = HeadDrafter.load(
             DraftConfig(
                 model_path=str(target),
-                speculative_algorithm="EAGLE3",
+                speculative_algorithm=mode.upper() if is_block else "EAGLE3",
                 speculative_draft_model_path=str(head),
                 load_format="dummy",
                 speculative_draft_load_format="dummy",
@@ -60,9 +74,7 @@ def main() -> None:
                 device="cuda",
             )
         )
-        config = ModelConfig.from_dir(target)
-    for mode in args.modes:
-        measure(mode, drafter, config, args)
+        return drafter, ModelConfig.from_dir(target)
 
 
 def measure(mode: str, drafter: HeadDrafter, config: ModelConfig, args: argparse.Namespace) -> None:
@@ -100,7 +112,8 @@ def measure(mode: str, drafter: HeadDrafter, config: ModelConfig, args: argparse
             kernels.append(replay(proposer, size, args.temperature > 0))
         wall, device = statistics.median(walls[10:]) * 1e3, statistics.median(kernels[10:]) * 1e3
         print(
-            f"{mode} batch {size}: step {wall:.3f} ms, device {device:.3f} ms, host {wall - device:.3f} ms",
+            f"{mode} batch {size}: step {wall:.3f} ms, device {device:.3f} ms, host"
+            f" {wall - device:.3f} ms",
             flush=True,
         )
         if size == args.profile:
@@ -118,7 +131,7 @@ def measure(mode: str, drafter: HeadDrafter, config: ModelConfig, args: argparse
 
 @torch.inference_mode()
 def replay(proposer, size: int, sampled: bool) -> float:  # type: ignore[no-untyped-def]
-    """Seconds of the step's graphs alone, from one after the other."""
+    """Returns the seconds of the step's graphs, replayed one after another."""
     graphs = proposer._fast.graphs
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()
@@ -132,7 +145,9 @@ def replay(proposer, size: int, sampled: bool) -> float:  # type: ignore[no-unty
 def request(
     size: int, step: int, limits: draft_pb2.TreeLimits, temperature: float
 ) -> draft_pb2.StepRequest:
-    """A few tokens for every sequence; the first step begins them with a prompt."""
+    """Returns a message with a few tokens for every sequence; the first step begins them with a
+    prompt.
+    """
     message = draft_pb2.StepRequest(step=step + 1)
     prompt = 256
     for slot in range(size):

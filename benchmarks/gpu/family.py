@@ -1,17 +1,20 @@
-"""A model and its drafts on one GPU with real acceptance: every algorithm's speed over plain decoding, beside what its accept length
-and the times of its stages predict.
+"""A model and its drafts on one GPU with real acceptance: every algorithm's speed over plain
+decoding, beside what its accept length and the times of its stages predict.
 
     python -m benchmarks.gpu.family --mps
     python -m benchmarks.gpu.family --mps --model-path demo-gemma --heads EAGLE3=path/to/head --algorithms NGRAM EAGLE3 --temperatures 0
 
-bfloat16, one request at a time, real prompts (`benchmarks/accept_length_prompts.json`). A row's speed is that of its requests from
-the end of the step after their prompt on, in which a draft reads the prompt; nothing else is measured meanwhile. Its stages are
-measured in runs of their own (`benchmarks.gpu.stages`), which take turns with these. The prediction is accept length x a plain
-step / the step that the stages give (`step_of`): the target's graph, the draft's graphs and the hand-overs follow each other on the
-GPU; the verifier's host works beside them, one step ahead; the draft is asked for a step when the outcome of the step but one
-before is known, and its host has to put each graph into its stream before that can run. N-grams are asked for while the GPU waits:
-there a step is the host's part until the target's graph is in its stream, and that graph, one after the other.
-"""
+bfloat16, one request at a time, real prompts (`benchmarks/accept_length_prompts.json`). A row's
+speed is that of its requests from the end of the step after their prompt on, in which a draft reads
+the prompt; nothing else is measured meanwhile. Its stages are measured in runs of their own
+(`benchmarks.gpu.stages`), which take turns with these. The prediction is accept length x a plain
+step / the step that the stages give (`step_of`): the target's graph, the draft's graphs and the
+hand-overs follow each other on the GPU; the verifier's host works beside them, one step ahead; the
+draft is asked for a step when the outcome of the step but one before is known, and its host has to
+put each graph into its stream before that can run. N-grams are asked for while the GPU waits: there
+a step is the host's part until the target's graph is in its stream, and that graph, one after the
+other.
+"""  # noqa: E501
 
 import argparse
 import contextlib
@@ -34,7 +37,7 @@ from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from testing.engines import Collector, Harness, Job, running_engine
-from verify_service.drafts.drafting import Drafting
+from verify_service.drafts.remote_draft import RemoteDraft
 from verify_service.outputs import Load, StepOutput
 
 HEADS = {"STANDALONE": "draft", "EAGLE": "eagle", "EAGLE3": "eagle3", "MTP": "mtp"}
@@ -64,7 +67,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    # Before anything opens the card: who has opened it does not become the daemon's client.
+    # Before anything opens the card: a process that has opened it cannot become the daemon's
+    # client.
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
         os.environ.update(variables)
         rows = _measure_all(args, Path(folder))
@@ -108,7 +112,7 @@ def _measure_all(args: argparse.Namespace, folder: Path) -> list[Row]:
 
 
 def _cases(temperatures: list[float], has_model: bool) -> list[tuple[str, float]]:
-    """Orders of children and temperatures; at temperature 0 both orders are the same."""
+    """Returns orders of children and temperatures; at temperature 0 both orders are the same."""
     if not has_model:
         return [("", temperature) for temperature in temperatures]
     sampled = [("topk", temperature) for temperature in temperatures if temperature > 0]
@@ -116,10 +120,10 @@ def _cases(temperatures: list[float], has_model: bool) -> list[tuple[str, float]
 
 
 def _attach_anew(harness: Harness, order: str) -> None:
-    """Lets the draft go on with another order of children: much sooner there than another engine."""
-    drafting = harness.engine._drafting
-    assert isinstance(drafting, Drafting)
-    client = drafting._client
+    """Attaches the draft again with another order of children, much faster than a new engine."""
+    [draft] = harness.engine._drafts.each
+    assert isinstance(draft, RemoteDraft)
+    client = draft._client
     link = client._make_attach.__self__  # type: ignore[attr-defined]
     link.config = dataclasses.replace(link.config, speculative_draft_sampling=order)
     client.drop("another order of children")
@@ -128,7 +132,7 @@ def _attach_anew(harness: Harness, order: str) -> None:
 
 @contextlib.contextmanager
 def _until_interrupted() -> Iterator[None]:
-    """Ctrl-C ends what it holds, and what was measured is reported."""
+    """Lets Ctrl-C end the block, so that earlier measurements are reported."""
     try:
         yield
     except KeyboardInterrupt:
@@ -139,7 +143,9 @@ def _until_interrupted() -> Iterator[None]:
 def _drafts(
     algorithms: list[str], path: Path, heads: dict[str, Path], folder: Path
 ) -> Iterator[dict[str, Any]]:
-    """The draft services that use the GPU, started together; they serve one engine after the other."""
+    """The draft services that use the GPU, started together; they serve one engine after the
+    other.
+    """
     from benchmarks.gpu.stages import StagedDraft
 
     drafts: dict[str, Any] = {}
@@ -186,7 +192,7 @@ def _flags(algorithm: str, shape: tuple[int, int, int], heads: dict[str, Path]) 
 
 
 class _Timed(Collector):
-    """Notes when each request's tokens came, and how many."""
+    """Notes the times and numbers of each request's tokens."""
 
     def __init__(self, engine: Any, num_requests: int) -> None:
         super().__init__(engine, num_requests)
@@ -209,7 +215,7 @@ def _measure(
         )
         return [Job(prompt, sampling) for prompt in prompts]
 
-    harness.run(jobs(8), timeout=300)  # compiles what is not compiled yet
+    harness.run(jobs(8), timeout=300)  # compiles missing kernels
     found, hosts = [], []
     for _ in range(ROUNDS):
         timed = _Timed(harness.engine, len(prompts))
@@ -227,9 +233,11 @@ def _measure(
 
 
 def speed(blocks: list[list[tuple[float, int]]]) -> Row:
-    """Speed and accept length of requests, from when and in how many steps their tokens came.
+    """Returns speed and accept length of requests, from the times and the number of steps of
+    their tokens.
 
-    The first block is the prompt's token; the second step, in which a draft reads the prompt, is told apart.
+    The first block is the prompt's token; the second step, in which a draft reads the prompt, is
+    told apart.
     """
     seconds = sum(own[-1][0] - own[1][0] for own in blocks)
     num_tokens = sum(count for own in blocks for _, count in own[2:])
@@ -243,14 +251,14 @@ def speed(blocks: list[list[tuple[float, int]]]) -> Row:
 
 
 def step_of(hosts: Sequence[Sequence[float]], row: Row, handing_over: float, lag: float) -> float:
-    """What a step takes on average, all in milliseconds.
+    """Returns the predicted mean time of a step, in milliseconds.
 
     Args:
-        hosts: `HOSTS` of each step, see `Stages.hosts`, in their order: one that takes long is made up for only as far as the
-            step ahead reaches.
-        row: With the times of the graphs.
-        handing_over: Between the graphs of the two processes.
-        lag: From their end until the host knows.
+        hosts: `HOSTS` of each step in order, see `Stages.hosts`. A slow step is made up for only as
+            far as overlap scheduling reaches.
+        row: Row with the times of the graphs.
+        handing_over: Time between the graphs of the two processes.
+        lag: Time from the end of the graphs until the host knows.
     """
     has_draft = row["draft"] > 0
     # The outcome of the step but one before; the GPU's part of the step before.
@@ -264,10 +272,12 @@ def step_of(hosts: Sequence[Sequence[float]], row: Row, handing_over: float, lag
 
 
 def predict(rows: list[Row]) -> None:
-    """Adds to each row its ratio to plain decoding, and the ratio that its stages and its accept length predict.
+    """Adds to each row its ratio to plain decoding, and the ratio that its stages and its accept
+    length predict.
 
-    Of several rounds the median counts, on both sides. What hands over between the processes is the same for all drafts: where
-    a host is late for every step of a row, no short hand-over is seen there.
+    Of several rounds the median counts, on both sides. What hands over between the processes is the
+    same for all drafts: where a host is late for every step of a row, no short hand-over is seen
+    there.
     """
     drafted = [row for row in rows if row["draft"] > 0]
     idle = min((row["idle"] for row in drafted), default=0.0)
@@ -288,9 +298,10 @@ def predict(rows: list[Row]) -> None:
 
 
 def report(rows: list[Row]) -> int:
-    """Prints the table, and whether what has to hold does; 1 where it does not."""
+    """Prints the table and whether the prediction holds; returns 1 where it does not."""
     print(
-        f"{'milliseconds':12} {'tree':8} {'order':8} {'T':>3} {'tokens/s':>8} {'accept':>6} {'first':>6} {'step':>6}"
+        f"{'milliseconds':12} {'tree':8} {'order':8} {'T':>3} {'tokens/s':>8} {'accept':>6}"
+        f" {'first':>6} {'step':>6}"
         + "".join(f" {name:>6}" for name in COLUMNS)
         + f" {'ratio':>6} {'predicted':>9} {'within 10 %':>11}"
     )
@@ -303,10 +314,12 @@ def report(rows: list[Row]) -> int:
         if not held:
             misses.append(f"{name} at temperature {row['T']:g} ({off:+.0%})")
         print(
-            f"{row['algorithm']:12} {row['tree']:8} {row['order']:8} {row['T']:3.0f} {row['tokens_per_second']:8.0f} "
-            f"{row['accept_length']:6.2f} {row['first']:6.2f} {row['step']:6.3f}"
+            f"{row['algorithm']:12} {row['tree']:8} {row['order']:8} {row['T']:3.0f}"
+            f" {row['tokens_per_second']:8.0f} {row['accept_length']:6.2f} {row['first']:6.2f}"
+            f" {row['step']:6.3f}"
             + "".join(f" {row[name]:6.3f}" for name in COLUMNS)
-            + f" {row['ratio']:6.2f} {row['predicted']:9.2f} {'yes' if held else 'NO':>6} {off:+.0%}"
+            + f" {row['ratio']:6.2f} {row['predicted']:9.2f} {'yes' if held else 'NO':>6}"
+            f" {off:+.0%}"
         )
     is_quick = True
     for row in rows:
@@ -314,8 +327,8 @@ def report(rows: list[Row]) -> int:
             times = row["step"] / row["target"]
             is_quick &= times <= MOST_OF_REPLAY
             print(
-                f"plain step at temperature {row['T']:g}: {row['step']:.3f} ms, bare replay of its graph "
-                f"{row['target']:.3f} ms, {times:.2f} times (at most {MOST_OF_REPLAY}): "
+                f"plain step at temperature {row['T']:g}: {row['step']:.3f} ms, bare replay of its"
+                f" graph {row['target']:.3f} ms, {times:.2f} times (at most {MOST_OF_REPLAY}): "
                 + ("yes" if times <= MOST_OF_REPLAY else "NO")
             )
     print(

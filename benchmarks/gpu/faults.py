@@ -1,14 +1,17 @@
-"""A draft that is killed, stands still or faults at each point between the two words that order it and its verifier on one GPU.
+"""A draft that is killed, stands still or faults at each point between the two words that order it
+and its verifier on one GPU.
 
     python -m benchmarks.gpu.faults
     python -m benchmarks.gpu.faults --modes alone mps mps --seconds 90 --resume --cases "level 1:SIGKILL" "waiting:SIGSTOP"
 
-The bundled model and its EAGLE-3 head in float32; 8 requests, greedy and sampled. For each case, a line as soon as it is over: whether
-the draft came to that point, whether all texts are those of plain decoding, the longest time without a token
-(`--draft-step-timeout` is 1 s), seconds from the draft's return until it was attached again, and blocks of GPU memory that the
-verifier keeps for drafts (1: the one in use). A case that takes the verifier along, as faults under MPS do, is shown as such; the next
-one has another. A mode that is named several times has as many processes, each with an MPS daemon of its own.
-"""
+The bundled model and its EAGLE-3 head in float32; 8 requests, greedy and sampled. For each case, a
+line as soon as it is over: whether the draft came to that point, whether all texts are those of
+plain decoding, the longest time without a token (`--draft-step-timeout` is 1 s), seconds from the
+draft's return until it was attached again, and blocks of GPU memory that the verifier keeps for
+drafts (1: the one in use). A case that takes the verifier along, as faults under MPS do, is shown
+as such; the next one has another. A mode that is named several times has as many processes, each
+with an MPS daemon of its own.
+"""  # noqa: E501
 
 import argparse
 import json
@@ -39,7 +42,7 @@ CASES = [
     for action in ("SIGKILL", "SIGSTOP", "FAULT")
     for point in (DEVICE if action == "FAULT" else POINTS)
 ]
-ON_HOST = (*ATTACHING, *BY_VALUE)  # what there is without a GPU too
+ON_HOST = (*ATTACHING, *BY_VALUE)  # points that exist without a GPU too
 MODES = ("alone", "mps")
 FLAGS = {
     "dtype": "float32",
@@ -85,10 +88,10 @@ def main() -> int:
 
 
 class Results:
-    """What was found, in a file.
+    """Results of the cases, kept in a file.
 
     Args:
-        path: Its; what is in it stays, if the run is resumed.
+        path: The file; its content stays if the run is resumed.
     """
 
     def __init__(self, path: Path, args: argparse.Namespace) -> None:
@@ -101,11 +104,11 @@ class Results:
 
     @property
     def known(self) -> set[tuple[str, str]]:
-        """Modes and cases that were right."""
+        """Returns modes and cases that were right."""
         return {(row["mode"], _case(row)) for row in self._rows if _is_right(row)}
 
     def add(self, mode: str, row: Row) -> None:
-        """Prints a row and keeps it."""
+        """Prints a row and stores it."""
         with self._lock:
             row |= {"mode": mode, "device": self._device}
             self._rows = [
@@ -116,15 +119,16 @@ class Results:
             print(_line(row), flush=True)
 
     def report(self, asked: list[tuple[str, str]]) -> int:
-        """Prints one line; 0 if every case that was asked for was right."""
+        """Prints one line; returns 0 if every requested case was right."""
         wrong = [row for row in self._rows if not _is_right(row)]
         missing = sorted(set(asked) - self.known - {(row["mode"], _case(row)) for row in wrong})
         lost = sum("lost" in row for row in self._rows)
         gaps = [row.get("gap", 0.0) for row in self._rows if row["point"] not in ATTACHING]
         print(
-            f"{'PASS' if not wrong and not missing else 'FAIL'}: {len(self.known)} right, {lost} of them took the "
-            f"verifier along; longest time without a token {max(gaps, default=0.0):.2f} s; {len(wrong)} wrong; "
-            f"{len(missing)} not run{': ' if missing else ''}"
+            f"{'PASS' if not wrong and not missing else 'FAIL'}: {len(self.known)} right, {lost} of"
+            " them took the verifier along; longest time without a token"
+            f" {max(gaps, default=0.0):.2f} s; {len(wrong)} wrong; {len(missing)} not"
+            f" run{': ' if missing else ''}"
             + ", ".join(f"{case} ({mode})" for mode, case in missing)
         )
         return 1 if wrong or missing else 0
@@ -133,7 +137,7 @@ class Results:
 def _share_out(
     chosen: list[str], results: Results, modes: list[str]
 ) -> list[tuple[str, "queue.SimpleQueue[str]"]]:
-    """Each process's mode, and the cases that all of that mode take from."""
+    """Returns each process's mode, and a queue of cases that all processes of a mode take from."""
     todo: dict[str, queue.SimpleQueue[str]] = {mode: queue.SimpleQueue() for mode in modes}
     known = results.known
     for mode, cases in todo.items():
@@ -146,7 +150,7 @@ def _share_out(
 def _work_off(
     mode: str, todo: "queue.SimpleQueue[str]", results: Results, args: argparse.Namespace
 ) -> None:
-    """Runs cases in processes of their own: what a broken context has left cannot be used."""
+    """Runs cases in processes of their own, since a broken CUDA context cannot be used again."""
     with tempfile.TemporaryDirectory() as folder, mps.running(mode == "mps") as variables:
         if mode == "mps" and not variables:
             raise SystemExit("there is no MPS here")
@@ -162,7 +166,9 @@ def _work_off(
 def _start(
     folder: str, mode: str, args: argparse.Namespace, environment: dict[str, str]
 ) -> "subprocess.Popen[str]":
-    """A process that has imported everything by the time that it gets its first case, and not touched the GPU."""
+    """Starts a process that imports everything before its first case, and does not touch the
+    GPU.
+    """
     command = [sys.executable, "-m", "benchmarks.gpu.faults", "--child", folder]
     command += ["--tokens", str(args.tokens), "--device", args.device]
     command += ["--spares", "3" if mode == "alone" else "1"]  # most of MPS's would die with a case
@@ -173,7 +179,7 @@ def _start(
 def _use(
     child: "subprocess.Popen[str]", mode: str, todo: "queue.SimpleQueue[str]", results: Results
 ) -> None:
-    """Gives cases to a process, until one has taken it along or the time is over."""
+    """Sends cases to a process, until one has ended it or the time is over."""
     assert child.stdin is not None
     assert child.stdout is not None
     with child:
@@ -195,7 +201,10 @@ def _use(
 
 
 def _run_here(folder: Path, args: argparse.Namespace) -> int:
-    """Does the cases that come by stdin; the texts of plain decoding are made by the first process that has any."""
+    """Runs the cases that come by stdin.
+
+    The first process with a case makes the texts of plain decoding.
+    """
     first = sys.stdin.readline()
     if not first:
         return 0
@@ -254,7 +263,10 @@ def _case(row: Row) -> str:
 
 
 def _is_right(row: Row) -> bool:
-    """Under MPS, only what was under way on the GPU may take the verifier along."""
+    """Returns whether a case went as it should.
+
+    Under MPS, only work under way on the GPU may end the verifier too.
+    """
     if "lost" in row:
         return row["mode"] == "mps" and row["action"] != "SIGSTOP" and row["point"] in DEVICE
     num_blocks = int(row["device"] == "cuda")
@@ -275,7 +287,10 @@ def _line(row: Row) -> str:
     texts = "texts equal" if row["equal"] else "texts differ"
     gap = "" if row["point"] in ATTACHING else f", {row['gap']:.2f} s without a token"
     status = "" if row["status"] is None else f", the draft ended with {row['status']}"
-    return f"{line}{texts}{gap}, attached again after {row['back']:.2f} s, {row['blocks']} blocks{status}"
+    return (
+        f"{line}{texts}{gap}, attached again after {row['back']:.2f} s, {row['blocks']}"
+        f" blocks{status}"
+    )
 
 
 if __name__ == "__main__":

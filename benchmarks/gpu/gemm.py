@@ -1,9 +1,10 @@
-"""Matrix products of one decode step at the shape of Llama-3.1-8B by our kernels and by cuBLAS, beside the floor.
+"""Matrix products of one decode step at the shape of Llama-3.1-8B by our kernels and by cuBLAS,
+beside the floor.
 
     python -m benchmarks.gpu.gemm --rows 1 2 4 8 16 32 64
 
-Each product in a CUDA graph over several layers' weights, so that nothing is found in the cache; then all of them in the
-order of a forward. The floor is the bytes of the weights at 4.49 TB/s.
+Each product in a CUDA graph over several layers' weights, so that nothing is found in the cache;
+then all of them in the order of a forward. The floor is the bytes of the weights at 4.49 TB/s.
 """
 
 import argparse
@@ -24,7 +25,7 @@ SHAPES = {
     "lm_head": (128256, 4096),
 }
 LAYERS = ("qkv", "output", "gate_up", "down")
-NUM_COPIES = 8  # of each layer; a "forward" here is these and the LM head
+NUM_COPIES = 8  # copies of each layer; a "forward" here is these and the LM head
 BANDWIDTH = 4.49e12
 
 
@@ -50,7 +51,8 @@ def main() -> int:
             results.append(row)
             ours = f"{row['ours_us']:8.1f}" if row["ours_us"] else f"{'-':>8}"
             print(
-                f"rows {rows:3} {name:8} floor {row['floor_us']:7.1f} us  cuBLAS {row['cublas_us']:7.1f}  ours {ours}",
+                f"rows {rows:3} {name:8} floor {row['floor_us']:7.1f} us  cuBLAS"
+                f" {row['cublas_us']:7.1f}  ours {ours}",
                 flush=True,
             )
     args.out.mkdir(parents=True, exist_ok=True)
@@ -86,7 +88,9 @@ def _measure(name: str, rows: int, weights: dict[str, list[torch.Tensor]]) -> di
         )
 
     def whole(microseconds: float) -> float:
-        """Of one layer's product, or of a forward of all layers, from a run over the copies."""
+        """Returns the time of one layer's product, or of a forward of all layers, from a run
+        over the copies.
+        """
         if name in LAYERS:
             return microseconds / NUM_COPIES
         return microseconds
@@ -102,7 +106,7 @@ def _measure(name: str, rows: int, weights: dict[str, list[torch.Tensor]]) -> di
 
 
 def _time(run: Callable[[], None]) -> float:
-    """Median microseconds of a captured run."""
+    """Returns median microseconds of a captured run."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

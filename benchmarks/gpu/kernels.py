@@ -1,9 +1,11 @@
-"""Times the Triton kernels of a decode step on an NVIDIA GPU against torch's own operations and the bytes they must move.
+"""Times the Triton kernels of a decode step on an NVIDIA GPU against torch's own operations and the
+bytes they must move.
 
     python -m benchmarks.gpu.kernels --out kernels.json
 
-Every figure is the median replay of a CUDA graph with one call per layer of a Llama-3.1-8B shape, divided by the layers, so
-that launch gaps are as in a step and no layer finds its data in the cache of the one before.
+Every figure is the median replay of a CUDA graph with one call per layer of a Llama-3.1-8B shape,
+divided by the layers, so that launch gaps are as in a step and no layer finds its data in the cache
+of the one before.
 """
 
 import argparse
@@ -25,7 +27,8 @@ from foredraft.layers import fused
 from foredraft.sampling import sampling
 from foredraft.sampling.rows import SamplingRows
 from foredraft.sampling.triton_sampling import choose_tokens
-from verify_service.executor.triton_trees import commit_paths, prepare_trees, walk_trees
+from foredraft.types import SamplingParams
+from verify_service.executor.kernels.trees import commit_paths, prepare_trees, walk_trees
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB = 32, 32, 8, 128, 4096, 14336, 128256
 PAGE_SIZE = 16
@@ -33,7 +36,9 @@ BANDWIDTH = 4.49e12  # bytes per second, measured on one H200 by summing 8.6 GB
 
 
 def microseconds(run: Callable[[int], Any], calls: int = LAYERS) -> float:
-    """Median time of one of `calls` calls, each given its number, replayed as one graph."""
+    """Returns the median time of one of `calls` calls, each given its number, replayed as one
+    graph.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -61,7 +66,8 @@ class Table:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, name: str, ours: float, other: float | None, num_bytes: float) -> None:
-        """One kernel: microseconds of ours and of torch's, and the bytes that have to be moved.
+        """Adds one kernel: microseconds of ours and of torch's, and the bytes that have to be
+        moved.
 
         The last column is the share of the memory's speed that ours reaches.
         """
@@ -74,11 +80,11 @@ class Table:
 # Sequences, rows of each, keys before them.
 SHORT = ((1, 1), (1, 4), (1, 32), (8, 1), (8, 4), (8, 32), (32, 1), (32, 4), (32, 32))
 LONG = ((1, 1, 32768), (8, 1, 8192), (8, 32, 8192), (32, 1, 8192), (32, 4, 8192), (32, 32, 2048))
-LONG_LAYERS = 4  # whose keys are far more than a cache holds
+LONG_LAYERS = 4  # layers, whose keys are far more than a cache holds
 
 
 def attention(table: Table) -> None:
-    """Trees of R rows after a context, keys in 16 and in 8 bits."""
+    """Measures trees of R rows after a context, keys in 16 and in 8 bits."""
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         for batch, rows in SHORT:
             _attention(table, batch, rows, 512, dtype, LAYERS)
@@ -89,7 +95,9 @@ def attention(table: Table) -> None:
 def _plan(
     contexts: Sequence[int], rows: int, dtype: torch.dtype, layers: int, longest: int = 32768
 ) -> TritonPlan:
-    """Sequences of R rows after so many keys each, on pages in any order; cut into parts as in a step of such a batch."""
+    """Creates a plan of sequences with R rows after contexts of given lengths, on pages in any
+    order. Keys are cut as in a step of such a batch.
+    """
     batch = len(contexts)
     counts = [-(-(context + rows) // PAGE_SIZE) for context in contexts]
     kv = PagedKV(layers, sum(counts), PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype, "cuda", 1)
@@ -120,7 +128,7 @@ def _plan(
 
 
 def _bytes(contexts: Sequence[int], rows: int, dtype: torch.dtype) -> int:
-    """Of the keys and values that one layer reads."""
+    """Returns the bytes of keys and values that one layer reads."""
     return 2 * sum(context + rows for context in contexts) * KV_HEADS * HEAD_DIM * dtype.itemsize
 
 
@@ -132,7 +140,10 @@ UNEVEN = (
 
 
 def uneven(table: Table) -> None:
-    """As many keys in all, spread evenly or not: shared out on the device, and in as many parts of each sequence."""
+    """Measures contexts of equal and unequal lengths with the same total.
+
+    Compares work lists made on the device with equal parts of each sequence.
+    """
     print(f"{'us per layer':52} {'shared':>9} {'parts':>9} {'floor':>9} {'share':>7}")
     for batch, rows, longest, other in UNEVEN:
         total = longest + (batch - 1) * other
@@ -144,15 +155,15 @@ def uneven(table: Table) -> None:
         ):
             plan = _plan(contexts, rows, torch.bfloat16, LONG_LAYERS)
             name = f"{kind} B={batch} rows={rows} longest={max(contexts)} keys={sum(contexts)}"
-            times = [
+            shared, parts = (
                 _layers_time(dataclasses.replace(plan, balance=balance), LONG_LAYERS)
                 for balance in (Balance(torch.bfloat16), None)
-            ]
-            table.add(name, *times, _bytes(contexts, rows, torch.bfloat16))
+            )
+            table.add(name, shared, parts, _bytes(contexts, rows, torch.bfloat16))
 
 
 def _layers_time(plan: TritonPlan, layers: int) -> float:
-    """Microseconds of attention in one layer."""
+    """Returns microseconds of attention in one layer."""
     num_tokens = len(plan.positions)
     queries = torch.randn(num_tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     out = torch.empty(num_tokens, HEADS * HEAD_DIM, dtype=torch.bfloat16, device="cuda")
@@ -169,7 +180,9 @@ def _layers_time(plan: TritonPlan, layers: int) -> float:
 def _attention(
     table: Table, batch: int, rows: int, context: int, dtype: torch.dtype, layers: int
 ) -> None:
-    """One line; torch, in 16 bits alone: SDPA with a mask over dense keys of the same layers."""
+    """Measures one line. torch's column is SDPA in 16 bits with a mask over dense keys of the
+    same layers.
+    """
     plan = _plan([context] * batch, rows, dtype, layers)
     kv = plan.kv
     q = torch.randn(batch * rows, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
@@ -202,7 +215,7 @@ def _attention(
 
 
 def element_wise(table: Table) -> None:
-    """Norms, rotary with KV write and gated products, for some numbers of rows."""
+    """Measures norms, rotary with KV write and gated products, for some numbers of rows."""
     for rows in (1, 32, 1024):
         x = torch.randn(2, rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
         weight = torch.randn(HIDDEN, dtype=torch.bfloat16, device="cuda")
@@ -247,20 +260,16 @@ def element_wise(table: Table) -> None:
 
 
 def step(table: Table) -> None:
-    """The rule, the check, the walk and the move of KV, once per step."""
+    """Measures the rule, the check, the walk and the move of KV, once per step."""
     for batch, rows in ((1, 1), (1, 32), (8, 4), (32, 1), (32, 32)):
         count = batch * rows
         logits = torch.randn(count, VOCAB, dtype=torch.bfloat16, device="cuda")
-        ids = torch.arange(count, device="cuda")
         for temperature in (0.0, 1.0):
-            temperatures = torch.full((count,), temperature, device="cuda")
-            params = SamplingRows(
-                temperatures, torch.ones_like(temperatures), torch.zeros_like(temperatures),
-                torch.zeros_like(ids), ids, ids, temperature > 0, False,
-            )  # fmt: skip
+            asked = [SamplingParams(temperature=temperature)] * count
+            params = SamplingRows.from_params(asked, range(count), "cuda")
 
-            def choose(_, logits=logits, temperatures=temperatures, ids=ids):
-                choose_tokens(logits, temperatures, ids, ids)
+            def choose(_, logits=logits, params=params):
+                choose_tokens(logits, params)
 
             def torchs(_, logits=logits, params=params):
                 sampling.choose(logits.float(), params)
@@ -268,7 +277,8 @@ def step(table: Table) -> None:
             other = microseconds(torchs, 2) if count <= 32 else None
             name = f"choose B={batch} rows={rows} temperature={temperature:g}"
             table.add(name, microseconds(choose, 4), other, logits.numel() * 2)
-        # Of a trained model the best token has about a third of the mass; normal ones leave many to top-p.
+        # Of a trained model the best token has about a third of the mass; normal ones leave many to
+        # top-p.
         places = torch.rand(count, VOCAB, device="cuda").argsort(-1) + 1
         falling, normal = (-1.5 * places.log()).bfloat16(), logits * 4
         del places
@@ -279,14 +289,11 @@ def step(table: Table) -> None:
             ("normal", normal, 0, 0.9),
             ("normal", normal, 50, 0.95),
         ):
-            filters = (
-                torch.full((count,), top_k, device="cuda"),
-                torch.full((count,), top_p, device="cuda"),
-                torch.zeros(count, device="cuda"),
-            )
+            filtered = [SamplingParams(top_k=top_k or -1, top_p=top_p)] * count
+            asked = SamplingRows.from_params(filtered, range(count), "cuda")
 
-            def choose_kept(_, kept=kept, ids=ids, filters=filters):
-                choose_tokens(kept, torch.ones_like(filters[1]), ids, ids, *filters)
+            def choose_kept(_, kept=kept, asked=asked):
+                choose_tokens(kept, asked)
 
             name = f"choose B={batch} rows={rows} {shape} top_k={top_k} top_p={top_p:g}"
             table.add(name, microseconds(choose_kept, 4), None, logits.numel() * 2)
@@ -304,8 +311,8 @@ def step(table: Table) -> None:
         path = (torch.arange(rows, device="cuda").int() * 2).clamp_max(rows - 1)
         path = path.expand(batch, rows).contiguous()
 
-        def prepare(_, a=(tokens, parents, committed, sizes, tables)):
-            prepare_trees(*a, PAGE_SIZE, VOCAB, 0)
+        def prepare(_, a=(tokens, parents, committed, sizes, tables, PAGE_SIZE, VOCAB, 0)):
+            prepare_trees(*a)
 
         def walk(_, a=(chosen, tokens, parents)):
             walk_trees(*a)

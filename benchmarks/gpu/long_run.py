@@ -1,14 +1,17 @@
-"""10,000 steps in which requests join, leave and are preempted and drafts are killed: is a byte left behind, a token wrong?
+"""10,000 steps in which requests join, leave and are preempted and drafts are killed: is a byte
+left behind, a token wrong?
 
     python -m benchmarks.gpu.long_run
     python -m benchmarks.gpu.long_run --device cpu --steps 600 --kill-every 100
 
-The bundled model and its EAGLE-3 head in float32, in a pool too small for what runs, greedy and sampled requests with filters,
-penalties and log-probabilities, a sixth of them cancelled. About every 500 steps the draft gets SIGKILL, if another one is ready to
-take its place, or else stands still for longer than the step timeout, while the load goes on. In the last third nobody is killed,
-so that one draft attaches again and again. Eight times the load pauses, and what both processes have then is noted. Another process
-decodes the same requests plainly meanwhile; all texts, and the beginnings that were cancelled, are compared with its texts. Exit
-status 1 if something grew, was left, or a text is another one; the last line says it in one.
+The bundled model and its EAGLE-3 head in float32, in a pool too small for what runs, greedy and
+sampled requests with filters, penalties and log-probabilities, a sixth of them cancelled. About
+every 500 steps the draft gets SIGKILL, if another one is ready to take its place, or else stands
+still for longer than the step timeout, while the load goes on. In the last third nobody is killed,
+so that one draft attaches again and again. Eight times the load pauses, and what both processes
+have then is noted. Another process decodes the same requests plainly meanwhile; all texts, and the
+beginnings that were cancelled, are compared with its texts. Exit status 1 if something grew, was
+left, or a text is another one; the last line says it in one.
 """
 
 import argparse
@@ -51,7 +54,7 @@ FLAGS = {
     "max_running_requests": 8,
 }
 TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
-POOL = {"cuda": 1280, "cpu": 512}  # tokens of KV, less than what runs at a time wants
+POOL = {"cuda": 1280, "cpu": 512}  # tokens of KV, fewer than running requests need
 LONGEST = {"cuda": 320, "cpu": 60}  # output
 HEADROOM = 4  # tokens of output that admission keeps room for: so few that pages often run short
 CONCURRENT = 12
@@ -119,7 +122,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_jobs(demo: Path, rng: random.Random, device: str) -> list[Job]:
-    """Requests of every kind, some with a beginning in common."""
+    """Returns requests of every kind, some with a common beginning."""
     prompts = real_prompts(Tokenizer.from_dir(demo))
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -152,7 +155,7 @@ class Going:
 
 
 class Run:
-    """Load on an engine, faults of its draft, and notes of what there is."""
+    """Puts load on an engine, injects faults of its draft, and records resources."""
 
     def __init__(
         self,
@@ -187,17 +190,17 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Done so far."""
+        """Number of steps so far."""
         return num_steps() - self._first_step
 
     @property
     def _part(self) -> float:
-        """Of the run that is over."""
+        """Share of the run that is over."""
         available = max(self._args.until - self._started, 1.0)
         return max(self.steps / self._args.steps, (time.monotonic() - self._started) / available)
 
     def go(self) -> None:
-        """Until all steps are done, or the time is over."""
+        """Runs until all steps are done, or the time is over."""
         total, next_pause = self._args.steps, 0
         next_fault = self._args.kill_every
         while self._part < 1:
@@ -240,7 +243,7 @@ class Run:
                 self._harness.engine.cancel(going.number)
 
     def _take_ended(self, timeout: float) -> None:
-        """Looks at what has ended within some time."""
+        """Checks requests that end within some time."""
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -257,7 +260,9 @@ class Run:
                 self._counts[f"error: {finish.error}"] += 1
 
     def _begin_fault(self, may_kill: bool) -> bool:
-        """Lets the draft go wrong while the load goes on; False while the last fault is not over."""
+        """Injects a fault of the draft under load; returns False while the last fault is not
+        over.
+        """
         draft: Any = self._harness.draft
         if self._fault is not None and not self._fault.done():
             return False
@@ -279,13 +284,13 @@ class Run:
         draft.resume()
 
     def _end_fault(self) -> None:
-        """Waits for it."""
+        """Waits for the end of the fault."""
         fault, self._fault = self._fault, None
         if fault is not None:
             fault.result(120)
 
     def _pause(self) -> None:
-        """Lets everything end, and notes what there is."""
+        """Lets all requests end, and records resources."""
         deadline = time.monotonic() + 300
         while self._going:
             self._take_ended(0.02)
@@ -334,7 +339,7 @@ class Run:
         return note
 
     def report(self, plain: PlainTexts) -> dict[str, Any]:
-        """What came of it."""
+        """Returns the results of the run."""
         expected = plain.texts()
         wrong: list[dict[str, Any]] = []
         ties: list[dict[str, Any]] = []
@@ -369,7 +374,10 @@ class Run:
 
 
 def num_steps() -> int:
-    """Of the engines of this process. To look through all metrics would take the engine's time."""
+    """Returns the number of steps of this process's engines.
+
+    Reading all metrics would take the engine's time.
+    """
     samples = next(iter(metrics.STEP_SECONDS.collect())).samples
     return int(next(sample.value for sample in samples if sample.name.endswith("_count")))
 

@@ -1,13 +1,13 @@
-"""Whether a long run went as it should: what grew, what was left, which texts were wrong, in one line."""
+"""Judges a long run in one line: growth, leftovers and wrong texts."""
 
 from collections import Counter
 from typing import Any
 
-TIE = 1e-4  # of logits: nearer than this, rounding in batches of other sizes may decide
-# Of what a graph holds for itself; those of rare steps are captured when they first come.
+TIE = 1e-4  # difference of logits below which rounding in batches of other sizes may decide
+# Memory of a graph; graphs of rare steps are captured when they first come.
 GRAPH_BYTES = 1 << 20
-# What may not grow from the middle to the end, and by how much it may differ: the driver loads kernels when they first run. Of
-# the draft, while it is the same process.
+# What may not grow from the middle to the end, and by how much it may differ: the driver loads
+# kernels when they first run. Of the draft, while it is the same process.
 VERIFIER = {
     "allocated": 1 << 20,
     "blocks": 0,
@@ -27,7 +27,9 @@ DRAFT = {
 
 
 def problems_of(report: dict[str, Any]) -> list[str]:
-    """What is not as it should be; prints what both processes had in the middle and at the end."""
+    """Returns the problems of a run; prints the resources of both processes in the middle and
+    at the end.
+    """
     notes, counts = report["notes"], report["counts"]
     problems = [f"a wrong text: {told}" for told in report["wrong"]]
     problems += [what for what in counts if what.startswith("error")]
@@ -52,7 +54,7 @@ def problems_of(report: dict[str, Any]) -> list[str]:
 
 
 def verdict_of(report: dict[str, Any], problems: list[str]) -> str:
-    """One line."""
+    """Returns the verdict in one line."""
     counts = Counter(report["counts"])
     ended = counts["whole texts"] + counts["beginnings"]
     texts = "all texts are those of plain decoding"
@@ -60,8 +62,9 @@ def verdict_of(report: dict[str, Any], problems: list[str]) -> str:
         times = [sum(told["times"] for told in report[name]) for name in ("wrong", "ties")]
         texts = f"{times[0]} texts wrong, {times[1]} part where two tokens are within {TIE}"
     return (
-        f"{'FAIL' if problems else 'PASS'}: {report['steps']} steps ({report['overlapped']} ahead) in "
-        f"{report['seconds']:.0f} s, {counts['kills']} kills and {counts['stops']} stops of the draft, {ended} requests "
-        f"({counts['beginnings']} cancelled), {counts['preemptions']} preemptions, {counts['tokens']} tokens; {texts}; "
+        f"{'FAIL' if problems else 'PASS'}: {report['steps']} steps ({report['overlapped']} ahead)"
+        f" in {report['seconds']:.0f} s, {counts['kills']} kills and {counts['stops']} stops of the"
+        f" draft, {ended} requests ({counts['beginnings']} cancelled), {counts['preemptions']}"
+        f" preemptions, {counts['tokens']} tokens; {texts}; "
         + ("; ".join(problems) or "nothing grew, nothing was left")
     )

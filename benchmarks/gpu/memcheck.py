@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.memcheck
 
-They run without torch's caching allocator, which gives tensors parts of larger blocks: an access beyond a tensor would still be one
-within its block. Exit status 1 if a test fails or an access was wrong.
+They run without torch's caching allocator, which gives tensors parts of larger blocks: an access
+beyond a tensor would still be one within its block. Exit status 1 if a test fails or an access was
+wrong.
 """
 
 import argparse

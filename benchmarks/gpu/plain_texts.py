@@ -1,4 +1,4 @@
-"""The texts that plain decoding gives, made in a process of its own beside an engine that is tried."""
+"""Decodes texts plainly in a process of its own, beside an engine under test."""
 
 import functools
 import multiprocessing
@@ -15,12 +15,12 @@ SECONDS = 1800.0  # for all texts, on a CPU too
 
 
 class PlainTexts:
-    """Decodes them meanwhile, and then says how near tokens were to each other.
+    """Decodes texts plainly, and computes how near tokens were to each other.
 
     Args:
-        path: The target.
-        jobs: One text each.
-        flags: Of the engine.
+        path: Path of the target.
+        jobs: Jobs, one for each text.
+        flags: Flags of the engine.
     """
 
     def __init__(self, path: Path, jobs: list[Job], flags: dict[str, Any]) -> None:
@@ -40,11 +40,13 @@ class PlainTexts:
         self._pool.shutdown(cancel_futures=True)
 
     def texts(self) -> list[list[int]]:
-        """Tokens by job; waits for them."""
+        """Waits for the texts and returns tokens by job."""
         return self._texts.result()
 
     def gap(self, before: list[int], sampling: SamplingParams, one: int, other: int) -> float:
-        """By how much the rule prefers one token to another, without filters and penalties."""
+        """Returns by how much the rule prefers one token to another, without filters and
+        penalties.
+        """
         return self._pool.submit(_gap, self._path, before, sampling, one, other).result()
 
 

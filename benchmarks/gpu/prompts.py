@@ -1,10 +1,12 @@
-"""Time from prompt to first token on one GPU at the shape of Llama-3.1-8B, beside steps run operation by operation and SGLang.
+"""Time from prompt to first token on one GPU at the shape of Llama-3.1-8B, beside steps run
+operation by operation and SGLang.
 
     python -m benchmarks.gpu.prompts --peer /opt/sglpeer
 
-Random weights, no speculation, empty prefix cache, medians of `--rounds` requests or batches that are sent when the engine idles;
-the time is that of the engine's caller: of Foredraft's in the verifier's process, of SGLang's in another one than its scheduler's, as
-its Engine is made. SGLang runs flashinfer attention, with and without its own graphs of prompts.
+Random weights, no speculation, empty prefix cache, medians of `--rounds` requests or batches that
+are sent when the engine idles; the time is that of the engine's caller: of Foredraft's in the
+verifier's process, of SGLang's in another one than its scheduler's, as its Engine is made. SGLang
+runs flashinfer attention, with and without its own graphs of prompts.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from typing import Any
 from benchmarks.gpu.runs import random_jobs
 from benchmarks.gpu.shapes import flags_of, write_checkpoints
 from testing.engines import running_engine
-from verify_service.executor.mixed_graphs import MixedGraphs
+from verify_service.executor.captured.mixed import MixedGraphs
 
 OWN = "Foredraft"
 LENGTHS, BATCHES, WARM_UP = (32, 128, 256, 512, 1024), (1, 8), 3
@@ -51,7 +53,7 @@ if __name__ == "__main__":
                 seconds.append(time.perf_counter() - started)
             print("RESULT", json.dumps([batch, length, seconds]), flush=True)
     engine.shutdown()
-"""
+"""  # noqa: E501
 
 
 def main() -> int:
@@ -126,7 +128,7 @@ def report(columns: dict[str, Medians], args: argparse.Namespace) -> None:
     """Table, JSON and plot; ratios to Foredraft's captured steps."""
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = [
-        {"batch": batch, "length": length, **{n: of.get((batch, length)) for n, of in columns.items()}}
+        {"batch": batch, "length": length, **{n: of.get((batch, length)) for n, of in columns.items()}}  # noqa: E501
         for batch in args.batch
         for length in args.lengths
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks do with an engine: batches of random prompts, and when its steps were waited for."""
+"""Helpers of GPU benchmarks: batches of random prompts, and the times of an engine's waits."""
 
 import contextlib
 import random
@@ -14,20 +14,22 @@ from verify_service.engine.overlap import RunAhead
 def random_jobs(
     rng: random.Random, batch: int, prompt_tokens: int, output_tokens: int
 ) -> list[Job]:
-    """Greedy requests of one length."""
+    """Returns greedy requests of one length."""
     sampling = SamplingParams(temperature=0.0, max_new_tokens=output_tokens, ignore_eos=True)
     prompts = [[rng.randrange(128000) for _ in range(prompt_tokens)] for _ in range(batch)]
     return [Job(prompt, sampling) for prompt in prompts]
 
 
 def run_batch(harness: Harness, batch: int, prompt_tokens: int, output_tokens: int) -> None:
-    """Runs one batch of them to its end."""
+    """Runs one batch of jobs to its end."""
     harness.run(random_jobs(random.Random(1), batch, prompt_tokens, output_tokens), timeout=600)
 
 
 @contextlib.contextmanager
 def watched_waits() -> Iterator[list[tuple[float, float]]]:
-    """Begin and end of the engine's waits for steps that were started, in seconds of `perf_counter`, while it lasts."""
+    """Records begin and end of the engine's waits for started steps, in seconds of
+    `perf_counter`.
+    """
     waits: list[tuple[float, float]] = []
     finish = RunAhead.finish
 

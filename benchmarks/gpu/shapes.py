@@ -1,4 +1,7 @@
-"""What the GPU benchmarks run with random weights: the shapes of Llama-3.1-8B and an EAGLE-3 head for it, and its drafts."""
+"""Shapes of GPU benchmarks with random weights:
+
+Llama-3.1-8B, an EAGLE-3 head for it, and other drafts.
+"""
 
 import json
 from pathlib import Path
@@ -31,12 +34,41 @@ EAGLE3_8B = {
     "num_hidden_layers": 1,
     "draft_vocab_size": 32000,
 }
+QWEN3_8B = {
+    **LLAMA_8B,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "num_hidden_layers": 36,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "vocab_size": 151936,
+}
+# Of DeepSpec's layout; a block proposes as many tokens as it has rows.
+BLOCKS_8B = {
+    name: {
+        **QWEN3_8B,
+        "architectures": ["Qwen3DSparkModel"],
+        "num_hidden_layers": 5,
+        "num_target_layers": 36,
+        "target_layer_ids": [1, 9, 17, 25, 33],
+        "mask_token_id": 151669,
+        "block_size": 8,
+        "markov_rank": rank,
+    }
+    for name, rank in (("dflash", 0), ("dspark", 256))
+}
 # Steps, topk, draft tokens, and the accept length that is simulated.
 MODES = {"none": (0, 0, 0, 1.0), "chain": (3, 1, 4, 2.8), "tree": (5, 8, 32, 4.7)}
 
 
 def write_checkpoints(folder: Path, num_layers: int) -> tuple[Path, Path]:
-    """Directories with a config.json alone, for --load-format dummy: the target and its head."""
+    """Writes directories with only a config.json, for --load-format dummy: the target and its
+    head.
+    """
     target, head = folder / "llama8b", folder / "eagle3"
     for path, config in (
         (target, {**LLAMA_8B, "num_hidden_layers": num_layers}),
@@ -47,11 +79,20 @@ def write_checkpoints(folder: Path, num_layers: int) -> tuple[Path, Path]:
     return target, head
 
 
+def write_block_checkpoints(folder: Path, name: str) -> tuple[Path, Path]:
+    """Writes the same for Qwen3-8B and one of BLOCKS_8B."""
+    target, draft = folder / "qwen8b", folder / name
+    for path, config in ((target, QWEN3_8B), (draft, BLOCKS_8B[name])):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(config, indent=1))
+    return target, draft
+
+
 def flags_of(mode: str, head: Path, max_batch: int, num_tokens: int) -> tuple[str, dict[str, Any]]:
-    """Algorithm and flags of an engine for one mode.
+    """Returns algorithm and flags of an engine for one mode.
 
     Args:
-        num_tokens: Of a prompt and its output.
+        num_tokens: Number of tokens of a prompt and its output.
     """
     steps, topk, tokens, length = MODES[mode]
     flags: dict[str, Any] = {
@@ -80,7 +121,7 @@ def flags_of(mode: str, head: Path, max_batch: int, num_tokens: int) -> tuple[st
 
 
 def target_bytes(num_layers: int = 32) -> int:
-    """Bytes of bf16 weights that a target forward reads: all but the embedding."""
+    """Returns the bytes of bf16 weights that a target forward reads: all but the embedding."""
     c = LLAMA_8B
     hidden, ffn = int(c["hidden_size"]), int(c["intermediate_size"])  # type: ignore[call-overload]
     heads = 32 * 128 + 2 * 8 * 128
@@ -89,7 +130,9 @@ def target_bytes(num_layers: int = 32) -> int:
 
 
 def head_bytes() -> tuple[int, int]:
-    """Bytes of bf16 weights of a draft step and of an extension (with the fusing of three layers) of the head."""
+    """Returns the bytes of bf16 weights that the head reads in a draft step, and in an
+    extension (with the fusion of three layers).
+    """
     hidden, ffn = 4096, 14336
     layer = 2 * hidden * (32 * 128 + 2 * 8 * 128) + 32 * 128 * hidden + 3 * hidden * ffn
     step = 2 * (layer + hidden * 32000)

@@ -1,11 +1,11 @@
-"""What it costs that verifier and draft are two processes: ms a step of the same engine with the draft in its own process, over
-that with the draft in the verifier's.
+"""Measures the cost of two processes: ms per step with the draft in a process of its own, over that
+with the draft in the verifier's process.
 
     python -m benchmarks.gpu.split --modes chain --batch 1 8 32
 
-8B shape, random weights, SIMULATED acceptance, as in `benchmarks.gpu.decode`; with MPS and without. The draft in the verifier's
-process is a harness of this benchmark: the same service behind the same socket, with a stream of its own, on the verifier's
-memory instead of mappings of it.
+8B shape, random weights, SIMULATED acceptance, as in `benchmarks.gpu.decode`; with MPS and without.
+The draft in the verifier's process is a harness of this benchmark: the same service behind the same
+socket, with a stream of its own, on the verifier's memory instead of mappings of it.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class OwnMemory:
         self.bytes = cuda.view(self.pointer, num_bytes, device)
 
     def close(self) -> None:
-        """Nothing was mapped."""
+        """Does nothing: nothing was mapped."""
 
 
 class OwnDraft(DraftProcess):
@@ -100,7 +100,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     if len(args.settings) > 1:
-        # Whether a process is a client of MPS is settled when it opens the card, so each setting has its own.
+        # Whether a process is a client of MPS is settled when it opens the card, so each setting
+        # has its own.
         return _run_all(args)
     (setting,) = args.settings
     with tempfile.TemporaryDirectory() as folder, mps.running("no MPS" not in setting) as variables:

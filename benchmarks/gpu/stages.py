@@ -1,6 +1,8 @@
-"""What the stages of a step take on one GPU: the graphs of target and draft by the GPU's clock, the hosts of both by theirs.
+"""Measures the stages of a step on one GPU: the graphs of target and draft by the GPU's clock, both
+hosts by theirs.
 
-As a program it is `draft_service` that answers questions at the socket `STAGES_SOCKET`: `python -m benchmarks.gpu.stages --listen ...`.
+As a program it is `draft_service` that answers questions at the socket `STAGES_SOCKET`: `python -m
+benchmarks.gpu.stages --listen ...`.
 """
 
 # mypy: ignore-errors
@@ -21,15 +23,17 @@ from benchmarks.gpu.runs import watched_waits
 from benchmarks.gpu.stamps import Stamps
 from testing.drafts import DraftProcess
 from verify_service.drafts.wire import DraftWire
-from verify_service.executor.graph_step import GraphStep
+from verify_service.engine.engine import Engine
 
 
 class StagedDraft:
-    """A draft service that can be asked. Its graphs are stamped only between `start` and `take`.
+    """A draft service that can be asked for times.
+
+    Its graphs are stamped only between `start` and `take`.
 
     Args:
         socket: Path for the questions.
-        flags: Of the service.
+        flags: Flags of the service.
     """
 
     def __init__(self, socket: Path, *flags: str) -> None:
@@ -40,12 +44,16 @@ class StagedDraft:
         self.process.start(ready=False)
 
     def start(self) -> None:
-        """Stamps the graphs from now on."""
+        """Starts stamping the graphs."""
         self._ask("start")
 
     def take(self) -> dict[str, list[tuple[float, float]]]:
-        """Stamps no more. Gives what was seen since the last call: spans of the graphs, and of the steps on the device their numbers
-        and when the host had put the first and the last graph of each into the stream."""
+        """Stops stamping and returns the times.
+
+        Gives what was seen since the last call: spans of the graphs, and of the steps on the device
+        their numbers and when the host had put the first and the last graph of each into the
+        stream.
+        """
         return self._ask("take")
 
     def _ask(self, what: str):
@@ -63,17 +71,18 @@ class Stages:
     def hosts(
         self, run: Callable[[], object], draft: StagedDraft | None = None
     ) -> list[tuple[float, float, float, float]]:
-        """What the hosts take for each step, in milliseconds.
+        """Measures the hosts' work for each step, in milliseconds.
 
         Args:
             run: Decodes some hundred steps, one sequence at a time.
-            draft: Whose steps stay on the device, if there is one.
+            draft: Draft whose steps stay on the device; None without one.
 
         Returns:
-            Of each step (host, ask, answer, rest). host: The verifier's work between two waits for the GPU. ask: Its part from an
-            outcome to the message for the draft's step after the next; without a draft on the GPU, to the target's graph in its
-            stream. answer: From that message until the draft's host has put the step's first graph into its stream. rest: From
-            then until it has put in the last.
+            (host, ask, answer, rest) of each step. host: The verifier's work between two waits for
+            the GPU. ask: Its part from an outcome to the message for the draft's step after the
+            next; without a draft on the GPU, to the target's graph in its stream. answer: From that
+            message until the draft's host has put the step's first graph into its stream. rest:
+            From then until it has put in the last.
         """
         with (
             watched_waits() as waits,
@@ -90,11 +99,12 @@ class Stages:
     def graphs(
         self, run: Callable[[], object], draft: StagedDraft | None = None
     ) -> dict[str, float]:
-        """Milliseconds of the GPU, with stamps around every graph, which make the hosts slower.
+        """Measures milliseconds of the GPU. Stamps around every graph make the hosts slower.
 
         Returns:
-            target, extend, draft: Medians of their graphs. idle: The shortest hand-overs there and back. lag: From the end of a step
-            on the GPU until the verifier's host, which waits for it, knows.
+            target, extend, draft: Medians of their graphs. idle: The shortest hand-overs there and
+            back. lag: From the end of a step on the GPU until the verifier's host, which waits for
+            it, knows.
         """
         self._stamps.start()
         if draft:
@@ -110,7 +120,7 @@ class Stages:
 
 @contextlib.contextmanager
 def _watched_sends():
-    """Number and time of each message for a step on the device, while it lasts."""
+    """Records number and time of each message for a step on the device."""
     sends, send = [], DraftWire.send
 
     def timed(self, is_on_device=False):
@@ -127,7 +137,7 @@ def _watched_sends():
 
 @contextlib.contextmanager
 def _watched_replays():
-    """When each graph of this process was in its stream, while it lasts."""
+    """Records when each graph of this process was put into its stream."""
     ends, replay = [], torch.cuda.CUDAGraph.replay
 
     def timed(graph):
@@ -143,27 +153,29 @@ def _watched_replays():
 
 @contextlib.contextmanager
 def _watched_prompts():
-    """When steps began that are not started ahead, as those with prompts, while it lasts."""
-    begun, run = [], GraphStep.run
+    """Records when steps with prompts began, which are not started ahead."""
+    begun, execute = [], Engine._execute
 
-    def noted(self, *args):
+    def noted(self, step):
         begun.append(time.perf_counter())
-        return run(self, *args)
+        return execute(self, step)
 
-    GraphStep.run = noted
+    Engine._execute = noted
     try:
         yield begun
     finally:
-        GraphStep.run = run
+        Engine._execute = execute
 
 
 def _hosts(waits, asked, prompts):
-    """A row for each wait that followed another one, without a prompt between them, and in which something was asked for.
+    """Returns a row for each wait that followed another without a prompt between them, and in
+    which the draft was asked.
 
     Args:
-        waits: Begin and end of each, seconds as all times.
-        asked: When what was asked for was sent, and when its first and its last graph were in their stream.
-        prompts: When steps with prompts began.
+        waits: Begin and end of each wait, in seconds as all times.
+        asked: Times at which a request was sent, and its first and its last graph were put into
+            their stream.
+        prompts: Times at which steps with prompts began.
     """
     found = []
     for (_, before), (after, _) in itertools.pairwise(waits):
@@ -176,7 +188,9 @@ def _hosts(waits, asked, prompts):
 
 
 def _graphs(target, draft):
-    """Medians of the graphs' times, and the shortest hand-overs; `target` and `draft` in microseconds, in order."""
+    """Returns medians of the graphs' times, and the shortest hand-overs; `target` and `draft`
+    in microseconds, in order.
+    """
     extending, drafting, there, back = [], [], [], []
     for (_, end), (following, _) in itertools.pairwise(target):
         own = [span for span in draft if end <= span[0] < following]
@@ -194,7 +208,9 @@ def _graphs(target, draft):
 
 
 def _lag(target, waits, offset):
-    """The median over waits that the end of a graph ended; microseconds of the GPU's clock and seconds of the host's."""
+    """Returns the median over waits that the end of a graph ended; microseconds of the GPU's
+    clock and seconds of the host's.
+    """
     ends = np.array([end + offset for _, end in target])
     lags = []
     for begin, end in waits:
@@ -237,7 +253,7 @@ def _answer_questions(socket: str) -> None:
 
 
 def _note_ends(owner, name, ends):
-    """Appends to `ends` when each call of a method was over."""
+    """Appends the end of each call of a method to `ends`."""
     method = getattr(owner, name)
 
     def noted(self, *args):

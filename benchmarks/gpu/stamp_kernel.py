@@ -1,4 +1,6 @@
-"""The kernel that writes down the GPU's clock, for `stamps`: in a file of its own because only Triton can read it."""
+"""The kernel that records the GPU's clock, for `stamps`, in a file of its own because only
+Triton can read it.
+"""
 
 # mypy: ignore-errors
 import triton

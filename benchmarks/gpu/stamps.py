@@ -1,7 +1,8 @@
-"""When each captured graph of a process began and ended on the GPU, by the GPU's own clock, which all processes share.
+"""Records begin and end of each captured graph of a process by the GPU's own clock, which all
+processes share.
 
-As a program it is `draft_service` with stamps: `python -m benchmarks.gpu.stamps --listen ...`; it writes them to the file that
-`STAMPS_FILE` names when that file is there and empty.
+As a program it is `draft_service` with stamps: `python -m benchmarks.gpu.stamps --listen ...`; it
+writes them to the file that `STAMPS_FILE` names when that file is there and empty.
 """
 
 # mypy: ignore-errors
@@ -18,7 +19,7 @@ CAPACITY = 1 << 16
 
 
 class Stamps:
-    """Puts two tiny kernels around every replay of a graph in this process from `start` on."""
+    """Puts two tiny kernels around every replay of a graph in this process, from `start` on."""
 
     def __init__(self) -> None:
         self._times = None
@@ -26,7 +27,7 @@ class Stamps:
         self._replay = torch.cuda.CUDAGraph.replay
 
     def start(self) -> None:
-        """Replays are stamped from now on."""
+        """Starts stamping replays."""
         replay, stamps = self._replay, self
 
         def stamped(graph) -> None:
@@ -37,15 +38,15 @@ class Stamps:
         torch.cuda.CUDAGraph.replay = stamped
 
     def stop(self) -> None:
-        """Replays are stamped no more."""
+        """Stops stamping replays."""
         torch.cuda.CUDAGraph.replay = self._replay
 
     def clear(self) -> None:
-        """Forgets what was stamped."""
+        """Drops all stamps."""
         self._count = 0
 
     def spans(self) -> list[tuple[float, float]]:
-        """Begin and end of every replay, in microseconds."""
+        """Returns begin and end of every replay, in microseconds."""
         if self._times is None:
             return []
         torch.cuda.synchronize()
@@ -53,7 +54,9 @@ class Stamps:
         return list(zip(times[::2], times[1::2], strict=True))
 
     def host_offset(self) -> float:
-        """What to add to the GPU's clock to get `time.perf_counter`, in microseconds, to about 10 of them."""
+        """Returns the difference of `time.perf_counter` and the GPU's clock, in microseconds,
+        to about 10 of them.
+        """
         best, offset = float("inf"), 0.0
         for _ in range(50):
             self.clear()
@@ -79,7 +82,7 @@ class Stamps:
 
 
 def draft_spans(harness, path: Path) -> list[tuple[float, float]]:
-    """What the draft's process stamped since the last call."""
+    """Returns the spans that the draft's process stamped since the last call."""
     if harness.draft is None:
         return []
     path.write_bytes(b"")

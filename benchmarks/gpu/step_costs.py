@@ -1,4 +1,6 @@
-"""A number of sequences that keep running, and what steps of fixed sizes take at any context length."""
+"""Keeps a number of sequences running, and fits the times of steps of fixed sizes over context
+length.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +12,7 @@ from foredraft.types import FinishReason, SamplingParams
 from testing.engine_steps import EngineSteps, Step
 from verify_service.engine.engine import Engine
 from verify_service.engine.live_requests import EngineRequest
-from verify_service.executor.triton_steps import pretended_path
+from verify_service.executor.kernels.steps import pretended_path
 from verify_service.outputs import Load, StepOutput
 
 PROMPT = 256  # tokens
@@ -43,7 +45,7 @@ class Meter:
             time.sleep(0.001)
 
     def during(self, seconds: float) -> list[Step]:
-        """The steps of the coming seconds that only decode."""
+        """Returns the steps of the coming seconds that only decode."""
         first = len(self.log.steps)
         time.sleep(seconds)
         if self._over:
@@ -51,7 +53,7 @@ class Meter:
         return self.since(first)
 
     def since(self, first: int) -> list[Step]:
-        """The steps from one on that only decode."""
+        """Returns the later steps that only decode."""
         return [step for step in self.log.steps[first:] if step.kind != "prompt"]
 
     def _submit(self) -> None:
@@ -71,35 +73,35 @@ class Meter:
 
 @dataclass(slots=True)
 class Line:
-    """Seconds of a step as a line over the context of all its sequences."""
+    """Models seconds of a step as a line over the context of all its sequences."""
 
     base: float
     slope: float
 
     def seconds(self, context: float) -> float:
-        """Of a step with so many committed tokens."""
+        """Returns the seconds of a step with this many committed tokens."""
         return self.base + self.slope * context
 
 
 class Costs:
-    """What steps of one size took, at the contexts that were seen."""
+    """Fits the times of steps of one size, at the contexts that were measured."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, int], list[Step]] = {}
         self._lines: dict[tuple[int, int], Line] = {}
 
     def add(self, batch: int, rows: int, steps: Sequence[Step]) -> None:
-        """Takes steps that all had these sizes; those right after a change of setting are left out."""
+        """Adds steps that all had these sizes, without those right after a change of setting."""
         seen = [step for step in steps[SETTLE_STEPS:] if (step.batch, step.rows) == (batch, rows)]
         self._seen.setdefault((batch, rows), []).extend(seen)
         self._lines.clear()
 
     def knows(self, batch: int, rows: int) -> bool:
-        """Whether steps of this size were measured."""
+        """Returns whether steps of this size were measured."""
         return bool(self._seen.get((batch, rows)))
 
     def line(self, batch: int, rows: int) -> Line:
-        """The line of least squares; of the nearest batch that was seen."""
+        """Returns the line of least squares, of the nearest batch that was measured."""
         sizes = [size for size, steps in self._seen.items() if size[1] == rows and steps]
         if not sizes:
             raise ValueError(f"no steps of {rows} rows were measured")
@@ -117,23 +119,25 @@ class Costs:
         return self._lines[size]
 
     def rate(self, steps: Sequence[Step], rows: int, tokens: float) -> float:
-        """Tokens per second with always so many rows at the contexts of `steps`, and `tokens` for each sequence and step."""
+        """Returns tokens per second with a fixed number of rows at the contexts of `steps`, and
+        `tokens` for each sequence and step.
+        """
         line = self.line(steps[0].batch, rows)
         total = sum(step.seconds for step in steps)
         work = sum(step.seconds * step.batch / line.seconds(step.context) for step in steps)
         return tokens * work / total
 
     def plain_seconds(self, step: Step) -> float:
-        """That a step's tokens would have taken plainly."""
+        """Returns the seconds that plain decoding would take for a step's tokens."""
         return step.tokens * self.line(step.batch, 1).seconds(step.context) / step.batch
 
     def windows(
         self, steps: Sequence[Step], slower: Mapping[int, float], width: float = 1.0
     ) -> list[tuple[float, float]]:
-        """(start, ratio to plain decoding) of the windows that begin with each step.
+        """Returns (start, ratio to plain decoding) of the windows that begin with each step.
 
         Args:
-            slower: By batch, times what plain steps took where these ran.
+            slower: Plain steps' time during these steps divided by their usual time, by batch.
         """
         worth = [self.plain_seconds(step) * slower.get(step.batch, 1.0) for step in steps]
         found, last, total = [], 0, 0.0
@@ -151,14 +155,15 @@ class Costs:
 
 
 def mean_tokens(rows: int, depth: int, acceptance: float) -> float:
-    """Tokens of a step of one sequence on average, where every guess behind a right one is right so often.
+    """Returns the mean tokens of a step of one sequence, where `acceptance` is the chance of
+    every guess after a right one.
 
     Args:
-        depth: Of the largest tree; a tree of few rows is a chain.
+        depth: Depth of the largest tree; a tree of few rows is a chain.
     """
     return sum(acceptance**i for i in range(len(pretended_path(rows, depth + 1))))
 
 
 def rate_of(steps: Sequence[Step], tokens: Callable[[Step], float]) -> float:
-    """Tokens per second."""
+    """Returns tokens per second."""
     return sum(map(tokens, steps)) / sum(step.seconds for step in steps)

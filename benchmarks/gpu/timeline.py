@@ -1,9 +1,11 @@
-"""The time line of decode steps on one GPU: what runs when in verifier and draft, where the GPU idles, what the host does.
+"""Draws the time line of decode steps on one GPU: work of verifier and draft, idle time of the GPU,
+work of the host.
 
     python -m benchmarks.gpu.timeline --modes chain tree --batch 1 32 --mps
 
-8B shape, random weights, SIMULATED acceptance, as in `benchmarks.gpu.decode`. Both processes stamp the begin and the end of every
-captured graph with the GPU's clock (`benchmarks.gpu.stamps`; a stamp costs the step about 2 microseconds).
+8B shape, random weights, SIMULATED acceptance, as in `benchmarks.gpu.decode`. Both processes stamp
+the begin and the end of every captured graph with the GPU's clock (`benchmarks.gpu.stamps`; a stamp
+costs the step about 2 microseconds).
 """
 
 import argparse
@@ -23,7 +25,7 @@ from foredraft.cli import mps
 from testing.drafts import DraftProcess
 from testing.engines import Harness, running_engine
 
-STEPS = 20  # that are shown
+STEPS = 20  # number of steps that are shown
 COLORS = ("gray", "orange", "blue")
 Spans = list[tuple[float, float]]
 Summary = dict[str, Any]
@@ -57,10 +59,10 @@ def main() -> int:
 
 
 class Timeline:
-    """Watches engines whose drafts are started after it was made.
+    """Watches engines whose drafts start after it was made.
 
     Args:
-        draft_file: For what the draft's process stamps.
+        draft_file: File for the stamps of the draft's process.
     """
 
     def __init__(self, draft_file: Path) -> None:
@@ -72,7 +74,7 @@ class Timeline:
         DraftProcess.module = "benchmarks.gpu.stamps"
 
     def of(self, harness: Harness, mode: str, batch: int, prompt: int, output: int) -> Summary:
-        """The time line of one batch."""
+        """Returns the time line of one batch."""
         from benchmarks.gpu.stamps import draft_spans
 
         stamps = self._stamps
@@ -97,7 +99,9 @@ def _measure(
 
 
 def _busy(waits: Spans, offset: float) -> Spans:
-    """When the verifier's host did not wait, in microseconds of the GPU's clock."""
+    """Returns the spans in which the verifier's host did not wait, in microseconds of the GPU's
+    clock.
+    """
     return [
         (end * 1e6 - offset, begin * 1e6 - offset)
         for (_, end), (begin, _) in itertools.pairwise(waits)
@@ -105,7 +109,7 @@ def _busy(waits: Spans, offset: float) -> Spans:
 
 
 def _summary(mode: str, batch: int, verifier: Spans, draft: Spans, host: Spans) -> Summary:
-    """Times of a step in microseconds, medians over the steps in the middle of the run."""
+    """Returns times of a step in microseconds, medians over the steps in the middle of the run."""
     middle = len(verifier) // 2
     shown = verifier[middle : middle + STEPS + 1]
     periods, target, drafting, idle = [], [], [], []

@@ -1,4 +1,4 @@
-"""The ways of drafting, by name. A drafter's dependencies are imported only when it is chosen."""
+"""Draft algorithms by name. A drafter's dependencies are imported only when it is chosen."""
 
 from collections.abc import Callable
 
@@ -31,19 +31,23 @@ _DRAFTERS: dict[str, Callable[[DraftConfig], Drafter]] = {
     "EAGLE": _head,
     "EAGLE3": _head,
     "MTP": _head,
+    "DFLASH": _head,
+    "DSPARK": _head,
+    "PEAGLE": _head,
 }
 
 
 def create_drafter(config: DraftConfig) -> Drafter:
-    """Makes the configured drafter, its weights loaded.
+    """Creates the configured drafter and loads its weights.
 
     Raises:
         ConfigError: The algorithm needs no draft service.
-        CheckpointError: What is wrong with the draft model's files.
+        CheckpointError: The draft model's files cannot be used.
     """
     if len(config.algorithms) > 1:
         raise ConfigError(
-            f"--speculative-algorithm {config.speculative_algorithm}: a draft service drafts in one way; start one for each"
+            f"--speculative-algorithm {config.speculative_algorithm}: a draft service drafts in one"
+            " way; start one for each"
         )
     make = _DRAFTERS.get(config.speculative_algorithm)
     if make is None:

@@ -1,4 +1,6 @@
-"""Draft trees from a model with KV of its own: beams level by level on scratch pages, many sequences per forward."""
+"""Builds draft trees with a model that has its own KV: level by level on scratch pages, with many
+sequences in each forward.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +9,7 @@ from typing import Protocol
 import torch
 
 from draft_service.drafters.paged_sequences import PagedSequence
+from foredraft.attention.base import AttentionBackend
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import SequenceRows
 from foredraft.sampling.rows import SamplingRows
@@ -16,15 +19,20 @@ from foredraft.trees.tree_building import BeamTree, Ordering
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A tree that is wanted: of (steps, topk, nodes) at most, after a sequence whose newest token gave `logits` [V].
+    """Asks for a tree after the known tokens of a sequence.
 
     Attributes:
-        feature: [H], of a head that reads its own output of the position before.
+        sequence: Sequence that the tree continues.
+        limits: (steps, topk, nodes), the largest tree wanted.
+        logits: [V], logits of the newest token; None for a drafter whose rows are still to be
+            computed.
+        feature: [H], features of the newest token, for a head that reads its own output of the
+            previous position.
     """
 
     sequence: PagedSequence
     limits: tuple[int, int, int]
-    logits: torch.Tensor
+    logits: torch.Tensor | None = None
     feature: torch.Tensor | None = None
 
 
@@ -32,27 +40,34 @@ class LevelRunner(Protocol):
     """Runs the draft model for the tokens of one level.
 
     Attributes:
-        kv: Its cache, with the scratch pages.
-        token_map: Target ids of the logits' columns; None for all of the target's.
+        kv: The draft model's KV cache, with the scratch pages.
+        attention: Attention backend of the model's device.
+        token_map: Target token ids of the logits' columns; None where the columns are the target's.
     """
 
     kv: PagedKV
+    attention: AttentionBackend
     token_map: torch.Tensor | None
 
     def run(
         self, rows: Sequence[SequenceRows], features: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [R, V] and features [R, H] of all rows, given the features [R, H] that they read."""
+        """Computes all rows; `features` are [R, H], the features that the rows read.
+
+        Returns the logits [R, V] and, for models that have them, the features [R, H].
+        """
 
 
 class Scratch:
-    """Pages for the KV of drafted tokens, behind the verifier's in the draft's own pool; some for each slot.
+    """Numbers the pages for the KV of drafted tokens; every slot has the same number of them.
+
+    They follow the verifier's pages in the draft's own pool.
 
     Args:
-        num_pages: Of the verifier.
+        num_pages: Number of the verifier's pages.
         page_size: Tokens per page.
-        num_rows: Drafted tokens per slot that need KV.
-        num_slots: Sequences at most.
+        num_rows: Number of drafted tokens per slot that need KV.
+        num_slots: Maximum number of sequences.
     """
 
     def __init__(self, num_pages: int, page_size: int, num_rows: int, num_slots: int) -> None:
@@ -61,22 +76,22 @@ class Scratch:
         self.num_pages = self._pages_per_slot * num_slots
 
     def pages(self, slot: int) -> list[int]:
-        """A slot's scratch pages, in order."""
+        """Returns the page numbers of a slot's scratch pages, in order."""
         first = self._first_page + slot * self._pages_per_slot
         return list(range(first, first + self._pages_per_slot))
 
 
 class BeamDrafter:
-    """Builds trees.
+    """Builds trees level by level.
 
-    A drafted token attends to the committed tokens and to its own ancestors, each with the position it would have.
-    The last level is scored only, so its tokens need no forward.
+    A drafted token attends to the committed tokens and to its own ancestors, at the positions they
+    would have. The tokens of the last level are only scored, so they need no forward.
 
     Args:
-        runner: Of the draft model; its KV includes the scratch pages.
-        scratch: Where drafted tokens put their KV.
+        runner: Runs the draft model; its KV includes the scratch pages.
+        scratch: Pages for the KV of drafted tokens.
         page_size: Tokens per page.
-        ordering: Of children.
+        ordering: Order in which children of a node are chosen.
     """
 
     def __init__(
@@ -88,7 +103,7 @@ class BeamDrafter:
         self._ordering = ordering
 
     def draft(self, wishes: Sequence[Wish]) -> list[DraftTree]:
-        """The trees, in the order of the wishes."""
+        """Returns a tree for each wish, in their order."""
         groups: dict[tuple[int, int], list[int]] = {}
         for index, wish in enumerate(wishes):
             groups.setdefault(wish.limits[:2], []).append(index)
@@ -114,7 +129,7 @@ class BeamDrafter:
         return trees
 
     def _rows(self, group: "_Beams") -> list[SequenceRows]:
-        """The rows of the level selected last."""
+        """Returns the rows of the newest level's tokens."""
         level, topk = group.level, group.topk
         ancestors = group.tree.ancestor_rows().cpu()
         rows = []
@@ -136,7 +151,7 @@ class BeamDrafter:
                     write_index=scratch_start + level * topk,
                     prefix_start=sequence.valid_from,
                     tail_mask=mask,
-                    # Of the keys in between, masked off, any position will do.
+                    # The keys in between are masked off; any position will do for them.
                     tail_positions=[num_keys] * gap + positions,
                     logits="all",
                 )
@@ -145,7 +160,7 @@ class BeamDrafter:
 
 
 class _Beams:
-    """The trees of sequences that want the same number of levels and beams."""
+    """Holds the trees of sequences that want the same number of levels and beams."""
 
     def __init__(
         self, wishes: list[Wish], ordering: Ordering, token_map: torch.Tensor | None
@@ -153,7 +168,8 @@ class _Beams:
         self.wishes = wishes
         self._token_map = token_map
         self.num_steps, self.topk, _ = wishes[0].limits
-        self.logits = torch.stack([wish.logits for wish in wishes])[:, None]  # [B, K, V]
+        known = [wish.logits for wish in wishes if wish.logits is not None]
+        self.logits = torch.stack(known)[:, None]  # [B, K, V]
         features = [wish.feature for wish in wishes if wish.feature is not None]
         self.features = torch.stack(features)[:, None] if features else None  # [B, K, H]
         self.tokens: list[list[int]] = []
@@ -171,7 +187,10 @@ class _Beams:
         )
 
     def expand(self) -> bool:
-        """Takes the logits of the level before; whether the selected tokens need a forward."""
+        """Adds a level from the logits of the previous one.
+
+        Returns whether the selected tokens need a forward.
+        """
         tokens, beams = self.tree.expand(self.logits, self._token_map)
         self.level += 1
         if self.level + 1 == self.num_steps:

@@ -1,7 +1,9 @@
-"""A step of a draft on a GPU: packs what was committed, runs the graphs, waits once, unpacks the trees. A step that stays on
-the GPU is only put into the stream."""
+"""Runs a draft's steps on a GPU by CUDA graphs.
 
-import struct
+A step packs the committed tokens, runs the graphs, waits once, and unpacks the trees. A step that
+stays on the GPU is only put into the stream.
+"""
+
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,44 +16,46 @@ from draft_service.drafters.beam_drafting import Wish
 from draft_service.drafters.hidden_source import HiddenSource
 from draft_service.drafters.paged_sequences import Continuation, Extension, PagedSequence
 from draft_service.steps.graphs import DraftGraphs
-from draft_service.steps.records import HEADER, NUM_ROWS, ROW, SAMPLING, SLOT, START, VALID_FROM
-from draft_service.steps.uploads import StepRecords
+from draft_service.steps.records import record
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import Unavailable
+from foredraft.sampling.columns import SAMPLING
 from foredraft.transport.base import HiddenReader
 from foredraft.transport.device_exchange import DraftExchange
 
-BRIEF_BYTES = 96  # of a sequence that decodes
+BRIEF_BYTES = 96  # maximum message size of a sequence that decodes
 STEP_SECONDS = 10.0  # a step that takes longer waits for a verifier that has died
-# Turns that an extension takes at most which is longer than a step of fixed shape; one forward of all its rows takes as long.
+# Maximum number of fixed-shape steps for one extension; more take as long as one forward of all its
+# rows.
 MOST_TURNS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSettings:
-    """How steps run.
+    """Settings of fixed-shape steps.
 
     Attributes:
-        limit: Largest batch of a graph; None for the verifier's.
-        captures: Whether they are graphs; else the same operations run one by one.
+        limit: Largest batch of a graph; None for the verifier's largest batch.
+        captures: Whether steps are captured as graphs; else the same operations run one by one.
     """
 
     limit: int | None
     captures: bool
 
     def max_batch(self, attach: draft_pb2.AttachRequest) -> int:
-        """Largest batch for one verifier."""
+        """Returns the largest batch of a graph for one verifier."""
         return min(self.limit or attach.max_batch, attach.max_batch)
 
 
 def wait(is_done: Callable[[], bool], source: HiddenReader | DraftExchange | None) -> None:
-    """Until the device has done what was asked of it.
+    """Waits until the device has finished.
 
     Args:
-        source: Of what it may wait for.
+        is_done: Returns whether the device has finished.
+        source: Source of the data that the device may be waiting for; abandoned after a timeout.
 
     Raises:
-        Unavailable: It waits for what will not come.
+        Unavailable: The device did not finish within STEP_SECONDS.
     """
     deadline = time.monotonic() + STEP_SECONDS
     while not is_done():
@@ -63,27 +67,27 @@ def wait(is_done: Callable[[], bool], source: HiddenReader | DraftExchange | Non
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Sequences of a step that stays on the GPU, as many as the graphs take.
+    """Part of a step that stays on the GPU: as many sequences as fit a graph.
 
     Attributes:
-        header: int32 [n, HEADER], of their records.
+        records: [n], one for each sequence, complete but for tokens and hidden-state rows.
         modes: See `DraftGraphs.draft`.
-        is_wanted: Whether anybody wants a tree.
+        is_wanted: Whether any of the sequences wants a tree.
     """
 
-    header: npt.NDArray[np.int32]
+    records: npt.NDArray[np.void]
     modes: tuple[bool, bool]
     is_wanted: bool
 
 
 class GraphDrafting:
-    """Steps of one attach.
+    """Runs the fixed-shape steps of one attach.
 
     Args:
-        graphs: Of the draft model.
-        source: Of hidden states, for a model that reads them.
-        reader: Of hidden states, which may have to be told that none will come.
-        exchange: For steps that stay on the GPU; None where none can.
+        graphs: Graphs of the draft model.
+        source: Rows of hidden states, for a model that reads them.
+        reader: Reader of hidden states; abandoned when a verifier has died.
+        exchange: Buffers for steps that stay on the GPU; None where there are no such steps.
     """
 
     def __init__(
@@ -96,28 +100,29 @@ class GraphDrafting:
         self.graphs = graphs
         self._source, self._exchange = source, exchange
         self._awaited = exchange or reader
-        self._continued: Sequence[Continuation] = ()  # by the newest step that stayed on the GPU
-        self._parts: list[_Part] = []  # of these
+        # Sequences of the newest step that stayed on the GPU, and that step in parts.
+        self._continued: Sequence[Continuation] = ()
+        self._parts: list[_Part] = []
         slots = graphs.shape.max_slots
-        # Of the sequences that have slots now; their sampling as the records hold it.
+        # By slot: the sequence that has it, and its sampling parameters in the records' form.
         self._owners: list[PagedSequence | None] = [None] * slots
-        self._sampling = np.zeros((slots, SAMPLING.stop - SAMPLING.start), dtype=np.int32)
+        self._sampling = np.zeros(slots, SAMPLING.block)
         self._is_sampled = np.zeros(slots, dtype=bool)
         self._is_ranked = np.zeros(slots, dtype=bool)
 
     @property
     def can_continue(self) -> bool:
-        """Whether steps can stay on the GPU."""
+        """Returns whether steps can stay on the GPU."""
         return self._exchange is not None
 
     def is_brief(self, request: draft_pb2.StepRequest) -> bool:
-        """Whether a step is one for the graphs alone."""
+        """Returns whether the graphs alone can run a step."""
         count = len(request.sequences)
-        # Few tokens make a short message; to look at each sequence takes longer.
+        # Few tokens make a short message; looking at each sequence would take longer.
         return count <= self.graphs.max_batch and request.ByteSize() <= BRIEF_BYTES * count
 
     def fits(self, extensions: Sequence[Extension]) -> bool:
-        """Whether the graphs can extend all of these."""
+        """Returns whether the graphs can compute all of the extensions."""
         sizes = [len(extension.tokens) for extension in extensions]
         num_turns = self._num_turns(sizes)
         if num_turns > MOST_TURNS:
@@ -126,7 +131,7 @@ class GraphDrafting:
         return len(extensions) <= self.graphs.max_batch and has_room
 
     def step(self, extensions: Sequence[Extension], response: draft_pb2.StepResponse) -> None:
-        """Extends by what was committed, and drafts for those that want a tree."""
+        """Computes extensions, and adds trees to the response for those that want one."""
         if not extensions:
             return
         sizes = np.array([len(extension.tokens) for extension in extensions])
@@ -134,7 +139,8 @@ class GraphDrafting:
         places = None
         if self._source is not None:
             places = self._source.places(extensions, sizes, num_turns * width)
-        # Whoever has less to do joins later: the trees continue what all have done in the last turn.
+        # Short extensions join in a later turn, so that all end in the last one, which the trees
+        # continue.
         waits = num_turns - np.maximum(-(-sizes // width), 1)
         for turn in range(num_turns):
             taking = np.flatnonzero(waits <= turn)
@@ -142,17 +148,17 @@ class GraphDrafting:
             members = [extensions[i] for i in taking.tolist()]
             records, slots = self._fill([extension.sequence for extension in members])
             num_rows = np.minimum(sizes[taking] - firsts, width)
-            records.header[:, START] = [e.start for e in members] + firsts
-            records.header[:, NUM_ROWS] = num_rows
+            records["start"] = [e.start for e in members] + firsts
+            records["num_rows"] = num_rows
             is_row = np.arange(width) < num_rows[:, None]
-            records.tokens[is_row] = [
+            records["tokens"][is_row] = [
                 token
                 for extension, first in zip(members, firsts.tolist(), strict=True)
                 for token in extension.tokens[first : first + width]
             ]
             if places is not None:
                 columns = firsts[:, None] + np.arange(width)
-                records.places[:] = places[taking[:, None], columns]
+                records["places"] = places[taking[:, None], columns]
             graphs, count = self.graphs, len(members)
             graphs.upload(count)
             graphs.extend(count)
@@ -169,23 +175,26 @@ class GraphDrafting:
             self._answer(wanted, slots, limits, count, response)
 
     def _num_turns(self, sizes: Sequence[int]) -> int:
-        """Steps of fixed shape that extensions of so many tokens take."""
+        """Returns the number of fixed-shape steps that extensions of these sizes take."""
         return max(1, -(-max(sizes, default=1) // self.graphs.shape.num_rows))
 
     def draft(self, wishes: Sequence[Wish], response: draft_pb2.StepResponse) -> None:
-        """Drafts for sequences that were extended otherwise."""
+        """Drafts for sequences whose extensions were computed outside of the graphs."""
         largest = self.graphs.max_batch
         for first in range(0, len(wishes), largest):
             part = wishes[first : first + largest]
             records, slots = self._fill([wish.sequence for wish in part])
-            # What is committed counts from key 0 on, as if there were one row at its end.
-            records.header[:, START] = [wish.sequence.num_keys - 1 for wish in part]
-            records.header[:, NUM_ROWS] = 1
+            # All keys are computed; the record has one row, at the newest key.
+            records["start"] = [wish.sequence.num_keys - 1 for wish in part]
+            records["num_rows"] = 1
+            records["tokens"][:, 0] = [wish.sequence.last_token or 0 for wish in part]
+            roots = [wish.logits for wish in part if wish.logits is not None]
             features = [wish.feature for wish in part if wish.feature is not None]
             graphs = self.graphs
             graphs.upload(len(part))
             graphs.take_roots(
-                torch.stack([wish.logits for wish in part]),
+                len(part),
+                torch.stack(roots) if roots else None,
                 torch.stack(features) if features else None,
             )
             graphs.draft(len(part), *self._modes(slots))
@@ -195,22 +204,22 @@ class GraphDrafting:
             self._answer(range(len(part)), slots, limits, len(part), response)
 
     def proceed(self, step: int, continuations: Sequence[Continuation]) -> None:
-        """A step that stays on the GPU: puts it into the stream, behind the verifier's.
+        """Puts a step that stays on the GPU into the stream, behind the verifier's step.
 
-        Waits only for the step before the last, which bounds what is under way.
+        Waits only for the step before the last one, which bounds the work in flight.
         """
         exchange, graphs = self._exchange, self.graphs
         assert exchange is not None
-        if continuations is not self._continued:  # nearly always they are
+        if continuations is not self._continued:  # rare: most steps repeat the previous one
             self._continued, self._parts = continuations, self._divide(continuations)
         for part in self._parts:
-            if not graphs.is_ready(len(part.header), *part.modes):
+            if not graphs.is_ready(len(part.records), *part.modes):
                 self.settle()
-                graphs.make_ready(len(part.header), *part.modes)
+                graphs.make_ready(len(part.records), *part.modes)
         for i, part in enumerate(self._parts):
-            count = len(part.header)
+            count = len(part.records)
             wait(lambda: graphs.is_free, exchange)
-            graphs.records(count).header[:] = part.header
+            _copy(part.records, graphs.records(count))
             graphs.upload(count)
             if i == 0:
                 exchange.wait(step)
@@ -225,49 +234,58 @@ class GraphDrafting:
         for first in range(0, len(continuations), self.graphs.max_batch):
             members = continuations[first : first + self.graphs.max_batch]
             slots = self._slots([one.sequence for one in members])
-            header = np.zeros((len(members), HEADER), dtype=np.int32)
-            self._fill_header(header, [one.sequence for one in members], slots)
-            header[:, START] = [one.start for one in members]
-            header[:, NUM_ROWS] = -1
-            header[:, ROW] = [one.row for one in members]
+            records = np.zeros(len(members), record(self.graphs.shape.num_rows))
+            self._fill_header(records, [one.sequence for one in members], slots)
+            records["start"] = [one.start for one in members]
+            records["num_rows"] = -1
+            records["row"] = [one.row for one in members]
             is_wanted = any(one.is_wanted for one in members)
-            parts.append(_Part(header, self._modes(slots), is_wanted))
+            parts.append(_Part(records, self._modes(slots), is_wanted))
         return parts
 
     def settle(self) -> None:
-        """Until steps that stayed on the GPU are done: what comes next may wait for the device in other ways."""
+        """Waits until all steps that stayed on the GPU are done.
+
+        What runs next may wait for the device without a timeout.
+        """
         wait(lambda: self.graphs.is_done, self._awaited)
 
     def close(self) -> None:
-        """Frees the graphs. The verifier is gone: what it has not committed yet is not waited for."""
+        """Frees the graphs.
+
+        The verifier is gone: its uncommitted steps are abandoned.
+        """
         if self._exchange is not None and not self.graphs.is_done:
             self._exchange.abandon()
         self.graphs.close()
 
     def _finish(self) -> None:
-        """Until the device has done all that was asked of it; see `wait`."""
+        """Waits until the device has finished all work; see `wait`."""
         self.graphs.finish()
         wait(lambda: self.graphs.is_done, self._awaited)
 
-    def _fill(self, sequences: Sequence[PagedSequence]) -> tuple[StepRecords, np.ndarray]:
-        """Everything of the records but tokens and where they go."""
+    def _fill(self, sequences: Sequence[PagedSequence]) -> tuple[npt.NDArray[np.void], np.ndarray]:
+        """Fills the records of sequences, but for their rows and tokens.
+
+        Returns the records and the sequences' slots.
+        """
         slots = self._slots(sequences)
         records = self.graphs.records(len(sequences))
-        self._fill_header(records.header, sequences, slots)
+        self._fill_header(records, sequences, slots)
         return records, slots
 
     def _fill_header(
         self,
-        header: npt.NDArray[np.int32],
+        records: npt.NDArray[np.void],
         sequences: Sequence[PagedSequence],
         slots: npt.NDArray[np.int64],
     ) -> None:
-        header[:, SLOT] = slots
-        header[:, VALID_FROM] = [sequence.valid_from for sequence in sequences]
-        header[:, SAMPLING] = self._sampling[slots]
+        records["slot"] = slots
+        records["valid_from"] = [sequence.valid_from for sequence in sequences]
+        records["sampling"] = self._sampling[slots]
 
     def _slots(self, sequences: Sequence[PagedSequence]) -> np.ndarray:
-        """Their slots, with their own sampling."""
+        """Returns the sequences' slots; stores the sampling parameters of new sequences."""
         for sequence in sequences:
             if self._owners[sequence.slot] is not sequence:
                 self._begin(sequence)
@@ -279,18 +297,9 @@ class GraphDrafting:
     def _begin(self, sequence: PagedSequence) -> None:
         slot, sampling = sequence.slot, sequence.sampling
         self._owners[slot] = sequence
-        words = struct.pack(
-            "<fffiQ",
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.top_k,
-            sampling.seed,
-        )
-        self._sampling[slot] = np.frombuffer(words, dtype=np.int32)
-        is_sampled = sampling.temperature > 0
-        self._is_sampled[slot] = is_sampled
-        self._is_ranked[slot] = is_sampled and (sampling.top_k > 0 or sampling.top_p < 1)
+        self._sampling[slot] = SAMPLING.pack([sampling])[0]
+        self._is_sampled[slot] = sampling.is_sampled
+        self._is_ranked[slot] = sampling.is_ranked
 
     def _answer(
         self,
@@ -300,9 +309,17 @@ class GraphDrafting:
         count: int,
         response: draft_pb2.StepResponse,
     ) -> None:
-        """Puts the trees of those that want one into the response."""
+        """Adds trees to the response.
+
+        Args:
+            wanted: Indices of the sequences in the batch that want a tree.
+            slots: Slots of the sequences in the batch.
+            limits: Limits of the wanted trees, (steps, topk, nodes).
+            count: Number of sequences in the batch.
+            response: Response that the trees are added to.
+        """
         shape = self.graphs.shape
-        whole = (shape.num_steps, shape.topk, shape.num_nodes)
+        whole = (self.graphs.num_levels, self.graphs.topk, shape.num_nodes)
         tokens, parents = self.graphs.trees(count)
         all_tokens, all_parents = tokens.tolist(), parents.tolist()
         sizes = np.count_nonzero(tokens >= 0, axis=1).tolist()
@@ -317,13 +334,24 @@ class GraphDrafting:
                 add(slot=slot_of[i], tokens=own_tokens, parents=own_parents)
 
 
+def _copy(source: npt.NDArray[np.void], target: npt.NDArray[np.void]) -> None:
+    """Copies records as bytes, which numpy does many times faster than column by column."""
+    block = np.dtype((np.void, source.dtype.itemsize))
+    target.view(block)[:] = source.view(block)
+
+
 def cut(
     tokens: Sequence[int], parents: Sequence[int], limits: tuple[int, int, int]
 ) -> tuple[list[int], list[int]]:
-    """The part of a tree within (steps, topk, nodes): the first nodes, with children and levels no more than asked for.
+    """Cuts a tree to its first nodes within limits.
 
     Args:
-        tokens: By value.
+        tokens: Tokens of the nodes, best first.
+        parents: Parent of each node; -1 for the root.
+        limits: (steps, topk, nodes): maximum depth, children of a node, and number of nodes.
+
+    Returns:
+        Tokens and parents of the nodes that remain.
     """
     steps, topk, nodes = limits
     depth, num_children, place = {-1: 0}, {-1: 0}, {-1: -1}

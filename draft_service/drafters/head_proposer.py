@@ -1,28 +1,28 @@
-"""Draft trees from one head module that is applied to its own output."""
+"""Proposes trees from a head of one module, which is applied to its own output."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 
 from draft_service.drafters.beam_drafting import Scratch
+from draft_service.drafters.beam_proposer import BeamProposer
 from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings
-from draft_service.drafters.hidden_source import HiddenSource
-from draft_service.drafters.paged import Limits, PagedProposer
+from draft_service.drafters.hidden_source import HiddenSource, read_states
+from draft_service.drafters.paged import Limits
 from draft_service.drafters.paged_sequences import Extension
 from draft_service.drafters.step_shape import draft_shape, handed_on
 from draft_service.steps.graphs import DraftGraphs
 from draft_service.steps.head_runner import HeadRunner
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.base import Batch
-from foredraft.errors import InvalidRequest
 from foredraft.runner.batch import SequenceRows
 
 
 class HeadLevels:
-    """A head's levels: each reads the features of the one before."""
+    """Runs a head level by level; each level reads the features of the previous one."""
 
     def __init__(self, runner: HeadRunner) -> None:
-        self._runner, self.kv = runner, runner.kv
+        self._runner, self.kv, self.attention = runner, runner.kv, runner.attention
         self.token_map = runner.head.token_map
 
     def run(
@@ -34,11 +34,11 @@ class HeadLevels:
         return output.logits, output.features
 
 
-class HeadProposer(PagedProposer):
-    """Drafts for one verifier.
+class HeadProposer(BeamProposer):
+    """Drafts for one verifier with a head.
 
     Attributes:
-        on_close: Called when nothing computes with the head any more.
+        on_close: Called at the end of `close`, when nothing computes with the head any more.
     """
 
     on_close: Callable[[], None] | None = None
@@ -56,6 +56,12 @@ class HeadProposer(PagedProposer):
         super().__init__(levels, config, attach, limits, scratch, head.device, shift=1)
         self._head_runner = runner
         self._settings = graphs
+
+    @property
+    def _row_width(self) -> int:
+        """Returns the number of elements of a hidden-state row that the verifier sends."""
+        head = self._head_runner.head
+        return head.config.layer.hidden_size if self._attach.fused else head.hidden_width
 
     def close(self) -> None:
         """See PagedProposer."""
@@ -80,7 +86,7 @@ class HeadProposer(PagedProposer):
         source = HiddenSource(
             reader,
             settings.max_batch(self._attach) * shape.num_rows,
-            head.hidden_width,
+            self._row_width,
             head.dtype,
             head.device,
         )
@@ -98,7 +104,7 @@ class HeadProposer(PagedProposer):
             shape,
             ordering=self._ordering,
             token_map=head.token_map,
-            features=lambda places: head.fuse(source.rows.index_select(0, places)),
+            features=lambda places: self._fuse(source.rows.index_select(0, places)),
             max_batch=settings.max_batch(self._attach),
             handed_on=handed_on(self.exchange, shape),
         )
@@ -107,23 +113,15 @@ class HeadProposer(PagedProposer):
         return GraphDrafting(graphs, source, reader, self.exchange)
 
     def _states(self, extension: Extension) -> torch.Tensor:
-        """The target's hidden states of the positions before the tokens'."""
-        slot, wanted = extension.sequence.slot, len(extension.tokens)
-        hidden = extension.hidden
-        if hidden is None or self.hidden is None:
-            raise InvalidRequest("hidden", f"slot {slot}: there is none for {wanted} tokens")
-        if hidden.num_rows != wanted:
-            raise InvalidRequest(
-                "hidden", f"slot {slot}: {hidden.num_rows} rows for {wanted} tokens"
-            )
-        return self.hidden.read(hidden).to(self._head_runner.head.device)
+        """Returns the target's hidden states of the positions before the tokens, [n, width]."""
+        return read_states(self.hidden, extension, self._device)
 
     def _fuse(self, states: torch.Tensor) -> torch.Tensor:
-        """See PagedProposer."""
-        return self._head_runner.fuse(states)
+        """See BeamProposer."""
+        return states if self._attach.fused else self._head_runner.fuse(states)
 
     def _blank_features(self, num_rows: int) -> torch.Tensor:
-        """See PagedProposer."""
+        """See BeamProposer."""
         head = self._head_runner.head
-        states = torch.zeros(num_rows, head.hidden_width, dtype=head.dtype, device=head.device)
+        states = torch.zeros(num_rows, self._row_width, dtype=head.dtype, device=head.device)
         return self._fuse(states)

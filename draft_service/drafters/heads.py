@@ -1,30 +1,42 @@
-"""Drafting with a head that continues the target's hidden states, with KV of its own on the verifier's page numbers;
-slot p holds the state of (hidden state of p, token p + 1)."""
+"""Drafts with a head that reads the target's hidden states and has its own KV.
+
+The KV lies on the verifier's page numbers; key p belongs to (hidden state of p, token p + 1).
+"""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from draft_service.drafters.base import Proposer
 from draft_service.drafters.beam_drafting import Scratch
+from draft_service.drafters.block_proposer import BlockProposer
 from draft_service.drafters.head_proposer import HeadProposer
 from draft_service.drafters.module_chain import ModuleChainProposer
+from draft_service.drafters.ngram_override import OverrideSettings
 from draft_service.drafters.paged import (
+    TYPICAL_BATCH,
     Limits,
     PagedDrafter,
+    PagedProposer,
     device_of,
     graph_settings,
+    source_of,
     weight_bytes,
 )
+from draft_service.drafters.parallel_proposer import ParallelProposer
 from draft_service.drafters.target_weights import TargetWeights
-from draft_service.models.draft_head import DraftHead
+from draft_service.models.block_draft import BlockDraft
+from draft_service.models.draft_head import DraftHead, LevelHead
 from draft_service.models.head_loader import load_head
+from draft_service.models.peagle import PEagleHead
 from draft_service.models.shared_weights import (
     load_shared_weights,
     read_token_map,
     reduce_vocabulary,
 )
+from draft_service.steps.block_runner import BlockRunner
 from draft_service.steps.head_runner import HeadRunner
 from foredraft import __version__
 from foredraft.api.draft.v1 import draft_pb2
@@ -37,21 +49,25 @@ from foredraft.models.registry import resolve_model_path
 from foredraft.models.speculation import complete
 from foredraft.text.tokenizer import tokenizer_fingerprint
 from foredraft.transport import codec
+from foredraft.transport.fusion import describe, parts_of
 
 logger = logging.getLogger(__name__)
 
 
 class HeadDrafter(PagedDrafter):
-    """Serves a loaded head, to one verifier at a time.
+    """Serves a loaded head to one verifier at a time.
 
     Args:
-        target: What it was made for.
-        name: Of the head.
-        fingerprint: Of the target's tokenizer; empty when it has none.
-        limits: (steps, topk, draft tokens) where a verifier does not say.
+        head: The loaded head.
+        target: Configuration of the target that the head was trained for.
+        name: Name of the head.
+        fingerprint: Fingerprint of the target's tokenizer; empty without one.
+        limits: (steps, topk, draft tokens), used where a verifier sets none.
 
     Attributes:
-        target_weights: Where the head's weights that are the target's lie, on a GPU; None where they are here for good.
+        target_weights: On a GPU, the target's weights that the head uses; None where they are
+            loaded with the head.
+        offers_fusion: Whether the verifier may compute the head's fusion of hidden states itself.
     """
 
     def __init__(
@@ -62,15 +78,16 @@ class HeadDrafter(PagedDrafter):
         self._target = target
         self._name = name
         self.target_weights: TargetWeights | None = None
-        self.has_device_steps = head.num_modules == 1
+        self.has_device_steps = head.num_modules == 1 and head.config.algorithm != "PEAGLE"
+        self.offers_fusion = head.fusion is not None and head.fusion.shape.has_projection
 
     @classmethod
     def load(cls, config: DraftConfig) -> "HeadDrafter":
-        """Loads the head as configured; without a path it lies in the target's checkpoint.
+        """Loads the configured head; without a path it is read from the target's checkpoint.
 
         Raises:
-            CheckpointError: What is wrong with the path or the files.
-            ConfigError: A flag asks for what this machine or the head does not have.
+            CheckpointError: The path or the files cannot be used.
+            ConfigError: A flag asks for something that this machine or the head does not have.
         """
         device = device_of(config)
         target_path = resolve_model_path(config.model_path, config.revision)
@@ -84,7 +101,7 @@ class HeadDrafter(PagedDrafter):
         if config.dtype == "auto" and device.type == "cpu":
             name = "float32"
         dtype = getattr(torch, name)
-        # On a GPU the verifier may share them; where weights are changed, a head needs its own.
+        # On a GPU the verifier may share its weights; a quantised head needs its own.
         is_plain = config.speculative_draft_model_quantization == "unquant"
         on_host = device.type == "cuda" and is_plain
         shared = load_shared_weights(
@@ -112,15 +129,19 @@ class HeadDrafter(PagedDrafter):
             tokenizer_fingerprint(target_path),
             config.tree_limits,
         )
+        drafter.offers_fusion &= is_plain
+        drafter.source = source_of(path, config.speculative_draft_model_quantization)
         drafter.graphs = graph_settings(config, device)
+        drafter.ngrams = OverrideSettings.from_config(config)
         if on_host:
             drafter.target_weights = TargetWeights(head, shared)
         return drafter
 
     def info(self) -> draft_pb2.GetDraftInfoResponse:
-        """Which hidden states it reads, and that vocabulary and tokenizer must be the target's."""
+        """Describes the head: its sizes, the hidden states it reads, the target's vocabulary."""
         config = self._head.config
         shared, theirs = self.target_weights, 0
+        is_block = config.num_drafted is not None  # drafts all tokens in one forward
         if shared is not None:
             theirs = shared.num_bytes
         info = draft_pb2.GetDraftInfoResponse(
@@ -136,16 +157,32 @@ class HeadDrafter(PagedDrafter):
                 dtype=codec.to_message(self._dtype),
             ),
             limits=self.tree_limits,
+            proposes=draft_pb2.PROPOSAL_SHAPE_BLOCKS if is_block else self.proposes,
+            cost=draft_pb2.DRAFT_COST_PER_PROPOSAL if is_block else draft_pb2.DRAFT_COST_PER_LEVEL,
             vocab_size=self._target.vocab_size,
             tokenizer_fingerprint=self._fingerprint,
             uses_pages=True,
             version=__version__,
         )
-        self.add_memory(info, self._head.lm_head.weight.shape[0])
+        info.MergeFrom(self.source)
+        if self.offers_fusion and self._head.fusion is not None:
+            info.fusion.CopyFrom(describe(self._head.fusion.shape))
+        columns = self._head.lm_head.weight.shape[0]
+        self.add_memory(info, columns)
+        if info.workspace_bytes and config.block is not None:
+            batch = self.graphs.limit if self.graphs and self.graphs.limit else TYPICAL_BATCH
+            info.workspace_bytes += (
+                columns * batch * config.block.num_drafted * self._dtype.itemsize
+            )
         return info
 
+    def fusion_parts(self) -> Iterator[draft_pb2.GetFusionResponse]:
+        """See Drafter."""
+        if self.offers_fusion and self._head.fusion is not None:
+            yield from parts_of(self._head.fusion.tensors())
+
     def attach(self, request: draft_pb2.AttachRequest) -> tuple[Proposer, draft_pb2.AttachResponse]:
-        """See PagedDrafter; on a GPU the head gets its target's weights first."""
+        """Attaches as PagedDrafter does; on a GPU the head gets its target's weights first."""
         weights = self.target_weights
         if weights is None:
             return super().attach(request)
@@ -156,15 +193,22 @@ class HeadDrafter(PagedDrafter):
         except BaseException:
             weights.detach()
             raise
-        assert isinstance(proposer, HeadProposer)
+        assert isinstance(proposer, (HeadProposer, BlockProposer))
         proposer.on_close = weights.detach
         return proposer, response
 
     def _proposer(
         self, kv: PagedKV, attach: draft_pb2.AttachRequest, limits: Limits, scratch: Scratch
-    ) -> Proposer:
-        runner = HeadRunner(self._head, kv, self.attention)
-        if self._head.num_modules > 1:
+    ) -> PagedProposer:
+        head = self._head
+        if isinstance(head, BlockDraft):
+            blocks = BlockRunner(head, kv, self.attention)
+            return BlockProposer(blocks, attach, limits, scratch, self.graphs)
+        assert isinstance(head, LevelHead)
+        runner = HeadRunner(head, kv, self.attention)
+        if isinstance(head, PEagleHead):
+            return ParallelProposer(runner, head, attach, limits, scratch)
+        if head.num_modules > 1:
             return ModuleChainProposer(runner, attach, limits, scratch)
         return HeadProposer(runner, attach, limits, scratch, self.graphs)
 
@@ -185,10 +229,15 @@ class HeadDrafter(PagedDrafter):
         trained = self._head.config.layer.max_position_embeddings
         if request.max_context > trained:
             logger.warning(
-                "the head was made for %d positions, sequences may have %d: expect fewer accepted tokens beyond",
+                "the head was made for %d positions, sequences may have %d: expect fewer accepted"
+                " tokens beyond",
                 trained,
                 request.max_context,
             )
+
+    def _scratch_rows(self, limits: Limits) -> int:
+        block = self._head.config.block
+        return super()._scratch_rows(limits) if block is None else block.block_size
 
     def _check_limits(self, limits: Limits) -> None:
         super()._check_limits(limits)
@@ -196,6 +245,11 @@ class HeadDrafter(PagedDrafter):
         columns = self._head.lm_head.weight.shape[0]
         if topk > columns:
             raise AttachRefused("limits.topk", f"{topk} of a draft vocabulary of {columns}")
+        block = self._head.config.block
+        if block is not None and steps > block.num_drafted:
+            raise AttachRefused(
+                "limits.num_steps", f"{steps}: a block proposes {block.num_drafted} tokens"
+            )
         modules = self._head.num_modules
         if modules > 1 and (steps > modules or topk > 1):
             raise AttachRefused(

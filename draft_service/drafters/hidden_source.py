@@ -1,4 +1,4 @@
-"""Where a draft's graphs find the target's hidden states."""
+"""Provides the target's hidden states to a draft's graphs."""
 
 from collections.abc import Sequence
 
@@ -10,19 +10,37 @@ from foredraft.errors import InvalidRequest
 from foredraft.transport.base import HiddenReader
 
 
+def read_states(
+    reader: HiddenReader | None, extension: Extension, device: torch.device
+) -> torch.Tensor:
+    """Reads the target's hidden states of the positions before an extension's tokens.
+
+    Returns them as [n, width] on `device`.
+
+    Raises:
+        InvalidRequest: There are none, or their number is not that of the tokens.
+    """
+    slot, wanted, hidden = extension.sequence.slot, len(extension.tokens), extension.hidden
+    if hidden is None or reader is None:
+        raise InvalidRequest("hidden", f"slot {slot}: there is none for {wanted} tokens")
+    if hidden.num_rows != wanted:
+        raise InvalidRequest("hidden", f"slot {slot}: {hidden.num_rows} rows for {wanted} tokens")
+    return reader.read(hidden).to(device)
+
+
 class HiddenSource:
-    """The verifier's own memory, or a buffer that rows are copied to.
+    """Holds hidden states at a fixed address: in the verifier's memory, or in a buffer of its own.
 
     Args:
-        reader: Of the attach.
-        num_rows: Of a step at most.
-        width: Of a row.
-        dtype: Of a row.
-        device: Where the graphs run.
+        reader: Reader of the attach.
+        num_rows: Maximum number of rows of a step.
+        width: Number of elements of a row.
+        dtype: Data type of the rows.
+        device: Device that the graphs run on.
 
     Attributes:
-        rows: [n, width] on the device, the same memory while the attach lasts: the verifier's ring, and behind it what
-            is handed on without the host's knowledge.
+        rows: [n, width] on the device, at the same address while the attach lasts. Shared memory
+            has the verifier's ring, followed by the rows of steps that stay on the GPU.
     """
 
     def __init__(
@@ -44,19 +62,23 @@ class HiddenSource:
             self.rows = exchange.hidden
 
     def has_room(self, num_rows: int) -> bool:
-        """Whether the states of so many tokens of one step can be read."""
+        """Returns whether the states of this many tokens of one step can be read."""
         return self._is_shared or num_rows <= len(self.rows)
 
     def places(
         self, extensions: Sequence[Extension], num_rows: np.ndarray, width: int
     ) -> np.ndarray:
-        """Where in `rows` the states of each extension's tokens are, int [n, width]; copies them there where they must be.
+        """Returns the indices into `rows` of the extensions' states, int [n, width].
+
+        Copies the states into the buffer first, where the memory is not shared.
 
         Args:
-            num_rows: Of each extension.
+            extensions: The step's extensions.
+            num_rows: Number of tokens of each extension.
+            width: Number of indices for each extension; those beyond its tokens mean nothing.
 
         Raises:
-            InvalidRequest: They are not as many as the tokens.
+            InvalidRequest: The number of states is not that of the tokens.
         """
         hidden = [extension.hidden for extension in extensions if extension.hidden is not None]
         given = [rows.num_rows for rows in hidden]

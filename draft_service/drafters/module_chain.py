@@ -1,10 +1,12 @@
-"""Draft chains from several MTP modules, one for each depth (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+"""Proposes chains from several MTP modules, one for each depth (DeepSeek-V3, arXiv 2412.19437,
+section 2.2).
 
-Module k pairs, at key p, what module k - 1 gave there (module 0: the target's hidden state of position p) with token
-p + 1 + k, and says what comes at p + 2 + k. Of the newest keys it sees drafted tokens; once the real ones are known, the
-keys are computed again: a window of the last `num_modules - 1` keys is kept for that. Across a prefix that another
-sequence has filled there is no window, so the deeper modules' last keys before it may have seen other tokens; that costs
-a little acceptance and nothing else.
+At key p, module k reads the output of module k - 1 there (module 0: the target's hidden state of
+position p) and token p + 1 + k, and predicts token p + 2 + k. At the newest keys it reads drafted
+tokens. Once the real tokens are known, these keys are computed again; a window of the last
+`num_modules - 1` keys is kept for that. A prefix that another sequence has filled has no window, so
+the deeper modules' last keys of the prefix may have read other tokens. That only costs a little
+acceptance.
 """
 
 from collections.abc import Sequence
@@ -13,8 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from draft_service.drafters.beam_drafting import Scratch, Wish
+from draft_service.drafters.beam_proposer import Run, forwards
 from draft_service.drafters.head_proposer import HeadProposer
-from draft_service.drafters.paged import Limits, Run, forwards
+from draft_service.drafters.paged import Limits
 from draft_service.drafters.paged_sequences import Extension, PagedSequence
 from draft_service.steps.head_runner import HeadRunner
 from foredraft.api.draft.v1 import draft_pb2
@@ -25,14 +28,15 @@ from foredraft.trees.tree_building import BeamTree
 
 @dataclass(slots=True)
 class _Window:
-    """Keys of one sequence that are computed in this step, and what module 0 reads there.
+    """Keys of one sequence that a step computes, with the modules' inputs.
 
     Attributes:
-        start: The first key.
-        tokens: For each key the token after its position, as module 0 reads it.
-        features: [n, H]: the target's hidden states; later those of the module before.
-        wanted: Depths that are wanted after the last key; 0 for none.
-        drafted: What the modules have proposed so far.
+        sequence: Sequence that the keys belong to.
+        start: Index of the first key.
+        tokens: For each key, the token after its position, which module 0 reads.
+        features: [n, H], the target's hidden states; later the output of the previous module.
+        wanted: Number of tokens to draft after the last key; 0 for none.
+        drafted: Tokens that the modules have proposed so far.
     """
 
     sequence: PagedSequence
@@ -43,7 +47,7 @@ class _Window:
     drafted: list[int]
 
     def run(self, depth: int) -> Run:
-        """What module `depth` computes."""
+        """Returns the rows that module `depth` computes."""
         if depth >= self.wanted:
             return Run(self.sequence, self.start, self.tokens[depth:], False)
         tokens = [*self.tokens, *self.drafted][depth : depth + len(self.tokens)]
@@ -51,7 +55,7 @@ class _Window:
 
 
 class ModuleChainProposer(HeadProposer):
-    """Drafts for one verifier."""
+    """Drafts chains for one verifier with a head of several modules."""
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class ModuleChainProposer(HeadProposer):
     ) -> None:
         super().__init__(runner, attach, limits, scratch)
         self._num_modules = runner.head.num_modules
-        self._kept: dict[int, _Window] = {}  # by slot; the last keys of what was computed
+        self._kept: dict[int, _Window] = {}  # by slot: the last keys that were computed
         self._windows: list[_Window] = []
 
     def _extend(self, extensions: Sequence[Extension]) -> list[Wish]:
@@ -80,7 +84,7 @@ class ModuleChainProposer(HeadProposer):
         ]
 
     def _draft(self, wishes: Sequence[Wish]) -> list[DraftTree]:
-        rows: dict[int, torch.Tensor] = {wish.sequence.slot: wish.logits for wish in wishes}
+        rows = {wish.sequence.slot: wish.logits for wish in wishes if wish.logits is not None}
         chains = self._chains()
         for depth in range(self._num_modules):
             if depth:
@@ -104,7 +108,9 @@ class ModuleChainProposer(HeadProposer):
         return [trees.get(wish.sequence.slot, EMPTY) for wish in wishes]
 
     def _window(self, extension: Extension) -> _Window:
-        """The extension, and before it the keys that deeper modules have not seen with their real tokens."""
+        """Returns an extension's keys, and before them the keys that deeper modules must compute
+        again with the real tokens.
+        """
         sequence, start = extension.sequence, extension.start
         tokens, features = extension.tokens, self._fuse(self._states(extension))
         kept = self._kept.get(sequence.slot)
@@ -127,7 +133,7 @@ class ModuleChainProposer(HeadProposer):
         return _Window(sequence, start, tokens, features, wanted, [])
 
     def _chains(self) -> list[tuple[BeamTree, list[_Window]]]:
-        """The windows that want drafts, by how many; one chain builder for each number."""
+        """Groups the windows by the number of tokens wanted; each group has one chain builder."""
         groups: dict[int, list[_Window]] = {}
         for window in self._windows:
             if window.wanted:
@@ -147,7 +153,10 @@ class ModuleChainProposer(HeadProposer):
         return chains
 
     def _compute(self, depth: int) -> list[torch.Tensor | None]:
-        """Runs a module; its output becomes the windows' features. Gives the last row's logits where they are wanted."""
+        """Runs a module on all windows; its output becomes their features.
+
+        Returns the last row's logits for each window, None where they are not wanted.
+        """
         runs = [window.run(depth) for window in self._windows]
         following: list[list[torch.Tensor]] = [[] for _ in runs]
         logits: list[torch.Tensor | None] = [None] * len(runs)

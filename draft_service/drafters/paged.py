@@ -1,34 +1,38 @@
-"""What drafts that keep KV on the verifier's pages share: sizes and checks of an attach, and the rhythm of a step."""
+"""Base classes of drafts that keep KV on the verifier's page numbers.
+
+They have the sizes and checks of an attach, and the order of work in a step.
+"""
 
 import logging
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from draft_service.drafters.base import Drafter, Proposer
-from draft_service.drafters.beam_drafting import BeamDrafter, LevelRunner, Scratch, Wish
+from draft_service.drafters.beam_drafting import Scratch, Wish
 from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings, wait
-from draft_service.drafters.paged_sequences import Extension, PagedSequence, PagedSequences
+from draft_service.drafters.ngram_override import NgramOverride, OverrideSettings
+from draft_service.drafters.paged_sequences import Extension, PagedSequences
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.choice import attention_for, device_for
 from foredraft.config.services import DraftConfig
 from foredraft.errors import AttachRefused, InvalidRequest
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
-from foredraft.runner.batch import SequenceRows
-from foredraft.runner.warm_up import Reach, forwards_to_run
+from foredraft.models.provenance import checksum, trained_for
 from foredraft.transport import cuda
 from foredraft.trees.draft_tree import DraftTree
 from foredraft.trees.tree_building import Ordering
 
-# Rows of one forward while catching up, over all sequences: enough to be worth launching, few enough to have memory for.
+# Maximum rows of one forward of long extensions, over all sequences: enough to use the device well,
+# few enough to fit in memory.
 CHUNK_ROWS, GPU_CHUNK_ROWS = 512, 1024
 
-# Of estimates of an attach's memory.
+# Values for estimates of an attach's memory.
 PAGE_SLACK = 16
 TYPICAL_BATCH = 48
 LOGITS_COPIES = 3
@@ -40,10 +44,10 @@ logger = logging.getLogger(__name__)
 
 
 def device_of(config: DraftConfig) -> torch.device:
-    """Where the draft runs; on the CPU with as many threads as configured.
+    """Returns the device that the draft runs on; for the CPU also sets the number of threads.
 
     Raises:
-        ConfigError: A flag asks for what this machine does not have.
+        ConfigError: A flag asks for something that this machine does not have.
     """
     device = device_for(config.device)
     if device.type == "cuda":
@@ -53,32 +57,49 @@ def device_of(config: DraftConfig) -> torch.device:
 
 
 def graph_settings(config: DraftConfig, device: torch.device) -> GraphSettings | None:
-    """How steps of fixed shape run on a device; None on the CPU, where they would only add padding."""
+    """Returns the settings of fixed-shape steps; None on the CPU, where they would only add
+    padding.
+    """
     if device.type == "cpu":
         return None
     return GraphSettings(config.cuda_graph_max_bs, captures=not config.disable_cuda_graph)
 
 
+def source_of(path: Path, quantization: str) -> draft_pb2.GetDraftInfoResponse:
+    """Returns an info message with only the origin and quantisation of a draft's weights.
+
+    Args:
+        path: Directory of the checkpoint.
+        quantization: Value of the flag for the draft's quantisation.
+    """
+    return draft_pb2.GetDraftInfoResponse(
+        checksum=checksum(path), quantization=quantization, trained_for=trained_for(path)
+    )
+
+
 def weight_bytes(*modules: torch.nn.Module) -> int:
-    """Bytes of all weights, shared ones counted once."""
+    """Returns the bytes of all weights; shared weights count once."""
     weights = {weight for module in modules for weight in module.parameters()}
     return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 class PagedDrafter(Drafter):
-    """Base of the drafters of one model with KV of its own, for one verifier at a time.
+    """Base class of drafters with one model and its own KV, for one verifier at a time.
 
     Args:
-        config: Of the model, or of a head's layers.
-        dtype: Of its KV.
-        device: Where it lies.
-        fingerprint: Of the tokenizer; empty when there is none.
-        limits: (steps, topk, draft tokens) where a verifier does not say.
+        config: Configuration of the model, or of a head's layers.
+        dtype: Data type of the KV.
+        device: Device of the model and the KV.
+        fingerprint: Fingerprint of the tokenizer; empty without one.
+        limits: (steps, topk, draft tokens), used where a verifier sets none.
 
     Attributes:
-        attention: For its device.
-        graphs: How steps of fixed shape run; None for none such, where shapes cost nothing.
-        has_device_steps: Whether these can stay on a GPU.
+        attention: Attention backend of the device.
+        graphs: Settings of fixed-shape steps; None where steps have no fixed shape.
+        has_device_steps: Whether fixed-shape steps can stay on a GPU.
+        source: Origin of the weights, see `source_of`; empty for a model that was not loaded from
+            files.
+        ngrams: Settings of n-grams that replace the model's proposals; None for no n-grams.
     """
 
     max_sessions = 1
@@ -97,14 +118,22 @@ class PagedDrafter(Drafter):
         self.device = self._kv_device = device
         self.attention = attention_for(device)
         self.graphs: GraphSettings | None = None
+        self.source = draft_pb2.GetDraftInfoResponse()
+        self.ngrams: OverrideSettings | None = None
         self._fingerprint = fingerprint
         self._limits = limits
 
     @property
     def tree_limits(self) -> draft_pb2.TreeLimits:
-        """The largest trees."""
+        """Returns the limits of the largest trees."""
         steps, topk, tokens = self._limits
         return draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens)
+
+    @property
+    def proposes(self) -> draft_pb2.ProposalShape:
+        """Returns the shape of proposals of a drafter that works level by level."""
+        is_chain = self._limits[1] == 1
+        return draft_pb2.PROPOSAL_SHAPE_CHAINS if is_chain else draft_pb2.PROPOSAL_SHAPE_TREES
 
     def attach(self, request: draft_pb2.AttachRequest) -> tuple[Proposer, draft_pb2.AttachResponse]:
         """Allocates KV for the verifier's pages, and scratch."""
@@ -120,8 +149,8 @@ class PagedDrafter(Drafter):
         scratch = Scratch(
             request.num_pages,
             request.page_size,
-            max(1, (limits[0] - 1) * limits[1]),
-            # One slot more takes what padding rows write.
+            self._scratch_rows(limits),
+            # One more slot takes the KV of padding rows.
             request.max_batch + (self.graphs is not None),
         )
         try:
@@ -140,42 +169,55 @@ class PagedDrafter(Drafter):
             ) from error
         kv_bytes = kv.bytes_per_page() * (request.num_pages + scratch.num_pages)
         proposer = self._proposer(kv, request, limits, scratch)
+        if self.ngrams is not None:
+            proposer.override = NgramOverride(self.ngrams)
         return proposer, draft_pb2.AttachResponse(kv_bytes=kv_bytes)
 
     def add_memory(self, info: draft_pb2.GetDraftInfoResponse, vocab: int) -> None:
-        """Says what an attach will take on a GPU.
+        """Adds the memory that an attach takes on a GPU to a draft's info.
 
         Args:
-            info: With kv_bytes_per_token.
-            vocab: Columns of the logits.
+            info: Info of the draft; its kv_bytes_per_token must be set.
+            vocab: Number of columns of the logits.
         """
         settings = self.graphs
         if self._kv_device.type == "cpu" or settings is None:
             return
         info.device_uuid = cuda.uuid_of(self._kv_device)
-        info.device_steps = self.has_device_steps
-        steps, topk, _ = self._limits
-        # Scratch is whole pages.
-        info.bytes_per_sequence = info.kv_bytes_per_token * ((steps - 1) * topk + PAGE_SLACK)
+        # N-grams are looked up on the host, which must know the tokens.
+        info.device_steps = self.has_device_steps and self.ngrams is None
+        topk = self._limits[1]
+        # Scratch takes whole pages.
+        num_rows = self._scratch_rows(self._limits) + PAGE_SLACK
+        info.bytes_per_sequence = info.kv_bytes_per_token * num_rows
         batch = settings.limit or TYPICAL_BATCH
-        # Logits of a level, their top, their noise; of the roots once more.
+        # Logits of a level, their copies for top-k and noise, and the roots' logits.
         info.workspace_bytes = 4 * vocab * batch * (1 + LOGITS_COPIES * topk) + GRAPH_BYTES
-        # What a row of a long extension takes: the stream, the target's states and their copies, and the MLP's inner ones.
+        # Memory of a row of a long extension: the residual stream, the target's states and their
+        # copies, and the inner activations of the MLP.
         numbers = 16 * self._config.hidden_size + 4 * self._config.intermediate_size
         info.workspace_bytes += GPU_CHUNK_ROWS * numbers * self._dtype.itemsize
 
     @abstractmethod
     def _proposer(
         self, kv: PagedKV, attach: draft_pb2.AttachRequest, limits: Limits, scratch: Scratch
-    ) -> Proposer:
-        """What drafts for the verifier that attaches."""
+    ) -> "PagedProposer":
+        """Creates the proposer of a verifier that attaches."""
 
     @abstractmethod
     def _check_target(self, request: draft_pb2.AttachRequest) -> None:
-        """Raises AttachRefused when the draft is for another target."""
+        """Raises AttachRefused if the draft is for another target."""
+
+    def _scratch_rows(self, limits: Limits) -> int:
+        """Returns the number of drafted tokens of one sequence that need KV.
+
+        Args:
+            limits: (steps, topk, nodes) of the largest tree.
+        """
+        return max(1, (limits[0] - 1) * limits[1])
 
     def _check_limits(self, limits: Limits) -> None:
-        """Raises AttachRefused when no such trees can be built; limits are (steps, topk, nodes)."""
+        """Raises AttachRefused if no trees of these limits (steps, topk, nodes) can be built."""
         if limits[2] < 1:
             raise AttachRefused("limits.num_draft_tokens", "must be at least 2, the root included")
 
@@ -186,7 +228,8 @@ class PagedDrafter(Drafter):
         elif request.tokenizer_fingerprint != self._fingerprint:
             raise AttachRefused(
                 "tokenizer_fingerprint",
-                "the tokenizers of target and draft give tokens different ids; a draft model needs the target's tokenizer",
+                "the tokenizers of target and draft give tokens different ids; a draft model needs"
+                " the target's tokenizer",
             )
         if request.draft_sampling not in ("topk", "coupled"):
             raise AttachRefused(
@@ -197,92 +240,40 @@ class PagedDrafter(Drafter):
                 raise AttachRefused(name, "must be at least 1")
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Rows of consecutive keys of one sequence.
-
-    Attributes:
-        start: Key index of the first.
-        is_wanted: Whether the last row's logits are.
-    """
-
-    sequence: PagedSequence
-    start: int
-    tokens: Sequence[int]
-    is_wanted: bool
-
-    def rows(self, first: int, end: int) -> SequenceRows:
-        """Rows [first, end) of it."""
-        start = self.start + first
-        is_wanted = self.is_wanted and end == len(self.tokens)
-        return SequenceRows(
-            tokens=self.tokens[first:end],
-            positions=range(start, self.start + end),
-            pages=self.sequence.pages,
-            prefix_len=start,
-            write_index=start,
-            prefix_start=min(self.sequence.valid_from, start),
-            logits="last" if is_wanted else "none",
-        )
-
-
-def forwards(runs: Sequence[Run], most_rows: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Cuts runs into as few forwards of at most so many rows as will do, none of which is much smaller than the others.
-
-    Yields:
-        In order: (index of the run, first row, end row).
-    """
-    num_rows = sum(len(run.tokens) for run in runs)
-    most_rows = -(-num_rows // max(1, -(-num_rows // most_rows)))
-    parts: list[tuple[int, int, int]] = []
-    room = most_rows
-    for index, run in enumerate(runs):
-        done = 0
-        while done < len(run.tokens):
-            end = min(len(run.tokens), done + room)
-            parts.append((index, done, end))
-            room -= end - done
-            done = end
-            if room == 0:
-                yield parts
-                parts, room = [], most_rows
-    if parts:
-        yield parts
-
-
 class PagedProposer(Proposer):
-    """Drafts trees for one verifier.
+    """Base class of proposers with KV: runs the steps of one verifier.
 
     Args:
-        runner: Of the draft model; its KV includes the scratch pages.
-        config: Of the model, or of a head's layers.
+        config: Configuration of the model, or of a head's layers.
         attach: The verifier's sizes.
         limits: (steps, topk, nodes) of the largest tree.
+        device: Device that the model runs on.
         shift: See `PagedSequences`.
-        device: Where the model runs.
+
+    Attributes:
+        override: N-grams that replace the model's proposals; None for no n-grams.
     """
+
+    override: NgramOverride | None = None
 
     def __init__(
         self,
-        runner: LevelRunner,
         config: ModelConfig,
         attach: draft_pb2.AttachRequest,
         limits: Limits,
-        scratch: Scratch,
         device: torch.device,
         shift: int = 0,
     ) -> None:
-        self._runner, self._config = runner, config
+        self._config = config
         self._attach, self._limits, self._device = attach, limits, device
         self._most_rows = CHUNK_ROWS if device.type == "cpu" else GPU_CHUNK_ROWS
         self._fast: GraphDrafting | None = None
         self._sequences = PagedSequences(attach, limits, shift)
         self._ordering: Ordering = "coupled" if attach.draft_sampling == "coupled" else "topk"
-        self._drafter = BeamDrafter(runner, scratch, attach.page_size, self._ordering)
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Captures the steps' graphs, and has the kernels of long extensions compiled."""
+        """Captures the graphs of steps, and compiles the kernels of long extensions."""
         try:
             self._fast = self._make_fast()
             if self._device.type == "cuda":
@@ -296,12 +287,12 @@ class PagedProposer(Proposer):
             self._sequences.on_pages = self._fast.graphs.set_pages
 
     def is_brief(self, request: draft_pb2.StepRequest) -> bool:
-        """See Proposer: the graphs of a step take less time than two changes of thread."""
+        """Returns whether the step is short: its graphs take less time than two thread switches."""
         return self._fast is not None and self._fast.is_brief(request)
 
     @torch.inference_mode()
     def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
-        """Computes the KV of what was committed, then drafts."""
+        """Computes the KV of the committed tokens, then drafts."""
         started, fast = time.perf_counter_ns(), self._fast
         if request.sequences and request.sequences[0].HasField("device_row"):
             if fast is None or not fast.can_continue:
@@ -314,6 +305,9 @@ class PagedProposer(Proposer):
         if self.hidden is not None and extensions:
             self.hidden.expect(request.step)
         response = draft_pb2.StepResponse()
+        if self.override is not None:
+            self.override.read(request)
+            self.override.propose(extensions, response)
         if fast is not None and fast.fits(extensions):
             fast.step(extensions, response)
             response.draft_microseconds = (time.perf_counter_ns() - started) // 1000
@@ -335,74 +329,34 @@ class PagedProposer(Proposer):
         return response
 
     def close(self) -> None:
-        """Drops the KV."""
+        """Frees the graphs and the n-grams; the KV goes with the proposer."""
+        if self.override is not None:
+            self.override.close()
         if self._fast is not None:
             self._fast.close()
             self._fast = None
-        del self._runner, self._drafter
 
     def _make_fast(self) -> GraphDrafting | None:
-        """Steps of fixed shape; None where there are none such."""
+        """Creates the fixed-shape steps; None for a draft without them."""
         return None
 
-    def _warm_up(self) -> None:
-        """Compiles the kernels of all extensions that go through no graph, and writes to the first page."""
-        started = time.monotonic()
-        attach, config = self._attach, self._config
-        reach = Reach(self._most_rows, attach.max_batch, attach.max_context, cut_keys=False)
-        group_size = config.num_heads // config.num_kv_heads
-        for rows in forwards_to_run(reach, self._runner.kv, group_size):
-            num_rows = sum(len(sequence.tokens) for sequence in rows)
-            self._runner.run(rows, self._blank_features(num_rows))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        logger.info("ran what no graph takes in %.1f s", time.monotonic() - started)
-
     def _wait_for_rows(self) -> None:
-        """Until hidden states have come to a GPU, or have been read there: the answer gives their places back."""
+        """Waits, on a GPU, until hidden states have arrived or have been read.
+
+        The answer to the step lets the verifier overwrite them.
+        """
         if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
             wait(event.query, self.hidden)
 
+    @abstractmethod
     def _extend(self, extensions: Sequence[Extension]) -> list[Wish]:
-        """Computes the KV of committed tokens, in order; gives what is to be continued."""
-        runs = [
-            Run(extension.sequence, extension.start, extension.tokens, extension.limits is not None)
-            for extension in extensions
-        ]
-        states = [self._states(extension) for extension in extensions]
-        wishes: list[Wish] = []
-        for parts in forwards(runs, self._most_rows):
-            read = [
-                part[first:end]
-                for index, first, end in parts
-                if (part := states[index]) is not None
-            ]
-            logits, following = self._runner.run(
-                [runs[index].rows(first, end) for index, first, end in parts],
-                self._fuse(torch.cat(read)) if read else None,
-            )
-            ending = [i for i, _, end in parts if runs[i].is_wanted and end == len(runs[i].tokens)]
-            for row, index in enumerate(ending):
-                extension = extensions[index]
-                assert extension.limits is not None
-                feature = following[row] if following is not None else None
-                wishes.append(Wish(extension.sequence, extension.limits, logits[row], feature))
-        return wishes
+        """Computes the KV of committed tokens, in order; returns the trees that are wanted."""
 
-    def _states(self, extension: Extension) -> torch.Tensor | None:
-        """[n, width]: the target's hidden states that the rows of an extension read beside their tokens; None for none."""
-        return None
-
-    def _fuse(self, states: torch.Tensor) -> torch.Tensor:
-        """[n, H]: what the model makes of them."""
-        raise NotImplementedError
-
-    def _blank_features(self, num_rows: int) -> torch.Tensor | None:
-        """[n, H] without meaning, as rows read them; None for a model that reads tokens alone."""
-        return None
-
+    @abstractmethod
     def _draft(self, wishes: Sequence[Wish]) -> list[DraftTree]:
-        """Trees in the order of the wishes."""
-        return self._drafter.draft(wishes)
+        """Returns a tree for each wish, in their order."""
+
+    def _warm_up(self) -> None:
+        """Compiles the kernels that run outside of the graphs."""

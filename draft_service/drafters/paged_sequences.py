@@ -1,4 +1,7 @@
-"""What a draft that keeps KV on the verifier's pages knows of each sequence. Torch-free; the KV itself is elsewhere."""
+"""State of each sequence in a draft that keeps KV on the verifier's page numbers.
+
+Holds no KV and imports no torch.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,22 +9,24 @@ from dataclasses import dataclass, field
 from draft_service.drafters.slots import check_position, check_slots, check_tokens
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import InvalidRequest
+from foredraft.rpc.sampling import read_sampling
 from foredraft.types import SamplingParams
 
 
 @dataclass(slots=True)
 class PagedSequence:
-    """One live sequence.
+    """State of one live sequence.
 
     Attributes:
-        slot: Its number.
-        sampling: How the target will choose its tokens.
-        valid_from: Keys before this position are not attended.
-        num_tokens: Leading tokens that are known.
-        num_ahead: Tokens that steps may have added of which only the device knows, at most.
-        num_keys: Keys on the pages, or void before `valid_from`: one for each token, or for heads one fewer.
-        last_token: The newest of them; None before the first step's tokens.
-        pages: The page table.
+        slot: Number of the sequence.
+        sampling: Parameters that the target samples with.
+        valid_from: First key that rows attend to.
+        num_tokens: Number of leading tokens that are known.
+        num_keys: Number of keys on the pages, void keys before `valid_from` included: one for each
+            token, or one fewer for heads.
+        num_ahead: Maximum number of tokens that steps on the device have added since.
+        last_token: Newest known token; None before the first step's tokens.
+        pages: Page table.
     """
 
     slot: int
@@ -39,9 +44,12 @@ class Extension:
     """Committed tokens of one sequence whose KV is to be computed, and the tree wanted after them.
 
     Attributes:
+        sequence: Sequence that the tokens belong to.
         start: Key index of the first token.
-        hidden: The target's hidden states before the tokens, where there are any.
-        limits: (steps, topk, nodes) of the tree, each at least 1; None when none is wanted.
+        tokens: The committed tokens.
+        hidden: The target's hidden states of the positions before the tokens; None for drafts that
+            read none.
+        limits: (steps, topk, nodes) of the tree, each at least 1; None where no tree is wanted.
     """
 
     sequence: PagedSequence
@@ -53,12 +61,13 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A sequence of a step whose committed tokens are on the device alone.
+    """A sequence of a step whose committed tokens only the device knows.
 
     Attributes:
-        start: Key index of the first token; -1 where that too is known there alone.
-        row: Of the exchange, where the tokens are and the tree goes.
-        is_wanted: Whether a tree is.
+        sequence: The sequence.
+        start: Key index of the first token; -1 where only the device knows it.
+        row: Row of the exchange that holds the tokens and takes the tree.
+        is_wanted: Whether a tree is wanted.
     """
 
     sequence: PagedSequence
@@ -68,13 +77,13 @@ class Continuation:
 
 
 class PagedSequences:
-    """All live sequences of one verifier.
+    """Holds all live sequences of one verifier.
 
     Args:
         attach: The verifier's sizes.
         limits: (steps, topk, nodes) of the largest tree.
-        shift: How far a token's key index lies before its position: 1 for heads, whose key p belongs to the hidden state
-            of position p and the token after it.
+        shift: Distance from a token's key index to its position: 1 for heads, whose key p belongs
+            to the hidden state of position p and the token after it.
 
     Attributes:
         on_pages: Called with (slot, first entry, pages) for every change of a page table.
@@ -86,13 +95,14 @@ class PagedSequences:
         self, attach: draft_pb2.AttachRequest, limits: tuple[int, int, int], shift: int = 0
     ) -> None:
         self._attach = attach
-        # Read for every sequence of every step.
+        # Local copies, since every sequence of every step reads them.
         self._page_size = attach.page_size
         self._vocab_size, self._max_context = attach.vocab_size, attach.max_context
         self._limits = limits
         self._shift = shift
         self._sequences: dict[int, PagedSequence] = {}
-        # The newest step, if it stays on the device and brings no pages; and what it was read as, once it came again.
+        # The newest step, if it stays on the device and brings no pages, and the continuations read
+        # from it, once the same step has come again.
         self._newest: draft_pb2.StepRequest | None = None
         self._again: list[Continuation] | None = None
 
@@ -100,7 +110,9 @@ class PagedSequences:
         return len(self._sequences)
 
     def apply(self, request: draft_pb2.StepRequest) -> list[Extension]:
-        """Takes the news of a step, in the order of the message: a sequence may use pages that an earlier one fills.
+        """Applies a step's message and returns the extensions to compute.
+
+        The message's order counts: a sequence may use pages that an earlier one fills.
 
         Raises:
             InvalidRequest: The step breaks the protocol.
@@ -108,7 +120,7 @@ class PagedSequences:
         self._newest = None
         for slot in request.released_slots:
             self._sequences.pop(slot, None)
-        # A step of a large batch is read in less time than it takes to look at each message twice.
+        # Looking at each message of a large batch twice would take longer than reading the step.
         messages = list(request.sequences)
         slots = {message.slot for message in messages}
         if len(slots) < len(messages) or not slots <= self._sequences.keys():
@@ -117,10 +129,11 @@ class PagedSequences:
         return [extension for extension in extensions if extension.tokens]
 
     def proceed(self, request: draft_pb2.StepRequest) -> list[Continuation]:
-        """Takes the news of a step that stays on the device.
+        """Applies the message of a step that stays on the device.
 
         Returns:
-            The same list as before where the step says the same: most do.
+            The sequences to continue; the same list object where the step repeats the last one, as
+            most steps do.
 
         Raises:
             InvalidRequest: The step breaks the protocol.
@@ -142,7 +155,7 @@ class PagedSequences:
         if not request.released_slots and not any(one.new_pages for one in request.sequences):
             self._newest = draft_pb2.StepRequest()
             self._newest.CopyFrom(request)
-            self._again = continuations if is_repeated else None  # the first says where it starts
+            self._again = continuations if is_repeated else None  # the first has start indexes
         return continuations
 
     def _proceed_one(self, message: draft_pb2.SequenceStep) -> Continuation:
@@ -187,7 +200,7 @@ class PagedSequences:
                 raise InvalidRequest(
                     "tokens", f"slot {slot}: a head proposes after a token with its state"
                 )
-            # The tree continues after a token that is known; its row is computed again for the logits.
+            # The tree follows a known token, whose row is computed again for its logits.
             if start != sequence.num_tokens or sequence.last_token is None:
                 raise InvalidRequest("tokens", f"slot {slot}: none to propose after")
             start, tokens = start - 1, [sequence.last_token]
@@ -195,10 +208,10 @@ class PagedSequences:
             sequence.last_token = tokens[-1] if tokens else None
         sequence.num_tokens, sequence.num_ahead = start + len(tokens), 0
         first_key = start - self._shift
-        if first_key < 0:  # nothing comes before token 0
+        if first_key < 0:  # token 0 has no key, since no hidden state comes before it
             first_key, tokens = 0, tokens[1:]
         sequence.num_keys = first_key + len(tokens)
-        # What is computed anew is valid, wherever it begins.
+        # Keys that are computed again are valid, wherever they begin.
         if first_key < sequence.valid_from:
             sequence.valid_from = first_key
         if tokens and sequence.num_keys > len(sequence.pages) * self._page_size:
@@ -216,7 +229,8 @@ class PagedSequences:
         if max(new_pages) >= self._attach.num_pages:
             raise InvalidRequest(
                 "new_pages",
-                f"slot {sequence.slot}: page {max(new_pages)} is not below {self._attach.num_pages}",
+                f"slot {sequence.slot}: page {max(new_pages)} is not below"
+                f" {self._attach.num_pages}",
             )
         if first_page > len(sequence.pages):
             raise InvalidRequest(
@@ -235,18 +249,12 @@ class PagedSequences:
         steps = min(steps, wanted.num_steps or steps)
         topk = min(topk, wanted.topk or topk)
         nodes = min(nodes, wanted.num_draft_tokens - 1 if wanted.num_draft_tokens else nodes)
-        # No path is longer than the tree has nodes, nor than the context has room.
+        # No path can be longer than the number of nodes, or than the context's room.
         steps = min(steps, nodes, self._max_context - sequence.num_tokens)
         return (steps, topk, nodes) if steps > 0 else None
 
 
 def _sampling_params(message: draft_pb2.Sampling) -> SamplingParams:
-    params = SamplingParams(
-        temperature=message.temperature,
-        top_k=message.top_k or -1,
-        top_p=message.top_p or 1.0,
-        min_p=message.min_p,
-        seed=message.seed,
-    )
+    params = read_sampling(message)
     params.validate(vocab_size=0)
     return params

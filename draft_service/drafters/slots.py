@@ -1,4 +1,4 @@
-"""The checks of a step's messages that every drafter makes. What a drafter knows of a sequence is its own."""
+"""Checks of a step's messages that all drafters share."""
 
 from collections.abc import Container
 
@@ -7,13 +7,15 @@ from foredraft.errors import InvalidRequest
 
 
 def check_slots(request: draft_pb2.StepRequest, live: Container[int], max_batch: int) -> None:
-    """Checks that slots are in range, named once, and either begin here or live.
+    """Checks that slots are in range, named once, and either live or begun by this step.
 
     Args:
-        live: Slots in use once the released ones are out.
+        request: The step.
+        live: Slots in use, without those that the step releases.
+        max_batch: Number of slots.
 
     Raises:
-        InvalidRequest: Naming the slot.
+        InvalidRequest: A slot breaks a rule; the error names it.
     """
     seen: set[int] = set()
     for sequence in request.sequences:
@@ -28,7 +30,7 @@ def check_slots(request: draft_pb2.StepRequest, live: Container[int], max_batch:
 
 
 def check_tokens(sequence: draft_pb2.SequenceStep, vocab_size: int, max_context: int) -> list[int]:
-    """The step's tokens as a list.
+    """Returns the step's tokens as a list.
 
     Raises:
         InvalidRequest: A token is not in the vocabulary or lies beyond the longest context.
@@ -49,7 +51,7 @@ def check_tokens(sequence: draft_pb2.SequenceStep, vocab_size: int, max_context:
 
 
 def check_position(sequence: draft_pb2.SequenceStep, num_known: int) -> None:
-    """Raises InvalidRequest when tokens between what is known and the step's first are missing."""
+    """Raises InvalidRequest if tokens between the known ones and the step's first are missing."""
     if sequence.position > num_known:
         raise InvalidRequest(
             "position",

@@ -1,20 +1,24 @@
-"""Drafting with a whole small model that has its own KV on the verifier's page numbers. Not shifted: the KV of token i
-lies at key index i and is computed from tokens 0 .. i."""
+"""Drafts with a whole small model that has its own KV on the verifier's page numbers.
+
+The KV of token i lies at key index i, without a shift, and is computed from tokens 0 .. i.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from draft_service.drafters.base import Proposer
 from draft_service.drafters.beam_drafting import Scratch
+from draft_service.drafters.beam_proposer import BeamProposer
 from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings
+from draft_service.drafters.ngram_override import OverrideSettings
 from draft_service.drafters.paged import (
     Limits,
     PagedDrafter,
     PagedProposer,
     device_of,
     graph_settings,
+    source_of,
     weight_bytes,
 )
 from draft_service.drafters.step_shape import draft_shape, handed_on
@@ -37,13 +41,15 @@ from foredraft.text.tokenizer import tokenizer_fingerprint
 
 
 class StandaloneDrafter(PagedDrafter):
-    """Serves a loaded model, to one verifier at a time.
+    """Serves a loaded model to one verifier at a time.
 
     Args:
-        name: Of the draft model.
-        fingerprint: Of its tokenizer; empty when it has none.
-        limits: (steps, topk, draft tokens) where a verifier does not say.
-        token_map: FR-Spec: int64, the tokens that the model's LM head was reduced to.
+        model: The loaded draft model.
+        name: Name of the draft model.
+        fingerprint: Fingerprint of its tokenizer; empty without one.
+        limits: (steps, topk, draft tokens), used where a verifier sets none.
+        token_map: int64, token ids that the model's LM head is reduced to (FR-Spec); None for the
+            whole vocabulary.
     """
 
     def __init__(
@@ -61,11 +67,11 @@ class StandaloneDrafter(PagedDrafter):
 
     @classmethod
     def load(cls, config: DraftConfig) -> "StandaloneDrafter":
-        """Loads the draft model as configured.
+        """Loads the configured draft model.
 
         Raises:
-            CheckpointError: What is wrong with the path or the files.
-            ConfigError: A flag asks for what this machine does not have.
+            CheckpointError: The path or the files cannot be used.
+            ConfigError: A flag asks for something that this machine does not have.
         """
         device = device_of(config)
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -85,11 +91,13 @@ class StandaloneDrafter(PagedDrafter):
         convert_linears(model, config.speculative_draft_model_quantization, device)
         name = Path(config.speculative_draft_model_path).name.removesuffix(".gguf")
         drafter = cls(model, name, tokenizer_fingerprint(path), config.tree_limits, token_map)
+        drafter.source = source_of(path, config.speculative_draft_model_quantization)
         drafter.graphs = graph_settings(config, device)
+        drafter.ngrams = OverrideSettings.from_config(config)
         return drafter
 
     def info(self) -> draft_pb2.GetDraftInfoResponse:
-        """Vocabulary and tokenizer must be the target's; hidden states are not needed."""
+        """Describes the draft, which needs the target's tokenizer and no hidden states."""
         config = self._model.config
         info = draft_pb2.GetDraftInfoResponse(
             algorithm="STANDALONE",
@@ -98,23 +106,27 @@ class StandaloneDrafter(PagedDrafter):
             weight_bytes=weight_bytes(self._model),
             transports=[tensor_pb2.TRANSPORT_INLINE],
             limits=self.tree_limits,
+            proposes=self.proposes,
+            cost=draft_pb2.DRAFT_COST_PER_LEVEL,
             vocab_size=config.vocab_size,
             tokenizer_fingerprint=self._fingerprint,
             uses_pages=True,
             version=__version__,
         )
-        self.add_memory(info, self._model.lm_head.weight.shape[0])
+        info.MergeFrom(self.source)
+        self.add_memory(info, self._model.config.vocab_size)
         return info
 
     def _proposer(
         self, kv: PagedKV, attach: draft_pb2.AttachRequest, limits: Limits, scratch: Scratch
-    ) -> Proposer:
+    ) -> PagedProposer:
         runner = ModelRunner(self._model, kv, self.attention, cut_keys=False)
         return _StandaloneProposer(runner, self._token_map, attach, limits, scratch, self.graphs)
 
     def _check_target(self, request: draft_pb2.AttachRequest) -> None:
         config = self._model.config
-        # Sizes of one family, with one tokenizer, pad their tables to different lengths (Qwen2.5: 151,936 and 152,064).
+        # Models of one family share a tokenizer, but their embedding tables are padded to different
+        # lengths (Qwen2.5: 151,936 and 152,064).
         has_same_tokens = (
             bool(self._fingerprint) and request.tokenizer_fingerprint == self._fingerprint
         )
@@ -122,8 +134,8 @@ class StandaloneDrafter(PagedDrafter):
         if request.vocab_size != config.vocab_size and not (is_longer and has_same_tokens):
             raise AttachRefused(
                 "vocab_size",
-                f"the target's is {request.vocab_size}, the draft's {config.vocab_size}; a target may have a larger one "
-                "if its tokenizer is the draft's",
+                f"the target's is {request.vocab_size}, the draft's {config.vocab_size}; a target"
+                " may have a larger one if its tokenizer is the draft's",
             )
         self._model.embedding.takes_any_id = is_longer
         if request.max_context > config.max_position_embeddings:
@@ -134,8 +146,8 @@ class StandaloneDrafter(PagedDrafter):
             )
 
 
-class _StandaloneProposer(PagedProposer):
-    """Drafts for one verifier."""
+class _StandaloneProposer(BeamProposer):
+    """Drafts for one verifier with a whole model."""
 
     def __init__(
         self,
@@ -166,7 +178,7 @@ class _StandaloneProposer(PagedProposer):
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             return model.forward(batch, runner.kv, runner.attention).logits, None
 
-        vocab, windows = model.lm_head.weight.shape[0], model.config.windows
+        vocab, windows = model.config.vocab_size, model.config.windows
         shape = draft_shape(self._attach, self._limits, vocab, 0, windows)
         graphs = DraftGraphs(
             forward,
@@ -184,10 +196,10 @@ class _StandaloneProposer(PagedProposer):
 
 
 class _Levels:
-    """A whole model's levels: it reads no features."""
+    """Runs a whole model level by level; it reads no features."""
 
     def __init__(self, runner: ModelRunner, token_map: torch.Tensor | None) -> None:
-        self._runner, self.kv = runner, runner.kv
+        self._runner, self.kv, self.attention = runner, runner.kv, runner.attention
         self.token_map = token_map
 
     def run(

@@ -1,4 +1,4 @@
-"""Sizes of a draft's steps of fixed shape, of the verifier's attach and the draft model."""
+"""Sizes of a draft's fixed-shape steps, from the verifier's attach and the draft model."""
 
 from collections.abc import Sequence
 
@@ -17,18 +17,19 @@ def draft_shape(
     windows: Sequence[int | None],
     shift: int = 0,
 ) -> DraftShape:
-    """The sizes of steps of fixed shape for one verifier.
+    """Returns the sizes of fixed-shape steps for one verifier.
 
     Args:
+        attach: The verifier's sizes.
         limits: (steps, topk, nodes) of the largest tree.
-        vocab: Columns of the draft's logits.
-        feature_size: Of a head's features; 0 for none.
-        windows: Of the draft's layers.
+        vocab: Number of columns of the draft's logits.
+        feature_size: Number of elements of a head's features; 0 for drafts without features.
+        windows: Attention window of each of the draft's layers; None for full attention.
         shift: See `PagedSequences`.
     """
     steps, topk, nodes = limits
-    # A verifier's page table has room for a tree behind the longest sequence, and one that goes on for a step after its
-    # end, before the verifier's host knows of that, for another.
+    # A verifier's page table has room for a tree behind the longest sequence. A sequence may run
+    # one step past its end before the verifier's host knows of it; that takes room for another.
     max_keys = attach.max_context + 2 * (nodes + 2)
     return DraftShape(
         num_steps=steps,
@@ -45,10 +46,10 @@ def draft_shape(
 
 
 def handed_on(exchange: DraftExchange | None, shape: DraftShape) -> HandedOn | None:
-    """What the graphs need to know of an exchange.
+    """Returns the tensors of an exchange that the graphs use; None without an exchange.
 
     Raises:
-        AttachRefused: It is for steps of another shape.
+        AttachRefused: The exchange is for steps of another shape.
     """
     if exchange is None:
         return None

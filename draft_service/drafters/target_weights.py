@@ -1,4 +1,7 @@
-"""The target's embedding and LM head as a head on a GPU uses them: the verifier's own where it shares them, copies elsewhere."""
+"""Provides the target's embedding and LM head to a draft head on a GPU.
+
+They are the verifier's own memory where it shares them, else copies.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -17,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class TargetWeights:
-    """What of a head's weights is the target's, and where it is now.
+    """Holds the target's weights that a draft head uses.
 
     Args:
-        head: On a GPU.
-        shared: What it was made with; the weights lie on the host until `attach`.
+        head: Draft head on a GPU.
+        shared: Weights that the head was made with; they lie on the host until `attach`.
 
     Attributes:
-        names: Of what the head uses of its target.
+        names: Names of the target's weights that the head uses: "embedding", "lm_head".
     """
 
     def __init__(self, head: DraftHead, shared: SharedWeights) -> None:
@@ -45,12 +48,15 @@ class TargetWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Of all of them, on the device."""
+        """Returns the bytes of all of them on the device."""
         weights = set(self._on_host.values())
         return sum(weight.numel() * self._dtype.itemsize for weight in weights)
 
     def attach(self, arenas: Sequence[tensor_pb2.Arena]) -> None:
-        """Gives the head its weights: the verifier's where it shares them all, in the right type."""
+        """Gives the head its weights.
+
+        They are the verifier's where it shares all of them in the right type, else copies.
+        """
         if not self._modules or self._copies:
             return
         try:
@@ -68,7 +74,7 @@ class TargetWeights:
         self._copy()
 
     def detach(self) -> None:
-        """Gives back what the verifier shared; nothing computes with the head any more."""
+        """Releases the verifier's shared weights. Nothing may compute with the head any more."""
         if self._mapped is not None:
             for name, module in self._modules.items():
                 module.weight = self._on_host[name]
@@ -84,7 +90,7 @@ class TargetWeights:
         )
 
     def _copy(self) -> None:
-        """Memory of the draft's own, which it keeps from now on."""
+        """Copies the weights to the device; the draft keeps the copies from now on."""
         copies: dict[int, nn.Parameter] = {}
         for name, module in self._modules.items():
             weight = self._on_host[name]

@@ -1,1 +1,3 @@
-"""Draft models: heads that continue the target's hidden states, and weights shared with the target."""
+"""Draft models: heads that continue the target's hidden states, and weights shared with the
+target.
+"""

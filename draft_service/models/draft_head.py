@@ -1,11 +1,13 @@
-"""What all draft heads are: layers that continue a target's hidden states by the target's own embedding and LM head.
+"""Base of draft heads: layers that continue a target's hidden states with its embedding and LM
+head.
 
-A row of a head pairs the hidden state of position p, the target's or one the head made itself, with the token at p + 1;
-it stands at position p and its logits are about the token at p + 2.
+A row of a head pairs the hidden state of position p, computed by the target or by the head, with
+the token at p + 1. The row stands at position p, and its logits are about the token at p + 2.
 """
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,7 @@ from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.attention import SelfAttention
 from foredraft.layers.embedding import Embedding, LMHead
+from foredraft.layers.fusion import Fusion
 from foredraft.layers.mlp import GatedMLP
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.rotary import Rotary
@@ -28,12 +31,12 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True)
 class SharedWeights:
-    """What a head uses of its target.
+    """Weights of the target that a head uses.
 
     Attributes:
-        embedding: Rows of the vocabulary, not scaled.
-        lm_head: From hidden states to logits, over the columns of `token_map`.
-        token_map: int64, ascending or not: the target's token of each column; None for all of them.
+        embedding: Embedding with unscaled rows.
+        lm_head: LM head over the columns of `token_map`.
+        token_map: int64, the target's token of each column, in any order; None for all tokens.
     """
 
     embedding: Embedding
@@ -43,11 +46,13 @@ class SharedWeights:
 
 @dataclass(slots=True)
 class HeadOutput:
-    """What a forward gives.
+    """Holds the results of a forward.
 
     Attributes:
-        logits: [the rows asked for, columns of `DraftHead.token_map`]; float32 on the CPU, of the activations' type on a GPU.
-        features: [rows, hidden_size], for those that continue them: of the rows asked for, or of all where that was asked.
+        logits: [requested rows, columns of `DraftHead.token_map`]; float32 on the CPU, the
+            activations' type on a GPU.
+        features: [rows, hidden_size], features that following rows continue; for the requested
+            rows, or for all rows on request.
     """
 
     logits: torch.Tensor
@@ -56,10 +61,11 @@ class HeadOutput:
 
 @dataclass(slots=True)
 class Pass:
-    """What the layers of one forward share.
+    """Holds the inputs that all layers of one forward share.
 
     Attributes:
-        kept_rows: int64, the rows that the last layer gives; None for all. Of the others only keys and values matter.
+        kept_rows: int64, rows that the last layer returns; None for all. Other rows only write keys
+            and values.
     """
 
     angles: Mapping[RopeConfig, Angles]
@@ -70,18 +76,35 @@ class Pass:
     kept_rows: torch.Tensor | None
 
 
-def block_tensors(prefix: str, attention: SelfAttention, mlp: GatedMLP) -> dict[str, torch.Tensor]:
-    """The memory that the tensors of a head's attention and MLP fill; their names begin with `prefix`."""
-    targets = attention.targets(f"{prefix}self_attn.") | mlp.targets(f"{prefix}mlp.")
-    return {name: target.memory for name, target in targets.items()}
+def block_tensors(
+    prefix: str, attention: SelfAttention, mlp: GatedMLP, stored: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """Returns the memory of a head's attention and MLP weights by tensor name; names begin with
+    `prefix`.
+
+    Args:
+        stored: Names of the checkpoint's tensors, where queries, keys and values may be one matrix.
+    """
+    own = f"{prefix}self_attn."
+    targets = attention.targets(own) | mlp.targets(f"{prefix}mlp.")
+    found = {name: target.memory for name, target in targets.items()}
+    if f"{own}qkv_proj.weight" in stored:
+        for part, suffix in itertools.product("qkv", ("weight", "bias")):
+            found.pop(f"{own}{part}_proj.{suffix}", None)
+        found[f"{own}qkv_proj.weight"] = attention.qkv.weight
+        if attention.qkv.bias is not None:
+            found[f"{own}qkv_proj.bias"] = attention.qkv.bias
+    return found
 
 
 class HeadLayer(nn.Module):
-    """Attention and MLP of a head, around its residual stream; what is normalised before attention, the head decides.
+    """Attention and MLP of a head, around its residual stream.
+
+    The head decides what is normalised before attention.
 
     Args:
-        layer: Of the cache.
-        input_size: Width of what attention reads.
+        layer: Index of the layer in the cache.
+        input_size: Width of attention's input.
     """
 
     def __init__(
@@ -106,15 +129,16 @@ class HeadLayer(nn.Module):
         is_last: bool,
         next_norm: RMSNorm | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stream [num_rows, hidden_size] after the layer, and its norm; after the last one of the kept rows alone.
+        """Computes the stream [num_rows, hidden_size] after the layer, and its norm; in the
+        last layer only for the kept rows.
 
         Args:
-            x: [num_rows, input_size], read by attention.
-            stream: [num_rows, hidden_size]; left as it is.
-            next_norm: Of the stream that leaves; None for none.
+            x: [num_rows, input_size], input of attention.
+            stream: [num_rows, hidden_size], left unchanged.
+            next_norm: Norm to apply to the stream after the layer; None for none.
         """
         angles = run.angles[self._rope]
-        # Added to what attention gives, which is nobody else's.
+        # The sum may overwrite attention's result, which nothing else reads.
         out = self.attention(x, angles, self._index, run.batch, run.kv, run.attention, run.plan)
         if is_last and run.kept_rows is not None:
             out, stream = out[run.kept_rows], stream[run.kept_rows]
@@ -127,21 +151,24 @@ class HeadLayer(nn.Module):
 
 
 class DraftHead(nn.Module, ABC):
-    """Base of the heads.
+    """Base of all models that draft from a target's hidden states.
 
     Args:
-        config: What it is.
-        shared: Of the target.
-        num_target_layers: Of the target.
-        dtype: Of weights and activations.
-        device: Where the weights lie.
+        config: Configuration of the head.
+        shared: Embedding and LM head of the target.
+        num_target_layers: Number of layers of the target.
+        dtype: Type of weights and activations.
+        device: Device of the weights.
 
     Attributes:
-        captured_layers: Target layers whose entering residual stream is read; empty for the state after the final norm.
-        hidden_width: Elements of a row of the target's.
-        embedding: The target's, or the head's own.
-        lm_head: The target's, or the head's own.
-        token_map: int64: the target's token of each column of the logits; None where they are the same.
+        captured_layers: Target layers whose input (the residual stream) is read; empty for the
+            state after the final norm.
+        hidden_width: Number of elements of one row of the target's hidden states.
+        embedding: The target's embedding, or the head's own.
+        lm_head: The target's LM head, or the head's own.
+        token_map: int64, the target's token of each column of the logits; None where columns equal
+            tokens.
+        fusion: The projection that `fuse` applies; None where it applies none.
     """
 
     def __init__(
@@ -154,6 +181,7 @@ class DraftHead(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.config = config
+        self.fusion: Fusion | None = None
         self.captured_layers = config.captured_layers(num_target_layers)
         self.hidden_width = config.target_hidden_size * max(1, len(self.captured_layers))
         self.embedding = shared.embedding
@@ -167,26 +195,51 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations and KV."""
+        """Type of activations and KV."""
         return self._dtype
 
     @property
     def device(self) -> torch.device:
-        """Of weights and KV."""
+        """Device of weights and KV."""
         return self._device
 
     @property
     def num_modules(self) -> int:
-        """Modules that can be run one after another, each for a depth of its own."""
+        """Number of modules that can run one after another, each for its own depth."""
         return 1
 
     def fuse(self, rows: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states [n, hidden_width] as features [n, hidden_size]."""
-        return rows
+        """Projects the target's hidden states [n, hidden_width] to features [n, hidden_size]."""
+        return rows if self.fusion is None else self.fusion(rows)
 
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The memory that each tensor of a checkpoint fills, by the names of `head_loader`; shared weights are not here."""
+        """Returns the memory of each checkpoint tensor, by the names of `head_loader`; shared
+        weights are not included.
+        """
+
+    def make_norm(self, size: int) -> RMSNorm:
+        """Creates a norm over `size` elements."""
+        eps = self.config.layer.rms_norm_eps
+        return RMSNorm(size, eps, False, self._dtype, self._device)
+
+    def make_layer(self, index: int, input_size: int) -> HeadLayer:
+        """Creates layer `index` of the cache."""
+        return HeadLayer(self.config.layer, index, input_size, self._dtype, self._device)
+
+    def angles(self, positions: torch.Tensor) -> dict[RopeConfig, Angles]:
+        """Computes the angles of rows at `positions` int64 [n], for every kind of rotary
+        embedding of the layers.
+        """
+        return {rope: r.angles(positions, self._dtype) for rope, r in self._rotary.items()}
+
+    def plan(self, batch: Batch, kv: PagedKV, attention: AttentionBackend) -> object:
+        """Prepares the data that the attention of all layers of one forward reads."""
+        return attention.plan(batch, kv, self._windows, self._group_size)
+
+
+class LevelHead(DraftHead):
+    """Base of heads that continue their own output, level by level."""
 
     @abstractmethod
     def compute(
@@ -197,12 +250,16 @@ class DraftHead(nn.Module, ABC):
         run: Pass,
         module: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the LM head reads, the features of the next rows), [kept rows, hidden_size] each; see `forward`."""
+        """Returns (input of the LM head, features of the next rows), [kept rows, hidden_size]
+        each; see `forward`.
+        """
 
     def read(
         self, tokens: torch.Tensor, features: torch.Tensor, sources: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(embeddings, features), [num_rows, hidden_size] each, of the rows that `compute` is given."""
+        """Returns (embeddings, features), [num_rows, hidden_size] each, of the rows that
+        `compute` gets.
+        """
         if sources is not None:
             features = features.index_select(0, sources)
         return self.embedding(tokens), features
@@ -220,24 +277,17 @@ class DraftHead(nn.Module, ABC):
         """Computes the batch's rows and writes their keys and values to `kv`.
 
         Args:
-            features: [num_rows, hidden_size]: of `fuse`, or `HeadOutput.features` of the rows before.
-            module: Which of `num_modules`.
-            all_features: The features of all rows are wanted, not those of the rows whose logits are alone.
-            sources: int64 [num_rows], the row of `features` that each row continues; None for one after another.
+            features: [num_rows, hidden_size], from `fuse`, or `HeadOutput.features` of the previous
+                rows.
+            module: Index of the module, below `num_modules`.
+            all_features: Whether to return the features of all rows, instead of those with logits.
+            sources: int64 [num_rows], the row of `features` that each row continues; None for one
+                after another.
         """
-        angles = {rope: r.angles(batch.positions, self._dtype) for rope, r in self._rotary.items()}
-        plan = attention.plan(batch, kv, self._windows, self._group_size)
-        run = Pass(angles, batch, kv, attention, plan, None if all_features else batch.logit_rows)
+        plan = self.plan(batch, kv, attention)
+        kept_rows = None if all_features else batch.logit_rows
+        run = Pass(self.angles(batch.positions), batch, kv, attention, plan, kept_rows)
         scored, following = self.compute(batch.tokens, features, sources, run, module)
         if all_features and batch.logit_rows is not None:
             scored = scored[batch.logit_rows]
         return HeadOutput(self.lm_head(scored), following)
-
-    def make_norm(self, size: int) -> RMSNorm:
-        """A norm over `size` elements."""
-        eps = self.config.layer.rms_norm_eps
-        return RMSNorm(size, eps, False, self._dtype, self._device)
-
-    def make_layer(self, index: int, input_size: int) -> HeadLayer:
-        """Layer `index` of the cache."""
-        return HeadLayer(self.config.layer, index, input_size, self._dtype, self._device)

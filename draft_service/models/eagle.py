@@ -1,18 +1,21 @@
-"""EAGLE-1 and EAGLE-2 (Li et al. 2024, arXiv 2401.15077 and 2406.16858): decoder layers over fused embedding and feature."""
+"""EAGLE-1 and EAGLE-2 heads: decoder layers over fused embedding and feature.
+
+By Li et al. 2024 (arXiv 2401.15077 and 2406.16858).
+"""
 
 import torch
 from torch import nn
 
-from draft_service.models.draft_head import DraftHead, Pass, SharedWeights, block_tensors
+from draft_service.models.draft_head import LevelHead, Pass, SharedWeights, block_tensors
 from foredraft.layers.linear import Linear
 from foredraft.models.head_config import HeadConfig
 
 
-class EagleHead(DraftHead):
-    """x = fc([embedding; feature]), then decoder layers of which the first has no norm before attention, and no final norm.
+class EagleHead(LevelHead):
+    """x = fc([embedding; feature]), then decoder layers without a final norm.
 
-    The output is a prediction of the target's own state after its final norm: it is the next feature, and the target's
-    LM head reads it.
+    The first decoder layer has no norm before attention. The output predicts the target's own state
+    after its final norm: it is the next feature, and the target's LM head reads it.
 
     Args:
         fc_bias: Whether fc has a bias.
@@ -35,7 +38,7 @@ class EagleHead(DraftHead):
         self.layers, self.norms = nn.ModuleList(self._layers), nn.ModuleList(self._norms)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See DraftHead."""
+        """See LevelHead."""
         found: dict[str, torch.Tensor] = {"fc.weight": self.fc.weight}
         if self.fc.bias is not None:
             found["fc.bias"] = self.fc.bias
@@ -54,7 +57,7 @@ class EagleHead(DraftHead):
         run: Pass,
         module: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See DraftHead."""
+        """See LevelHead."""
         embeds, features = self.read(tokens, features, sources)
         stream = self.fc(torch.cat((embeds, features), -1))
         x = stream

@@ -1,25 +1,31 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): fused streams of three target layers, attention over [embedding; feature]."""
+"""EAGLE-3 heads: fused streams of three target layers, attention over [embedding; feature].
+
+By Li et al. 2025 (arXiv 2503.01840).
+"""
 
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from draft_service.models.draft_head import DraftHead, Pass, SharedWeights, block_tensors
+from draft_service.models.draft_head import LevelHead, Pass, SharedWeights, block_tensors
 from foredraft.layers.embedding import LMHead
-from foredraft.layers.linear import Linear
+from foredraft.layers.fusion import Fusion
 from foredraft.models.head_config import HeadConfig
+from foredraft.types import FusionShape
 
 
-class Eagle3Head(DraftHead):
-    """A first layer that attends by [norm(embedding); norm(feature)], usual ones after it, a final norm.
+class Eagle3Head(LevelHead):
+    """A first layer that attends to [norm(embedding); norm(feature)], further usual layers, a
+    final norm.
 
-    The feature passed on is the residual stream before the final norm, or after it with `norm_output`.
+    The feature passed on is the residual stream before the final norm, or after it with
+    `norm_output`.
 
     Args:
-        layout: Shapes of the checkpoint's tensors, which decide what config.json leaves open: whether fc has a bias or
-            is there at all, whether the LM head is the head's own and how many rows it has, and how the norms of further
-            layers are called.
+        layout: Shapes of the checkpoint's tensors, which decide what config.json leaves open:
+            whether fc has a bias or is there at all, whether the LM head is the head's own and how
+            many rows it has, and how the norms of further layers are called.
     """
 
     def __init__(
@@ -36,18 +42,26 @@ class Eagle3Head(DraftHead):
         size, width = layer.hidden_size, self.hidden_width
         bias = config.fc_bias if config.fc_bias is not None else "fc.bias" in layout
         has_fc = config.num_streams > 0 or width != size or "fc.weight" in layout
-        self.fc = Linear(width, size, bias, dtype, device) if has_fc else None
-        chunks = max(1, config.num_streams) if config.fc_norm else 0
-        self._stream_norms = [self.make_norm(config.target_hidden_size) for _ in range(chunks)]
-        self.stream_norms = nn.ModuleList(self._stream_norms)
-        self.input_norm = self.make_norm(width) if config.norm_before_fc else None
+        self._layout = layout
+        streams = max(1, config.num_streams) if config.fc_norm else 0
+        shape = FusionShape(
+            num_inputs=width,
+            num_outputs=size,
+            has_projection=has_fc,
+            num_stream_norms=streams,
+            normalizes_input=config.norm_before_fc,
+            has_bias=bias,
+            eps=layer.rms_norm_eps,
+        )
+        self.fusion = Fusion(shape, dtype, device)
         self.embedding_norm = self.make_norm(size)
         self._layers = [
             self.make_layer(index, size if index else 2 * size) for index in range(layer.num_layers)
         ]
         self._norms = [self.make_norm(size) for _ in self._layers]
         self.layers, self.norms = nn.ModuleList(self._layers), nn.ModuleList(self._norms)
-        # SGLang calls the norm of every layer hidden_norm, speculators those of further layers input_layernorm.
+        # SGLang calls the norm of every layer hidden_norm, speculators those of further layers
+        # input_layernorm.
         self._norm_names = ["layers.0.hidden_norm.weight"] + [
             f"layers.{index}.{name}.weight"
             for index in range(1, layer.num_layers)
@@ -63,33 +77,17 @@ class Eagle3Head(DraftHead):
             self.lm_head = LMHead(size, vocab or layer.vocab_size, None, None, dtype, device)
             self.token_map = None  # head_loader sets it
 
-    def fuse(self, rows: torch.Tensor) -> torch.Tensor:
-        """See DraftHead."""
-        if self._stream_norms:
-            streams = rows.split(self.config.target_hidden_size, -1)
-            rows = torch.cat(
-                [norm(s) for norm, s in zip(self._stream_norms, streams, strict=True)], -1
-            )
-        if self.input_norm is not None:
-            rows = self.input_norm(rows)
-        return rows if self.fc is None else self.fc(rows)
-
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See DraftHead."""
+        """See LevelHead."""
         found: dict[str, torch.Tensor] = {
             "norm.weight": self.norm.weight,
             "layers.0.input_layernorm.weight": self.embedding_norm.weight,
         }
-        if self.fc is not None:
-            found["fc.weight"] = self.fc.weight
-            if self.fc.bias is not None:
-                found["fc.bias"] = self.fc.bias
-        for index, norm in enumerate(self._stream_norms):
-            found[f"fc_norm.{index}.weight"] = norm.weight
-        if self.input_norm is not None:
-            found["input_norm.weight"] = self.input_norm.weight
+        assert self.fusion is not None
+        for name, weight in self.fusion.tensors().items():
+            found[_stored_name(name)] = weight
         for index, layer in enumerate(self._layers):
-            found |= block_tensors(f"layers.{index}.", layer.attention, layer.mlp)
+            found |= block_tensors(f"layers.{index}.", layer.attention, layer.mlp, self._layout)
             found[f"layers.{index}.post_attention_layernorm.weight"] = layer.mlp_norm.weight
             found[self._norm_names[index]] = self._norms[index].weight
         if self._own_lm_head:
@@ -104,7 +102,7 @@ class Eagle3Head(DraftHead):
         run: Pass,
         module: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See DraftHead."""
+        """See LevelHead."""
         num_rows, size = len(tokens), features.shape[-1]
         x = torch.empty(num_rows, 2 * size, dtype=self._dtype, device=self._device)
         if self.embedding.is_plain:
@@ -124,3 +122,12 @@ class Eagle3Head(DraftHead):
             stream, x = layer(x, stream, run, layer is self._layers[-1], next_norm)
         out = x
         return out, out if self.config.norm_output else stream
+
+
+def _stored_name(name: str) -> str:
+    """Returns a checkpoint's name for a tensor of `Fusion.tensors`."""
+    if name in ("weight", "bias"):
+        return f"fc.{name}"
+    if name.startswith("stream_norm."):
+        return f"fc_norm.{name.removeprefix('stream_norm.')}.weight"
+    return f"{name}.weight"

@@ -1,4 +1,6 @@
-"""Loads draft heads: every published layout of names, safetensors or .bin, and nothing that is not exactly as it should be."""
+"""Loads draft heads in every published layout of names, from safetensors or .bin files, and
+refuses anything unexpected.
+"""
 
 import dataclasses
 import logging
@@ -11,15 +13,24 @@ from types import TracebackType
 
 import torch
 
+from draft_service.models.block_draft import BlockDraft
 from draft_service.models.draft_head import DraftHead, SharedWeights
 from draft_service.models.eagle import EagleHead
 from draft_service.models.eagle3 import Eagle3Head
+from draft_service.models.markov import PREFIX as MARKOV
 from draft_service.models.mtp import MTPHead
+from draft_service.models.peagle import PEagleHead
 from foredraft.errors import CheckpointError
 from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.layers.parameters import Target
 from foredraft.models.config import ModelConfig
-from foredraft.models.head_config import HeadAlgorithm, HeadConfig
+from foredraft.models.head_config import (
+    BLOCK_KINDS,
+    EAGLE3_KINDS,
+    OWN_VOCABULARY,
+    HeadAlgorithm,
+    HeadConfig,
+)
 from foredraft.models.loader import fill_tensors_randomly
 from foredraft.models.weights import (
     SafetensorsFile,
@@ -40,12 +51,20 @@ _RENAMED = (
     ("aux_norm_low.", "fc_norm.0."),
     ("aux_norm_mid.", "fc_norm.1."),
     ("aux_norm_high.", "fc_norm.2."),
+    ("markov_w1.", f"{MARKOV}markov_w1."),  # ModelOpt's
+    ("markov_w2.", f"{MARKOV}markov_w2."),
+    ("gate_proj.", f"{MARKOV}gate_proj."),
+    ("joint_proj.", f"{MARKOV}joint_proj."),
+    ("confidence_proj.", "confidence_head.proj."),
 )
 # Tensors that a head may carry and that are not computed with.
 _UNUSED: dict[HeadAlgorithm, tuple[str, ...]] = {
     "EAGLE": ("lm_head.weight",),  # a copy of the target's
     "EAGLE3": ("verifier_norm.weight", "verifier_lm_head.weight"),
     "MTP": ("lm_head.weight",),
+    "PEAGLE": ("verifier_norm.weight", "verifier_lm_head.weight"),
+    "DFLASH": ("verifier_norm.weight", "verifier_lm_head.weight"),
+    "DSPARK": ("verifier_norm.weight", "verifier_lm_head.weight"),
 }
 _EMBEDDING = "embed_tokens.weight"
 
@@ -63,15 +82,15 @@ def load_head(
     """Loads a head for a target.
 
     Args:
-        path: Directory with config.json and weights; the target's own for MTP layers that lie in it.
-        algorithm: What the head has to be.
+        path: Directory with config.json and weights; the target's own for MTP layers in it.
+        algorithm: Algorithm that the head must implement.
         shared: The target's embedding and LM head; with a token map for FR-Spec.
         load_format: `auto` reads weights; `dummy` makes random ones from config.json alone.
-        multi_layer: MTP: keep every module, one for each depth, instead of the first alone.
+        multi_layer: Whether MTP keeps every module, one for each depth, instead of only the first.
 
     Raises:
-        CheckpointError: The head is of another kind or for another target, or tensors are missing, unexpected or
-            misshaped; what it is, is named.
+        CheckpointError: The head has another kind or another target, or tensors are missing,
+            unexpected or misshaped; what it is, is named.
     """
     directory = Path(path)
     config = HeadConfig.from_dir(directory, algorithm)
@@ -98,16 +117,21 @@ def load_head(
         _fill(head, tensors, names, num_modules, directory)
         if _EMBEDDING in names:
             _own_embedding(head, tensors, names[_EMBEDDING], directory)
-        if algorithm == "EAGLE3":
+        if algorithm in BLOCK_KINDS:
+            _share_equal_lm_head(head, shared, directory)
+        if algorithm in OWN_VOCABULARY:
             _set_token_map(head, _stored_map(head, tensors, names, directory), directory)
     return head
 
 
 class CheckpointTensors:
-    """All tensors of a directory's weight files, read one by one: safetensors, else .bin without running code in it.
+    """Reads all tensors of a directory's weight files, one by one.
+
+    Reads safetensors, else .bin without running code in it.
 
     Attributes:
-        entries: By the name in the file; for .bin files `begin` and `end` mean nothing.
+        entries: Tensors by their name in the file; `begin` and `end` are meaningless for .bin
+            files.
 
     Raises:
         CheckpointError: There are no weights, or they are broken or hold more than tensors.
@@ -190,7 +214,7 @@ def _load_bin(path: Path) -> dict[str, torch.Tensor]:
 def _own_names(
     tensors: CheckpointTensors, algorithm: HeadAlgorithm, directory: Path
 ) -> dict[str, str]:
-    """Our name -> the name in the file, of all tensors that are the head's."""
+    """Maps our names to names in the file, for all tensors of the head."""
     stored = {name: name.removeprefix("model.") for name in tensors.entries}
     if algorithm == "MTP" and any(name.startswith("layers.") for name in stored.values()):
         # A target's checkpoint: everything but the modules is the target's affair.
@@ -217,11 +241,15 @@ def _make(
     device: torch.device,
     layout: Mapping[str, tuple[int, ...]],
 ) -> DraftHead:
-    if config.algorithm == "EAGLE3":
-        return Eagle3Head(config, shared, num_target_layers, dtype, device, layout)
+    if config.algorithm in BLOCK_KINDS:
+        return BlockDraft(config, shared, num_target_layers, dtype, device, layout)
+    if config.algorithm in EAGLE3_KINDS:
+        make = PEagleHead if config.algorithm == "PEAGLE" else Eagle3Head
+        return make(config, shared, num_target_layers, dtype, device, layout)
     if config.algorithm == "MTP":
         return MTPHead(config, shared, num_target_layers, dtype, device)
-    # EAGLE's own code takes a missing key for a bias; published heads without one have no such tensor either.
+    # EAGLE's own code takes a missing key for a bias; published heads without one have no such
+    # tensor either.
     bias = config.fc_bias if config.fc_bias is not None else not layout or "fc.bias" in layout
     return EagleHead(config, shared, num_target_layers, dtype, device, bias)
 
@@ -234,11 +262,11 @@ def _fill(
     num_modules: int,
     directory: Path,
 ) -> None:
-    """Fills every tensor of the head by exactly one of the checkpoint; none may be left over."""
+    """Fills every tensor of the head from exactly one of the checkpoint; none may be left over."""
     targets = head.tensors()
     algorithm = head.config.algorithm
     known = {_EMBEDDING, *_UNUSED[algorithm]}
-    if algorithm == "EAGLE3":
+    if algorithm in OWN_VOCABULARY:
         known |= {"d2t", "t2d"}
     beyond = tuple(f"mtp_layers.{index}." for index in range(head.num_modules, num_modules))
     unexpected = [
@@ -267,8 +295,8 @@ def _fill(
         entry = tensors.entries[names[name]]
         if entry.shape != tuple(target.shape):
             raise CheckpointError(
-                f"{directory}: tensor {names[name]} has shape {list(entry.shape)}, config.json and the target "
-                f"ask for {list(target.shape)}"
+                f"{directory}: tensor {names[name]} has shape {list(entry.shape)}, config.json and"
+                f" the target ask for {list(target.shape)}"
             )
         if not entry.dtype.is_floating_point:
             raise CheckpointError(f"{directory}: tensor {names[name]} has type {entry.dtype}")
@@ -280,13 +308,17 @@ def _fill(
 def _own_embedding(
     head: DraftHead, tensors: CheckpointTensors, stored: str, directory: Path
 ) -> None:
-    """Most heads that ship an embedding ship a copy of the target's; memory is spent on one that differs alone."""
+    """Returns the head's own embedding if it differs from the target's.
+
+    Most heads that ship one ship a copy, which would waste memory.
+    """
     entry = tensors.entries[stored]
     layer = head.config.layer
     shape = (layer.vocab_size, layer.hidden_size)
     if entry.shape != shape:
         raise CheckpointError(
-            f"{directory}: tensor {stored} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
+            f"{directory}: tensor {stored} has shape {list(entry.shape)}, config.json asks for"
+            f" {list(shape)}"
         )
     own = Embedding(layer.vocab_size, layer.hidden_size, 1.0, head.dtype, head.device)
     tensors.copy_to(stored, own.weight)
@@ -297,15 +329,29 @@ def _own_embedding(
     ):
         logger.info("%s has an embedding of its own", directory.name)
         head.embedding = own
-        has_lm_head = head.config.algorithm != "EAGLE3" or "lm_head.weight" in head.tensors()
+        has_lm_head = (
+            head.config.algorithm not in OWN_VOCABULARY or "lm_head.weight" in head.tensors()
+        )
         if layer.tie_word_embeddings and not has_lm_head:
             head.lm_head = LMHead(0, 0, own, None, head.dtype, head.device)
+
+
+@torch.no_grad()
+def _share_equal_lm_head(head: DraftHead, shared: SharedWeights, directory: Path) -> None:
+    """Shares the target's LM head where the head's own is a copy of it, to save memory."""
+    own, theirs = head.lm_head.weight, shared.lm_head.weight
+    if head.lm_head is shared.lm_head or own.shape != theirs.shape or theirs.is_meta:
+        return
+    if torch.equal(own, theirs.to(own.device)):
+        head.lm_head = shared.lm_head
+    else:
+        logger.info("%s has an LM head of its own", directory.name)
 
 
 def _stored_map(
     head: DraftHead, tensors: CheckpointTensors, names: Mapping[str, str], directory: Path
 ) -> torch.Tensor | None:
-    """The target's token of each row of an EAGLE-3 LM head: `d2t` holds how much is added to the row's number."""
+    """Returns the target's token of each row of a head's own LM head: row number plus `d2t`."""
     rows, vocab = head.lm_head.weight.shape[0], head.config.layer.vocab_size
     if "d2t" not in names:
         if rows != vocab:
@@ -314,7 +360,8 @@ def _stored_map(
     entry = tensors.entries[names["d2t"]]
     if entry.shape != (rows,) or entry.dtype.is_floating_point:
         raise CheckpointError(
-            f"{directory}: tensor d2t has shape {list(entry.shape)} and type {entry.dtype}, not {rows} integers"
+            f"{directory}: tensor d2t has shape {list(entry.shape)} and type {entry.dtype}, not"
+            f" {rows} integers"
         )
     ids = torch.empty(rows, dtype=torch.int64)
     tensors.copy_to(names["d2t"], ids)
@@ -335,28 +382,29 @@ def _stored_map(
 
 def _dummy_map(head: DraftHead) -> torch.Tensor | None:
     rows = head.lm_head.weight.shape[0]
-    is_own = head.config.algorithm == "EAGLE3" and rows != head.config.layer.vocab_size
+    is_own = head.config.algorithm in OWN_VOCABULARY and rows != head.config.layer.vocab_size
     return torch.arange(rows) if is_own else None
 
 
 def _set_token_map(head: DraftHead, token_map: torch.Tensor | None, directory: Path) -> None:
-    if head.config.algorithm == "EAGLE3":
+    if head.config.algorithm in OWN_VOCABULARY:
         head.token_map = None if token_map is None else token_map.to(head.device)
     hidden, rows = head.embedding.weight.shape[1], head.config.layer.hidden_size
     if hidden != rows or head.lm_head.weight.shape[1] != rows:
         raise CheckpointError(
-            f"{directory}: hidden_size: the head's is {rows}, the target's {hidden}; a head of another width has to "
-            "bring embed_tokens and lm_head"
+            f"{directory}: hidden_size: the head's is {rows}, the target's {hidden}; a head of"
+            " another width has to bring embed_tokens and lm_head"
         )
 
 
 def _has_targets_depth(config: HeadConfig, target: ModelConfig, names: Iterable[str]) -> bool:
-    """Whether num_hidden_layers is the target's, as in heads whose config.json began as a copy of its, and there is one layer.
+    """Returns whether num_hidden_layers is the target's while there is one layer, as in a
+    config.json that began as a copy of the target's.
 
     EAGLE-3's own code makes one layer whatever the key says.
     """
     return (
-        config.algorithm == "EAGLE3"
+        config.algorithm in EAGLE3_KINDS
         and config.layer.num_layers == target.num_layers
         and not any(re.match(r"layers\.[1-9]", name) for name in names)
     )

@@ -1,9 +1,11 @@
-"""Multi-token prediction modules as MiMo has them (Xiaomi 2025, arXiv 2505.07608; DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+"""Multi-token prediction modules as MiMo has them (Xiaomi 2025, arXiv 2505.07608; DeepSeek-V3,
+arXiv 2412.19437, section 2.2).
+"""
 
 import torch
 from torch import nn
 
-from draft_service.models.draft_head import DraftHead, Pass, SharedWeights, block_tensors
+from draft_service.models.draft_head import LevelHead, Pass, SharedWeights, block_tensors
 from foredraft.layers.linear import Linear
 from foredraft.models.head_config import HeadConfig
 
@@ -22,8 +24,11 @@ class MTPModule(nn.Module):
     def forward(
         self, embeds: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, run: Pass
     ) -> torch.Tensor:
-        """x = input_proj([norm(feature); norm(embedding)]), a decoder layer, the final norm."""
-        # The embedding at position 0 is that of no token that follows another: the format zeroes it.
+        """Computes x = input_proj([norm(feature); norm(embedding)]), a decoder layer, the final
+        norm.
+        """
+        # The embedding at position 0 is that of no token that follows another: the format zeroes
+        # it.
         embeds = embeds * (positions != 0).unsqueeze(1)
         stream = self.projection(
             torch.cat((self.hidden_norm(features), self.token_norm(embeds)), -1)
@@ -32,11 +37,12 @@ class MTPModule(nn.Module):
         return self.layer(x, stream, run, True, self.final_norm)[1]
 
 
-class MTPHead(DraftHead):
-    """One module applied again and again, or one for each depth.
+class MTPHead(LevelHead):
+    """Applies one module repeatedly, or one module for each depth.
 
-    A module's output after its final norm is read by the LM head and is the feature of what follows: of the next token
-    (one module), or of the same position in the next module, which pairs it with the token one further (several).
+    The LM head reads a module's output after its final norm. The output is also the next feature:
+    for the next token (one module), or for the same position in the next module, which pairs it
+    with the following token (several modules).
     """
 
     def __init__(
@@ -55,11 +61,11 @@ class MTPHead(DraftHead):
 
     @property
     def num_modules(self) -> int:
-        """See DraftHead."""
+        """See LevelHead."""
         return len(self._modules_by_depth)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See DraftHead."""
+        """See LevelHead."""
         found: dict[str, torch.Tensor] = {}
         for index, module in enumerate(self._modules_by_depth):
             prefix = f"mtp_layers.{index}."
@@ -82,7 +88,7 @@ class MTPHead(DraftHead):
         run: Pass,
         module: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See DraftHead."""
+        """See LevelHead."""
         embeds, features = self.read(tokens, features, sources)
         out = self._modules_by_depth[module](embeds, features, run.batch.positions, run)
         return out, out

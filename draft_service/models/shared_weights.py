@@ -1,12 +1,15 @@
-"""What a draft reads of its target: the token embedding and the LM head, and the reduced vocabulary of FR-Spec.
+"""Weights that a draft reads from its target: embedding and LM head, reduced to FR-Spec's
+vocabulary on request.
 
-On a CPU the draft's process reads the two tensors from the target's checkpoint by itself: through a memory map where the
-type in the file is the one that is computed with, so that they cost no memory of their own; converted otherwise.
+On a CPU the draft's process reads the two tensors from the target's checkpoint by itself. It maps
+them into memory, at no cost, where the type in the file is the type of the computation, and
+converts them otherwise.
 """
 
 import json
 import os
 import pickle
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +19,9 @@ from draft_service.models.draft_head import SharedWeights
 from foredraft.errors import CheckpointError
 from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.layers.parameters import Target
+from foredraft.layers.quantized import dequantize
+from foredraft.layers.stored_weights import StoredMatrix
+from foredraft.layers.weight_scheme import WeightScheme
 from foredraft.models import hub
 from foredraft.models.config import ModelConfig
 from foredraft.models.loader import fill_randomly
@@ -33,14 +39,16 @@ def load_shared_weights(
     load_format: str = "auto",
     on_host: bool = False,
 ) -> SharedWeights:
-    """The target's embedding (not scaled: heads are trained on its plain rows) and LM head.
+    """Loads the target's embedding and LM head.
+
+    The embedding is unscaled: heads are trained on its plain rows.
 
     Args:
         directory: The target's checkpoint.
-        config: Of the target.
+        config: Configuration of the target.
         load_format: `auto` reads them; `dummy` makes random ones.
-        on_host: Leave them on the host, mapped where they can be (dummies: without memory), for `device` to be given
-            them later.
+        on_host: Whether to leave them on the host, mapped where possible (dummies: without memory),
+            for a later copy to `device`.
 
     Raises:
         CheckpointError: They are missing or misshaped.
@@ -54,7 +62,10 @@ def load_shared_weights(
         found = {name: torch.empty(shape, dtype=dtype, device=place) for name in names}
     else:
         place = torch.device("cpu") if on_host else device
-        found = _read(directory, names, shape, dtype, place)
+        read = _read
+        if config.quantization is not None and config.quantization.has_vocabulary:
+            read = partial(_read_quantized, config.quantization.scheme)
+        found = read(directory, names, shape, dtype, place)
     embedding.weight = nn.Parameter(found[EMBEDDING], requires_grad=False)
     lm_head.weight = embedding.weight
     if not config.tie_word_embeddings:
@@ -65,7 +76,10 @@ def load_shared_weights(
 
 
 def reduce_vocabulary(lm_head: LMHead, token_map: torch.Tensor) -> LMHead:
-    """The LM head of the tokens in `token_map` alone (FR-Spec, Zhao et al. 2025, arXiv 2502.14856)."""
+    """Returns the LM head of only the tokens in `token_map`.
+
+    The method is FR-Spec (Zhao et al. 2025, arXiv 2502.14856).
+    """
     weight = lm_head.weight
     reduced = LMHead(0, 0, None, lm_head.softcap, weight.dtype, weight.device)
     if weight.is_meta:
@@ -78,18 +92,19 @@ def reduce_vocabulary(lm_head: LMHead, token_map: torch.Tensor) -> LMHead:
 
 
 def read_token_map(path: str | os.PathLike[str], vocab_size: int) -> torch.Tensor:
-    """The target's tokens that a reduced draft vocabulary has.
+    """Reads the target's tokens of a reduced draft vocabulary.
 
     Args:
-        path: A .pt file that holds a list or a tensor of token ids (no code in it is run), a .json file with a list, a
-            safetensors file with one tensor, the name of a bundled map, or a file on a hub, `organisation/name/file`.
-        vocab_size: Of the target.
+        path: A .pt file that holds a list or a tensor of token ids (no code in it is run), a .json
+            file with a list, a safetensors file with one tensor, the name of a bundled map, or a
+            file on a hub, `organisation/name/file`.
+        vocab_size: Size of the target's vocabulary.
 
     Returns:
         int64 [number of tokens], in the file's order.
 
     Raises:
-        CheckpointError: The file holds something else, or cannot be had.
+        CheckpointError: The file holds something else, or cannot be fetched.
     """
     file = Path(path).expanduser()
     bundled = BUNDLED / os.fspath(path) / "token_map.safetensors"
@@ -124,7 +139,7 @@ def _load_ids(file: Path) -> torch.Tensor:
         else:
             loaded = torch.load(file, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
-        # What torch says of it ends in advice to run what is in the file.
+        # torch's own message ends in advice to run the code in the file.
         raise CheckpointError(
             f"{file}: holds more than numbers, or is neither .pt, .json nor .safetensors"
         ) from error
@@ -169,3 +184,35 @@ def _read(
     if missing:
         raise CheckpointError(f"{directory}: missing tensor {', '.join(missing)}")
     return found
+
+
+def _read_quantized(
+    scheme: WeightScheme,
+    directory: Path,
+    names: list[str],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Reads as `_read`, from matrices that are quantised; expanded."""
+    stored = {name: StoredMatrix(scheme, shape, "none", 0, 0, device) for name in names}
+    targets = {
+        f"{name.removesuffix('weight')}{suffix}": target
+        for name, matrix in stored.items()
+        for suffix, target in matrix.targets.items()
+    }
+    missing = {name for name, target in targets.items() if not target.is_optional}
+    for path in checkpoint_files(directory):
+        file = SafetensorsFile(path)
+        for name in targets.keys() & file.entries.keys():
+            entry = file.entries[name]
+            if not targets[name].takes(entry.shape):
+                raise CheckpointError(f"{path}: tensor {name} has shape {list(entry.shape)}")
+            file.copy_to(entry, targets[name])
+            missing.discard(name)
+    if missing:
+        raise CheckpointError(f"{directory}: missing tensor {', '.join(sorted(missing))}")
+    return {
+        name: dequantize(matrix.decode(), scheme.group_size, dtype)
+        for name, matrix in stored.items()
+    }

@@ -1,10 +1,12 @@
 """Drafting from text that was seen before (torch-free). The data structures are in C (`_ngram.h`).
 
-Two sources are matched by the longest suffix of a sequence. A trie holds every window of `branch_length` tokens that the
-sequences of a scope have seen; one pool of nodes serves all scopes, bounded by `capacity`, and the least recently used leaf
-goes first. Each live sequence also has an index of its own text (hash chains as in LZ77, about 30 bytes a token), which needs
-no trie, has no bound on how far a copy may run, and goes when the sequence goes. At each match length, longest first, the own
-text is asked before the trie, so that a request's own context decides among equally good matches.
+Two sources are matched by the longest suffix of a sequence. A trie holds every window of
+`branch_length` tokens that the sequences of a scope have seen; one pool of nodes serves all scopes,
+bounded by `capacity`, and the least recently used leaf goes first. Each live sequence also has an
+index of its own text (hash chains as in LZ77, about 30 bytes a token), which needs no trie, has no
+bound on how far a copy may run, and goes when the sequence goes. At each match length, longest
+first, the own text is asked before the trie, so that a request's own context decides among equally
+good matches.
 """
 
 from collections.abc import Sequence
@@ -22,16 +24,17 @@ MAX_BREADTH = 256
 
 @dataclass(frozen=True, slots=True)
 class NgramRules:
-    """How a match becomes a tree.
+    """Configures how a match becomes a tree.
 
     Attributes:
         min_window: Shortest suffix that counts as a match.
         max_window: Longest suffix that is looked for.
-        branch_length: Tokens per inserted window, so that a match of d tokens continues for branch_length - d in the trie.
+        branch_length: Tokens per inserted window, so that a match of d tokens continues for
+            branch_length - d in the trie.
         min_breadth: Children taken per node where the match is longest or the tree deepest.
         max_breadth: Children taken per node where the match is shortest.
-        match_type: BFS takes the most recent children, breadth first; PROB the most frequent (of the 4,096
-            most recent), best path first.
+        match_type: BFS takes the most recent children, breadth first; PROB the most frequent (of
+            the 4,096 most recent), best path first.
     """
 
     min_window: int = 1
@@ -75,7 +78,8 @@ class NgramDrafter:
 
         Args:
             slot: A number that is not in use.
-            scope: Sequences of the same scope draft from each other's text; None keeps the sequence to its own.
+            scope: Sequences of the same scope draft from each other's text; None keeps the sequence
+                to its own.
         """
         if slot in self._contexts:
             raise ValueError(f"slot {slot} is in use")
@@ -113,11 +117,16 @@ class NgramDrafter:
         return DraftTree(tokens, parents)
 
     def match_length(self, slot: int) -> int:
-        """The longest match of the last proposal, 0 for none: a longer match is more likely to be right."""
+        """The longest match of the last proposal, 0 for none: a longer match is more likely to be
+        right.
+        """
         return self._match_lengths[slot]
 
     def release(self, slot: int) -> None:
-        """Ends a sequence; what it put into the trie stays. Does nothing for a slot that is not in use."""
+        """Ends a sequence; what it put into the trie stays.
+
+        Does nothing for a slot that is not in use.
+        """
         self._contexts.pop(slot, None)
         self._match_lengths.pop(slot, None)
         self._scope_of.pop(slot, None)

@@ -1,4 +1,4 @@
-"""The batches of a draft step of fixed shape: views of its plan."""
+"""Batches of a draft step of fixed shape: views of its plan."""
 
 import torch
 
@@ -8,14 +8,15 @@ from foredraft.attention.base import Batch
 from foredraft.attention.paged_triton import TritonPlan, splits_for
 from foredraft.attention.split_kv import Balance, Levels
 from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.sampling.columns import FLOATS
 from foredraft.sampling.rows import SamplingRows
 
 
 class DraftBatches:
-    """Batches of one size.
+    """Creates the batches of a step of one size.
 
     Args:
-        plan: Filled in by whoever runs the step.
+        plan: The step's plan, filled in before a batch is computed.
     """
 
     def __init__(self, plan: DraftPlan, shape: DraftShape, kv: PagedKV) -> None:
@@ -34,7 +35,9 @@ class DraftBatches:
         self._beam_balance: Balance | None = None
 
     def committed(self) -> Batch:
-        """Committed tokens: up to R rows of each sequence, of which the last ones' logits are wanted."""
+        """Returns the batch of committed tokens: up to R rows of each sequence, with logits of
+        the last.
+        """
         plan = self.plan
         attention = TritonPlan(
             kv=self._kv,
@@ -55,7 +58,10 @@ class DraftBatches:
         return Batch(plan.tokens, plan.positions, plan.slots, (), plan.last, plan=attention)
 
     def level(self, level: int, tokens: torch.Tensor, mask: torch.Tensor | None) -> Batch:
-        """Drafted tokens: a level's beams attend to the committed keys and to their own ancestors. Level 0 comes first.
+        """Returns the batch of a level's drafted tokens, which attend to the committed keys and
+        to their own ancestors.
+
+        Level 0 comes first.
 
         Args:
             tokens: int64 [B, K].
@@ -67,7 +73,7 @@ class DraftBatches:
         if shape.is_windowed and mask is not None:
             tail_positions = plan.tail_positions[:, : mask.shape[1]]
         if level == 0 and self._is_balanced:
-            # Of all levels at once.
+            # One plan covers all levels.
             before = plan.num_keys.expand_as(plan.level_first)
             prefix_len = plan.level_first if mask is None else before
             levels = Levels(prefix_len, plan.level_first, plan.level_positions)
@@ -91,13 +97,42 @@ class DraftBatches:
         )
         return Batch(tokens.flatten(), positions, plan.level_slots[level], (), plan=attention)
 
+    def block(self, tokens: torch.Tensor, is_causal: bool) -> Batch:
+        """Returns the batch of a block: as many rows behind the committed keys as a chain has
+        levels. They attend to these keys and to each other.
+
+        Args:
+            tokens: int64 [B, levels].
+            is_causal: Whether a row sees no later one.
+        """
+        plan, (batch, rows), device = self.plan, tokens.shape, tokens.device
+        mask = torch.ones(rows, rows, dtype=torch.bool, device=device)
+        mask = (mask.tril() if is_causal else mask).repeat(batch, 1)
+        positions = plan.level_positions.t().contiguous().flatten()
+        max_keys = self._shape.max_pages * self._kv.page_size
+        attention = TritonPlan(
+            kv=self._kv,
+            page_tables=plan.tables,
+            first_row=torch.arange(0, batch * rows, rows, dtype=torch.int32, device=device),
+            num_rows=plan.num_beams * rows,
+            prefix_start=plan.valid_from,
+            prefix_len=plan.num_keys,
+            write_index=plan.num_keys,
+            positions=positions,
+            tail_mask=mask,
+            is_causal=None,
+            tail_positions=plan.tail_positions if self._shape.is_windowed else None,
+            max_rows=rows,
+            num_splits=splits_for(batch, rows, self._kv, max_keys),
+        )
+        slots = plan.level_slots.t().contiguous().flatten()
+        return Batch(tokens.flatten(), positions, slots, (), plan=attention)
+
     def sampling(self, any_sampled: bool, any_ranked: bool) -> SamplingRows:
-        """The sequences' sampling parameters; see `SamplingRows` for the two promises."""
+        """Returns the sequences' sampling parameters; see `SamplingRows` for the two promises."""
         plan = self.plan
         return SamplingRows(
-            temperature=plan.temperature,
-            top_p=plan.top_p,
-            min_p=plan.min_p,
+            **dict(zip(FLOATS, plan.floats[:, : len(plan.start)], strict=True)),
             top_k=plan.top_k,
             seed=plan.seed,
             position=plan.position,

@@ -1,7 +1,9 @@
-"""Triton kernels that grow beam trees: the best children of every beam, the best beams of a level, the best nodes of all.
+"""Triton kernels that grow beam trees: the best children of every beam, the best beams of a level,
+the best nodes of all.
 
-Candidates are compared as 64-bit keys: a score's bits, ordered as integers, above the complement of an index, so that one
-maximum finds the best and of equals the first. With DEPENDENT, kernels wait by themselves for the one before them.
+Candidates are compared as 64-bit keys: a score's bits, ordered as integers, above the complement of
+an index, so that one maximum finds the best and of equals the first. With DEPENDENT, kernels wait
+by themselves for the one before them.
 """
 
 # mypy: ignore-errors
@@ -17,7 +19,7 @@ NO_SHORT_KEY = tl.constexpr(-(2**31))
 
 @triton.jit
 def _key(score, index):
-    """int64 keys of float32 scores."""
+    """Converts float32 scores to int64 keys of the same order."""
     bits = score.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered.to(tl.int64) << 32) | (0xFFFFFFFF - index.to(tl.int64))
@@ -36,7 +38,9 @@ def _score(key):
 
 @triton.jit
 def _short_key(score, place):
-    """int32 keys of scores of 16 bits without NaN, above the complements of places below 65536."""
+    """Packs 16-bit scores without NaN into int32 keys, above the complements of indexes below
+    65536.
+    """
     bits = score.to(tl.int16, bitcast=True).to(tl.int32)
     ordered = tl.where(bits < 0, bits ^ 0x7FFF, bits)
     return (ordered << 16) | (0xFFFF - place)
@@ -44,7 +48,9 @@ def _short_key(score, place):
 
 @triton.jit
 def _long_key(key, first, dtype: tl.constexpr):
-    """The int64 key of what has this short key, its index counted from `first`."""
+    """Converts a short key to the int64 key of the same column; `first` is the part's first
+    column.
+    """
     ordered = key >> 16
     bits = tl.where(ordered < 0, ordered ^ 0x7FFF, ordered).to(tl.int16)
     score = tl.minimum(bits.to(dtype, bitcast=True).to(tl.float32), 3.4028234663852886e38)
@@ -59,10 +65,12 @@ def best_of_parts(
     PAD_COUNT: tl.constexpr, BEAMS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, MAPPED: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """For each row and each part of its columns: the COUNT best, and what the softmax's sum needs.
+    """Finds the COUNT best columns of each part of each row, and the part's terms of the
+    softmax sum.
 
-    Grid (rows, PARTS). keys int64 [rows, PARTS, COUNT]; maxima, sums float32 [rows, PARTS]. With SAMPLED, rows whose
-    temperature is above 0 are ordered by the sampling rule's scores, noise included; the maxima must be there then.
+    Grid (rows, PARTS). keys int64 [rows, PARTS, COUNT]; maxima, sums float32 [rows, PARTS]. With
+    SAMPLED, rows whose temperature is above 0 are ordered by the sampling rule's scores, noise
+    included; the maxima must have been computed then.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
@@ -98,7 +106,7 @@ def best_of_parts(
         total = tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - largest)), 0)
         tl.store(maxima + place, largest)
         tl.store(sums + place, total)
-    # Of 16 bits a score and its place fit 32, which are compared several times as fast.
+    # A 16-bit score and its index fit 32 bits, which compare several times as fast.
     SHORT: tl.constexpr = not SAMPLED and read.dtype.primitive_bitwidth == 16
     if SHORT:
         key = tl.where(is_column, _short_key(clean, column - part * BLOCK), NO_SHORT_KEY)
@@ -127,10 +135,12 @@ def select_beams(
     HAS_PARENTS: tl.constexpr, MAPPED: tl.constexpr, KEEP_FIRST: tl.constexpr,
     SAMPLED: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """The children of a sequence's beams become candidates, and the best of them the next beams.
+    """Adds the children of a sequence's beams to the candidates, and selects the best as the
+    next beams.
 
-    Grid (B,). BEAMS is 1 at level 0, TOPK after it; `first` is the index of the level's first candidate. With SAMPLED, the
-    COUNT best scores of a row that is sampled share its probability, see `tree_building`.
+    Grid (B,). BEAMS is 1 at level 0, TOPK after it; `first` is the index of the level's first
+    candidate. With SAMPLED, the COUNT best scores of a row that is sampled share its probability,
+    see `tree_building`.
     """
     sequence = tl.program_id(0)
     beam, child = tl.arange(0, PAD_TOPK), tl.arange(0, PAD_COUNT)
@@ -139,7 +149,7 @@ def select_beams(
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # What the softmax divides by.
+    # Divisor of the softmax.
     part = tl.arange(0, PAD_PARTS)
     is_part = is_beam[:, None] & (part < PARTS)[None, :]
     at = row[:, None] * PARTS + part[None, :]
@@ -190,7 +200,7 @@ def select_beams(
     tl.store(all_scores + place, score, is_place)
     tl.store(all_tokens + place, token, is_place)
     tl.store(all_parents + place, tl.broadcast_to(parent[:, None], (PAD_TOPK, PAD_COUNT)), is_place)
-    # The next beams, and what they take from the beams that they continue.
+    # The next beams, and the state that they copy from the beams that they continue.
     key = tl.where(is_place, _key(score, candidate), NO_KEY)
     index = tl.arange(0, PAD_TOPK)
     rank = tl.full((PAD_TOPK, PAD_COUNT), -1, tl.int32)
@@ -224,9 +234,10 @@ def select_nodes(
     NODES: tl.constexpr, PAD_CANDIDATES: tl.constexpr, PAD_NODES: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """The most valuable candidates of a sequence's tree, the best first.
+    """Selects the most valuable candidates of a sequence's tree, the best first.
 
-    Grid (B,). results int32 [B, 2, NODES]: tokens (-1 after the last), parents; places int32 [B, candidates] is scratch.
+    Grid (B,). results int32 [B, 2, NODES]: tokens (-1 after the last), parents; places int32 [B,
+    candidates] is scratch.
     """
     sequence = tl.program_id(0)
     candidate = tl.arange(0, PAD_CANDIDATES)

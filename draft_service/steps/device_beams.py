@@ -1,4 +1,6 @@
-"""Beam trees on a GPU by a few kernels per level; the trees of `static_beams`, for rows without top-k and top-p."""
+"""Beam trees on a GPU by a few kernels per level: the trees of `static_beams`, for rows without
+top-k and top-p.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -18,15 +20,18 @@ _BLOCK = 4096  # columns of one program
 
 
 class DeviceBeams:
-    """Beams of one drafting round; all memory is taken at once, so that a graph can hold it.
+    """Grows the beams of one drafting round.
+
+    All memory is allocated at once, so that a graph can hold it.
 
     Args:
         batch: Number of sequences, B.
-        num_steps: Levels.
-        topk: Children taken per node and beams kept per level, K.
-        vocab: Columns of the logits.
-        ordering: Of children.
-        rows: For `coupled` where some are sampled: of the sequences, with the position of the first drafted token.
+        num_steps: Number of levels.
+        topk: Number of children taken per node and of beams kept per level, K.
+        vocab: Number of columns of the logits.
+        ordering: Order of children.
+        rows: Sampling parameters for `coupled` where some sequences are sampled, with the position
+            of the first drafted token.
         launch: Options of the kernels' launches, see `kernel_launch`.
     """
 
@@ -60,7 +65,7 @@ class DeviceBeams:
         # Each starts where memory is aligned, so that a kernel is compiled once.
         self._maxima = empty(num_rows, self._parts, dtype=torch.float32)
         self._sums = empty(num_rows, self._parts, dtype=torch.float32)
-        # Of the level before and the next one, by turns.
+        # Buffers of the previous and the next level, by turns.
         self._values = [empty(batch, topk, dtype=torch.float32) for _ in range(2)]
         self._nodes = [empty(batch, topk) for _ in range(2)]
         self._masks = [empty(num_rows, num_steps * topk, dtype=torch.uint8) for _ in range(2)]
@@ -76,7 +81,8 @@ class DeviceBeams:
         """Takes the children of the current beams and selects the next beams among them.
 
         Args:
-            logits: [rows, V], rows in the order of the beams: one for each sequence at first, then K.
+            logits: [rows, V], rows in the order of the beams: one for each sequence at first, then
+                K.
             token_map: int64 [V], the target's token of each column.
 
         Returns:
@@ -92,7 +98,7 @@ class DeviceBeams:
         width = self._masks[0].shape[1]
         beam_kernels.select_beams[(self._batch,)](
             self._keys, self._maxima, self._sums, sources if token_map is None else token_map,
-            self._maxima if self._rows is None else self._rows.temperature, self._values[old], self._nodes[old], self._masks[old],
+            self._maxima if self._rows is None else self._rows.temperature, self._values[old], self._nodes[old], self._masks[old],  # noqa: E501
             self._values[new], self._nodes[new], self._masks[new], tokens, sources,
             self._scores, self._tokens, self._parents, self._num_candidates, width,
             0 if level == 0 else topk + (level - 1) * topk * topk, level,
@@ -106,7 +112,7 @@ class DeviceBeams:
         return tokens, sources
 
     def _find_best(self, logits: torch.Tensor, beams: int, token_map: torch.Tensor | None) -> None:
-        """The best columns of every part of every row."""
+        """Finds the best columns of every part of every row."""
         rows, unused = self._rows, self._maxima
         passes = [(self._count, False)] if rows is None else [(0, False), (self._count, True)]
         for count, is_sampled in passes:
@@ -118,21 +124,24 @@ class DeviceBeams:
                 self._keys if rows is None else rows.seed,
                 self._keys if rows is None else rows.position,
                 logits.stride(0), self._vocab, self._level, PARTS=self._parts,
-                PAD_PARTS=power_of_two(self._parts), COUNT=count, PAD_COUNT=power_of_two(max(1, count)),
+                PAD_PARTS=power_of_two(self._parts), COUNT=count, PAD_COUNT=power_of_two(max(1, count)),  # noqa: E501
                 BEAMS=beams, BLOCK=_BLOCK,
                 SAMPLED=is_sampled, MAPPED=token_map is not None, num_warps=8,
                 **self._launch,
             )  # fmt: skip
 
     def seen(self) -> torch.Tensor:
-        """Which drafted rows each beam selected last may see: bool [B * K, level * K + K], levels counted from 0."""
+        """Returns the drafted rows that each of the newest beams may see: bool [B * K, level *
+        K + K]. Levels count from 0.
+        """
         return self._masks[self._level % 2][:, : self._level * self._topk].view(torch.bool)
 
     def write(self, results: torch.Tensor) -> None:
-        """The most valuable candidates of all levels, after the last `grow`.
+        """Writes the most valuable candidates of all levels, after the last `grow`.
 
         Args:
-            results: int32 [B, 2, N], written; see `StaticBeams.nodes`. Places without a node are -1.
+            results: int32 [B, 2, N], written; see `StaticBeams.nodes`. Places without a node are
+                -1.
         """
         nodes = results.shape[-1]
         beam_kernels.select_nodes[(self._batch,)](
@@ -150,9 +159,10 @@ def works(
     device: torch.device,
     launch: Mapping[str, bool] | None = None,
 ) -> bool:
-    """Whether the kernels compile here and build a tree that is known; says in the log why not.
+    """Returns whether the kernels compile here and build a known tree; logs why not.
 
-    They are compiled for each kind of GPU where they first run; without them torch builds the trees.
+    They are compiled for each kind of GPU where they first run; without them torch builds the
+    trees.
     """
     nodes = min(topk * num_steps, 31)
     row = torch.arange(topk * vocab, device=device).view(topk, vocab)
@@ -169,7 +179,7 @@ def works(
             results = torch.zeros(2, 1, 2, nodes, dtype=torch.int32, device=device)
             found.write(results[0])
             expected.write(results[1])
-            # Of equal values either may come first; the best chain is the same in any case.
+            # Equal values may come in any order; the best chain is the same.
             if not torch.equal(results[0, 0, 0, 0], results[1, 0, 0, 0]):
                 logger.warning("draft trees by torch: the kernels' first token differs")
                 return False

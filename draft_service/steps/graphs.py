@@ -1,9 +1,10 @@
-"""A draft model's step as CUDA graphs: committed tokens in, KV extended, beams drafted level by level, trees out.
+"""A draft model's step as CUDA graphs: committed tokens in, KV extended, beams drafted level by
+level, trees out.
 
-Everything has a fixed shape: B sequences, R committed tokens each at most, S levels of K beams, padded, with graphs for a
-few sizes of B. Lengths, pages, tokens and trees stay on the device, so a step needs one upload, two launches and one
-download; none where tokens and trees are handed on there. The same code runs operation by operation where nothing is
-captured, on any device.
+Everything has a fixed shape: B sequences, R committed tokens each at most, S levels of K beams,
+padded, with graphs for a few sizes of B. Lengths, pages, tokens and trees stay on the device, so a
+step needs one upload, two launches and one download; none where tokens and trees are handed on
+there. The same code runs operation by operation where nothing is captured, on any device.
 """
 
 import logging
@@ -21,7 +22,7 @@ from draft_service.steps.hand_on import HandedOn
 from draft_service.steps.plan import DraftPlan, Known
 from draft_service.steps.records import DraftShape
 from draft_service.steps.static_beams import StaticBeams
-from draft_service.steps.uploads import StepRecords, Uploads
+from draft_service.steps.uploads import Uploads
 from foredraft.attention.base import Batch
 from foredraft.kernel_launch import overlapped
 from foredraft.kvcache.paged_kv import PagedKV
@@ -30,15 +31,16 @@ from foredraft.trees.tree_building import Ordering
 
 logger = logging.getLogger(__name__)
 
-# Tokens of rows, features and which of them each row continues (None: one after another) in; logits of the rows that a batch
-# names and their features out.
+# Forward of a draft. Inputs: the batch, features, and the index of the features that each row
+# continues (None: one after another). Outputs: logits of the batch's requested rows, their
+# features.
 Forward = Callable[
     [Batch, torch.Tensor | None, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]
 ]
 
 
 class Beams(Protocol):
-    """Trees that grow; see `StaticBeams`."""
+    """Interface of growing trees; see `StaticBeams`."""
 
     def grow(
         self, logits: torch.Tensor, token_map: torch.Tensor | None
@@ -50,20 +52,28 @@ class Beams(Protocol):
 
 
 class DraftGraphs:
-    """Draft steps of one model over one cache.
+    """Captures and replays draft steps of one model over one cache.
 
-    A sequence's drafted tokens put their KV behind its committed keys: into what is left of their last page, which is the
-    sequence's own, and then into scratch pages of its slot. Padding has a slot of its own.
+    A sequence's drafted tokens write their KV behind its committed keys: into the rest of their
+    last page, which belongs to the sequence, and then into scratch pages of its slot. Padding has a
+    slot of its own.
 
     Args:
         forward: The model; its attention takes a batch's own plan.
-        kv: Its cache, with `shape.scratch_pages` pages of scratch for every slot, and one slot's more.
-        ordering: Of children.
-        token_map: int64, target ids of the logits' columns; None for all of the target's.
-        features: Gives features [n, feature_size] of places, int64 [n], in the source of hidden states; None for a model
-            without.
-        max_batch: Largest B.
-        handed_on: For steps whose tokens do not come from the host; None for none such.
+        kv: Its cache, with `shape.scratch_pages` scratch pages for every slot, and for one more
+            slot.
+        ordering: Order of children.
+        token_map: int64, target ids of the logits' columns; None where columns equal ids.
+        features: Returns features [n, feature_size] for row indexes, int64 [n], in the source of
+            hidden states; None for a model that reads none.
+        max_batch: Maximum batch size.
+        handed_on: Device memory of steps whose tokens do not come from the host; None without such
+            steps.
+        grown: (levels, beams of a level) of the trees; None for the numbers that the shape plans KV
+            for.
+
+    Attributes:
+        num_levels, topk: Numbers of levels, and of beams of a level.
     """
 
     def __init__(
@@ -77,8 +87,10 @@ class DraftGraphs:
         features: Callable[[torch.Tensor], torch.Tensor] | None,
         max_batch: int,
         handed_on: HandedOn | None = None,
+        grown: tuple[int, int] | None = None,
     ) -> None:
         self.shape = shape
+        self.num_levels, self.topk = grown or (shape.num_steps, shape.topk)
         self.max_batch = max_batch
         self.batch_sizes = batch_sizes(max_batch)
         self._forward, self._kv, self._features = forward, kv, features
@@ -87,13 +99,13 @@ class DraftGraphs:
         self._on_gpu = device.type == "cuda"
         first_page = kv.num_pages + shape.max_slots * shape.scratch_pages(kv.page_size)
         handed_on = handed_on or HandedOn.nowhere(shape, device)
-        # Of a step and the one before, each in as many parts as it takes.
+        # Blocks for a step and the previous one, each in as many parts as needed.
         num_blocks = 2 * -(-shape.max_slots // max_batch)
         self._uploads = Uploads(shape, max_batch, handed_on.spare_row, num_blocks, device)
         num_keys = torch.zeros(shape.max_slots + 1, dtype=torch.int32, device=device)
         dump_slot = first_page * kv.page_size
         self._known = Known(self._uploads.tables, num_keys, handed_on, dump_slot)
-        self._batches: dict[int, DraftBatches] = {}  # by size
+        self._batches: dict[int, DraftBatches] = {}  # by batch size
         self._root_logits = torch.zeros(max_batch, shape.vocab, device=device)
         self._root_features: torch.Tensor | None = None
         if shape.feature_size:
@@ -115,7 +127,7 @@ class DraftGraphs:
             from draft_service.steps import device_beams  # needs triton
 
             self._has_kernels = device_beams.works(
-                shape.num_steps, shape.topk, shape.vocab, device, overlapped(device)
+                self.num_levels, self.topk, shape.vocab, device, overlapped(device)
             )
         if self._has_kernels:
             from draft_service.steps import kernels
@@ -130,11 +142,13 @@ class DraftGraphs:
 
     @property
     def is_free(self) -> bool:
-        """Whether another step can be filled in: the one before the last is done."""
+        """Returns whether another step can be filled in: the one before the last is complete."""
         return self._uploads.is_free
 
-    def records(self, num_sequences: int) -> StepRecords:
-        """What to fill in for a step, once `is_free`; padding is filled in already."""
+    def records(self, num_sequences: int) -> npt.NDArray[np.void]:
+        """Returns the records to fill in for a step, once `is_free`; padding is filled in
+        already.
+        """
         return self._uploads.records(num_sequences, self._batch_size(num_sequences))
 
     def upload(self, num_sequences: int) -> None:
@@ -142,14 +156,21 @@ class DraftGraphs:
         self._uploads.send(self._batch_size(num_sequences))
 
     def extend(self, num_sequences: int) -> None:
-        """Computes the KV of the uploaded records' tokens, and what comes after each sequence's last one."""
+        """Computes the KV of the uploaded records' tokens, and the logits that follow each
+        sequence's last.
+        """
         batch = self._batch_size(num_sequences)
         self._run(("extend", batch), lambda: self._extend(batch))
 
-    def take_roots(self, logits: torch.Tensor, features: torch.Tensor | None) -> None:
-        """In place of `extend`: the logits [n, V] and features [n, H] of the sequences' last tokens."""
-        self._prepare(self._batch_size(len(logits)))
-        self._root_logits[: len(logits)].copy_(logits)
+    def take_roots(
+        self, num_sequences: int, logits: torch.Tensor | None, features: torch.Tensor | None
+    ) -> None:
+        """Takes logits [n, V] and features [n, H] of the sequences' last tokens, instead of
+        `extend`. Either may be None.
+        """
+        self._prepare(self._batch_size(num_sequences))
+        if logits is not None:
+            self._root_logits[: len(logits)].copy_(logits)
         if self._root_features is not None and features is not None:
             self._root_features[: len(features)].copy_(features)
 
@@ -165,40 +186,47 @@ class DraftGraphs:
         self._run(("draft", batch, *mode), lambda: self._draft(batch, *mode))
 
     def is_ready(self, num_sequences: int, any_sampled: bool, any_ranked: bool) -> bool:
-        """Whether such a draft will not wait for the device, as the first one does, which is captured."""
+        """Returns whether such a draft runs without waiting for the device; the first one
+        waits, since it is captured.
+        """
         mode = self._mode(any_sampled, any_ranked)
         key = ("draft", self._batch_size(num_sequences), *mode)
         return not self._captures or key in self._graphs
 
     def make_ready(self, num_sequences: int, any_sampled: bool, any_ranked: bool) -> None:
-        """Captures such a draft, once `is_free`."""
+        """Captures the graph of such a draft, once `is_free`."""
         mode = self._mode(any_sampled, any_ranked)
         self._run_padding(self._batch_size(num_sequences), [mode])
 
     def download(self, num_sequences: int) -> None:
-        """Lets the trees come to the host."""
+        """Copies the trees to the host."""
         trees = self._results[:num_sequences]
         self._host_results[:num_sequences].copy_(trees, non_blocking=True)
 
     def finish(self) -> None:
-        """After the step's last call: notes what to wait for."""
+        """Marks the end of the step, after its last call."""
         self._uploads.finish()
 
     @property
     def is_done(self) -> bool:
-        """Whether everything up to `finish` is done."""
+        """Whether everything up to `finish` is complete."""
         return self._uploads.is_done
 
     def trees(self, num_sequences: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Once a download is done: tokens and parents [B, N], see `StaticBeams.nodes`; valid until the next step."""
+        """Returns tokens and parents [B, N] once a download is complete, see
+        `StaticBeams.nodes`; valid until the next step.
+        """
         results = self._host_results[:num_sequences].numpy()
         return results[:, 0], results[:, 1]
 
     def capture(self, sampled: bool) -> None:
-        """From now on steps are graphs. Captures every batch size, largest first, so that the others fit its memory.
+        """Captures every batch size; later steps replay graphs.
+
+        The largest comes first, so that the others fit its memory.
 
         Args:
-            sampled: Whether coupled drafts at a temperature above 0 will come; other filters are captured when they do.
+            sampled: Whether coupled drafts at a temperature above 0 will come; other filters are
+                captured when they do.
         """
         started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
         self._captures = True
@@ -228,7 +256,7 @@ class DraftGraphs:
         return sampled, sampled and any_ranked
 
     def _run_padding(self, batch: int, modes: Sequence[tuple[bool, bool]]) -> None:
-        """A step of records that belong to nobody."""
+        """Runs a step of padding records."""
         self._uploads.records(0, batch)
         self._uploads.send(batch)
         self.extend(batch)
@@ -242,14 +270,16 @@ class DraftGraphs:
             return
         graph = self._graphs.get(key)
         if graph is None:
-            # Once for real, which compiles what is not compiled yet and is this step's result.
+            # A real run compiles missing kernels, and is this step's result.
             run_aside(run, self._device)
             self._graphs[key], _ = capture_graph(run, self._pool)
             return
         graph.replay()
 
     def _prepare(self, batch: int) -> DraftBatches:
-        """What comes first in a step on the device: the page tables and the plan."""
+        """Does the first work of a step on the device: updates page tables and fills in the
+        plan.
+        """
         batches = self._batches_of(batch)
         self._apply_updates(self._uploads.updates, self._uploads.tables)
         records = self._uploads.on_device(batch)
@@ -284,6 +314,10 @@ class DraftGraphs:
                 break
             mask = beams.seen() if shape.topk > 1 else None
             logits, features = self._forward(batches.level(level, tokens, mask), features, sources)
+        self._write(batch, beams)
+
+    def _write(self, batch: int, beams: Beams) -> None:
+        """Writes the finished trees for the host, and for a verifier on the same device."""
         results = self._results[:batch]
         beams.write(results)
         records = self._uploads.on_device(batch)
@@ -301,8 +335,8 @@ class DraftGraphs:
 
             return DeviceBeams(
                 batch,
-                shape.num_steps,
-                shape.topk,
+                self.num_levels,
+                self.topk,
                 shape.vocab,
                 self._ordering,
                 self._device,
@@ -310,11 +344,11 @@ class DraftGraphs:
                 overlapped(self._device),
             )
         return StaticBeams(
-            batch, shape.num_steps, shape.topk, shape.num_nodes + 1, self._ordering, rows
+            batch, self.num_levels, self.topk, shape.num_nodes + 1, self._ordering, rows
         )
 
 
 def batch_sizes(max_batch: int) -> list[int]:
-    """Sizes that batches are padded to."""
+    """Returns the sizes that batches are padded to."""
     sizes = [1, 2, 4, 8, *range(16, 65, 16), *range(96, 513, 32)]
     return [*(size for size in sizes if size < max_batch), max_batch]

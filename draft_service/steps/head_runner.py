@@ -1,10 +1,13 @@
-"""Runs one draft head on its paged cache. Decides nothing about which rows are computed or which tokens are taken."""
+"""Runs one draft head on its paged cache.
+
+Decides nothing about which rows are computed or which tokens are taken.
+"""
 
 from collections.abc import Sequence
 
 import torch
 
-from draft_service.models.draft_head import DraftHead, HeadOutput
+from draft_service.models.draft_head import HeadOutput, LevelHead
 from foredraft.attention.base import AttentionBackend
 from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
@@ -13,15 +16,15 @@ from foredraft.runner.heap import keep_freed_memory
 
 
 class HeadRunner:
-    """A head, its KV cache and an attention backend.
+    """Runs a head with its KV cache and an attention backend.
 
     Args:
-        head: On the device of `kv`.
-        kv: Of the head's shape.
-        attention: For the head's device.
+        head: Head on the device of `kv`.
+        kv: Cache of the head's shape.
+        attention: Backend for the head's device.
     """
 
-    def __init__(self, head: DraftHead, kv: PagedKV, attention: AttentionBackend) -> None:
+    def __init__(self, head: LevelHead, kv: PagedKV, attention: AttentionBackend) -> None:
         self.head = head
         self.kv = kv
         self.attention = attention
@@ -30,7 +33,7 @@ class HeadRunner:
 
     @torch.inference_mode()
     def fuse(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `DraftHead.fuse`."""
+        """See `LevelHead.fuse`."""
         with few_variants(cut_keys=False):
             return self.head.fuse(rows)
 
@@ -46,14 +49,14 @@ class HeadRunner:
 
         Args:
             rows: At least one sequence; no two write the same slot.
-            features: [num_rows, hidden_size], see `DraftHead.forward`.
-            module: Which of the head's modules.
-            all_features: See `DraftHead.forward`.
+            features: [num_rows, hidden_size], see `LevelHead.forward`.
+            module: Index of the head's module.
+            all_features: See `LevelHead.forward`.
 
         Raises:
             ValueError: Rows that contradict themselves or the cache.
         """
         num_slots = self.kv.data.shape[2]
         batch = build_batch(rows, self.kv.page_size, num_slots, self.kv.data.device)
-        with few_variants(cut_keys=False):  # of one layer even long contexts take little
+        with few_variants(cut_keys=False):  # one layer is fast even over long contexts
             return self.head.forward(batch, features, self.kv, self.attention, module, all_features)

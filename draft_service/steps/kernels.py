@@ -1,4 +1,4 @@
-"""Triton kernels of a draft step: one launch each for what takes torch tens of small ones."""
+"""Triton kernels of a draft step: one launch each instead of tens of small ones by torch."""
 
 # mypy: ignore-errors
 
@@ -7,23 +7,10 @@ import triton
 import triton.language as tl
 
 from draft_service.steps.plan import DraftPlan, Known
-from draft_service.steps.records import (
-    HEADER,
-    MIN_P,
-    NUM_ROWS,
-    ROW,
-    SEED_HIGH,
-    SEED_LOW,
-    SLOT,
-    START,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    VALID_FROM,
-    DraftShape,
-)
+from draft_service.steps.records import STEP, DraftShape
 from foredraft.kernel_launch import power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.sampling.columns import FLOATS
 from foredraft.trees.draft_tree import NO_PARENT
 
 
@@ -38,12 +25,11 @@ def fill(
         plan.start, plan.num_rows, plan.prefix_start, plan.tables,
         plan.num_keys, plan.num_beams, plan.valid_from,
         plan.level_first, plan.level_positions, plan.level_slots, plan.tail_positions,
-        plan.temperature, plan.top_p, plan.min_p, plan.top_k, plan.seed, plan.position,
-        len(records), records.shape[1], handed_on.first_place, known.dump_slot, kv.num_pages,
+        plan.floats, plan.top_k, plan.seed, plan.position,
+        plan.floats.stride(0), len(records), records.shape[1], handed_on.first_place, known.dump_slot, kv.num_pages,
         shape.max_pages, shape.shift,
-        SLOT=SLOT, START=START, NUM_ROWS=NUM_ROWS, VALID_FROM=VALID_FROM,
-        TEMPERATURE=TEMPERATURE, TOP_P=TOP_P, MIN_P=MIN_P, TOP_K=TOP_K, SEED_LOW=SEED_LOW,
-        SEED_HIGH=SEED_HIGH, ROW=ROW, HEADER=HEADER, PAGE_SIZE=kv.page_size,
+        **STEP.constants("slot", "start", "num_rows", "valid_from", "row", "top_k", "seed"),
+        FIRST_FLOAT=STEP[FLOATS[0]], NUM_FLOATS=len(FLOATS), HEADER=STEP.size, PAGE_SIZE=kv.page_size,
         PER_SLOT=shape.scratch_pages(kv.page_size), ROWS=shape.num_rows,
         PAD_ROWS=power_of_two(shape.num_rows), TOPK=shape.topk, LEVELS=levels,
         PAD_BEAMS=power_of_two(max(1, levels * shape.topk)), BLOCK=256, num_warps=4,
@@ -54,7 +40,7 @@ def hand_on_trees(records: torch.Tensor, results: torch.Tensor, trees: torch.Ten
     """See `draft_hand_on.hand_on_trees`."""
     nodes = results.shape[2]
     _hand_on_trees[(len(records),)](
-        records, results, trees, records.shape[1], ROW=ROW, NODES=nodes,
+        records, results, trees, records.shape[1], **STEP.constants("row"), NODES=nodes,
         PAD_NODES=power_of_two(nodes), NO_PARENT=NO_PARENT, num_warps=1,
     )  # fmt: skip
 
@@ -72,15 +58,17 @@ def _fill(
     records, all_tables, all_num_keys, accepted,
     tokens, places, positions, slots, last, starts, nums_rows, prefix_starts, tables,
     nums_keys, nums_beams, valid_froms, level_first, level_positions, level_slots, tail_positions,
-    temperatures, top_ps, min_ps, top_ks, seeds, out_positions,
-    batch, width, first_place, dump_slot, num_pages, max_pages, shift,
+    floats, top_ks, seeds, out_positions,
+    float_stride, batch, width, first_place, dump_slot, num_pages, max_pages, shift,
     SLOT: tl.constexpr, START: tl.constexpr, NUM_ROWS: tl.constexpr, VALID_FROM: tl.constexpr,
-    TEMPERATURE: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, TOP_K: tl.constexpr,
-    SEED_LOW: tl.constexpr, SEED_HIGH: tl.constexpr, ROW: tl.constexpr, HEADER: tl.constexpr,
+    FIRST_FLOAT: tl.constexpr, NUM_FLOATS: tl.constexpr, TOP_K: tl.constexpr,
+    SEED: tl.constexpr, ROW: tl.constexpr, HEADER: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PER_SLOT: tl.constexpr, ROWS: tl.constexpr, PAD_ROWS: tl.constexpr,
     TOPK: tl.constexpr, LEVELS: tl.constexpr, PAD_BEAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One sequence; grid (B,). records int32 [B, width], accepted int32 [n, 1 + ROWS]."""
+    """Fills in the plan of one sequence; grid (B,). records int32 [B, width], accepted int32
+    [n, 1 + ROWS].
+    """
     sequence = tl.program_id(0)
     record = records + sequence * width
     slot, row = tl.load(record + SLOT), tl.load(record + ROW)
@@ -144,11 +132,11 @@ def _fill(
     tl.store(valid_froms + sequence, tl.minimum(valid_from, num_keys))
     # How the target will choose.
     real: tl.constexpr = tl.float32
-    tl.store(temperatures + sequence, tl.load(record + TEMPERATURE).to(real, bitcast=True))
-    tl.store(top_ps + sequence, tl.load(record + TOP_P).to(real, bitcast=True))
-    tl.store(min_ps + sequence, tl.load(record + MIN_P).to(real, bitcast=True))
+    for column in tl.static_range(NUM_FLOATS):
+        value = tl.load(record + FIRST_FLOAT + column).to(real, bitcast=True)
+        tl.store(floats + column * float_stride + sequence, value)
     tl.store(top_ks + sequence, tl.load(record + TOP_K).to(tl.int64))
-    low, high = tl.load(record + SEED_LOW), tl.load(record + SEED_HIGH)
+    low, high = tl.load(record + SEED), tl.load(record + SEED + 1)
     seed = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
     tl.store(seeds + sequence, seed)
     tl.store(out_positions + sequence, (num_keys + shift).to(tl.int64))
@@ -159,7 +147,9 @@ def _hand_on_trees(
     records, results, trees, width,
     ROW: tl.constexpr, NODES: tl.constexpr, PAD_NODES: tl.constexpr, NO_PARENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B,). results int32 [B, 2, NODES]; trees int32 [n, 2, NODES], changed."""
+    """Copies one tree; grid (B,). results int32 [B, 2, NODES]; trees int32 [n, 2, NODES],
+    changed.
+    """
     sequence = tl.program_id(0)
     row = tl.load(records + sequence * width + ROW)
     node = tl.arange(0, PAD_NODES)
@@ -174,7 +164,7 @@ def _hand_on_trees(
 
 @triton.jit
 def _apply_updates(updates, tables, count, max_pages, BLOCK: tl.constexpr):
-    """updates int32 [3, count]: slots, entries, pages."""
+    """Writes page updates into tables. updates int32 [3, count]: slots, entries, pages."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_update = index < count
     slot = tl.load(updates + index, is_update, other=0).to(tl.int64)

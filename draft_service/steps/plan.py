@@ -1,40 +1,34 @@
-"""What the batches of a draft step are made of. Filled in on the device once per step, of the records that the host
-uploaded, and read by the batch of committed tokens and by those of all levels."""
+"""The plan of a draft step: the inputs of its batches.
+
+The device fills it in once per step, from the records that the host uploaded. The batch of
+committed tokens and those of all levels read it.
+"""
 
 from dataclasses import dataclass, fields
 
 import torch
 
 from draft_service.steps.hand_on import HandedOn
-from draft_service.steps.records import (
-    HEADER,
-    MIN_P,
-    NUM_ROWS,
-    ROW,
-    SEED_HIGH,
-    SEED_LOW,
-    SLOT,
-    START,
-    TEMPERATURE,
-    TOP_K,
-    VALID_FROM,
-    DraftShape,
-)
+from draft_service.steps.records import STEP, DraftShape
 from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.sampling.columns import FLOATS
 
 
 @dataclass(slots=True)
 class DraftPlan:
-    """Tensors of B sequences with up to R committed tokens and L levels of K beams below the first; all contiguous.
+    """Holds tensors of B sequences with up to R committed tokens and L levels of K beams below
+    the first; all contiguous.
 
-    A drafted token's KV goes behind the sequence's committed keys: into what is left of their last page, which is the
-    sequence's own, and then into scratch pages of its slot. Padding has a slot of its own.
+    A drafted token's KV goes behind the sequence's committed keys: into what is left of their last
+    page, which is the sequence's own, and then into scratch pages of its slot. Padding has a slot
+    of its own.
 
     Attributes:
-        tokens, places, positions, slots: int64 [B * R], of committed tokens: places are those of hidden states, slots those
-            of the cache. Rows that are none write where nobody reads.
+        tokens, places, positions, slots: int64 [B * R], of committed tokens: places are those of
+            hidden states, slots those of the cache. Rows that are none write where nobody reads.
         last: int64 [B], row of each sequence's newest token.
-        start, num_rows, prefix_start: int32 [B], key index of the first one, how many there are, what they see first.
+        start, num_rows, prefix_start: int32 [B], key index of the first one, how many there are,
+            what they see first.
         tables: int32 [B, pages and scratch pages], of committed and drafted keys.
         num_keys: int32 [B], committed keys, those of the step with them.
         num_beams: int32 [B], K, or 0 for padding.
@@ -42,7 +36,8 @@ class DraftPlan:
         level_first: int32 [L, B], key index of each level's first beam.
         level_positions, level_slots: int64 [L, B * K].
         tail_positions: int32 [B, L * K], of drafted keys.
-        temperature, top_p, min_p: float32 [B].
+        floats: float32 [F, B or a little more], the sampling parameters named in `FLOATS`; each
+            begins at whole 16 bytes.
         top_k, seed, position: int64 [B]; the position is the first drafted token's.
     """
 
@@ -62,16 +57,14 @@ class DraftPlan:
     level_positions: torch.Tensor
     level_slots: torch.Tensor
     tail_positions: torch.Tensor
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
+    floats: torch.Tensor
     top_k: torch.Tensor
     seed: torch.Tensor
     position: torch.Tensor
 
     @classmethod
     def empty(cls, shape: DraftShape, kv: PagedKV, batch: int) -> "DraftPlan":
-        """For batches of one size."""
+        """Creates the plan for batches of one size."""
         levels, beams, rows = shape.num_steps - 1, batch * shape.topk, batch * shape.num_rows
         entries = shape.max_pages + shape.scratch_pages(kv.page_size)
 
@@ -96,9 +89,7 @@ class DraftPlan:
             level_positions=make(long, levels, beams),
             level_slots=make(long, levels, beams),
             tail_positions=make(word, batch, levels * shape.topk),
-            temperature=make(real, batch),
-            top_p=make(real, batch),
-            min_p=make(real, batch),
+            floats=make(real, len(FLOATS), -(-batch // 4) * 4),
             top_k=make(long, batch),
             seed=make(long, batch),
             position=make(long, batch),
@@ -107,13 +98,14 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a plan is made of beside the records.
+    """Holds the inputs of a plan beside the records.
 
     Attributes:
         tables: int32 [slots + 1, max_pages], page tables.
-        num_keys: int32 [slots + 1], keys of each slot after its last step; a plan brings them up to date.
-        handed_on: What another process committed.
-        dump_slot: Of the cache, for what rows write that are none.
+        num_keys: int32 [slots + 1], number of keys of each slot after its last step; filling in a
+            plan updates them.
+        handed_on: Tokens that another process committed.
+        dump_slot: KV slot that absent rows write to.
     """
 
     tables: torch.Tensor
@@ -125,36 +117,40 @@ class Known:
 def fill(
     plan: DraftPlan, shape: DraftShape, kv: PagedKV, records: torch.Tensor, known: Known
 ) -> None:
-    """Fills in a plan. Where a record's start is -1, the device knows it; where its number of rows is -1, that, the tokens and
-    the places of their hidden states are found in what was handed on. Tokens beyond the page table are left out.
+    """Fills in a plan.
+
+    Where a record's start is -1, the device knows it; where its number of rows is -1, that, the
+    tokens and the places of their hidden states are found in what was handed on. Tokens beyond the
+    page table are left out.
 
     Args:
-        records: int32 [B, HEADER + 2 * R].
+        records: int32 [B, STEP.size + 2 * R].
     """
     made = _rows(shape, kv, records, known)
     made |= _levels(shape, kv, records, known, made["num_keys"], made["num_rows"])
-    words = records[:, TEMPERATURE : MIN_P + 1].t().contiguous().view(torch.float32)
-    made["temperature"], made["top_p"], made["min_p"] = words
-    made["top_k"] = records[:, TOP_K]
-    low, high = records[:, SEED_LOW].long(), records[:, SEED_HIGH].long()
+    first = STEP[FLOATS[0]]
+    words = records[:, first : first + len(FLOATS)].t().contiguous().view(torch.float32)
+    made["floats"] = torch.nn.functional.pad(words, (0, -len(records) % 4))
+    made["top_k"] = records[:, STEP["top_k"]]
+    low, high = (records[:, STEP["seed"] + half].long() for half in range(2))
     made["seed"] = (high << 32) | (low & 0xFFFFFFFF)
     made["position"] = made["num_keys"] + shape.shift
     for field in fields(plan):
         target: torch.Tensor = getattr(plan, field.name)
         target.copy_(made[field.name].reshape(target.shape))
-    known.num_keys.index_copy_(0, records[:, SLOT].long(), plan.num_keys)
+    known.num_keys.index_copy_(0, records[:, STEP["slot"]].long(), plan.num_keys)
 
 
 def _rows(
     shape: DraftShape, kv: PagedKV, records: torch.Tensor, known: Known
 ) -> dict[str, torch.Tensor]:
-    """Of committed tokens."""
+    """Computes the plan's tensors for committed tokens."""
     rows, size = shape.num_rows, kv.page_size
-    slot, row, start = records[:, SLOT], records[:, ROW], records[:, START]
-    is_handed_on = records[:, NUM_ROWS] < 0
+    slot, row, start = (records[:, STEP[name]] for name in ("slot", "row", "start"))
+    is_handed_on = records[:, STEP["num_rows"]] < 0
     accepted = known.handed_on.accepted.index_select(0, row)
     start = torch.where(start < 0, known.num_keys.index_select(0, slot), start)
-    count = torch.where(is_handed_on, accepted[:, 0].clamp(0, rows), records[:, NUM_ROWS])
+    count = torch.where(is_handed_on, accepted[:, 0].clamp(0, rows), records[:, STEP["num_rows"]])
     count = torch.minimum(count, (shape.max_pages * size - start).clamp_min(0))
     index = torch.arange(rows, dtype=torch.int32, device=records.device)
     is_row = index < count[:, None]
@@ -164,16 +160,16 @@ def _rows(
     pages = pages.gather(1, (keys // size).clamp_max(shape.max_pages - 1).long())
     slots = pages.long() * size + keys % size
     first = torch.arange(0, len(records) * rows, rows, device=records.device)
-    handed, tokens = is_handed_on[:, None], records[:, HEADER : HEADER + rows]
+    handed, tokens = is_handed_on[:, None], records[:, STEP.size : STEP.size + rows]
     return {
         "tokens": torch.where(handed, torch.where(is_row, accepted[:, 1:], 0), tokens),
-        "places": torch.where(handed, own, records[:, HEADER + rows :]),
+        "places": torch.where(handed, own, records[:, STEP.size + rows :]),
         "positions": keys,
         "slots": torch.where(is_row, slots, known.dump_slot),
         "last": first + (count.long() - 1).clamp_min(0),
         "start": start,
         "num_rows": count,
-        "prefix_start": torch.minimum(records[:, VALID_FROM], start),
+        "prefix_start": torch.minimum(records[:, STEP["valid_from"]], start),
         "num_keys": start + count,
     }
 
@@ -186,9 +182,9 @@ def _levels(
     num_keys: torch.Tensor,
     num_rows: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """Of drafted tokens."""
+    """Computes the plan's tensors for drafted tokens."""
     size, topk, levels = kv.page_size, shape.topk, shape.num_steps - 1
-    device, slot = records.device, records[:, SLOT]
+    device, slot = records.device, records[:, STEP["slot"]]
     per_slot = shape.scratch_pages(size)
     used = (num_keys + size - 1) // size
     columns = torch.arange(shape.max_pages + per_slot, dtype=torch.int32, device=device)
@@ -205,7 +201,7 @@ def _levels(
     return {
         "tables": tables,
         "num_beams": torch.where(num_rows > 0, topk, 0),
-        "valid_from": torch.minimum(records[:, VALID_FROM], num_keys),
+        "valid_from": torch.minimum(records[:, STEP["valid_from"]], num_keys),
         "level_first": num_keys + level[:, None] * topk,
         "level_positions": places.view(by_level).transpose(0, 1),
         "level_slots": slots.view(by_level).transpose(0, 1),

@@ -1,27 +1,33 @@
-"""The records of a draft step of fixed shape: what the host tells the device of each sequence.
+"""The host's record of one sequence in a draft step of fixed shape.
 
-A record is a row of int32: `HEADER` numbers, R tokens, and the places of their hidden states. What the host does not know of
-a sequence it gives as -1, see `draft_plan.fill`.
+A record has a header, then R tokens, and the indexes of their hidden states. Values that only the
+device knows are -1, see `plan.fill`.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-# Columns of the header.
-(
-    SLOT,
-    START,
-    NUM_ROWS,
-    VALID_FROM,
-    TEMPERATURE,
-    TOP_P,
-    MIN_P,
-    TOP_K,
-    SEED_LOW,
-    SEED_HIGH,
-    ROW,
-) = range(11)
-HEADER = 12  # whole 16 bytes
-SAMPLING = slice(TEMPERATURE, SEED_HIGH + 1)
+import numpy as np
+
+from foredraft.record_layout import Layout
+from foredraft.sampling.columns import SAMPLING
+
+STEP = Layout(
+    ("slot", np.int32),
+    ("start", np.int32),  # committed keys before the tokens, or -1
+    (
+        "num_rows",
+        np.int32,
+    ),  # number of tokens, or -1: tokens and places are where the verifier puts them
+    ("valid_from", np.int32),  # first key that the draft has
+    ("sampling", SAMPLING),
+    ("row", np.int32),  # row of the tokens that the verifier hands on
+)
+
+
+def record(num_rows: int) -> np.dtype[Any]:
+    """Returns the type of a whole record, with `tokens` and `places` [num_rows]."""
+    return STEP.whole(tokens=num_rows, places=num_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +35,15 @@ class DraftShape:
     """Sizes of a step.
 
     Attributes:
-        num_steps, topk, num_nodes: Of the tree.
-        num_rows: Committed tokens of a sequence at most, R.
-        max_slots: Sequences that may be known at a time.
-        max_pages: Of a page table.
-        vocab: Columns of the logits.
-        feature_size: Of the features that a head hands on; 0 for a model that reads tokens alone.
-        is_windowed: Whether a layer sees a window of positions.
-        shift: How far a token's position lies behind its key index.
+        num_steps, topk, num_nodes: Levels, children per node and nodes of the tree.
+        num_rows: Maximum number of committed tokens of a sequence in a step, R.
+        max_slots: Maximum number of sequences.
+        max_pages: Maximum number of pages of a page table.
+        vocab: Number of columns of the logits.
+        feature_size: Width of the features that a head returns; 0 for a model that reads only
+            tokens.
+        is_windowed: Whether some layer sees only a window of positions.
+        shift: Number that is added to a key index to get the token's position.
     """
 
     num_steps: int
@@ -52,9 +59,9 @@ class DraftShape:
 
     @property
     def scratch_rows(self) -> int:
-        """Drafted tokens of a sequence that need KV."""
+        """Number of drafted tokens of a sequence that need KV."""
         return max(1, (self.num_steps - 1) * self.topk)
 
     def scratch_pages(self, page_size: int) -> int:
-        """Pages that hold them."""
+        """Returns the number of pages that hold them."""
         return -(-self.scratch_rows // page_size)

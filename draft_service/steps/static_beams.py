@@ -1,5 +1,7 @@
-"""Beam trees for a device that must not wait for the host: fixed shapes, no value read back, so that a CUDA graph can hold
-them. The same trees as `tree_building.BeamTree` gives, as tensors."""
+"""Beam trees for CUDA graphs: fixed shapes, and no value is read back.
+
+They equal the trees of `tree_building.BeamTree`, as tensors.
+"""
 
 import math
 from dataclasses import replace
@@ -12,7 +14,10 @@ from foredraft.types import NO_TOKEN
 
 
 class StaticBeams(BeamTree):
-    """See BeamTree. Which rows are sampled is decided on the device; a promise of the rows still saves work."""
+    """See BeamTree.
+
+    Which rows are sampled is decided on the device; a promise of the rows still saves work.
+    """
 
     def expand(
         self, logits: torch.Tensor, token_map: torch.Tensor | None = None
@@ -30,7 +35,7 @@ class StaticBeams(BeamTree):
     def grow(
         self, logits: torch.Tensor, token_map: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `expand`, for rows in the order of the beams.
+        """Does the same as `expand`, for rows in the order of the beams.
 
         Args:
             logits: [rows, V], one for each sequence at first, then K.
@@ -44,7 +49,9 @@ class StaticBeams(BeamTree):
         return tokens, (beams + owner[:, None]).flatten()
 
     def seen(self) -> torch.Tensor:
-        """Which drafted rows each beam selected last may see: bool [B * K, level * K + K], levels counted from 0."""
+        """Returns the drafted rows that each of the newest beams may see: bool [B * K, level *
+        K + K]. Levels count from 0.
+        """
         return self.ancestor_rows().flatten(0, 1)
 
     def write(self, results: torch.Tensor) -> None:
@@ -53,10 +60,11 @@ class StaticBeams(BeamTree):
             results[:, row].copy_(part)
 
     def nodes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The most valuable candidates of all levels, after the last `expand`, by value.
+        """Returns the most valuable candidates of all levels by value, after the last `expand`.
 
         Returns:
-            int64 [B, N] each, N = num_draft_tokens - 1: tokens, `NO_TOKEN` after the last node; parents, earlier nodes or -1.
+            int64 [B, N] each, N = num_draft_tokens - 1: tokens, `NO_TOKEN` after the last node;
+            parents, earlier nodes or -1.
         """
         num_nodes = self.num_draft_tokens - 1
         tokens = torch.cat(self._all_tokens, -1)
@@ -70,11 +78,12 @@ class StaticBeams(BeamTree):
         keys = torch.cat(self._all_keys, -1)
         if num_candidates < num_nodes:
             keys = torch.nn.functional.pad(keys, (0, num_nodes - num_candidates), value=-math.inf)
-        # A child's value is at most its parent's and its index is higher: a stable order takes the parent first.
+        # A child's value is at most its parent's and its index is higher: a stable order takes the
+        # parent first.
         order = keys.sort(dim=-1, descending=True, stable=True)
         is_node = order.values[:, :num_nodes] > -math.inf
         chosen = torch.where(is_node, order.indices[:, :num_nodes], num_candidates)
-        # One place more for what is no node, and in `place` one before for the root.
+        # One more entry for absent nodes, and in `place` one before for the root.
         tokens = torch.nn.functional.pad(tokens, (0, 1), value=NO_TOKEN).gather(1, chosen)
         parents = torch.nn.functional.pad(torch.cat(self._all_parents, -1), (0, 1), value=-1)
         place = tokens.new_full((batch, num_candidates + 2), -1)

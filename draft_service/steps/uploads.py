@@ -1,44 +1,31 @@
-"""What the host sends a draft's step of fixed shape: records of the sequences and changes of their page tables.
+"""Uploads of a draft step of fixed shape: records of the sequences, and changes of their page
+tables.
 
-Steps may lie in the stream for a while before the device comes to them, so they are filled into pinned blocks that go
-round: a block is filled anew only when the step that it was sent with is done.
+Steps may wait in the stream before the device runs them. Therefore they are filled into pinned
+blocks that are used in turn, and a block is reused only when its step is complete.
 """
 
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from draft_service.steps.records import HEADER, ROW, SLOT, DraftShape
+from draft_service.steps.records import DraftShape, record
+from foredraft.record_layout import WORD
 
-PAGE_UPDATES = 512  # of one upload
-
-
-@dataclass(slots=True)
-class StepRecords:
-    """What the host fills in for a step, views of one pinned block.
-
-    Attributes:
-        header: int32 [B, HEADER].
-        tokens: int32 [B, R].
-        places: int32 [B, R], of each token's hidden state in the source; read where the model has features.
-    """
-
-    header: npt.NDArray[np.int32]
-    tokens: npt.NDArray[np.int32]
-    places: npt.NDArray[np.int32]
+PAGE_UPDATES = 512  # maximum number of page updates in one upload
 
 
 class _Block:
-    """Page updates, then records, on the host."""
+    """A host block: page updates, then records."""
 
-    def __init__(self, max_batch: int, width: int, is_pinned: bool) -> None:
-        size = 3 * PAGE_UPDATES + max_batch * width
+    def __init__(self, max_batch: int, kind: np.dtype[Any], is_pinned: bool) -> None:
+        size = 3 * PAGE_UPDATES + max_batch * kind.itemsize // WORD
         self.host = torch.zeros(size, dtype=torch.int32, pin_memory=is_pinned)
         self.updates = self.host[: 3 * PAGE_UPDATES].view(3, PAGE_UPDATES).numpy()
-        self.records = self.host[3 * PAGE_UPDATES :].view(max_batch, width).numpy()
-        self.num_updates = PAGE_UPDATES  # that are in it from the time before
+        self.records = self.host[3 * PAGE_UPDATES :].numpy().view(kind)
+        self.num_updates = PAGE_UPDATES  # number of updates that the block still holds
         self.done = torch.cuda.Event() if is_pinned else None
 
     @property
@@ -47,13 +34,13 @@ class _Block:
 
 
 class Uploads:
-    """The blocks of one attach, and their place on the device.
+    """Holds the blocks of one attach, and their memory on the device.
 
     Args:
-        max_batch: Records of a step at most.
-        spare_row: Of what is handed on, for records that have none.
-        num_blocks: Steps under way at most.
-        device: Where the steps run.
+        max_batch: Maximum number of records of a step.
+        spare_row: Row of `HandedOn` for records that use none.
+        num_blocks: Maximum number of steps that are not complete.
+        device: Device of the steps.
     """
 
     def __init__(
@@ -65,12 +52,15 @@ class Uploads:
         device: torch.device,
     ) -> None:
         self._shape, self._spare_row = shape, spare_row
-        self._width = HEADER + 2 * shape.num_rows
+        kind = record(shape.num_rows)
+        self._width = kind.itemsize // WORD
+        self._padding = np.zeros((), kind)
+        self._padding["slot"], self._padding["row"] = shape.max_slots, spare_row
         self._is_pinned = device.type == "cuda"
-        self._blocks = [_Block(max_batch, self._width, self._is_pinned) for _ in range(num_blocks)]
+        self._blocks = [_Block(max_batch, kind, self._is_pinned) for _ in range(num_blocks)]
         self._now = 0
         self._inputs = torch.zeros_like(self._blocks[0].host, pin_memory=False, device=device)
-        # Of each slot, one for padding: its pages. Unused updates go to padding's first entry.
+        # Page tables of the slots and of padding. Unused updates go to padding's first entry.
         self.tables = torch.zeros(
             shape.max_slots + 1, shape.max_pages, dtype=torch.int32, device=device
         )
@@ -78,31 +68,34 @@ class Uploads:
 
     @property
     def is_free(self) -> bool:
-        """Whether another step can be filled in."""
+        """Returns whether another step can be filled in."""
         return self._blocks[(self._now + 1) % len(self._blocks)].is_done
 
     @property
     def is_done(self) -> bool:
-        """Whether everything up to the newest `finish` is done."""
+        """Whether everything up to the newest `finish` is complete."""
         return self._blocks[self._now].is_done
 
     def set_pages(self, slot: int, first_entry: int, pages: list[int]) -> None:
         """Writes a part of a slot's page table, for the steps after this."""
         room = max(0, self._shape.max_pages - first_entry)
         for i, page in enumerate(pages[:room]):
-            # Of two for one entry the later counts; the device takes them in any order.
+            # The later of two updates of an entry counts; the device applies them in any order.
             self._updates[slot, first_entry + i] = page
 
-    def records(self, num_sequences: int, batch: int) -> StepRecords:
-        """What to fill in for a step, once `is_free`: `num_sequences`; the others of `batch` are filled in already."""
+    def records(self, num_sequences: int, batch: int) -> npt.NDArray[np.void]:
+        """Returns the `num_sequences` records to fill in for a step, once `is_free`; the rest
+        of `batch` is filled in already.
+
+        They are views of a pinned block, with `tokens` and `places` [R]. A place is that of a
+        token's hidden state in the source, and is read where the model has features.
+        """
         self._now = (self._now + 1) % len(self._blocks)
-        rows, end = self._blocks[self._now].records[:batch], HEADER + self._shape.num_rows
-        padding = rows[num_sequences:]
-        padding[:] = 0
-        padding[:, SLOT] = self._shape.max_slots
-        rows[:, ROW] = self._spare_row
+        rows = self._blocks[self._now].records[:batch]
+        rows[num_sequences:] = self._padding
         rows = rows[:num_sequences]
-        return StepRecords(rows[:, :HEADER], rows[:, HEADER:end], rows[:, end:])
+        rows["row"] = self._spare_row
+        return rows
 
     def send(self, batch: int) -> None:
         """Sends the records and the page updates to the device."""
@@ -111,13 +104,13 @@ class Uploads:
         self._inputs[:end].copy_(self._blocks[self._now].host[:end], non_blocking=True)
 
     def finish(self) -> None:
-        """The step that was sent last ends here."""
+        """Marks the end of the step that was sent last."""
         done = self._blocks[self._now].done
         if done is not None:
             done.record()
 
     def on_device(self, batch: int) -> torch.Tensor:
-        """The records that were sent, int32 [batch, width]."""
+        """Returns the records that were sent, int32 [batch, width]."""
         start = 3 * PAGE_UPDATES
         return self._inputs[start : start + batch * self._width].view(batch, self._width)
 
@@ -127,7 +120,9 @@ class Uploads:
         return self._inputs[: 3 * PAGE_UPDATES].view(3, PAGE_UPDATES)
 
     def _fill_updates(self) -> None:
-        """Puts page updates into the block, as many as it holds; more of them wait for nothing and go first."""
+        """Writes page updates into the block, as many as it holds; further ones are applied
+        before, at once.
+        """
         slots = [slot for slot, _ in self._updates]
         entries = [entry for _, entry in self._updates]
         numbers = list(self._updates.values())

@@ -1,1 +1,4 @@
-"""Attention over the paged KV cache: one interface, one backend per file. Knows no model and no request."""
+"""Attention over the paged KV cache: one interface, one backend per file.
+
+Knows no model and no request.
+"""

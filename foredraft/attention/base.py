@@ -1,4 +1,4 @@
-"""What a forward computes, as the model and its attention see it, and the interface of attention backends."""
+"""Interface of attention backends, and the description of a forward that models pass to them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,18 +14,20 @@ from foredraft.kvcache.paged_kv import PagedKV
 
 @dataclass(slots=True)
 class SequenceSpan:
-    """The rows of one sequence in a batch and the keys that they may see.
+    """Locates the rows of one sequence in a batch, and the keys that they may see.
 
     A key's index is its place in the order of the page table. Keys [prefix_start, prefix_len) are
-    seen by every row and stand at the position of their index. From prefix_len on lies the tail; rows
-    write their own keys to its end, from write_index on.
+    seen by every row and stand at the position of their index. From prefix_len on lies the tail;
+    rows write their own keys to its end, from write_index on.
 
     Attributes:
-        first_row: Of the batch.
-        positions: int64 [n], absolute.
-        pages: int64, the page table.
-        tail_mask: bool [n, write_index + n - prefix_len] on the CPU; None for causal (write_index == prefix_len).
-        tail_positions: int64 [write_index + n - prefix_len]; None where they are the key indexes.
+        first_row: Index of the sequence's first row in the batch.
+        positions: int64 [n], absolute positions of the rows.
+        pages: int64, page table of the sequence.
+        tail_mask: bool [n, write_index + n - prefix_len] on the CPU, which keys of the tail each
+            row sees; None for causal rows (write_index == prefix_len).
+        tail_positions: int64 [write_index + n - prefix_len], positions of the tail's keys; None
+            where they equal the key indexes.
     """
 
     first_row: int
@@ -39,28 +41,30 @@ class SequenceSpan:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the sequence."""
+        """Number of rows of the sequence."""
         return len(self.positions)
 
     @property
     def num_keys(self) -> int:
-        """Keys up to and with the rows' own."""
+        """Number of keys up to and including the rows' own."""
         return self.write_index + len(self.positions)
 
 
 @dataclass(slots=True)
 class Batch:
-    """The rows of one forward, sequence after sequence.
+    """Holds the rows of one forward, sequence after sequence.
 
     Attributes:
-        tokens: int64 [num_rows].
-        positions: int64 [num_rows].
-        slots: int64 [num_rows], where the rows' KV goes.
-        spans: One per sequence.
-        logit_rows: int64, the rows whose logits are wanted; None for all.
-        embeddings: [num_rows, hidden] to use instead of the tokens' own, or None.
-        plan: What the backend's `plan` shall return, made by a graph runner; `spans` are not read then.
-        reaches: int64 [num_rows], see `Rotary.angles`; None where every row reaches its own position.
+        tokens: int64 [num_rows], input tokens.
+        positions: int64 [num_rows], absolute positions.
+        slots: int64 [num_rows], KV slots that the rows' keys and values are written to.
+        spans: One span per sequence.
+        logit_rows: int64, rows whose logits are computed; None for all.
+        embeddings: [num_rows, hidden], used instead of the tokens' embeddings; None for those.
+        plan: Plan that a graph runner has made for the backend's `plan` to return; `spans` are not
+            read then.
+        reaches: int64 [num_rows], see `Rotary.angles`; None where every row reaches its own
+            position.
     """
 
     tokens: torch.Tensor
@@ -74,25 +78,51 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all sequences."""
+        """Number of rows of all sequences."""
         return self.tokens.shape[0]
 
 
 class AttentionBackend(ABC):
     """Computes attention of a batch's rows over the paged cache."""
 
+    def block_rows(self, max_rows: int, group_size: int, dtype: torch.dtype, kv: PagedKV) -> int:
+        """Returns the size of a program's block, where a plan lists blocks; on GPUs only.
+
+        The size counts rows times query heads of a KV head.
+
+        Args:
+            max_rows: Maximum number of rows of a sequence.
+            group_size: Query heads per KV head.
+            dtype: Type of the queries.
+        """
+        raise NotImplementedError
+
+    def cuts_keys(
+        self, batch: int, max_rows: int, num_keys: int, group_size: int, kv: PagedKV
+    ) -> bool:
+        """Returns whether forwards outside of graphs cut a sequence's keys into parts; for GPUs.
+
+        Args:
+            batch: Number of sequences.
+            max_rows: Maximum number of rows of a sequence.
+            num_keys: Maximum number of keys of a sequence.
+            group_size: Query heads per KV head.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def plan(
         self, batch: Batch, kv: PagedKV, windows: Sequence[int | None], group_size: int
     ) -> Any:
-        """Prepares, once per forward, what the layers share.
+        """Prepares the data that all layers of one forward read.
 
         Args:
-            windows: The different windows that layers have; None for a layer that sees all keys.
+            windows: Distinct attention windows of the layers; None stands for a layer that sees all
+                keys.
             group_size: Query heads per KV head.
 
         Returns:
-            Something for `attend` alone.
+            A plan that only `attend` reads.
         """
 
     @abstractmethod
@@ -105,12 +135,12 @@ class AttentionBackend(ABC):
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        """Attention of one layer; the rows' own keys and values are in the cache already.
+        """Computes attention of one layer; the rows' own keys and values are in the cache already.
 
         Args:
             queries: [num_rows, num_heads, head_dim], rotated.
-            layer: Of the cache.
-            window: One of the windows that were planned: rows see keys with position > their own - window.
-            scale: Of the scores.
+            layer: Index of the layer in the cache.
+            window: One of the planned windows; a row sees keys with position > its own - window.
+            scale: Factor of the scores.
             out: [num_rows, num_heads * head_dim], written.
         """

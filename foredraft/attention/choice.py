@@ -1,26 +1,35 @@
-"""Which device models run on, and which attention backend it gets."""
+"""Selects the device that models run on, and its attention backend."""
 
 import logging
 
 import torch
 
 from foredraft.attention.base import AttentionBackend
+from foredraft.attention.exact_triton import ExactAttention
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.errors import ConfigError
 
-OLDEST_GPU = (8, 0)  # that Triton compiles for
+OLDEST_GPU = (8, 0)  # lowest compute capability that Triton compiles for
 
 logger = logging.getLogger(__name__)
 
 
 def attention_for(device: torch.device) -> AttentionBackend:
-    """The fastest backend on a device."""
+    """Returns the fastest attention backend for a device."""
     return TritonAttention() if device.type == "cuda" else SdpaAttention()
 
 
+def exact_attention_for(device: torch.device) -> AttentionBackend:
+    """Returns the backend whose result for a row depends on no other row.
+
+    The CPU has only one backend, which serves both purposes.
+    """
+    return ExactAttention() if device.type == "cuda" else SdpaAttention()
+
+
 def device_for(asked: str) -> torch.device:
-    """Where models run.
+    """Returns the device that models run on.
 
     Args:
         asked: `cuda`, `cpu`, or `auto` for a GPU if this process sees one that will do.

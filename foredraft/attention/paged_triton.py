@@ -1,4 +1,4 @@
-"""Attention on NVIDIA GPUs by the Triton kernels of `triton_kernels`, which this module imports only when it is used."""
+"""Attention on NVIDIA GPUs by the Triton kernels of `triton_kernels`, imported on first use."""
 
 import functools
 import math
@@ -11,40 +11,50 @@ import numpy.typing as npt
 import torch
 
 from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
-from foredraft.attention.split_kv import Balance, Lengths, Levels, Shares, share_out
+from foredraft.attention.split_kv import Balance, Lengths, Levels, WorkList, build_work_lists
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
 
 MAX_SPLITS = 32
-# Keys that a program should have at least; with few rows it waits for memory, with many it computes.
+# Minimum number of keys for a program; with few rows it waits for memory, with many it
+# computes.
 MIN_KEYS_FEW_ROWS, MIN_KEYS_MANY_ROWS = 64, 1024
-# Rows of a tile, query heads counted likewise, up to which there are tiles of several sizes.
+# Maximum rows times query heads of a KV head for which tiles have several sizes.
 _SMALL_TILES = 32
-FEW_ROWS = 16  # of a tile, query heads of a KV head counted as rows
+FEW_ROWS = 16  # maximum rows times query heads of a KV head that count as few
 # Compute units assumed where there is no GPU, which is where Triton's interpreter runs the kernels.
 _INTERPRETED_UNITS = 16
 
 
 @dataclass(slots=True)
 class TritonPlan:
-    """What the kernels read of a batch of B sequences with T rows; all tensors are on the device.
+    """Describes a batch of B sequences with T rows to the kernels; all tensors are on the device.
 
-    A CUDA graph makes its own from buffers whose content changes between replays. A sequence without rows is padding.
+    A CUDA graph makes its own from buffers whose content changes between replays. A sequence
+    without rows is padding.
 
     Attributes:
-        page_tables: int32 [B, P].
+        page_tables: int32 [B, P], page tables.
         first_row, num_rows, prefix_start, prefix_len, write_index: int32 [B], see `SequenceSpan`.
-        positions: int64 [T], of the rows.
-        tail_mask: bool or uint8 [T, W]: which keys from prefix_len on each row sees. None where all are causal.
-        is_causal: int8 [B]: sequences to which the mask does not apply; None for none of them.
-        tail_positions: int32 [B, W]: positions of those keys; None where they are the key indexes.
-        max_rows: No sequence has more rows.
-        num_splits: Parts into which the keys are cut, computed side by side; a power of two. See `splits_for`.
-        blocks: int32 [2, N]: sequence and block of rows of each program, see `folded_rows_of_a_block`; one behind the sequence's
-            last is padding. None for as many of each sequence as `max_rows` need.
-        balance: Lets the device share the keys out evenly, whatever each sequence's length is, with the plan of level 0; see
-            `TritonAttention.plan`. None for `num_splits` parts of each sequence. Not with `blocks` or `is_causal`.
-        level: Of `balance`.
+        positions: int64 [T], absolute positions of the rows.
+        tail_mask: bool or uint8 [T, W]: which keys from prefix_len on each row sees. None where all
+            rows are causal.
+        is_causal: int8 [B]: whether the mask does not apply to a sequence; None if it applies to
+            all.
+        tail_positions: int32 [B, W]: positions of those keys; None where they equal the key
+            indexes.
+        max_rows: Maximum number of rows of a sequence.
+        num_splits: Number of parts that keys are cut into and computed side by side; a power of
+            two. See `splits_for`.
+        blocks: int32 [2, N]: sequence and block of rows of each program, see
+            `AttentionBackend.block_rows`; a block after the sequence's last is padding. None gives
+            each sequence as many blocks as `max_rows` need.
+        balance: Builds split-KV work lists on the device, with the plan of level 0; see
+            `TritonAttention.plan`. None cuts each sequence into `num_splits` parts. Not with
+            `blocks` or `is_causal`.
+        level: Index of this plan's level in `balance`.
+        tails: Slots of the keys that each row of a tree sees from the last whole tile before the
+            tree on; for `exact_triton` only.
     """
 
     kv: PagedKV
@@ -63,18 +73,20 @@ class TritonPlan:
     blocks: torch.Tensor | None = None
     balance: Balance | None = None
     level: int = 0
+    tails: torch.Tensor | None = None
 
 
 def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_size: int = 4) -> int:
-    """How many parts to cut the keys into, so that the whole device works and each part is worth it.
+    """Returns the number of parts to cut keys into, so that all parts keep the device busy.
 
-    The numbers are the fastest of a sweep on an H200 over batches of 1, 8 and 32 sequences with 1, 4 and 32 rows.
+    The numbers are the fastest of a sweep on an H200 over batches of 1, 8 and 32 sequences with 1,
+    4 and 32 rows.
 
     Args:
-        batch: Sequences.
-        max_rows: Of a sequence.
+        batch: Number of sequences.
+        max_rows: Maximum number of rows of a sequence.
         kv: The cache.
-        max_tokens: No sequence has more keys.
+        max_tokens: Maximum number of keys of a sequence.
         group_size: Query heads per KV head.
     """
     device = kv.data.device
@@ -84,7 +96,8 @@ def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_si
     folded = max_rows * group_size
     programs = max(1, batch) * kv.num_kv_heads * -(-folded // 64)
     if folded <= FEW_ROWS:  # several programs run on a unit at a time
-        # Adding the parts up costs more with more rows; of the larger tiles of 8 bits a unit holds three.
+        # Adding up the parts costs more with more rows. A unit holds three of the larger 8-bit
+        # tiles.
         per_unit = 2 if max_rows > 1 else 3 if kv.is_8_bit else 4
         wanted = min(per_unit * units // programs, max_tokens // MIN_KEYS_FEW_ROWS)
     else:
@@ -93,21 +106,37 @@ def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_si
 
 
 class TritonAttention(AttentionBackend):
-    """One or two kernels per layer: attention over parts of the keys, and their sum where there are several parts."""
+    """Computes attention in one kernel per layer, and in a second one that adds up parts of the
+    keys.
+    """
+
+    def block_rows(self, max_rows: int, group_size: int, dtype: torch.dtype, kv: PagedKV) -> int:
+        """See AttentionBackend. Keys are not cut into parts then."""
+        room, head_dim = has_room(kv.data.device), kv.data.shape[-1]
+        return _tiles(max_rows * group_size, head_dim, dtype, kv.is_8_bit, 1, room)["BLOCK_M"]
+
+    def cuts_keys(
+        self, batch: int, max_rows: int, num_keys: int, group_size: int, kv: PagedKV
+    ) -> bool:
+        """See AttentionBackend."""
+        return splits_for(batch, max_rows, kv, num_keys, group_size) > 1
 
     def plan(
         self, batch: Batch, kv: PagedKV, windows: Sequence[int | None], group_size: int
     ) -> TritonPlan:
-        """See AttentionBackend. A batch that brings its plan keeps it; from others' spans one is made by one upload."""
+        """See AttentionBackend.
+
+        Returns the batch's own plan if it has one, else uploads one made from its spans.
+        """
         if batch.plan is not None:
             plan = cast(TritonPlan, batch.plan)
             balance = plan.balance
             if balance is not None and plan.level == 0:
-                balance.shares = {
-                    each: _shares(plan, balance, each, group_size) for each in set(windows)
+                balance.work_lists = {
+                    each: _work_lists(plan, balance, each, group_size) for each in set(windows)
                 }
             return plan
-        return _plan_of_spans(batch, kv, group_size)
+        return plan_of_spans(batch, kv, group_size)
 
     def attend(
         self,
@@ -126,7 +155,7 @@ class TritonAttention(AttentionBackend):
         num_tokens, num_heads, head_dim = queries.shape
         num_kv_heads = keys.shape[0]
         group = num_heads // num_kv_heads
-        shares = plan.balance.shares[window][plan.level] if plan.balance is not None else None
+        work = plan.balance.work_lists[window][plan.level] if plan.balance is not None else None
         tiles = _plan_tiles(plan, group, queries.dtype)
         row_blocks = -(-plan.max_rows * group // tiles["BLOCK_M"])
         blocks = plan.blocks
@@ -136,9 +165,9 @@ class TritonAttention(AttentionBackend):
         parts: Any = out  # not read where there is one part
         best: Any = out
         total: Any = out
-        if shares is not None:
-            grid = (num_kv_heads, shares.shares.shape[0], 1)
-            lines = shares.num_parts * num_kv_heads * tiles["BLOCK_M"]
+        if work is not None:
+            grid = (num_kv_heads, work.items.shape[0], 1)
+            lines = work.num_parts * num_kv_heads * tiles["BLOCK_M"]
             parts = out.new_empty((lines, head_dim), dtype=torch.float32)
             best, total = (out.new_empty(lines, dtype=torch.float32) for _ in range(2))
         elif splits > 1:
@@ -156,23 +185,23 @@ class TritonAttention(AttentionBackend):
             plan.positions if plan.is_causal is None else plan.is_causal,
             plan.positions if plan.tail_positions is None else plan.tail_positions,
             plan.first_row if blocks is None else blocks,
-            plan.first_row if shares is None else shares.shares, plan.first_row if shares is None else shares.counters,
+            plan.first_row if work is None else work.items, plan.first_row if work is None else work.counters,
             scale * k_scale * math.log2(math.e), v_scale, window or 0, keys.stride(0), queries.stride(0),
             queries.stride(1), plan.page_tables.stride(0),
             0 if mask is None else mask.stride(0), 0 if mask is None else mask.shape[1],
             0 if plan.tail_positions is None else plan.tail_positions.stride(0), row_blocks, splits,
             GROUP=group, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
-            BLOCK_D=block_d, SPLIT=splits > 1 and shares is None, WINDOWED=window is not None, MASKED=mask is not None, MIXED=plan.is_causal is not None,
+            BLOCK_D=block_d, SPLIT=splits > 1 and work is None, WINDOWED=window is not None, MASKED=mask is not None, MIXED=plan.is_causal is not None,
             PLACED=plan.tail_positions is not None, LISTED=blocks is not None,
-            SHARED=shares is not None, JOINS=shares is not None and shares.joins, EIGHT_BIT=kv.is_8_bit,
+            WORK_LIST=work is not None, JOINS=work is not None and work.joins, EIGHT_BIT=kv.is_8_bit,
             PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
             **tiles, **options,
         )  # fmt: skip
-        if shares is not None:
-            if not shares.joins:
-                self._combine_shares(plan, shares, out, parts, best, total, group, head_dim)
+        if work is not None:
+            if not work.joins:
+                self._combine_items(plan, work, out, parts, best, total, group, head_dim)
         elif splits > 1:
-            # Of few rows each head is a program's.
+            # With few rows each program takes one head.
             heads = math.gcd(num_heads, 8) if num_tokens >= 64 and splits <= 4 else 1
             chunk = splits
             if VARIANTS.are_few:
@@ -185,9 +214,9 @@ class TritonAttention(AttentionBackend):
             )  # fmt: skip
 
     @staticmethod
-    def _combine_shares(
+    def _combine_items(
         plan: TritonPlan,
-        shares: Shares,
+        work: WorkList,
         out: torch.Tensor,
         parts: torch.Tensor,
         best: torch.Tensor,
@@ -197,14 +226,14 @@ class TritonAttention(AttentionBackend):
     ) -> None:
         from foredraft.attention import triton_kernels
 
-        kv_heads, block_m = plan.kv.num_kv_heads, shares.tiles["BLOCK_M"]
+        kv_heads, block_m = plan.kv.num_kv_heads, work.tiles["BLOCK_M"]
         lines = min(block_m, plan.max_rows * group)
-        # Of few rows each head is a program's.
-        each = math.gcd(lines, 4) if out.shape[0] >= 64 and shares.chunk <= 8 else 1
-        triton_kernels.combine_shares[(len(shares.pairs), kv_heads, -(-lines // each))](
-            out, parts, best, total, shares.shares, shares.pairs,
+        # With few rows each program takes one line.
+        each = math.gcd(lines, 4) if out.shape[0] >= 64 and work.chunk <= 8 else 1
+        triton_kernels.combine_items[(len(work.pairs), kv_heads, -(-lines // each))](
+            out, parts, best, total, work.items, work.pairs,
             GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_D=max(16, power_of_two(head_dim)),
-            LINES=each, CHUNK=shares.chunk, num_warps=4 if shares.chunk * each > 8 else 2, **overlapped(out.device),
+            LINES=each, CHUNK=work.chunk, num_warps=4 if work.chunk * each > 8 else 2, **overlapped(out.device),
         )  # fmt: skip
 
 
@@ -220,12 +249,14 @@ def _plan_tiles(plan: TritonPlan, group: int, dtype: torch.dtype) -> dict[str, i
     )
 
 
-def _shares(plan: TritonPlan, balance: Balance, window: int | None, group: int) -> list[Shares]:
+def _work_lists(
+    plan: TritonPlan, balance: Balance, window: int | None, group: int
+) -> list[WorkList]:
     kv, tiles = plan.kv, _plan_tiles(plan, group, balance.dtype)
     levels = balance.levels
     if levels is None:
         levels = Levels(plan.prefix_len[None], plan.write_index[None], plan.positions[None])
-    return share_out(
+    return build_work_lists(
         Lengths(
             plan.first_row,
             plan.num_rows,
@@ -244,17 +275,9 @@ def _shares(plan: TritonPlan, balance: Balance, window: int | None, group: int) 
     )
 
 
-def folded_rows_of_a_block(
-    max_rows: int, group_size: int, head_dim: int, dtype: torch.dtype, kv: PagedKV
-) -> int:
-    """Rows of a block times query heads of a KV head, where keys are not cut into parts; see `TritonPlan.blocks`."""
-    room = has_room(kv.data.device)
-    return _tiles(max_rows * group_size, head_dim, dtype, kv.is_8_bit, 1, room)["BLOCK_M"]
-
-
 @functools.cache
 def has_room(device: torch.device) -> bool:
-    """Whether a program may have 128 KiB of shared memory; sm_86, sm_89 and sm_120 have 99."""
+    """Returns whether a program may use 128 KiB of shared memory; sm_86, sm_89 and sm_120 have 99."""
     if device.type != "cuda":
         return True
     capability = torch.cuda.get_device_capability(device)
@@ -269,15 +292,18 @@ def _tiles(
     splits: int,
     has_room: bool,
 ) -> dict[str, int]:
-    """Rows and keys of a tile, warps and stages: the fastest of a sweep on an H200 with heads of 128, which leave room elsewhere."""
+    """Returns rows and keys of a tile, warps and stages: the fastest of a sweep on an H200 with
+    heads of 128. Smaller heads leave room.
+    """
     if dtype == torch.float32:  # no matrix units: small tiles and many threads, or registers spill
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1, "PACKED": False}
     wide = head_dim > 128
     block_m = max(16, power_of_two(folded_rows))
-    # Of a tree's rows two tiles side by side are faster than one; of a long chunk, whose keys are read anew for each
-    # tile, the larger ones.
+    # For a tree's rows two tiles side by side are faster than one; for a long chunk, whose keys are
+    # read again for each tile, larger tiles are.
     block_m = min(block_m, 64 if wide or folded_rows <= 256 else 128)
-    # All stages but one hold keys and values that are under way; more of them leave room for fewer programs.
+    # All stages but one hold keys and values that are being loaded; more stages leave room for
+    # fewer programs.
     block_n, stages = 64, 3 if eight_bit or block_m < 128 or has_room else 2
     if wide:
         block_n, stages = 32, 2
@@ -294,13 +320,14 @@ def _tiles(
     }
 
 
-def _plan_of_spans(batch: Batch, kv: PagedKV, group_size: int) -> TritonPlan:
+def plan_of_spans(batch: Batch, kv: PagedKV, group_size: int) -> TritonPlan:
     spans, device = batch.spans, kv.data.device
     masks = [_mask(span) for span in spans]
     num_spans, num_tokens = len(spans), batch.num_rows
     width = max((mask.shape[1] for mask in masks if mask is not None), default=0)
     num_pages = max(len(span.pages) for span in spans)
-    # One block: B records of page table, five numbers, whether it is causal, and tail positions; then the masks.
+    # One block: B records of page table, five numbers, whether it is causal, and tail positions;
+    # then the masks.
     record = num_pages + 6 + width
     num_ints = num_spans * record
     num_bytes = 4 * num_ints + num_tokens * width
@@ -334,8 +361,8 @@ def _plan_of_spans(batch: Batch, kv: PagedKV, group_size: int) -> TritonPlan:
     max_rows = max(span.num_rows for span in spans)
     num_splits = splits_for(num_spans, max_rows, kv, num_keys, group_size)
     is_mixed = any(mask is None for mask in masks)
-    if VARIANTS.are_few:  # of small tiles the largest is that of any number of rows
-        max_rows = max(max_rows, _SMALL_TILES // group_size + 1)
+    if VARIANTS.are_few:
+        max_rows = rows_outside_graphs(max_rows, group_size)
         is_mixed = True
         if has_mask or not VARIANTS.cut_keys:
             num_splits = 1
@@ -356,8 +383,16 @@ def _plan_of_spans(batch: Batch, kv: PagedKV, group_size: int) -> TritonPlan:
     )
 
 
+def rows_outside_graphs(max_rows: int, group_size: int) -> int:
+    """Returns the number of rows per sequence that forwards of few variants are launched for.
+
+    Every smaller number shares the largest of the small tiles.
+    """
+    return max(max_rows, _SMALL_TILES // group_size + 1)
+
+
 def _mask(span: SequenceSpan) -> npt.NDArray[np.bool_] | None:
-    """A span's mask; causal ones have none, unless their keys stand elsewhere than their indexes."""
+    """Returns a span's mask; None for causal rows whose keys' positions equal their indexes."""
     if span.tail_mask is not None:
         return span.tail_mask.numpy()
     if span.tail_positions is not None:

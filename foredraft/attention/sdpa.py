@@ -1,4 +1,4 @@
-"""Attention by torch alone: the CPU's backend, and the reference of the others on any device."""
+"""Attention in plain torch: the CPU's backend, and the reference for the others on any device."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
 from foredraft.kvcache.paged_kv import PagedKV
 
-# A long chunk is attended in blocks of so many rows: a block reads no keys after its own last one, and masks stay small.
+# Long chunks are processed in blocks of this many rows: a block reads no keys after its last row,
+# and masks stay small.
 BLOCK_ROWS = 128
 
 
 @dataclass(slots=True)
 class _Span:
-    """Rows of one sequence under one window."""
+    """Rows of one sequence, and the keys that they see under one window."""
 
     first_row: int
     end_row: int
@@ -27,7 +28,7 @@ class _Span:
 
 @dataclass(slots=True)
 class SdpaPlan:
-    """What the layers of one forward share; spans by window."""
+    """Holds the spans of one forward, by window, and the cache that its layers read."""
 
     kv: PagedKV
     group_size: int
@@ -35,11 +36,11 @@ class SdpaPlan:
 
 
 class SdpaAttention(AttentionBackend):
-    """One call of scaled_dot_product_attention per sequence (long chunks: block of rows) and layer.
+    """Calls scaled_dot_product_attention once per sequence and layer; long chunks once per block.
 
-    The query heads of a KV head are folded into the rows, so keys and values are never repeated. The
-    keys of consecutive pages are read in place; those of scattered pages are gathered. A layer with a
-    window reads no more keys than the window of its rows.
+    The query heads of a KV head are folded into the rows, so keys and values are never repeated.
+    The keys of consecutive pages are read in place; those of scattered pages are gathered. A layer
+    with a window reads no more keys than the window of its rows.
     """
 
     def plan(
@@ -119,7 +120,7 @@ def _blocks(span: SequenceSpan) -> Iterator[SequenceSpan]:
 
 
 def _first_key(span: SequenceSpan, window: int | None) -> int:
-    """Index of the first key that some row sees; the tail is always read whole."""
+    """Returns the index of the first key that some row sees; the tail is always read whole."""
     first = span.prefix_start
     if window is not None:
         first = max(first, int(span.positions.min()) - window + 1)
@@ -127,7 +128,7 @@ def _first_key(span: SequenceSpan, window: int | None) -> int:
 
 
 def _visible(span: SequenceSpan, window: int | None, first_key: int) -> torch.Tensor | None:
-    """Bool [num_rows, num_keys - first_key], or None when every row sees all of them."""
+    """Returns which keys each row sees: bool [num_rows, num_keys - first_key]; None if all see all."""
     num_rows, num_keys = span.num_rows, span.num_keys
     if num_rows == 1 and span.tail_mask is None:
         return None
@@ -149,7 +150,7 @@ def _visible(span: SequenceSpan, window: int | None, first_key: int) -> torch.Te
 def _slots(
     span: SequenceSpan, first_key: int, page_size: int, device: torch.device
 ) -> slice | torch.Tensor:
-    """Slots of the keys from first_key on."""
+    """Returns the KV slots of the keys from first_key on: a slice where they are consecutive."""
     first_page = first_key // page_size
     pages = span.pages[first_page : -(-span.num_keys // page_size)]
     offset, num_keys = first_key - first_page * page_size, span.num_keys - first_key

@@ -1,10 +1,11 @@
-"""Which keys of which sequence each attention program reads, worked out on the device where the lengths are: in Triton."""
+"""Triton kernel that builds split-KV work lists on the device, where the lengths are."""
 
 # mypy: ignore-errors
 import triton
 import triton.language as tl
 
-# Columns of a share: which rows of which sequence, which keys, and in how many shares that many keys of these rows lie.
+# Columns of an item: the sequence and its block of rows, the keys [BEGIN, END) that the program
+# reads, and how many items the keys of this block are cut into.
 SEQUENCE = tl.constexpr(0)
 BLOCK = tl.constexpr(1)
 BEGIN = tl.constexpr(2)
@@ -12,31 +13,33 @@ END = tl.constexpr(3)
 FIRST_ROW = tl.constexpr(4)
 NUM_ROWS = tl.constexpr(5)
 PREFIX_LEN = tl.constexpr(6)
-PARTS = tl.constexpr(7)  # 0: a program without work
-FIRST_PART = tl.constexpr(8)  # share with the first of these keys; the others follow
-COLUMNS = tl.constexpr(16)  # of which the last are unused: a share is one line of memory
+PARTS = tl.constexpr(7)  # number of items of this block of rows; 0 marks an unused item
+FIRST_PART = tl.constexpr(8)  # index of the first of these items; the others follow it
+COLUMNS = tl.constexpr(16)  # the last ones are unused: an item fills one line of memory
 
 
 @triton.jit(
     do_not_specialize=[
-        "shares", "pairs", "counters", "prefix_stride", "write_stride", "position_stride",
-        "num_pairs", "num_shares", "spare", "splits", "window", "row_blocks", "group", "kv_heads", "block_m", "block_n",
+        "items", "pairs", "counters", "prefix_stride", "write_stride", "position_stride",
+        "num_pairs", "num_items", "spare", "splits", "window", "row_blocks", "group", "kv_heads", "block_m", "block_n",
     ]
 )  # fmt: skip
-def share_out(
-    shares, pairs, counters, first_rows, nums_rows, prefix_starts, prefix_lens, write_indexes, positions,
+def build_work_lists(
+    items, pairs, counters, first_rows, nums_rows, prefix_starts, prefix_lens, write_indexes, positions,
     prefix_stride, write_stride, position_stride,
-    num_pairs, num_shares, spare, splits, window, row_blocks, group, kv_heads, block_m, block_n,
+    num_pairs, num_items, spare, splits, window, row_blocks, group, kv_heads, block_m, block_n,
     PAIRS: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One program for each level: finds the shortest share for which there are enough, and writes them down; see `shares.Shares`.
+    """Builds the work list of one level in one program; see `split_kv.WorkList`.
 
-    A pair is a sequence and a block of its rows. Pairs of several shares come first, so that the longest programs start first.
+    The program searches for the shortest length of items whose number fits the list. A pair is a
+    sequence and a block of its rows. Pairs of several items come first, so that the longest
+    programs start first.
     """
     level = tl.program_id(0)
-    shares += level * num_shares * COLUMNS
+    items += level * num_items * COLUMNS
     pairs += level * num_pairs * 2
-    counters += level * num_shares * kv_heads
+    counters += level * num_items * kv_heads
     prefix_lens += level * prefix_stride
     write_indexes += level * write_stride
     positions += level * position_stride
@@ -58,7 +61,7 @@ def share_out(
             oldest_row += block * block_m // group
         position = tl.load(positions + oldest_row, mask=is_active, other=0).to(tl.int32)
         begin = tl.maximum(begin, position - window + 1)
-        if MASKED:  # the tail's positions are any
+        if MASKED:  # the tail may have any positions
             begin = tl.minimum(begin, prefix_len)
     tiles = tl.where(is_active, tl.maximum(tl.cdiv(end - begin, block_n), 1), 0)
 
@@ -67,7 +70,7 @@ def share_out(
     even = tl.cdiv(tl.sum(tiles, 0), tl.maximum(num_active * splits, 1))
     high = tl.maximum(tl.max(tiles, 0), 1)
     low = tl.minimum(tl.maximum(even, 1), high)
-    if (splits == 1) & (2 * high <= 3 * even):  # so nearly even that nothing is worth adding up
+    if (splits == 1) & (2 * high <= 3 * even):  # nearly even: cutting is not worth adding up parts
         low = high
     while low < high:
         middle = (low + high) // 2
@@ -89,19 +92,19 @@ def share_out(
     tl.store(pairs + 2 * pair + 1, first, mask=pair < num_pairs)
     for part in range(0, tl.max(parts, 0)):
         here = part < parts
-        share = shares + (first + part) * COLUMNS
+        item = items + (first + part) * COLUMNS
         part_begin = begin + part * step
-        tl.store(share + SEQUENCE, sequence, mask=here)
-        tl.store(share + BLOCK, block, mask=here)
-        tl.store(share + BEGIN, part_begin, mask=here)
-        tl.store(share + END, tl.minimum(part_begin + step, end), mask=here)
-        tl.store(share + FIRST_ROW, first_row, mask=here)
-        tl.store(share + NUM_ROWS, num_rows, mask=here)
-        tl.store(share + PREFIX_LEN, prefix_len, mask=here)
-        tl.store(share + PARTS, parts, mask=here)
-        tl.store(share + FIRST_PART, first, mask=here)
-    for unused in range(num_of_several + tl.sum(alone, 0), num_shares, PAIRS):
-        share = unused + pair
-        tl.store(shares + share * COLUMNS + PARTS, 0, mask=share < num_shares)
-    for counter in range(0, num_shares * kv_heads, PAIRS):
-        tl.store(counters + counter + pair, 0, mask=counter + pair < num_shares * kv_heads)
+        tl.store(item + SEQUENCE, sequence, mask=here)
+        tl.store(item + BLOCK, block, mask=here)
+        tl.store(item + BEGIN, part_begin, mask=here)
+        tl.store(item + END, tl.minimum(part_begin + step, end), mask=here)
+        tl.store(item + FIRST_ROW, first_row, mask=here)
+        tl.store(item + NUM_ROWS, num_rows, mask=here)
+        tl.store(item + PREFIX_LEN, prefix_len, mask=here)
+        tl.store(item + PARTS, parts, mask=here)
+        tl.store(item + FIRST_PART, first, mask=here)
+    for unused in range(num_of_several + tl.sum(alone, 0), num_items, PAIRS):
+        item = unused + pair
+        tl.store(items + item * COLUMNS + PARTS, 0, mask=item < num_items)
+    for counter in range(0, num_items * kv_heads, PAIRS):
+        tl.store(counters + counter + pair, 0, mask=counter + pair < num_items * kv_heads)

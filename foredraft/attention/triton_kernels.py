@@ -1,4 +1,7 @@
-"""Flash-decoding over KV pages in Triton (Dao et al. 2023): every length is read from device memory, none from the host."""
+"""Flash-decoding over KV pages in Triton (Dao et al. 2023), with all lengths in device memory.
+
+No length is read by the host.
+"""
 
 # mypy: ignore-errors
 # ruff: noqa: SIM108 (what the compiler decides stays a statement)
@@ -21,20 +24,20 @@ from foredraft.attention.split_kv_kernels import (
 
 @triton.jit
 def _byte(words, index: tl.constexpr, KEPT: tl.constexpr, dtype: tl.constexpr):
-    """One of the four 8-bit floats of each word."""
+    """Converts one of the four 8-bit floats of each word."""
     byte = ((words >> (8 * index)) & 0xFF).to(tl.uint8)
     return byte.to(KEPT, bitcast=True).to(dtype)
 
 
 @triton.jit
 def _pages(table, keys, end, PAGE_SIZE: tl.constexpr):
-    """Pages of the keys before `end`."""
+    """Loads the pages of the keys before `end`."""
     return tl.load(table + keys // PAGE_SIZE, mask=keys < end, other=0)
 
 
 @triton.jit
 def _rows(ptr, slots, in_range, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of WIDTH elements [slots, BLOCK], zeros where there is none."""
+    """Loads rows of WIDTH elements [slots, BLOCK], with zeros outside of the range."""
     columns = tl.arange(0, BLOCK)
     wanted = in_range[:, None] & (columns < WIDTH)[None, :]
     return tl.load(ptr + slots[:, None] * WIDTH + columns[None, :], mask=wanted, other=0.0)
@@ -42,11 +45,16 @@ def _rows(ptr, slots, in_range, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weights(best, total, q, k, in_range, seen, scale, PRECISION: tl.constexpr):
-    """Online softmax over one tile of keys; `scale` includes log2(e). What sums are to be multiplied with comes second."""
+    """Computes the online softmax over one tile of keys; `scale` includes log2(e).
+
+    Returns:
+        Weights of the keys, the factor for earlier sums, the new maximum and the new total.
+    """
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
     scores = tl.where(seen & in_range[None, :], scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, 1))
-    # A row that has seen no key yet stands at minus infinity, which must not be subtracted from itself.
+    # The maximum of a row without keys is minus infinity, which must not be subtracted from
+    # itself.
     base = tl.where(new_best == float("-inf"), 0.0, new_best)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(best - base)
@@ -58,7 +66,10 @@ def _add_up(
     part_acc, part_best, part_total, first, stride, num_parts, is_line,
     LINES: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The parts of some lines [LINES, BLOCK_D], CHUNK at a time; those of one line lie `stride` apart from `first` on."""
+    """Adds up the parts of some lines [LINES, BLOCK_D], CHUNK parts at a time.
+
+    The parts of one line lie `stride` apart from `first` on.
+    """
     dims = tl.arange(0, BLOCK_D)
     best = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
@@ -84,60 +95,62 @@ def _add_up(
     return acc / total[:, None]
 
 
-# What differs with the number of sequences and pages, or by how it is aligned, must not be a kernel of its own: to compile it
-# would hold up a step for a second.
+# Numbers of sequences and pages, and alignments, must not select kernel variants: compiling one
+# delays a step by a second.
 @triton.jit(
     do_not_specialize=[
         "first_rows", "nums_rows", "prefix_starts", "prefix_lens", "write_indexes", "table_stride", "row_blocks", "num_splits",
-        "blocks", "shares", "counters", "part_best", "part_total", "tail_masks", "is_causal", "tail_positions", "mask_stride",
+        "blocks", "items", "counters", "part_best", "part_total", "tail_masks", "is_causal", "tail_positions", "mask_stride",
         "mask_width", "tail_positions_stride",
     ]
 )  # fmt: skip
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total,
     tables, first_rows, nums_rows, prefix_starts, prefix_lens, write_indexes, positions,
-    tail_masks, is_causal, tail_positions, blocks, shares, counters,
+    tail_masks, is_causal, tail_positions, blocks, items, counters,
     scale, v_scale, window, kv_head_stride, q_row_stride, q_head_stride, table_stride, mask_stride, mask_width,
     tail_positions_stride, row_blocks, num_splits,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr, MASKED: tl.constexpr, MIXED: tl.constexpr,
-    PLACED: tl.constexpr, LISTED: tl.constexpr, SHARED: tl.constexpr, JOINS: tl.constexpr,
+    PLACED: tl.constexpr, LISTED: tl.constexpr, WORK_LIST: tl.constexpr, JOINS: tl.constexpr,
     EIGHT_BIT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of one sequence's rows, one KV head and its query heads, one part of the keys.
+    """Computes attention of one block of a sequence's rows, under one KV head and its query heads,
+    over one part of the keys.
 
-    Row m of a block is row m // GROUP of the sequence under query head m % GROUP of the group. Keys of 8 bits have their scale
-    in `scale`. With LISTED a list says which sequence and block are a program's, with SHARED a list made on the device which
-    keys are as well (`share_kernels`); sums of several parts are kept by share then, and with JOINS the program that is done last
-    adds them up. With PACKED four values of 8 bits are read as one word: for the product with the weights a thread needs numbers
-    of several keys side by side, which words come nearer to than bytes.
+    Row m of a block is row m // GROUP of the sequence under query head m % GROUP of the group. Keys
+    of 8 bits have their scale in `scale`. With LISTED a list assigns a sequence and a block to each
+    program. With WORK_LIST a list made on the device also assigns the keys (`split_kv_kernels`);
+    partial sums are then stored by item, and with JOINS the program that finishes last adds them
+    up. With PACKED four values of 8 bits are read as one word: for the product with the weights a
+    thread needs values of several keys side by side, and words come nearer to that than bytes.
     """
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    if SHARED:
+    if WORK_LIST:
         kv_head = tl.program_id(0)
-        share = shares + tl.program_id(1) * COLUMNS
-        sequence = tl.load(share + SEQUENCE)
-        block = tl.load(share + BLOCK)
+        item = items + tl.program_id(1) * COLUMNS
+        sequence = tl.load(item + SEQUENCE)
+        block = tl.load(item + BLOCK)
     elif LISTED:
         sequence = tl.load(blocks + tl.program_id(0))
         block = tl.load(blocks + tl.num_programs(0) + tl.program_id(0))
     else:
         sequence = tl.program_id(0) // row_blocks
-        block = row_blocks - 1 - tl.program_id(0) % row_blocks  # of causal rows the longest first
-    # All lengths are asked for together: each answer takes as long as all of them.
+        block = row_blocks - 1 - tl.program_id(0) % row_blocks  # the longest causal block first
+    # All lengths are loaded together: one load takes as long as all of them.
     causal = True
     if MASKED:
         causal = False
-    if SHARED:
-        begin = tl.load(share + BEGIN)
-        end = tl.load(share + END)
-        first_row = tl.load(share + FIRST_ROW)
-        num_rows = tl.load(share + NUM_ROWS)
-        prefix_len = tl.load(share + PREFIX_LEN)
-        num_parts = tl.load(share + PARTS)
-        first_part = tl.load(share + FIRST_PART)
+    if WORK_LIST:
+        begin = tl.load(item + BEGIN)
+        end = tl.load(item + END)
+        first_row = tl.load(item + FIRST_ROW)
+        num_rows = tl.load(item + NUM_ROWS)
+        prefix_len = tl.load(item + PREFIX_LEN)
+        num_parts = tl.load(item + PARTS)
+        first_part = tl.load(item + FIRST_PART)
     else:
         num_rows = tl.load(nums_rows + sequence)
         first_row = tl.load(first_rows + sequence)
@@ -148,10 +161,10 @@ def attend(
             write_index = tl.load(write_indexes + sequence)
             if MIXED:
                 causal = tl.load(is_causal + sequence) != 0
-    if DEPENDENT:  # lengths were there before the kernel before, which has waited for them itself
+    if DEPENDENT:  # lengths are older than the kernel before, which has waited for them itself
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if SHARED:
+    if WORK_LIST:
         if num_parts == 0:
             return
     elif block * BLOCK_M >= num_rows * GROUP:
@@ -166,14 +179,14 @@ def attend(
     oldest = tl.zeros([BLOCK_M], tl.int32)
     if WINDOWED:
         oldest = tl.load(positions + token, mask=is_row, other=0x3FFFFFFF).to(tl.int32) - window + 1
-    if not SHARED:
+    if not WORK_LIST:
         last_row = tl.minimum(num_rows - 1, (block * BLOCK_M + BLOCK_M - 1) // GROUP)
         end = prefix_len + last_row + 1
         if MASKED and not causal:
             end = write_index + num_rows
         if WINDOWED:
             begin = tl.maximum(begin, tl.min(oldest, 0))
-            if MASKED:  # the tail's positions are any
+            if MASKED:  # the tail may have any positions
                 begin = tl.minimum(begin, prefix_len)
         if SPLIT:
             length = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits) * BLOCK_N
@@ -185,7 +198,8 @@ def attend(
     q_offsets = token[:, None] * q_row_stride + head[:, None] * q_head_stride + dims[None, :]
     q = tl.load(q_ptr + q_offsets, mask=wanted, other=0.0)
     if EIGHT_BIT and q_ptr.dtype.element_ty == tl.bfloat16:
-        # float16 has every number of 8 bits, two of which one instruction converts; bfloat16 takes five.
+        # float16 holds every 8-bit float, and one instruction converts two of them; bfloat16 takes
+        # five instructions.
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     k_ptr += kv_head.to(tl.int64) * kv_head_stride
     v_ptr += kv_head.to(tl.int64) * kv_head_stride
@@ -203,7 +217,8 @@ def attend(
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
 
-    # Where keys lie is read a tile ahead: the compiler then keeps all its stages for keys and values.
+    # Pages of keys are loaded one tile ahead: the compiler then keeps all its stages for keys and
+    # values.
     pages = _pages(table, begin + tl.arange(0, BLOCK_N), end, PAGE_SIZE)
     for start in tl.range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
@@ -235,7 +250,7 @@ def attend(
         slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
         pages = _pages(table, keys + BLOCK_N, end, PAGE_SIZE)
         in_range = keys < end
-        # Both are under way before either is needed.
+        # Both loads start before either result is needed.
         k = _rows(k_ptr, slots, in_range, HEAD_DIM, BLOCK_D)
         if PACKED:
             v = _rows(v_words, slots, in_range, WORDS, BLOCK_W)
@@ -254,12 +269,12 @@ def attend(
 
     line = token * (KV_HEADS * GROUP) + head
     if PACKED:
-        # Of the dimensions added by a join the last changes fastest.
+        # A join adds a last dimension, which changes fastest.
         acc = tl.join(tl.join(acc_0, acc_2), tl.join(acc_1, acc_3))
         acc = tl.reshape(acc, [BLOCK_M, BLOCK_D])
     if EIGHT_BIT:
         acc = acc * v_scale
-    if SHARED:
+    if WORK_LIST:
         if num_parts == 1:
             result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + line[:, None] * HEAD_DIM + dims[None, :], result, mask=wanted)
@@ -270,14 +285,15 @@ def attend(
             tl.store(part_total + part, total, mask=is_row)
             tl.store(part_acc + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=wanted)
             if JOINS:
-                tl.debug_barrier()  # what all threads have stored is there before the program says so
+                # All threads' stores are complete before the counter is raised.
+                tl.debug_barrier()
                 counter = counters + first_part * KV_HEADS + kv_head
                 if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
                     tl.store(counter, 0)  # for the next layer
                     first = (first_part * KV_HEADS + kv_head) * BLOCK_M + m
                     CHUNK: tl.constexpr = (
                         32 // BLOCK_M if BLOCK_M < 32 else 1
-                    )  # of registers that keys took
+                    )  # fits the registers that keys have occupied
                     result = _add_up(
                         part_acc, part_best, part_total, first, KV_HEADS * BLOCK_M, num_parts, is_row,
                         BLOCK_M, CHUNK, HEAD_DIM, BLOCK_D,
@@ -303,7 +319,7 @@ def combine(
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts of one row under some heads, which are no more than CHUNK; with WHOLE as many."""
+    """Adds up the parts of one row under some heads: at most CHUNK parts, with WHOLE exactly CHUNK."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -311,7 +327,7 @@ def combine(
     line += tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)
     index = tl.arange(0, CHUNK)
-    # Without a mask that is only known at run time, and without a loop as in `_add_up`: 1.8 us less of 7 for 4 rows.
+    # Without a run-time mask, and without the loop of `_add_up`, 4 rows take 5.2 us instead of 7.
     if WHOLE:
         part = line[:, None] * CHUNK + index[None, :]
         inside = tl.full([BLOCK_H, CHUNK], True, tl.int1)
@@ -334,22 +350,24 @@ def combine(
     )
 
 
-@triton.jit(do_not_specialize=["shares", "pairs", "part_best", "part_total"])
-def combine_shares(
-    out_ptr, part_acc, part_best, part_total, shares, pairs,
+@triton.jit(do_not_specialize=["items", "pairs", "part_best", "part_total"])
+def combine_items(
+    out_ptr, part_acc, part_best, part_total, items, pairs,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     LINES: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: some lines of one sequence's block of rows and one KV head, where their keys were in several shares."""
+    """Adds up the parts of some lines of one sequence's block of rows and one KV head, where the
+    keys of the block were cut into several items.
+    """
     kv_head = tl.program_id(1)
     num_parts = tl.load(pairs + 2 * tl.program_id(0))
     first_part = tl.load(pairs + 2 * tl.program_id(0) + 1)
-    # What the first share of another pair says is not used.
-    share = shares + first_part * COLUMNS
-    block = tl.load(share + BLOCK)
-    first_row = tl.load(share + FIRST_ROW)
-    num_rows = tl.load(share + NUM_ROWS)
-    if DEPENDENT:  # shares were made long before
+    # With fewer than 2 parts this may be another pair's item; the program returns below then.
+    item = items + first_part * COLUMNS
+    block = tl.load(item + BLOCK)
+    first_row = tl.load(item + FIRST_ROW)
+    num_rows = tl.load(item + NUM_ROWS)
+    if DEPENDENT:  # the list was complete before the kernel before this one
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if num_parts < 2:

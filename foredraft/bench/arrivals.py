@@ -1,4 +1,6 @@
-"""When requests are due in an open loop: a Poisson process (or a burstier one) of constant or growing rate."""
+"""Due times of requests in an open loop: a Poisson process, or a burstier one, of constant or
+growing rate.
+"""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +12,8 @@ RAMPS = ("linear", "exponential")
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """A rate that grows from `start` to `end` requests per second while a stage's requests are sent.
+    """A rate that grows from `start` to `end` requests per second while a stage's requests are
+    sent.
 
     Attributes:
         strategy: linear or exponential in time.
@@ -21,10 +24,12 @@ class Ramp:
     end: float
 
     def due(self, operational: np.ndarray, total: float) -> np.ndarray:
-        """Turns times of a process of rate 1 that lasts `total` into seconds, by the inverse of the mean count.
+        """Converts times of a process of rate 1 that lasts `total` to seconds, by the inverse
+        of the mean count.
 
-        The mean count up to t is `start t + (end - start) t^2 / 2T` for a linear ramp of T seconds, and
-        `start T (r^(t/T) - 1) / ln r` with r = end / start for an exponential one; T makes it `total` at its end.
+        The mean count up to t is `start t + (end - start) t^2 / 2T` for a linear ramp of T seconds,
+        and `start T (r^(t/T) - 1) / ln r` with r = end / start for an exponential one; T makes it
+        `total` at its end.
         """
         growth = self.end - self.start
         if growth == 0:
@@ -53,13 +58,15 @@ def arrival_times(
     burstiness: float = 1.0,
     ramp: Ramp | None = None,
 ) -> np.ndarray:
-    """Seconds from the start at which `count` requests are due, ascending; float64 [count].
+    """Returns the seconds from the start at which `count` requests are due, ascending; float64
+    [count].
 
     The first is due after a gap, too, so that the mean rate is the one asked for.
 
     Args:
         rate: Requests per second; not used with a ramp. Infinite: all are due at once.
-        burstiness: Shape of the gamma-distributed gaps: 1 is Poisson, less is burstier, more is steadier.
+        burstiness: Shape of the gamma-distributed gaps: 1 is Poisson, less is burstier, more is
+            steadier.
         ramp: Growth of the rate.
     """
     if ramp is None and math.isinf(rate):

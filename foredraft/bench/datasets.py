@@ -1,4 +1,4 @@
-"""Which prompts a benchmark sends, as flags say: files, random words, shared prefixes, small tasks."""
+"""Prompts of a benchmark, selected by flags: files, random words, shared prefixes, small tasks."""
 
 import argparse
 import json
@@ -18,18 +18,24 @@ _CALIBRATION_WORDS = (40, 160)
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """The flags of prompts and of how they are answered."""
+    """Adds the flags of prompts and of their answers."""
     group.add_argument(
         "--dataset-name",
         choices=NAMES,
         default="",
-        help="tasks: openings of code, prose, lists; random: words of a wanted length; generated-shared-prefix; custom or "
-        "sharegpt: the file --dataset-path [custom with a file, else tasks]",
+        help=(
+            "tasks: openings of code, prose, lists; random: words of a wanted length;"
+            " generated-shared-prefix; custom or sharegpt: the file --dataset-path [custom with a"
+            " file, else tasks]"
+        ),
     )
     group.add_argument(
         "--dataset-path",
         type=Path,
-        help="JSONL or a JSON array; of each line `prompt`, `text`, `messages`, `turns` or `conversations`",
+        help=(
+            "JSONL or a JSON array; of each line `prompt`, `text`, `messages`, `turns` or"
+            " `conversations`"
+        ),
     )
     group.add_argument(
         "--random-input-len", type=int, default=256, metavar="N", help="tokens [256]"
@@ -39,7 +45,10 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=1.0,
         metavar="R",
-        help="random lengths, of prompts and outputs: uniform from R times the length to the length [1]",
+        help=(
+            "random lengths, of prompts and outputs: uniform from R times the length to the"
+            " length [1]"
+        ),
     )
     group.add_argument(
         "--random-output-len",
@@ -57,7 +66,10 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--disable-ignore-eos",
         action="store_true",
-        help="let answers end by themselves; else all have their full length, where the server can do that",
+        help=(
+            "let answers end by themselves; else all have their full length, where the server can"
+            " do that"
+        ),
     )
     group.add_argument(
         "--extra-request-body", default="{}", metavar="JSON", help="fields added to each request"
@@ -68,8 +80,8 @@ class Requests:
     """An endless supply of request bodies.
 
     Args:
-        source: Prompts.
-        description: Of them, for people.
+        source: Source of the prompts.
+        description: Description of the prompts, for people.
     """
 
     def __init__(
@@ -84,10 +96,12 @@ class Requests:
 
     @classmethod
     async def make(cls, client: HttpClient, peer: Peer, arguments: argparse.Namespace) -> Self:
-        """Prepares what the flags ask for; random words are first measured in tokens, with two requests.
+        """Prepares the prompts that the flags select.
+
+        Random words are first measured in tokens, with two requests.
 
         Raises:
-            ConfigError: A flag is wrong, or the file.
+            ConfigError: A flag or the file is invalid.
         """
         name = arguments.dataset_name or ("custom" if arguments.dataset_path else "tasks")
         if (name in ("custom", "sharegpt")) != (arguments.dataset_path is not None):
@@ -124,7 +138,7 @@ class Requests:
         return cls(source, peer, arguments, about)
 
     def next(self) -> tuple[Prompt, bytes]:
-        """A prompt and the request that carries it."""
+        """Returns a prompt and the request that carries it."""
         prompt = self.source.take()
         longest = self._arguments.output_len
         shortest = max(1, round(longest * self._arguments.random_range_ratio))
@@ -141,7 +155,7 @@ class Requests:
 async def _measure_words(
     client: HttpClient, peer: Peer, arguments: argparse.Namespace
 ) -> WordLength:
-    """Asks the server how many tokens two prompts of random words have."""
+    """Asks the server for the number of tokens of two prompts of random words."""
     generator = random.Random(f"{arguments.seed}/calibration")
     sent = iter([prompts.words(generator, count) for count in _CALIBRATION_WORDS])
 

@@ -1,4 +1,6 @@
-"""A small HTTP/1.1 client for load: it notes when each read came, and costs little enough to share a machine with the server."""
+"""A small HTTP/1.1 client for load, which notes the time of each read and is cheap enough to
+share a machine with the server.
+"""
 
 import asyncio
 import json
@@ -17,19 +19,21 @@ OnBody = Callable[[float, bytes], None]
 
 
 class ConnectionBroken(Exception):
-    """The connection could not be made, or ended before the response did."""
+    """Raised when the connection could not be made, or ended before the response did."""
 
 
 @dataclass(slots=True)
 class Response:
-    """A response's status, headers (lower case) and body; the body of a streamed one stays empty."""
+    """A response's status, headers (lower case) and body; the body of a streamed one stays
+    empty.
+    """
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
 
     def json(self) -> Any:
-        """The body as JSON. Raises ValueError."""
+        """Returns the body as JSON. Raises ValueError."""
         return json.loads(self.body)
 
 
@@ -58,15 +62,16 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> Response:
-        """Raises ConnectionBroken."""
+        """Sends a GET request. Raises ConnectionBroken."""
         return await self._request(f"GET {self._prefix}{path} HTTP/1.1\r\n{self._headers}\r\n", b"")
 
     async def post(self, path: str, body: bytes, on_body: OnBody | None = None) -> Response:
         """Sends JSON.
 
         Args:
-            on_body: Called with (time by `time.perf_counter`, bytes) for each read of the body of a 200; what it raises
-                ends the request and is raised here. Without it the body is in the response.
+            on_body: Called with (time by `time.perf_counter`, bytes) for each read of the body of a
+                200; what it raises ends the request and is raised here. Without it the body is in
+                the response.
 
         Raises:
             ConnectionBroken: See there.
@@ -78,7 +83,7 @@ class HttpClient:
         return await self._request(head, body, on_body)
 
     def close(self) -> None:
-        """Closes what is idle."""
+        """Closes idle connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()
@@ -123,7 +128,7 @@ class HttpClient:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one exchange after the other."""
+    """A connection, which makes one exchange after another."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -150,7 +155,7 @@ class _Connection(asyncio.Protocol):
         return await self._done
 
     def close(self) -> None:
-        """Ends the connection; an exchange in progress is cut off, as a client that goes away does."""
+        """Closes the connection; an exchange in progress is cut off, as by a client that leaves."""
         self.is_open = False
         self._done = None
         self._transport.abort()
@@ -164,7 +169,8 @@ class _Connection(asyncio.Protocol):
         self._parts = []
         try:
             self._parser.feed_data(data)
-            # `_parts` holds what this read brought; an answer of several pieces that came together is one arrival.
+            # `_parts` holds what this read brought; an answer of several pieces that came together
+            # is one arrival.
             if self._parts:
                 body = b"".join(self._parts)
                 if self._on_body is not None and self._response.status == 200:
@@ -187,7 +193,7 @@ class _Connection(asyncio.Protocol):
             self._done.set_result(self._response)
         return False
 
-    # What the parser calls.
+    # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
         self._is_complete = self._has_length = False

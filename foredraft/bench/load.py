@@ -1,4 +1,4 @@
-"""Sends a stage's requests, in an open or a closed loop, and notes what came of each."""
+"""Sends the requests of a stage, in an open or a closed loop, and records their answers."""
 
 import asyncio
 import math
@@ -17,17 +17,19 @@ from foredraft.bench.stream import AnswerReader, StreamError
 
 NextRequest = Callable[[], tuple[Prompt, bytes]]
 
+ANSWER_SECONDS = 600.0  # maximum duration of an answer
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A load.
+    """Describes one load.
 
     Attributes:
-        num_requests: How many are sent.
-        rate: Requests per second of the open loop; infinite without `max_concurrency`: all at once; infinite with it: a
-            closed loop, in which the next request is sent when one ends.
-        max_concurrency: Requests at the server at most. In an open loop a request may have to wait for others, and its
-            latency counts from when it was due.
+        num_requests: Number of requests.
+        rate: Requests per second of the open loop. Infinite without `max_concurrency`: all at once.
+            Infinite with it: a closed loop, in which the next request is sent when one ends.
+        max_concurrency: Maximum number of requests at the server. In an open loop a request may
+            have to wait for others; its latency counts from its due time.
         ramp: Growth of the open loop's rate, instead of `rate`.
         burstiness: See `arrivals.arrival_times`.
     """
@@ -59,12 +61,12 @@ class Stage:
 
 @dataclass(slots=True)
 class StageResult:
-    """What a stage gave.
+    """Holds the results of a stage.
 
     Attributes:
-        seconds: From its start to the end of its last answer.
-        cpu_seconds: Processor time that this client took.
-        lags: Seconds by which this client itself was late in sending, of each request of an open loop.
+        seconds: Time from its start to the end of its last answer.
+        cpu_seconds: Processor time of this client.
+        lags: Seconds between planned and actual sending, for each request of an open loop.
     """
 
     stage: Stage
@@ -91,7 +93,7 @@ class LoadGenerator:
         peer: Peer,
         next_request: NextRequest,
         *,
-        timeout: float = 600.0,
+        timeout: float = ANSWER_SECONDS,
         on_done: Callable[[Record], None] = lambda record: None,
     ) -> None:
         self._client = client
@@ -154,26 +156,48 @@ class LoadGenerator:
                 group.create_task(client())
 
     async def _send(self, index: int, due: float, body: bytes, start: float) -> Record:
-        record = Record(index, due, time.perf_counter() - start)
-        reader = AnswerReader(record)
-        try:
-            async with asyncio.timeout(self._timeout):
-                response = await self._client.post(
-                    self._peer.path, body, lambda now, data: reader.feed(now - start, data)
-                )
-            if response.status == 200:
-                reader.finish()
-            else:
-                record.error = f"HTTP {response.status}"
-                record.detail = response.body.decode("utf-8", "replace")[:500]
-        except TimeoutError:
-            record.error = "timeout"
-        except ConnectionBroken as error:
-            record.error, record.detail = "connection", str(error)
-        except StreamError as error:
-            record.error, record.detail = error.kind, error.detail
-        if record.error:
-            reader.settle()
-        record.end = time.perf_counter() - start
+        record = await send(self._client, self._peer, index, due, body, start, self._timeout)
         self._on_done(record)
         return record
+
+
+async def send(
+    client: HttpClient,
+    peer: Peer,
+    index: int,
+    due: float,
+    body: bytes,
+    start: float,
+    timeout: float = ANSWER_SECONDS,
+) -> Record:
+    """Sends one request and waits for its end, whether it succeeds or fails.
+
+    Args:
+        index: The request's number in its record.
+        due: Seconds after `start` at which it was due.
+        body: Body made by `Peer.body`.
+        start: `time.perf_counter()` that the record's times count from.
+        timeout: Maximum seconds for the answer.
+    """
+    record = Record(index, due, time.perf_counter() - start)
+    reader = AnswerReader(record)
+    try:
+        async with asyncio.timeout(timeout):
+            response = await client.post(
+                peer.path, body, lambda now, data: reader.feed(now - start, data)
+            )
+        if response.status == 200:
+            reader.finish()
+        else:
+            record.error = f"HTTP {response.status}"
+            record.detail = response.body.decode("utf-8", "replace")[:500]
+    except TimeoutError:
+        record.error = "timeout"
+    except ConnectionBroken as error:
+        record.error, record.detail = "connection", str(error)
+    except StreamError as error:
+        record.error, record.detail = error.kind, error.detail
+    if record.error:
+        reader.settle()
+    record.end = time.perf_counter() - start
+    return record

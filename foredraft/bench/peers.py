@@ -1,4 +1,4 @@
-"""What is said to and asked of a server beside the answers themselves: its kind, its model, request bodies, its own figures."""
+"""Servers under test: their kind and model, request bodies, and their own counters."""
 
 import json
 from collections.abc import Mapping
@@ -31,11 +31,11 @@ _KINDS = ("foredraft", "vllm", "sglang", "llamacpp")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A server under test.
+    """Describes a server under test.
 
     Attributes:
-        kind: What /v1/models says who owns the model.
-        model: Its name there.
+        kind: Owner of the model by /v1/models.
+        model: Name of the model at the server.
         backend: Key of ROUTES.
     """
 
@@ -57,7 +57,7 @@ class Peer:
         ignore_eos: bool,
         extra: Mapping[str, Any],
     ) -> bytes:
-        """The JSON of a streamed request."""
+        """Returns the JSON of a streamed request."""
         if self.backend == "native":
             sampling = {
                 "max_new_tokens": max_tokens,
@@ -80,14 +80,14 @@ class Peer:
             told["prompt"] = prompt.text
         if self.kind in _KINDS and ignore_eos:
             told["ignore_eos"] = True
-        # So that each read's tokens are known and need not be apportioned; Foredraft tells them anyway.
+        # With this option the number of tokens of each read is known. Foredraft always reports it.
         if self.kind in ("vllm", "sglang"):
             options["continuous_usage_stats"] = True
         return json.dumps({**told, **extra}).encode()
 
 
 async def discover(client: HttpClient, backend: str, model: str = "") -> Peer:
-    """Asks a server who it is.
+    """Asks a server for its kind and model.
 
     Args:
         backend: Key of ROUTES or ALIASES.
@@ -114,9 +114,10 @@ async def discover(client: HttpClient, backend: str, model: str = "") -> Peer:
 
 
 async def spoken_of(client: HttpClient) -> Speculation | None:
-    """What a server's own counters say of speculation since it started, for servers whose answers do not.
+    """Reads a server's own counters of speculation, for servers whose answers have no such
+    figures.
 
-    Knows vLLM's /metrics. None where there is nothing.
+    Reads vLLM's /metrics. Returns None where there are no counters.
     """
     try:
         response = await client.get("/metrics")

@@ -1,4 +1,4 @@
-"""Pictures of loads and sweeps. matplotlib comes with the extra `plots`."""
+"""Plots of loads and sweeps. matplotlib comes with the extra `plots`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from foredraft.errors import ConfigError
 
 
 def pyplot() -> ModuleType:
-    """matplotlib without a display.
+    """Returns matplotlib without a display.
 
     Raises:
         ConfigError: It is not installed; says how to get it.
@@ -32,7 +32,9 @@ def pyplot() -> ModuleType:
 
 
 def draw_load(path: Path, results: Sequence[StageResult], summaries: Sequence[Summary]) -> None:
-    """Latencies' distributions and the course of each stage; with several stages also figures over load.
+    """Draws distributions of latencies and the course of each stage.
+
+    With several stages also draws figures over load.
 
     Raises:
         ConfigError: No matplotlib.
@@ -103,7 +105,9 @@ def _over_load(grid: Sequence[Any], summaries: Sequence[Summary]) -> None:
 def draw_sweep(
     path: Path, settings: Sequence[Setting], cases: Sequence[Case], results: Results
 ) -> None:
-    """Heat maps of a sweep: times plain decoding, and accept length; rows are settings, columns cases.
+    """Draws heat maps of a sweep: speed over plain decoding, and accept length.
+
+    Rows are settings, columns are cases.
 
     Raises:
         ConfigError: No matplotlib.

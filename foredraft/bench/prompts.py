@@ -1,4 +1,7 @@
-"""Where prompts come from: files of JSON lines, random words of a wanted length, and a mix of small tasks. All repeat by seed."""
+"""Sources of prompts:
+
+JSONL files, random words of a given length, and a mix of small tasks. All are repeatable by seed.
+"""
 
 # Word lists read better as text.
 # ruff: noqa: SIM905
@@ -17,38 +20,60 @@ from foredraft.errors import ConfigError
 Message = Mapping[str, str]
 
 WORDS = (
-    "the of and to in is was for on that with as by at from his an were are which this also be has or had its one two "
-    "time year day way city water music house name world part place work life school state family group country problem "
-    "hand system program question number night point home area money story fact month lot right study book eye job word "
-    "business issue side kind head service friend father power hour game line end member law car community president "
-    "team minute idea body information back parent face level office door health person art war history party result "
-    "change morning reason research girl guy moment air teacher force education foot boy age policy process market "
-    "river bridge garden window winter summer letter paper table chair mountain island ship train road field stone light "
-    "make take come see know get give find think tell become show leave feel put bring begin keep hold write stand hear "
-    "let mean set meet run pay sit speak lie lead read grow lose fall send build understand draw break spend cut rise "
-    "drive buy wear choose new good high old great big small large young early long little important bad real best free "
-    "able sure clear close open full hard easy low late deep strong whole common simple cold warm quiet bright dark"
+    "the of and to in is was for on that with as by at from his an were are which this also be has"
+    " or had its one two time year day way city water music house name world part place work life"
+    " school state family group country problem hand system program question number night point"
+    " home area money story fact month lot right study book eye job word business issue side kind"
+    " head service friend father power hour game line end member law car community president team"
+    " minute idea body information back parent face level office door health person art war history"
+    " party result change morning reason research girl guy moment air teacher force education foot"
+    " boy age policy process market river bridge garden window winter summer letter paper table"
+    " chair mountain island ship train road field stone light make take come see know get give find"
+    " think tell become show leave feel put bring begin keep hold write stand hear let mean set"
+    " meet run pay sit speak lie lead read grow lose fall send build understand draw break spend"
+    " cut rise drive buy wear choose new good high old great big small large young early long"
+    " little important bad real best free able sure clear close open full hard easy low late deep"
+    " strong whole common simple cold warm quiet bright dark"
 ).split()
 
 _TASKS = (
     "def {verb}_{noun}s({noun}s, limit={number}):\n    ",
     "class {Noun}{Agent}:\n    def __init__(self, {noun}s, {other}=None):\n        ",
-    "Write a Python function that reads a list of {noun}s and returns the {number} with the largest {other}.\n",
+    (
+        "Write a Python function that reads a list of {noun}s and returns the {number} with the"
+        " largest {other}.\n"
+    ),
     "Once upon a time there was a {adjective} {noun} near the {other}. One {season} morning ",
     "The most important thing to know about a {noun} is ",
     "A numbered list of {number} ways to {verb} a {noun}:\n1. ",
     "| {noun} | {other} | number |\n| --- | --- | --- |\n| {adjective} | {season} | {number} |\n| ",
     "Dear {Noun} team,\n\nI am writing about the {adjective} {other} that you sent in {season}. ",
-    "import json\n\nwith open('{noun}s.json') as file:\n    {noun}s = json.load(file)\n\nfor {noun} in {noun}s:\n    ",
-    "Question: if a {noun} costs {number} coins and a {other} costs {number2}, what do {number3} of each cost?\nAnswer: ",
+    (
+        "import json\n\nwith open('{noun}s.json') as file:\n    {noun}s = json.load(file)\n\nfor"
+        " {noun} in {noun}s:\n    "
+    ),
+    (
+        "Question: if a {noun} costs {number} coins and a {other} costs {number2}, what do"
+        " {number3} of each cost?\nAnswer: "
+    ),
     "How to {verb} a {adjective} {noun}\n\nFirst, ",
     '{{"{noun}": {{"{other}": {number}, "{season}": {number2}}}, "{adjective}": [{number3}, ',
 )
 _SLOTS = {
-    "verb": "sort count merge clean measure find move paint repair store share split open pack".split(),
-    "noun": "book river ship garden letter train market window stone bridge lamp clock map boat tree wheel".split(),
-    "other": "price weight length colour height school road island table storm shadow harbour engine field".split(),
-    "adjective": "small old bright quiet heavy cold simple strange clean broken round tall green".split(),
+    "verb": (
+        "sort count merge clean measure find move paint repair store share split open pack".split()
+    ),
+    "noun": (
+        "book river ship garden letter train market window stone bridge lamp clock map boat tree"
+        " wheel".split()
+    ),
+    "other": (
+        "price weight length colour height school road island table storm shadow harbour engine"
+        " field".split()
+    ),
+    "adjective": (
+        "small old bright quiet heavy cold simple strange clean broken round tall green".split()
+    ),
     "season": "spring summer autumn winter".split(),
     "Agent": "Store Reader Index Queue Cache Parser Report Counter".split(),
 }
@@ -63,7 +88,7 @@ class Prompt:
 
     @property
     def conversation(self) -> list[Message]:
-        """What chat completions are sent."""
+        """Returns the messages of a chat completion."""
         return list(self.messages) or [{"role": "user", "content": self.text}]
 
 
@@ -82,17 +107,19 @@ class PromptSource:
 
     @property
     def repeats(self) -> bool:
-        """Whether a prompt was taken twice: prefix caches and n-gram drafts then look better than they are."""
+        """Whether a prompt was taken twice: prefix caches and n-gram drafts then look better
+        than they are.
+        """
         return self.size is not None and self.num_taken > self.size
 
     def take(self) -> Prompt:
-        """The next prompt."""
+        """Returns the next prompt."""
         self.num_taken += 1
         return next(self._prompts)
 
 
 def from_file(path: Path, seed: int | None = None) -> PromptSource:
-    """Prompts of a JSONL file, in its order (or shuffled by a seed), again and again."""
+    """Returns prompts of a JSONL file, in its order (or shuffled by a seed), again and again."""
     prompts = read_file(path)
     if seed is not None:
         random.Random(seed).shuffle(prompts)
@@ -100,8 +127,10 @@ def from_file(path: Path, seed: int | None = None) -> PromptSource:
 
 
 def read_file(path: Path) -> list[Prompt]:
-    """The prompts of a JSONL file: of each object `turns` (the first one), `conversations` (ShareGPT's, the
-    first turn), `messages`, `prompt` or `text`. A JSON array of such objects does, too.
+    """Reads the prompts of a JSONL file, or of a JSON array of such objects.
+
+    An object's prompt is the first entry of `turns` or `conversations` (ShareGPT's), or `messages`,
+    `prompt` or `text`.
 
     Raises:
         ConfigError: The file cannot be read, or a line has none of them; names the line.
@@ -127,7 +156,7 @@ def read_file(path: Path) -> list[Prompt]:
 
 
 def _objects(text: str) -> list[Any]:
-    """The lines of JSONL, or the elements of a JSON array."""
+    """Returns the lines of JSONL, or the elements of a JSON array."""
     if text.lstrip()[:1] == "[":
         with contextlib.suppress(ValueError):
             return list(json.loads(text))
@@ -154,7 +183,9 @@ def _parse(value: Any) -> Prompt:
 
 
 def tasks(seed: int) -> PromptSource:
-    """Openings of code, prose, lists, tables and JSON, each different: what a base model can continue."""
+    """Returns openings of code, prose, lists, tables and JSON, each different, which a base
+    model can continue.
+    """
     return PromptSource(_task(random.Random(f"{seed}/{i}"), i) for i in itertools.count())
 
 
@@ -168,24 +199,27 @@ def _task(generator: random.Random, index: int) -> Prompt:
 
 @dataclass(slots=True)
 class WordLength:
-    """How many tokens a prompt of random words has, from what a server counted; one word is one token at first."""
+    """Estimates the number of tokens of random words from a server's counts.
+
+    One word is one token at first.
+    """
 
     per_word: float = 1.0
     fixed: float = 0.0
 
     def fit(self, words: tuple[int, int], tokens: tuple[int, int]) -> None:
-        """Takes two measured lengths; the chat template's tokens are the constant part."""
+        """Fits two measured lengths; the chat template's tokens are the constant part."""
         per_word = (tokens[1] - tokens[0]) / (words[1] - words[0])
         if per_word > 0:
             self.per_word, self.fixed = per_word, tokens[0] - per_word * words[0]
 
     def num_words(self, num_tokens: int) -> int:
-        """Words for a prompt of about so many tokens; at least one."""
+        """Returns the number of words for a prompt of about this many tokens; at least one."""
         return max(1, round((num_tokens - self.fixed) / self.per_word))
 
 
 def random_words(seed: int, shortest: int, longest: int, length: WordLength) -> PromptSource:
-    """Prompts of random words with about `shortest` to `longest` tokens, uniformly."""
+    """Returns prompts of random words with about `shortest` to `longest` tokens, uniformly."""
 
     def prompt(index: int) -> Prompt:
         generator = random.Random(f"{seed}/{index}")
@@ -195,14 +229,17 @@ def random_words(seed: int, shortest: int, longest: int, length: WordLength) -> 
 
 
 def words(generator: random.Random, count: int) -> Prompt:
-    """So many random words."""
+    """Returns a prompt of `count` random words."""
     return Prompt(" ".join(generator.choices(WORDS, k=count)))
 
 
 def shared_prefixes(
     seed: int, num_groups: int, prefix_tokens: int, question_tokens: int, length: WordLength
 ) -> PromptSource:
-    """Questions of random words behind one of `num_groups` long openings, in turn: what prefix caches are for."""
+    """Returns questions of random words behind one of `num_groups` long openings, in turn.
+
+    Prefix caches speed up such prompts.
+    """
 
     def prompt(index: int) -> Prompt:
         group = index % num_groups

@@ -1,4 +1,4 @@
-"""What is noted of one request: when which tokens came, how it ended, what speculation did."""
+"""Records of single requests: arrival times of tokens, the end, and figures of speculation."""
 
 import math
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from foredraft.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What a server told of one request or of a run.
+    """A server's figures of speculation for one request or for a run.
 
     Attributes:
-        verify_steps: Passes of the target that gave tokens.
-        emitted_tokens: Tokens that they gave.
-        drafted_tokens: Tokens proposed; None where the server does not tell.
-        accepted_tokens: Of them accepted; None where the server does not tell.
+        verify_steps: Number of passes of the target that gave tokens.
+        emitted_tokens: Number of tokens from these passes.
+        drafted_tokens: Number of proposed tokens; None where the server does not report it.
+        accepted_tokens: Number of accepted ones; None where the server does not report it.
     """
 
     verify_steps: int
@@ -26,13 +26,15 @@ class Speculation:
 
 @dataclass(slots=True)
 class Record:
-    """One request. Times are seconds on the clock of its stage.
+    """Records one request. Times are seconds on the clock of its stage.
 
     Attributes:
-        due: When it was to be sent: latency counts from here, so a late client does not flatter the server.
-        sent: When it was sent.
+        due: Time at which it was due. Latency counts from here, so a late client does not flatter
+            the server.
+        sent: Time at which it was sent.
         arrivals: (time, tokens) of each read that brought output.
-        exact: Whether the server told how many tokens each read brought; otherwise they are apportioned by length.
+        exact: Whether the server reported the number of tokens of each read; otherwise tokens are
+            apportioned by length.
         error: Kind of failure; empty when the answer is complete.
     """
 
@@ -68,7 +70,9 @@ class Record:
 
     @property
     def gaps(self) -> list[tuple[float, int]]:
-        """(seconds, count): inter-token times. n tokens that came together after a gap are n times gap / n."""
+        """(seconds, count) of inter-token times. n tokens that came together after a gap are n
+        times gap / n.
+        """
         return [
             ((now - before) / tokens, tokens)
             for (before, _), (now, tokens) in zip(self.arrivals, self.arrivals[1:], strict=False)
@@ -84,7 +88,10 @@ class Record:
         return (self.arrivals[-1][0] - self.arrivals[0][0]) / num_tokens
 
     def meets(self, objective: "Objective") -> bool:
-        """Whether it is complete and as fast as asked for. A single token has no time per token to miss."""
+        """Returns whether the answer is complete and within the objective.
+
+        A single token has no time per token to miss.
+        """
         return self.ok and all(
             value is None or value <= limit
             for value, limit in (
@@ -97,7 +104,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Limits in seconds for a request to count as good: first token, mean time per token after it, whole answer."""
+    """Limits in seconds for a request to count as good: first token, mean time per token after it,
+    whole answer.
+    """
 
     ttft: float = math.inf
     tpot: float = math.inf
@@ -123,7 +132,9 @@ class Objective:
 
 
 def apportion(total: int, weights: Sequence[int]) -> list[int]:
-    """Splits `total` in proportion to weights, by largest remainders; every part gets 1 first if there are enough."""
+    """Splits `total` in proportion to weights, by largest remainders; every part gets 1 first if
+    there are enough.
+    """
     if not weights:
         return []
     floor = 1 if total >= len(weights) else 0

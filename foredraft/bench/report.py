@@ -13,27 +13,31 @@ from foredraft.bench.load import StageResult
 from foredraft.bench.records import Objective, Record
 from foredraft.bench.statistics import PERCENTILES, Summary
 
-# Above these the client may be what is measured.
-_BUSY_CLIENT = 0.5  # of a core
+# Above these limits the figures may be the client's own.
+_BUSY_CLIENT = 0.5  # share of a core above which the client is reported as busy
 _LATE_CLIENT = 0.02  # seconds, 99th percentile
 
 
 def make_console() -> Console:
-    """For a terminal; files and pipes get lines of 110 characters."""
+    """Creates a console; files and pipes get lines of 110 characters."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=110)
 
 
 def print_stage(console: Console, summary: Summary, objective: Objective | None) -> None:
-    """One stage: counts and rates, a table of latencies, what the client itself cost."""
+    """Prints one stage: counts and rates, a table of latencies, the client's own cost."""
     errors = ", ".join(f"{count} {kind}" for kind, count in summary.errors.items())
     lines = [
         f"{summary.num_ok} of {summary.num_sent} requests in {summary.seconds:.2f} s"
         + (f"; failed: {errors}" if errors else ""),
-        f"{summary.request_rate:.2f} requests/s, {summary.output_rate:.1f} output tokens/s, "
-        f"{summary.concurrency:.1f} under way on average",
-        f"{summary.input_tokens} prompt tokens ({summary.cached_tokens} from the cache), "
-        f"{summary.output_tokens} output tokens",
+        (
+            f"{summary.request_rate:.2f} requests/s, {summary.output_rate:.1f} output tokens/s, "
+            f"{summary.concurrency:.1f} under way on average"
+        ),
+        (
+            f"{summary.input_tokens} prompt tokens ({summary.cached_tokens} from the cache), "
+            f"{summary.output_tokens} output tokens"
+        ),
     ]
     if summary.accept_length is not None:
         rate = (
@@ -47,7 +51,8 @@ def print_stage(console: Console, summary: Summary, objective: Objective | None)
         lines.append(f"goodput {summary.goodput:.2f} requests/s ({part:.0%} within the objective)")
     if summary.cached_tokens > 0.1 * summary.input_tokens:
         lines.append(
-            "NOTE: prompts were in the server's cache already; another --seed gives prompts that it has not seen"
+            "NOTE: prompts were in the server's cache already; another --seed gives prompts that it"
+            " has not seen"
         )
     console.print("\n".join(lines), soft_wrap=True)
     console.print(latency_table(summary))
@@ -55,7 +60,7 @@ def print_stage(console: Console, summary: Summary, objective: Objective | None)
 
 
 def latency_table(summary: Summary) -> Table:
-    """Milliseconds by percentile."""
+    """Returns a table of latencies in milliseconds by percentile."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("ms")
     for title in ("mean", *(f"p{point:g}" for point in PERCENTILES), "max"):
@@ -73,7 +78,7 @@ def latency_table(summary: Summary) -> Table:
 
 
 def client_line(summary: Summary) -> str:
-    """What this client cost, and whether that spoils the figures."""
+    """Returns a line about the client's cost, with a warning where it spoils the figures."""
     line = (
         f"client: {summary.cpu_share:.1%} of a core, {summary.cpu_per_token * 1e6:.0f} us per token"
     )
@@ -88,7 +93,7 @@ def client_line(summary: Summary) -> str:
 
 
 def comparison(summaries: Sequence[Summary]) -> Table:
-    """One row for each stage."""
+    """Returns a table with one row for each stage."""
     table = Table(title="all loads", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("load", no_wrap=True)
     titles = ["ok", "req/s", "tok/s", "TTFT p50", "p99", "TPOT p50", "p99", "E2E p50", "p99"]
@@ -110,7 +115,9 @@ def comparison(summaries: Sequence[Summary]) -> Table:
 
 
 def details(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """Everything noted of each request, as columns in the order of sending; times in seconds from the stage's start."""
+    """Returns all records of requests as columns in the order of sending; times in seconds from
+    the stage's start.
+    """
     return {
         "due": [record.due for record in records],
         "sent": [record.sent for record in records],

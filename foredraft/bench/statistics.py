@@ -1,4 +1,7 @@
-"""Figures of a stage's records: percentiles, rates, goodput, accept length. Keys are those of SGLang's bench_serving where it has them."""
+"""Figures of a stage's records: percentiles, rates, goodput, accept length.
+
+Keys are those of SGLang's bench_serving where it has them.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,7 +18,10 @@ PERCENTILES = (50.0, 90.0, 99.0)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of a quantity in seconds; percentiles by linear interpolation, as numpy's. All zero without values."""
+    """Distribution of a quantity in seconds; percentiles by linear interpolation, as numpy's.
+
+    All fields are zero without values.
+    """
 
     count: int
     mean: float
@@ -25,7 +31,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Sequence[float], counts: Sequence[int] | None = None) -> "Distribution":
-        """Of values that stand for `counts` equal ones each."""
+        """Computes the distribution of values; each stands for `counts` equal ones."""
         if not len(values):
             return cls(0, 0.0, 0.0, 0.0, dict.fromkeys(PERCENTILES, 0.0))
         array = np.asarray(values, dtype=np.float64)
@@ -43,26 +49,27 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A stage in figures. Times in seconds; latencies of complete answers only.
+    """Figures of a stage. Times in seconds; latencies of complete answers only.
 
     Attributes:
         seconds: Length of the stage.
-        num_sent: Requests.
-        num_ok: Complete answers.
-        errors: Kinds of failure and how often.
+        num_sent: Number of requests.
+        num_ok: Number of complete answers.
+        errors: Number of failures by kind.
         input_tokens: Prompt tokens of complete answers, as the server counted.
-        output_tokens: Of complete answers.
-        ttft: From when a request was due to its first token.
-        tpot: Mean time per token behind the first, by request.
-        itl: Between tokens, by token: n tokens that came together after a gap are n times gap / n.
-        e2el: From when a request was due to the end of its answer.
-        good_requests: Those within the objective; None without one.
-        speculation: Totals, where the server tells.
-        is_exact: Whether the server told how many tokens each read brought, for every answer.
-        concurrency: Mean number of requests under way.
-        cpu_share: Part of one core that the client took.
+        output_tokens: Output tokens of complete answers.
+        ttft: Time from a request's due time to its first token.
+        tpot: Mean time per token after the first, by request.
+        itl: Time between tokens, by token: n tokens that came together after a gap are n times gap
+            / n.
+        e2el: Time from a request's due time to the end of its answer.
+        good_requests: Number of requests within the objective; None without one.
+        speculation: Totals of speculation, where the server reports them.
+        is_exact: Whether the server reported the number of tokens of each read, for every answer.
+        concurrency: Mean number of requests at the server.
+        cpu_share: Share of one core that the client used.
         cpu_per_token: Client's processor seconds for each output token.
-        lag: By which the client itself sent late.
+        lag: Seconds between a request's planned and actual sending.
     """
 
     name: str
@@ -117,7 +124,7 @@ class Summary:
         return told.accepted_tokens / told.drafted_tokens
 
     def to_json(self) -> dict[str, Any]:
-        """A flat object; times in milliseconds, `duration` in seconds."""
+        """Returns a flat object; times in milliseconds, `duration` in seconds."""
         told: dict[str, Any] = {
             "load": self.name,
             "duration": self.seconds,
@@ -162,8 +169,9 @@ def summarize(
     """Computes a stage's figures.
 
     Args:
-        objective: What a good request is.
-        counters: The server's own totals of speculation before and after, for servers whose answers do not tell.
+        objective: Limits of a good request.
+        counters: The server's own totals of speculation before and after, for servers whose answers
+            have none.
     """
     records = result.records
     ok = [record for record in records if record.ok]
@@ -200,7 +208,9 @@ def _known(values: Iterable[float | None]) -> list[float]:
 
 
 def _speculation(records: Sequence[Record]) -> Speculation | None:
-    """The sum over all records that have figures; drafted and accepted tokens only if all of them tell."""
+    """Sums over all records that have figures; drafted and accepted tokens only if all of them
+    have these.
+    """
     told = [record.speculation for record in records if record.speculation]
     if not told:
         return None

@@ -1,4 +1,7 @@
-"""Reads one streamed answer of an OpenAI-compatible server. Knows the extensions of Foredraft, vLLM, SGLang and llama.cpp."""
+"""Reads one streamed answer of an OpenAI-compatible server.
+
+Knows the extensions of Foredraft, vLLM, SGLang and llama.cpp.
+"""
 
 import json
 from typing import Any
@@ -7,11 +10,11 @@ from foredraft.bench.records import Record, Speculation, apportion
 
 
 class StreamError(Exception):
-    """The stream held an error, or something that is no event.
+    """Raised for an error event, or for a stream that is not one of events.
 
     Args:
-        kind: For counting.
-        detail: What the server said.
+        kind: Kind of the error, for counting.
+        detail: The server's message.
     """
 
     def __init__(self, kind: str, detail: str) -> None:
@@ -35,10 +38,10 @@ class AnswerReader:
         self._done = False
 
     def feed(self, now: float, data: bytes) -> None:
-        """Takes what one read gave at `now`. What came together counts as one arrival.
+        """Reads the bytes of one read at `now`. Tokens that came together count as one arrival.
 
         Raises:
-            StreamError: An error event, or not a stream of events.
+            StreamError: The stream has an error event, or is not a stream of events.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         tokens, length, has_output = 0, 0, False
@@ -66,7 +69,7 @@ class AnswerReader:
             self._counted += tokens
 
     def finish(self) -> None:
-        """The response ended.
+        """Ends the response.
 
         Raises:
             StreamError: It ended too early.
@@ -77,7 +80,7 @@ class AnswerReader:
             raise StreamError("broken stream", "it ended without a finish_reason or [DONE]")
 
     def settle(self) -> None:
-        """Brings token counts in order; also for an answer that was cut off."""
+        """Completes the token counts; also for an answer that was cut off."""
         record = self._record
         record.text = "".join(self._texts)
         record.exact = self._is_exact and self._counted > 0
@@ -89,7 +92,7 @@ class AnswerReader:
             record.arrivals = list(zip(times, counts, strict=True))
 
     def _event(self, event: dict[str, Any]) -> tuple[int | None, int]:
-        """(tokens, characters) that an event brings; tokens None where it does not tell."""
+        """Returns (tokens, characters) of an event; tokens is None where the event has no count."""
         if event.get("error") is not None:
             error = event["error"]
             detail = error.get("message") if isinstance(error, dict) else error
@@ -130,7 +133,7 @@ class AnswerReader:
         return tokens, length
 
     def _native_event(self, event: dict[str, Any]) -> tuple[int, int]:
-        """Of SGLang's /generate: each holds the whole answer so far."""
+        """Reads an event of SGLang's /generate, which holds the whole answer so far."""
         record, told = self._record, event["meta_info"]
         text, now = event["text"], int(told["completion_tokens"])
         tokens, length = now - self._usage_seen, len(text) - self._length_seen

@@ -1,5 +1,7 @@
-"""The search for the best speculation: a grid of settings, each measured on a server of its own, kept in a file that a later run
-goes on with. What starts the servers is given from outside.
+"""Searches for the best speculation: measures a grid of settings, each on a server of its own.
+
+Results are kept in a file, which a later run continues; the caller provides the function that
+starts servers.
 """
 
 import json
@@ -16,13 +18,13 @@ from foredraft.config.options import flag_of
 from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import ConfigError, ForedraftError
 
-# Settings that are so much slower than the best are not told from it by one short run.
+# One short run cannot tell settings apart that differ by less than this share.
 NOISE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A way to speculate. Absent numbers are the algorithm's own.
+    """A setting of speculation. Absent numbers are the algorithm's defaults.
 
     Attributes:
         draft: Path or name of the draft model or head; empty without one.
@@ -46,7 +48,7 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """Of its results."""
+        """Key of the setting's results."""
         return f"{self.name} {self.draft}".strip()
 
     @property
@@ -63,12 +65,12 @@ class Setting:
 
     @property
     def flags(self) -> str:
-        """As `foredraft serve` takes it."""
+        """Flags of `foredraft serve`."""
         return " ".join(f"{flag_of(name)} {value}" for name, value in self.values.items())
 
     @property
     def request_fields(self) -> dict[str, Any]:
-        """For one request to a server that can do at least this."""
+        """Returns the fields of one request to a server whose setting is at least this one."""
         if self.algorithm == "NONE":
             return {"speculation": {"enabled": False}}
         told = {
@@ -90,9 +92,11 @@ def grid(
     topks: Sequence[int],
     num_draft_tokens: Sequence[int],
 ) -> list[Setting]:
-    """All settings that can be served: plain decoding first, then each algorithm with every tree that has a sense.
+    """Returns all settings that can be served: plain decoding first, then each algorithm with
+    every useful tree.
 
-    A chain (topk 1) has steps + 1 tokens whatever `num_draft_tokens` says; n-grams know only `num_draft_tokens`.
+    A chain (topk 1) has steps + 1 tokens whatever `num_draft_tokens` says; n-grams know only
+    `num_draft_tokens`.
 
     Args:
         algorithms: Draft model or head of each algorithm; empty for none.
@@ -128,7 +132,7 @@ def _can_be_served(setting: Setting) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a setting is measured with."""
+    """Batch size and temperature that a setting is measured with."""
 
     batch_size: int
     temperature: float
@@ -141,10 +145,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a setting gave in a case: medians over repeats.
+    """Results of a setting in a case: medians over repeats.
 
     Attributes:
-        output_rate: Output tokens per second, all requests together.
+        output_rate: Output tokens per second of all requests together.
         spread: Largest over smallest rate of the repeats.
         accept_length: Tokens per verification; 1 without speculation.
         tpot: Seconds per token of a request, median over requests.
@@ -160,7 +164,7 @@ class Figures:
 
     @classmethod
     def of(cls, summaries: Sequence[Summary]) -> "Figures":
-        """Raises ForedraftError where a request failed."""
+        """Computes the figures; raises ForedraftError where a request failed."""
         for summary in summaries:
             if summary.num_ok < summary.num_sent:
                 raise ForedraftError(f"requests failed: {summary.errors}")
@@ -181,9 +185,9 @@ class Results:
     """Figures by setting and case, and the file that holds them.
 
     Attributes:
-        path: Written after every case.
-        conditions: What else the figures depend on: model, prompts, machine.
-        errors: Why a setting could not be measured; it is tried again by the next run.
+        path: The file, written after every case.
+        conditions: Other conditions that the figures depend on: model, prompts, machine.
+        errors: Reasons why settings could not be measured; the next run tries them again.
     """
 
     path: Path
@@ -193,10 +197,10 @@ class Results:
 
     @classmethod
     def open(cls, path: Path, conditions: dict[str, Any]) -> "Results":
-        """What an earlier run left, or nothing.
+        """Reads the results of an earlier run, if there are any.
 
         Raises:
-            ConfigError: The file is of other conditions, or no such file.
+            ConfigError: The file has other conditions, or is no file of results.
         """
         results = cls(path, conditions)
         if not path.exists():
@@ -224,7 +228,7 @@ class Results:
         return results
 
     def write(self) -> None:
-        """Replaces the file in one go, so that a run that is killed leaves the last one."""
+        """Replaces the file atomically, so that a killed run leaves the previous one."""
         told = {
             "conditions": self.conditions,
             "found": {
@@ -238,16 +242,16 @@ class Results:
         draft.replace(self.path)
 
     def get(self, setting: Setting, case: Case) -> Figures | None:
-        """What is known."""
+        """Returns the known figures; None where there are none."""
         return self.found.get(setting.key, {}).get(case.name)
 
     def speedup(self, setting: Setting, case: Case) -> float | None:
-        """Output rate over that of plain decoding."""
+        """Returns the output rate over that of plain decoding."""
         own, plain = self.get(setting, case), self.get(PLAIN, case)
         return own.output_rate / plain.output_rate if own and plain else None
 
     def mean_speedup(self, setting: Setting, cases: Sequence[Case]) -> float | None:
-        """Geometric mean over the cases; None unless all are known."""
+        """Returns the geometric mean over the cases; None unless all are known."""
         speedups = [self.speedup(setting, case) for case in cases]
         known = [speedup for speedup in speedups if speedup]
         return statistics.geometric_mean(known) if known and len(known) == len(speedups) else None
@@ -255,13 +259,15 @@ class Results:
     def ranking(
         self, settings: Sequence[Setting], cases: Sequence[Case]
     ) -> list[tuple[Setting, float]]:
-        """Settings with their mean speedup, the best first; those that failed are left out."""
+        """Returns settings with their mean speedup, the best first, without those that failed."""
         known = [(setting, self.mean_speedup(setting, cases)) for setting in settings]
         ranked = [(setting, speedup) for setting, speedup in known if speedup is not None]
         return sorted(ranked, key=lambda pair: -pair[1])
 
     def drift(self, cases: Sequence[Case]) -> tuple[float, float] | None:
-        """Least and largest rate of plain decoding at the end over that at the beginning; None if not known."""
+        """Returns the smallest and largest ratio of plain decoding's rate at the end to that at
+        the beginning; None if unknown.
+        """
         ratios = [ratio for case in cases if (ratio := self.speedup(PLAIN_AGAIN, case))]
         return (min(ratios), max(ratios)) if ratios else None
 
@@ -277,13 +283,14 @@ def run(
     open_server: OpenServer,
     measure: Measure,
 ) -> Iterator[tuple[Setting, Case, Figures | None]]:
-    """Measures what is not known yet and yields it; None for a setting's cases that failed.
+    """Measures missing figures and yields them; yields None for the cases of a setting that
+    failed.
 
-    If anything was measured, plain decoding is at the end once more.
+    If anything was measured, plain decoding is measured once more at the end.
 
     Args:
-        open_server: A context that gives the URL of a server for a setting.
-        measure: Called with that URL.
+        open_server: Context manager that starts a server for a setting and returns its URL.
+        measure: Function that measures a case at that URL.
     """
     results.errors = {}
     is_new = False
@@ -324,7 +331,7 @@ def _run_setting(
 
 
 def equals(ranking: Sequence[tuple[Setting, float]]) -> list[Setting]:
-    """Settings behind the best that one run cannot tell from it."""
+    """Returns the settings behind the best that one run cannot tell from it."""
     if not ranking:
         return []
     best = ranking[0][1]
@@ -332,5 +339,5 @@ def equals(ranking: Sequence[tuple[Setting, float]]) -> list[Setting]:
 
 
 def num_requests(batch_size: int, least: int) -> int:
-    """Whole rounds of a batch, and at least `least` requests."""
+    """Returns a number of requests that fills whole batches, and is at least `least`."""
     return max(2, math.ceil(least / batch_size)) * batch_size

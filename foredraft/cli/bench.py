@@ -1,4 +1,6 @@
-"""`foredraft bench`: measures servers (`serve`), and finds the speculation that suits a model (`speculative`)."""
+"""`foredraft bench`: measures servers (`serve`), and finds the speculation that suits a model
+(`speculative`).
+"""
 
 import difflib
 import sys
@@ -12,7 +14,7 @@ commands:
   speculative   try algorithms and trees on a model, print the best flags
 
   foredraft bench COMMAND --help     its flags and examples
-"""
+"""  # noqa: E501
 
 
 def main(argv: Sequence[str]) -> int:

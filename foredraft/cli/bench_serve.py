@@ -1,4 +1,7 @@
-"""`foredraft bench serve`: loads a server and shows its latencies. Flags are named as in SGLang's and vLLM's benchmarks."""
+"""`foredraft bench serve`: loads a server and shows its latencies.
+
+Flags are named as in SGLang's and vLLM's benchmarks.
+"""
 
 import argparse
 import math
@@ -14,7 +17,7 @@ import uvloop
 from rich.console import Console
 from tqdm import tqdm
 
-from foredraft.bench import arrivals, datasets, peers, plots, report
+from foredraft.bench import arrivals, datasets, peers, plots, ranks, report
 from foredraft.bench.http_client import HttpClient
 from foredraft.bench.load import LoadGenerator, Stage, StageResult
 from foredraft.bench.records import Objective, Record
@@ -26,7 +29,7 @@ DESCRIPTION = """\
 Loads a running server and reports throughput, percentiles of the time to first token, between tokens and to the end,
 goodput under an objective, and the accept length where the server tells it. Works with every server that has OpenAI's
 API; what this client itself costs is printed beside.
-"""
+"""  # noqa: E501
 EXAMPLES = """\
 examples:
   foredraft bench serve --num-prompts 100 --max-concurrency 8
@@ -37,7 +40,7 @@ examples:
       a rate that grows
   foredraft bench serve --base-url http://peer:8000 --backend openai-chat --dataset-name custom --dataset-path prompts.jsonl
       another server, prompts of your own
-"""
+"""  # noqa: E501
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All flags."""
+    """Returns the parser of all flags."""
     parser = FlagParser(
         prog="foredraft bench serve",
         usage="foredraft bench serve [flags]",
@@ -74,8 +77,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--backend",
         default="openai",
         choices=[*peers.ROUTES, *peers.ALIASES],
-        help="route and shape of requests: openai (/v1/completions), openai-chat, native (/generate); the other names "
-        "are those of SGLang's and vLLM's benchmarks for these [openai]",
+        help=(
+            "route and shape of requests: openai (/v1/completions), openai-chat, native"
+            " (/generate); the other names are those of SGLang's and vLLM's benchmarks for these"
+            " [openai]"
+        ),
     )
     server.add_argument("--model", default="", help="name to ask for [the server's first]")
     server.add_argument("--header", action="append", default=[], metavar="NAME=VALUE")
@@ -89,8 +95,10 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[math.inf],
         metavar="RATE",
-        help="requests per second, sent by the clock; several rates are run in turn; inf: as fast as --max-concurrency "
-        "lets them, or all at once [inf]",
+        help=(
+            "requests per second, sent by the clock; several rates are run in turn; inf: as fast as"
+            " --max-concurrency lets them, or all at once [inf]"
+        ),
     )
     load.add_argument(
         "--max-concurrency",
@@ -119,7 +127,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--goodput",
         nargs="+",
         metavar="NAME:MS",
-        help="count requests within ttft:MS, tpot:MS (mean time per token behind the first), e2el:MS",
+        help=(
+            "count requests within ttft:MS, tpot:MS (mean time per token behind the first), e2el:MS"
+        ),
     )
     results.add_argument("--output-file", type=Path, help="append a JSON line for each load")
     results.add_argument("--output-details", action="store_true", help="with every request in it")
@@ -129,7 +139,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_stages(arguments: argparse.Namespace) -> list[Stage]:
-    """The loads that the flags ask for, in order.
+    """Returns the loads that the flags select, in order.
 
     Raises:
         ConfigError: A flag has no sense.
@@ -197,14 +207,21 @@ async def _bench(
         for stage in stages:
             if arguments.flush_cache:
                 await client.post("/flush_cache", b"")
+            ranks_before = await ranks.read(client)
             result, summary = await _run_stage(client, peer, requests, arguments, stage, objective)
+            ranks_after = await ranks.read(client) if ranks_before else None
+            rank_times = ranks_after.since(ranks_before) if ranks_before and ranks_after else {}
             results.append(result)
             summaries.append(summary)
             console.rule(stage.name)
             report.print_stage(console, summary, objective)
+            if rank_times:
+                console.print(ranks.lines(rank_times))
             _print_failures(console, result)
             if arguments.output_file:
                 setting = _setting(arguments, peer, url, stage)
+                if rank_times:
+                    setting["rank_step_ms"] = rank_times
                 report.append_json(
                     arguments.output_file, setting, summary, result, arguments.output_details
                 )

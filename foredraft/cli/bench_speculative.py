@@ -1,4 +1,6 @@
-"""`foredraft bench speculative`: tries algorithms and trees on a model, each on a stack of its own, and prints the best flags."""
+"""`foredraft bench speculative`: tries algorithms and trees on a model, each on a stack of its own,
+and prints the best flags.
+"""
 
 import argparse
 import hashlib
@@ -30,7 +32,7 @@ DESCRIPTION = """\
 Measures plain decoding and each algorithm with each tree on a model, at several batch sizes and temperatures, and
 prints which flags to serve it with. Each setting gets services of its own, or, with --base-url, is asked of a running
 server request by request. Results are kept in a file after each case: the same command goes on where it was stopped.
-"""
+"""  # noqa: E501
 EXAMPLES = """\
 examples:
   foredraft bench speculative
@@ -40,7 +42,7 @@ examples:
       a model of yours; what follows -- are flags of foredraft serve
   foredraft bench speculative --base-url http://127.0.0.1:30000
       smaller trees than those of a running server
-"""
+"""  # noqa: E501
 _STEADY = 0.1
 
 
@@ -59,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All flags."""
+    """Returns the parser of all flags."""
     parser = FlagParser(
         prog="foredraft bench speculative",
         usage="foredraft bench speculative [flags] [-- flags of foredraft serve]",
@@ -74,7 +76,10 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="ALGORITHM=PATH",
-        help="draft model of STANDALONE, or head of EAGLE, EAGLE3 or MTP; several times [those of the bundled model]",
+        help=(
+            "draft model of STANDALONE, or head of EAGLE, EAGLE3 or MTP; several times [those of"
+            " the bundled model]"
+        ),
     )
     parser.add_argument(
         "--algorithm",
@@ -134,9 +139,14 @@ def _sweep(arguments: argparse.Namespace) -> int:
     results = Results.open(path, _conditions(arguments, servers))
     known = sum(results.get(setting, case) is not None for setting in settings for case in cases)
     console.print(
-        f"{len(settings)} settings of {servers.model} in {len(cases)} cases; {known} known from {path}"
-        if known
-        else f"{len(settings)} settings of {servers.model} in {len(cases)} cases, kept in {path}",
+        (
+            f"{len(settings)} settings of {servers.model} in {len(cases)} cases; {known} known from"
+            f" {path}"
+            if known
+            else (
+                f"{len(settings)} settings of {servers.model} in {len(cases)} cases, kept in {path}"
+            )
+        ),
         soft_wrap=True,
     )
     measure = _Measure(arguments, servers.fields)
@@ -157,7 +167,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
 class _Measure:
     """Loads a server in one case.
 
-    The prompts of a case are the same for every setting, and no other case's: an n-gram draft must not have seen the answers.
+    The prompts of a case are the same for every setting, and no other case's: an n-gram draft must
+    not have seen the answers.
     """
 
     def __init__(self, arguments: argparse.Namespace, fields: bool) -> None:
@@ -248,11 +259,13 @@ def _warn_of_drift(console: Console, results: Results, cases: Sequence[Case]) ->
         return
     least, largest = drift
     console.print(
-        f"plain decoding once more at the end: {least:.2f} to {largest:.2f} times as fast as at the beginning"
+        f"plain decoding once more at the end: {least:.2f} to {largest:.2f} times as fast as at the"
+        " beginning"
     )
     if not 1 - _STEADY <= least <= largest <= 1 + _STEADY:
         console.print(
-            "WARNING: this machine was not quiet; settings that differ by less than that are not told apart",
+            "WARNING: this machine was not quiet; settings that differ by less than that are not"
+            " told apart",
             soft_wrap=True,
         )
 
@@ -287,7 +300,7 @@ def _table(
 def _conditions(arguments: argparse.Namespace, servers: Servers) -> dict[str, Any]:
     digest = ""
     if arguments.dataset_path is not None:
-        # Read before anything starts; a file that is missing or wrong is told at once.
+        # Read before anything starts, so that a missing or wrong file is reported at once.
         prompts.read_file(arguments.dataset_path)
         digest = hashlib.sha256(arguments.dataset_path.read_bytes()).hexdigest()[:16]
     return {

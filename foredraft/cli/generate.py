@@ -1,4 +1,6 @@
-"""`foredraft generate`: one prompt, its continuation streamed to the terminal, drafted tokens in another colour."""
+"""`foredraft generate`: one prompt, its continuation streamed to the terminal, drafted tokens in
+another colour.
+"""
 
 import argparse
 import contextlib
@@ -38,7 +40,7 @@ examples:
   cat notes.txt | foredraft generate -
 """
 DRAFTED_STYLE = "green"
-# What a server for others needs is left out of services that live for one call, on this machine.
+# Services that live for one call on this machine omit flags that only servers for others need.
 PRIVATE = {"ssl_certfile": "", "ssl_keyfile": "", "ssl_ca_certs": "", "api_key_file": ""}
 # Longer than any deadline of a gateway: it is the server that ends a request.
 SILENCE_SECONDS = 3600.0
@@ -81,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of one generation, then those of the services it starts."""
+    """Returns the parser: flags of one generation, then those of the services it starts."""
     parser = FlagParser(
         prog="foredraft generate",
         usage="foredraft generate [flags] PROMPT",
@@ -144,7 +146,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _service_flags(arguments: argparse.Namespace) -> list[str]:
-    """Flags of services that were given; unlike variables they were meant for this call."""
+    """Returns flags of services that were given on the command line; unlike variables they were
+    meant for this call.
+    """
     names = [field.name for field in dataclasses.fields(stack.ServeConfig)]
     return [
         "--" + name.replace("_", "-")
@@ -155,7 +159,7 @@ def _service_flags(arguments: argparse.Namespace) -> list[str]:
 
 @contextlib.contextmanager
 def _services(values: Mapping[str, Any], console: Console) -> Iterator[str]:
-    """Runs a gateway, a verifier and a draft; gives the gateway's URL."""
+    """Runs a gateway, a verifier and a draft; yields the gateway's URL."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with console.status("preparing the model"):
         resolved = stack.resolve_models(values)
@@ -193,7 +197,7 @@ def _print_token(output: Console, text: str, drafted: bool) -> None:
     if not output.is_terminal:
         sys.stdout.write(text)
         return
-    # What a model writes must not steer the terminal.
+    # A model's text must not control the terminal.
     shown = "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
     output.print(Text(shown, style=DRAFTED_STYLE if drafted else ""), end="")
 
@@ -232,7 +236,7 @@ def _body(arguments: argparse.Namespace) -> dict[str, Any]:
 def _events(
     url: str, body: Mapping[str, Any], chat: bool, api_key: str
 ) -> Iterator[dict[str, Any]]:
-    """The events of a streamed answer.
+    """Yields the events of a streamed answer.
 
     Raises:
         ForedraftError: The gateway refused, failed, or cannot be reached.
@@ -260,7 +264,10 @@ def _events(
         reason = getattr(error, "reason", error)
         hint = ""
         if isinstance(reason, ConnectionRefusedError):
-            hint = "; `foredraft serve` starts a server, and without --server there is one for this call"
+            hint = (
+                "; `foredraft serve` starts a server, and without --server there is one for this"
+                " call"
+            )
         raise Unavailable(f"no answer from {url}: {reason}{hint}") from error
 
 

@@ -1,11 +1,15 @@
-"""Directories whose name holds the pid of the process that made them: those of processes that died without removing them."""
+"""Finds directories named after the pid of their process, where the process died without
+removing them.
+"""
 
 import os
 from pathlib import Path
 
 
 def of_the_dead(base: Path, prefix: str) -> list[Path]:
-    """This user's directories `PREFIX` + pid + `-...` in `base`, of processes that are gone."""
+    """Returns this user's directories `PREFIX` + pid + `-...` in `base` whose processes are
+    gone.
+    """
     found = []
     for path in base.glob(f"{prefix}*-*"):
         pid = path.name.removeprefix(prefix).partition("-")[0]
@@ -17,7 +21,7 @@ def of_the_dead(base: Path, prefix: str) -> list[Path]:
 def _is_own(path: Path) -> bool:
     try:
         return path.lstat().st_uid == os.getuid()
-    except FileNotFoundError:  # somebody else removes them too
+    except FileNotFoundError:  # another process removes them too
         return False
 
 

@@ -1,6 +1,8 @@
-"""A private daemon of NVIDIA's Multi-Process Service: with it two processes on one GPU hand over without a time slice.
+"""A private daemon of NVIDIA's Multi-Process Service: with it two processes on one GPU hand over
+without a time slice.
 
-Measured on an H200, a hand-over costs about 160 microseconds more without it. The daemon changes no setting of the card.
+Measured on an H200, a hand-over costs about 160 microseconds more without it. The daemon changes no
+setting of the card.
 """
 
 import contextlib
@@ -17,19 +19,19 @@ from foredraft.cli.leftovers import of_the_dead
 CONTROL = "nvidia-cuda-mps-control"
 _PREFIX = "foredraft-mps-"
 SECONDS = 30.0
-CLIENT_SECONDS = 5  # for clients that have not ended; then they are thrown out
+CLIENT_SECONDS = 5  # time for clients to end before they are disconnected
 
 logger = logging.getLogger(__name__)
 
 
 class Mps:
-    """One daemon and the directory that it and its clients meet in.
+    """A daemon, and the directory that it and its clients meet in.
 
     Args:
-        directory: Of a daemon that runs; none is started yet when empty.
+        directory: Directory of a running daemon; empty where none runs yet.
 
     Attributes:
-        variables: For the environment of its clients; empty where there is no daemon.
+        variables: Variables for the environment of its clients; empty without a daemon.
     """
 
     def __init__(self, directory: str = "") -> None:
@@ -39,13 +41,16 @@ class Mps:
             self._use(directory)
 
     def start(self) -> bool:
-        """Starts the daemon; False, with a warning that says what it costs, where this machine has none.
+        """Starts the daemon.
 
-        Ends those of processes that were killed: a daemon is nobody's child and would run for ever.
+        Returns False, with a warning about the cost, where this machine has no MPS.
+
+        Ends daemons whose process was killed: a daemon is no child and would run for ever.
         """
         if shutil.which(CONTROL) is None:
             logger.warning(
-                "--mps: there is no %s here; every hand-over between verifier and draft costs about 0.16 ms more",
+                "--mps: there is no %s here; every hand-over between verifier and draft costs about"
+                " 0.16 ms more",
                 CONTROL,
             )
             return False
@@ -78,12 +83,22 @@ class Mps:
             "CUDA_MPS_PIPE_DIRECTORY": directory,
             "CUDA_MPS_LOG_DIRECTORY": directory,
         }
+        # The daemon sees the cards that it may and numbers them anew; its clients must name them by
+        # those numbers.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        if visible:
+            numbers = range(len(visible.split(",")))
+            self.variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
 
     def _control(self, *flags: str, words: str = "") -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             [CONTROL, *flags],
             input=words,
-            env={**os.environ, **self.variables},
+            env={
+                **os.environ,
+                "CUDA_MPS_PIPE_DIRECTORY": self._directory,
+                "CUDA_MPS_LOG_DIRECTORY": self._directory,
+            },
             capture_output=True,
             text=True,
             timeout=SECONDS,
@@ -97,7 +112,9 @@ class Mps:
 
 @contextlib.contextmanager
 def running(enabled: bool) -> Iterator[dict[str, str]]:
-    """Runs a daemon while the block runs, if asked to and possible; gives the variables for its clients."""
+    """Runs a daemon while the block runs, if asked to and possible; gives the variables for its
+    clients.
+    """
     mps = Mps()
     try:
         if enabled:

@@ -11,10 +11,11 @@ ATTEMPTS = 64
 
 
 def bind_free(probe: socket.socket, host: str) -> int:
-    """Binds a socket to a free port of a host, where there is one, outside the range of outgoing connections.
+    """Binds a socket to a free port of a host, outside the range of outgoing connections if
+    possible.
 
-    The system's own choice lies in that range: between the choice and the service's start any client's connection may
-    take it.
+    The system's own choice lies in that range: between the choice and the service's start any
+    client's connection may take it.
 
     Returns:
         The port.
@@ -32,7 +33,9 @@ def bind_free(probe: socket.socket, host: str) -> int:
 
 
 def first_ephemeral_port() -> int:
-    """The lowest port that the system gives to outgoing connections; Linux's default where it cannot be read."""
+    """Returns the lowest port that the system uses for outgoing connections; Linux's default
+    where it cannot be read.
+    """
     try:
         first = int(EPHEMERAL_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):

@@ -27,7 +27,7 @@ from foredraft.config.services import (
     VerifyConfig,
 )
 from foredraft.config.speculation import SpeculationConfig
-from foredraft.errors import ConfigError, ForedraftError
+from foredraft.errors import CheckpointError, ConfigError, ForedraftError
 from foredraft.telemetry.logging import setup
 
 DESCRIPTION = """\
@@ -61,22 +61,29 @@ _GROUPS: tuple[tuple[str, type], ...] = (
     ("metrics", stack.ServeConfig),
 )
 # Any model goes on with it, much of it as it began: drafts of every kind show what they can.
-FIRST_PROMPT = "class Point:\n    @property\n    def x(self):\n        return self._x\n\n    @property\n    def y(self):\n"
+FIRST_PROMPT = (
+    "class Point:\n    @property\n    def x(self):\n        return self._x\n\n    @property\n   "
+    " def y(self):\n"
+)
 _COLOURS = {"gateway": "cyan", "verify": "green", "draft": "magenta"}
 
 logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status: 0 after a stop that was asked for, 1 for a failure, 2 for a wrong flag."""
+    """Returns the exit status: 0 after a stop that was asked for, 1 for a failure, 2 for a wrong
+    flag.
+    """
     parser = make_parser()
     namespace = parser.parse_args(argv)
     try:
-        values = read_values(namespace)
+        values, found = stack.settle_draft(read_values(namespace))
         config = stack.check(values)
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         parser.error(str(error))
     setup("serve", config.log_level, config.log_format)
+    if found:
+        logger.info(found)
     for name, near in misspelt(stack.ServeConfig).items():
         logger.warning("%s is read by nothing; did you mean %s?", name, near)
     terminal = Terminal(plain=config.log_format == "json")
@@ -90,7 +97,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser(prog: str = "foredraft serve") -> argparse.ArgumentParser:
-    """The flags of all services, in groups, without those that wire them together."""
+    """Returns the parser with the flags of all services, in groups, without those that wire
+    them together.
+    """
     parser = FlagParser(
         prog=prog,
         usage=f"{prog} [flags]",
@@ -107,7 +116,8 @@ def make_parser(prog: str = "foredraft serve") -> argparse.ArgumentParser:
 
 
 def read_values(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The fields of ServeConfig that flags or variables set; wiring fields are serve's own.
+    """Returns the fields of ServeConfig that flags or variables set; wiring fields are serve's
+    own.
 
     Raises:
         ConfigError: A value cannot be read.
@@ -120,10 +130,11 @@ def read_values(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 class Terminal:
-    """What a person sees: services' lines with a coloured name, a progress line, the closing table of addresses.
+    """Writes to a terminal: services' lines with a coloured name, a progress line, the closing
+    table of addresses.
 
     Args:
-        plain: Lines are passed on as they are, for machines.
+        plain: Whether lines are passed on unchanged, for machines.
     """
 
     def __init__(self, *, plain: bool = False) -> None:
@@ -143,20 +154,25 @@ class Terminal:
             return
 
     def progress(self, what: str) -> Any:
-        """A context in which `update(text)` changes a line under the log; silent where no person looks."""
+        """Yields `update(text)`, which changes a line under the log; silent where no person
+        looks.
+        """
         return self._console.status(what)
 
     def starting(self, states: list[ChildState]) -> str:
-        """The text of the progress line while services start."""
+        """Returns the text of the progress line while services start."""
         marks = "  ".join(f"{state.name} {'✓' if state.healthy else '…'}" for state in states)
         return f"starting: {marks}  ({time.monotonic() - self._started:.0f} s)"
 
     def ready(self, urls: Mapping[str, str], config: stack.ServeConfig) -> None:
-        """The addresses and a first request."""
+        """Shows the addresses and a first request."""
         seconds = time.monotonic() - self._started
         model = config.served_model_name or Path(config.model_path).name
         if self._plain:
             logger.info("ready after %.1f s", seconds, extra=dict(urls))
+            return
+        if "http" not in urls:
+            print(f"\nThis host computes for host 0 at {urls['host 0']}. Ctrl-C stops it.\n")
             return
         has_keys = config.api_key or config.api_key_file
         key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
@@ -167,14 +183,15 @@ class Terminal:
             f"  gRPC     {urls['grpc']}\n"
             f"  metrics  {' '.join(url for name, url in urls.items() if 'metrics' in name)}\n\n"
             f"  curl {urls['http']}/v1/completions -H 'Content-Type: application/json'{key} \\\n"
-            f'    -d \'{{"model": "{model}", "prompt": {json.dumps(FIRST_PROMPT)}, "max_tokens": 64,'
+            f'    -d \'{{"model": "{model}", "prompt": {json.dumps(FIRST_PROMPT)},'
+            ' "max_tokens": 64,'
             ' "temperature": 0}\'\n\n'
             "Ctrl-C stops it.\n",
             flush=True,
         )
 
     def error(self, message: str) -> None:
-        """The reason why serve gives up."""
+        """Shows the reason why serve gives up."""
         if self._plain:
             logger.error(message)
         else:
@@ -207,7 +224,9 @@ def _serve(values: Mapping[str, Any], terminal: Terminal) -> int:
 
 
 def _stop_on_signals(supervisor: Supervisor) -> threading.Event:
-    """An event that the first SIGINT, SIGTERM or SIGHUP sets; the second kills every service."""
+    """Returns an event that the first SIGINT, SIGTERM or SIGHUP sets; the second kills every
+    service.
+    """
     event = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:

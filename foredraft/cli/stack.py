@@ -1,4 +1,7 @@
-"""One gateway, one verifier and its drafts on this machine: flags, sockets, ports, models. Shows nothing."""
+"""Runs one gateway, one verifier and its drafts on this machine: flags, sockets, ports, models.
+
+Shows nothing.
+"""
 
 import contextlib
 import dataclasses
@@ -18,11 +21,15 @@ from foredraft.cli.ports import bind_free
 from foredraft.cli.supervisor import Service, Supervisor
 from foredraft.config.api_keys import configured
 from foredraft.config.options import flag_of, option, to_flags, variable_of
+from foredraft.config.quantization import has_gpu
 from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
 from foredraft.config.speculation import HEADS, MODELS, each_draft
 from foredraft.errors import ConfigError
+from foredraft.models.config import ModelConfig
 from foredraft.models.hub import is_repository
+from foredraft.models.provenance import trained_for
 from foredraft.models.registry import resolve_model_path
+from foredraft.models.speculation import find_algorithm, resolve
 from foredraft.rpc.tls import public_identity
 
 # Fields that name a port, and the fields that name where it is bound.
@@ -48,7 +55,9 @@ _DRAFT_MODEL, _DRAFT_REVISION = "speculative_draft_model_path", "speculative_dra
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeConfig(GatewayConfig, VerifyConfig, DraftConfig):
-    """What `foredraft serve` takes: every service's flags but those that wire them together, and two of its own."""
+    """Configuration of `foredraft serve`: every service's flags but those that wire them
+    together, and some of its own.
+    """
 
     verify_metrics_port: int = option(0, "Port of the verifier's /metrics; 0 takes a free one.")
     draft_metrics_port: int = option(
@@ -56,10 +65,35 @@ class ServeConfig(GatewayConfig, VerifyConfig, DraftConfig):
     )
     mps: bool = option(
         False,
-        "Run verifier and draft under a private daemon of NVIDIA's Multi-Process Service, which saves about 0.16 ms per "
-        "hand-over where both use one GPU. A draft that faults there, or gets SIGKILL at work, then takes the verifier along; both "
-        "start anew.",
+        "Run verifier and draft under a private daemon of NVIDIA's Multi-Process Service, which"
+        " saves about 0.16 ms per hand-over where both use one GPU. A draft that faults there, or"
+        " gets SIGKILL at work, then takes the verifier along; both start anew.",
     )
+
+
+def settle_draft(values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Fills in algorithm and target from a draft's files, where no flag gives them.
+
+    Args:
+        values: Fields of ServeConfig that were set.
+
+    Returns:
+        The fields, and a line for the log about what was filled in; empty for nothing.
+
+    Raises:
+        CheckpointError: The draft cannot be fetched, or is of an unknown kind.
+    """
+    settled = dict(values)
+    given = values.get(_DRAFT_MODEL)
+    if not given or "speculative_algorithm" in values or "=" in given:
+        return settled, ""
+    draft = resolve_model_path(given, values.get(_DRAFT_REVISION, ""), bins=True)
+    settled["speculative_algorithm"] = find_algorithm(draft)
+    found = f"by its files a draft for {settled['speculative_algorithm']}"
+    if "model_path" not in values and (target := trained_for(draft)):
+        settled["model_path"] = target
+        found += f", of the target {target}"
+    return settled, f"{flag_of(_DRAFT_MODEL)} {given}: {found}"
 
 
 def check(values: Mapping[str, Any]) -> ServeConfig:
@@ -75,6 +109,15 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
     for name in _PORT_HOSTS:
         if not 0 <= getattr(config, name) <= 65535:
             raise ConfigError(f"{flag_of(name)} must be in [0, 65535], not {getattr(config, name)}")
+    if config.mps and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            "--mps does not go with --tensor-parallel-size: its daemon is for one card; leave"
+            " it out"
+        )
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not has_gpu())
+    config.check_devices(not on_cpu)
+    config.check_quantization(on_cpu)
+    config.nodes()
     _choose_ports(config)
     _check_files(config)
     paths = [("model_path", config.model_path)]
@@ -87,7 +130,7 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
 
 
 def _check_files(config: ServeConfig) -> None:
-    """Reads what the gateway will read: a wrong file is told before anything is loaded."""
+    """Reads the gateway's files, so that a wrong file is reported before anything is loaded."""
     public_identity(config)
     configured(config, warns=False)
     if config.chat_template:
@@ -97,21 +140,26 @@ def _check_files(config: ServeConfig) -> None:
 
 
 def resolve_models(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces model names and .gguf files by directories, fetching or converting them once; that may take minutes.
+    """Replaces model names and .gguf files by directories, fetching or converting them once; that
+    may take minutes.
 
     Returns:
         The values with local directories, and the served name still that of the model asked for.
 
     Raises:
         CheckpointError: A model cannot be had.
+        ConfigError: The ranks cannot share the target, or a draft is not for it.
     """
     config = ServeConfig(**values)
-    # What the services get is directories, which have no revisions.
+    # Services get directories, which have no revisions.
     resolved = {
         name: value for name, value in values.items() if name not in ("revision", _DRAFT_REVISION)
     }
     path = config.model_path
-    resolved["model_path"] = str(resolve_model_path(path, config.revision))
+    target = resolve_model_path(path, config.revision)
+    if config.tensor_parallel_size > 1:
+        config.check_shares(ModelConfig.from_dir(target).shared_sizes)
+    resolved["model_path"] = str(target)
     if not config.served_model_name:
         resolved["served_model_name"] = (
             Path(path).stem if path.endswith(".gguf") else Path(path).name
@@ -125,6 +173,8 @@ def resolve_models(values: Mapping[str, Any]) -> dict[str, Any]:
         resolved[_DRAFT_MODEL] = ",".join(f"{name}={path}" for name, path in drafts.items())
     elif drafts:
         [resolved[_DRAFT_MODEL]] = drafts.values()
+    for one in each_draft(ServeConfig(**resolved)):
+        resolve(one)
     return resolved
 
 
@@ -134,15 +184,18 @@ def make_supervisor(
     on_line: Callable[[str, str], None] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Supervisor:
-    """A supervisor of one gateway, one verifier and, unless the algorithm is NONE, a draft for each algorithm.
+    """Creates a supervisor of one gateway, one verifier and a draft for each algorithm other
+    than NONE.
 
-    Its `urls` are `http`, `grpc` (host:port), `metrics`, `verify_metrics` and `draft_metrics`, with several drafts
-    `draft-ALGORITHM_metrics` for each. The sockets' directory goes with `LocalStack.stop`.
+    Its `urls` are `http`, `grpc` (host:port), `metrics`, `verify_metrics` and `draft_metrics`, with
+    several drafts `draft-ALGORITHM_metrics` for each. The sockets' directory goes with
+    `LocalStack.stop`.
 
     Args:
         values: Fields of ServeConfig that were set.
-        on_line: Called with (service, line) for every line that a service logs, from several threads.
-        environment: For the services; this process's own when absent.
+        on_line: Called with (service, line) for every line that a service logs, from several
+            threads.
+        environment: Environment of the services; by default this process's own.
 
     Raises:
         ConfigError: The combination cannot be served.
@@ -151,7 +204,7 @@ def make_supervisor(
     directory, daemon = make_runtime_directory(), Mps()
     try:
         return _stack(values, config, directory, daemon, on_line, environment)
-    except BaseException:  # a signal, say: nobody else would end the daemon
+    except BaseException:  # for example a signal: nothing else would end the daemon
         daemon.stop()
         shutil.rmtree(directory, ignore_errors=True)
         raise
@@ -165,11 +218,14 @@ def _stack(
     on_line: Callable[[str, str], None] | None,
     environment: Mapping[str, str] | None,
 ) -> "LocalStack":
+    if config.nodes().rank:
+        return _further_host(values, config, directory, daemon, on_line, environment)
     drafts = _drafts(config)
     sockets = {name: f"unix:{directory}/{name}.sock" for name in ("gateway", "verify", *drafts)}
     ports = _choose_ports(config, len(drafts) - 1)
     if config.mps and daemon.start() and config.device == "auto":
-        # A GPU may be out of reach for a moment after a fault: what restarts then must not fall back to the CPU.
+        # A GPU may be out of reach for a moment after a fault: what restarts then must not fall
+        # back to the CPU.
         values = {**values, "device": "cuda"}
     host, metrics_host = reachable_host(config.host), reachable_host(config.metrics_host)
     draft_ports = [
@@ -253,8 +309,32 @@ def _stack(
     )
 
 
+def _further_host(
+    values: Mapping[str, Any],
+    config: ServeConfig,
+    directory: Path,
+    daemon: Mps,
+    on_line: Callable[[str, str], None] | None,
+    environment: Mapping[str, str] | None,
+) -> "LocalStack":
+    """Creates the stack of a host that runs only ranks: gateway, verifier and drafts run on
+    host 0.
+    """
+    listen = f"unix:{directory}/verify.sock"
+    command = _command("verify_service", VerifyConfig, values, listen=listen, draft=("",))
+    service = Service(name="verify", command=command, health=listen, stop_seconds=5)
+    unbuffered = {**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"}
+    nodes = config.nodes()
+    urls = {"host 0": f"{nodes.host}:{nodes.port}"}
+    return LocalStack(
+        directory, [service], daemon, urls=urls, on_line=on_line, environment=unbuffered
+    )
+
+
 class LocalStack(Supervisor):
-    """A supervisor that removes its sockets' directory, and ends its MPS daemon, when it stopped."""
+    """A supervisor that removes its sockets' directory, and ends its MPS daemon, when it
+    stopped.
+    """
 
     def __init__(
         self, directory: Path, services: list[Service], daemon: Mps, **arguments: Any
@@ -270,7 +350,8 @@ class LocalStack(Supervisor):
 
 
 def make_runtime_directory() -> Path:
-    """A new directory of mode 0700 for sockets, under $XDG_RUNTIME_DIR or the temporary directory.
+    """Creates a directory of mode 0700 for sockets, under $XDG_RUNTIME_DIR or the temporary
+    directory.
 
     Removes those that dead supervisors left behind.
     """
@@ -284,7 +365,9 @@ def make_runtime_directory() -> Path:
 
 
 def reachable_host(host: str) -> str:
-    """Where this machine reaches a server that listens on `host`, as it stands in a URL."""
+    """Returns the host at which this machine reaches a server that listens on `host`, in the
+    form of a URL.
+    """
     host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
 
@@ -304,12 +387,14 @@ def _secret_names(config: type) -> list[str]:
 
 
 def _secrets(config: type, values: Mapping[str, Any]) -> dict[str, str]:
-    """Variables for what must not stand on a command line."""
+    """Returns environment variables for values that must not be visible on a command line."""
     return {variable_of(name): values[name] for name in _secret_names(config) if values.get(name)}
 
 
 def _drafts(config: ServeConfig) -> dict[str, ServeConfig]:
-    """The configuration of each draft as if it were the only one, by the name of its service."""
+    """Returns the configuration of each draft as if it were the only one, by the name of its
+    service.
+    """
     drafts = [one for one in each_draft(config) if one.speculative_algorithm != "NONE"]
     if len(drafts) == 1:
         return {"draft": drafts[0]}
@@ -317,14 +402,16 @@ def _drafts(config: ServeConfig) -> dict[str, ServeConfig]:
 
 
 def _addresses(drafts: Mapping[str, ServeConfig], sockets: Mapping[str, str]) -> tuple[str, ...]:
-    """What the verifier is told of the drafts."""
+    """Returns the addresses of the drafts for the verifier's flag."""
     if len(drafts) < 2:
         return tuple(sockets[name] for name in drafts) or ("",)  # whatever a variable says
     return tuple(f"{one.speculative_algorithm}={sockets[name]}" for name, one in drafts.items())
 
 
 def _choose_ports(config: ServeConfig, num_more: int = 0) -> dict[str, int]:
-    """The ports that were asked for, if they can be had, and free ones for 0. They are left for the services to take.
+    """Returns the requested ports, if they are free, and free ones for 0.
+
+    They are left for the services to take.
 
     Args:
         num_more: Free ports for metrics beside, named "draft 1" and so on.

@@ -1,4 +1,7 @@
-"""Keeps a set of child processes running: start, health, log lines, restarts, ordered stop. Knows no service by name."""
+"""Keeps a set of child processes running: start, health, log lines, restarts, ordered stop.
+
+Knows no service by name.
+"""
 
 import collections
 import contextlib
@@ -25,7 +28,10 @@ _STABLE_SECONDS = 60.0
 
 
 class ServiceFailed(ForedraftError):
-    """A child process could not start, or died too often. The message ends with its last lines."""
+    """Raised where a child process could not start, or died too often.
+
+    The message ends with its last lines.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +42,15 @@ class Service:
         name: Prefix of its lines.
         command: Program and arguments; it calls `foredraft.rpc.lifetime.exit_with_parent`.
         health: Address of its gRPC health service.
-        max_deaths: The supervisor gives up when it died more often within `window_seconds`; None never gives up.
+        max_deaths: Maximum number of deaths within `window_seconds` before the supervisor gives up;
+            None never gives up.
         window_seconds: See `max_deaths`.
         backoff_seconds: Wait before the first restart; doubled up to `max_backoff_seconds`.
         max_backoff_seconds: See `backoff_seconds`.
-        hang_checks: So many health checks in a row without any answer, 2 s each, and it is killed and restarted.
+        hang_checks: Number of unanswered health checks in a row, 2 s each, after which it is killed
+            and restarted.
         stop_seconds: Time between SIGTERM and SIGKILL when everything stops.
-        environment: Variables of this service alone.
+        environment: Variables of this service only.
     """
 
     name: str
@@ -61,7 +69,7 @@ class Service:
 class _Child:
     service: Service
     process: subprocess.Popen[bytes] | None = None
-    healthy: bool = False  # what its last answer said
+    healthy: bool = False  # by its last answer
     is_up: bool = False  # whether this process was ever healthy
     was_up: bool = False  # whether any process of this service was
     misses: int = 0
@@ -76,7 +84,7 @@ class _Child:
 
 @dataclass(frozen=True, slots=True)
 class ChildState:
-    """What `Supervisor.states` tells of one child."""
+    """State of one child in `Supervisor.states`."""
 
     name: str
     pid: int | None
@@ -87,14 +95,16 @@ class ChildState:
 class Supervisor:
     """Runs services until `stop`; usable from any thread, once.
 
-    Each child is started and reaped by a thread of its own that lives as long as the child: the kernel ends a child
-    with the thread that started it (`foredraft.rpc.lifetime`), so nothing outlives even a killed supervisor.
+    Each child is started and reaped by a thread of its own that lives as long as the child: the
+    kernel ends a child with the thread that started it (`foredraft.rpc.lifetime`), so nothing
+    outlives even a killed supervisor.
 
     Args:
-        services: In the order in which they are stopped.
-        urls: Where users reach what is supervised; kept for callers.
-        on_line: Called with (service name, line) for every line a child writes, from several threads.
-        environment: For the children; this process's own when absent.
+        services: Services, in the order in which they are stopped.
+        urls: URLs at which users reach the services; kept for callers.
+        on_line: Called with (service name, line) for every line a child writes, from several
+            threads.
+        environment: Environment of the children; by default this process's own.
     """
 
     def __init__(
@@ -136,7 +146,7 @@ class Supervisor:
         on_progress: Callable[[list[ChildState]], None] | None = None,
         stop: threading.Event | None = None,
     ) -> None:
-        """Returns when all children are healthy, or `stop` is set.
+        """Waits until all children are healthy, or `stop` is set.
 
         `on_progress` gets the children's states about five times a second.
 
@@ -160,7 +170,7 @@ class Supervisor:
                 self._changed.wait(0.2)
 
     def wait(self, stop: threading.Event) -> None:
-        """Returns when `stop` is set.
+        """Waits until `stop` is set.
 
         Raises:
             ServiceFailed: A child died too often.
@@ -169,7 +179,7 @@ class Supervisor:
             self._raise_failure()
 
     def states(self) -> list[ChildState]:
-        """A snapshot of the children."""
+        """Returns a snapshot of the children."""
         return [
             ChildState(
                 name,
@@ -181,7 +191,10 @@ class Supervisor:
         ]
 
     def stop(self) -> None:
-        """Ends the children one after the other: SIGTERM, time to drain, SIGKILL. Returns when all are gone."""
+        """Ends the children one after the other: SIGTERM, time to drain, SIGKILL.
+
+        Returns when all are gone.
+        """
         self._stopping.set()
         for child in self._children.values() if self._threads else ():
             self._signal(child, signal.SIGTERM)
@@ -194,7 +207,9 @@ class Supervisor:
         self._threads.clear()
 
     def kill(self) -> None:
-        """Ends all children at once, while `stop` runs in another thread or in the interrupted frame."""
+        """Ends all children at once, while `stop` runs in another thread or in the interrupted
+        frame.
+        """
         self._stopping.set()
         for child in self._children.values():
             self._signal(child, signal.SIGKILL)
@@ -225,7 +240,7 @@ class Supervisor:
             child.wake.set()
 
     def _run_once(self, child: _Child) -> int | str:
-        """Runs the process to its end; its exit status, or why it could not be started."""
+        """Runs the process to its end; returns its exit status, or why it could not be started."""
         try:
             process = subprocess.Popen(
                 child.service.command,
@@ -233,7 +248,8 @@ class Supervisor:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={**self._environment, **child.service.environment},
-                # Ctrl-C in a terminal goes to the supervisor alone, which stops the children in order.
+                # Ctrl-C in a terminal goes to the supervisor alone, which stops the children in
+                # order.
                 process_group=0,
             )
         except OSError as error:
@@ -246,7 +262,7 @@ class Supervisor:
         if self._stopping.is_set():
             self._signal(child, signal.SIGTERM)
         code = process.wait()
-        # What the child started itself goes with it, and would hold its pipe open.
+        # The child's own children are killed too, since they would hold its pipe open.
         _kill_group(process.pid)
         reader.join()
         self._set_health(child, healthy=False)
@@ -258,13 +274,13 @@ class Supervisor:
         assert process.stdout
         with process.stdout as stream:
             for raw in stream:
-                # Of a progress bar that overwrites itself, the last state.
+                # Only the last state of a progress bar that overwrites itself.
                 line = raw.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
                 child.lines.append(line)
                 self._on_line(child.service.name, line)
 
     def _judge(self, child: _Child, code: int | str, ran_seconds: float) -> float | None:
-        """Seconds to wait before the next start; None to give up."""
+        """Returns the seconds to wait before the next start; None to give up."""
         service, now = child.service, time.monotonic()
         how = code if isinstance(code, str) else describe_exit(code)
         if not child.was_up:
@@ -296,8 +312,8 @@ class Supervisor:
             raise self._failure
 
     def _watch_health(self, child: _Child) -> None:
-        # The connection is made while the child starts, and kept: one that has no descriptors left, because of what
-        # others send it, answers still.
+        # The connection is made while the child starts, and kept: one that has no descriptors left,
+        # because of what others send it, answers still.
         with contextlib.closing(HealthProbe(child.service.health)) as probe:
             spent = 0.0
             while not child.ended.is_set():
@@ -347,7 +363,7 @@ class Supervisor:
 
 
 def describe_exit(code: int) -> str:
-    """`exited with status 3` or `was killed by SIGSEGV`."""
+    """Returns `exited with status 3` or `was killed by SIGSEGV`."""
     if code >= 0:
         return f"exited with status {code}"
     try:

@@ -1,4 +1,6 @@
-"""What `foredraft bench speculative` measures: services of its own for each setting, or one running server."""
+"""Servers that `foredraft bench speculative` measures: services of its own for each setting, or
+one running server.
+"""
 
 import argparse
 import contextlib
@@ -22,7 +24,7 @@ _ATTACH_SECONDS = 60.0
 
 
 class StartedServers:
-    """Services for each setting."""
+    """Starts services for each setting."""
 
     fields = False  # settings are flags, not fields of requests
 
@@ -38,7 +40,7 @@ class StartedServers:
         self.given = given
 
     def settings(self, arguments: argparse.Namespace) -> list[Setting]:
-        """The grid of the flags."""
+        """Returns the grid of the flags."""
         drafts = dict(
             BUNDLED_DRAFTS if self.model == "foredraft-demo" and not arguments.draft else {}
         )
@@ -68,7 +70,7 @@ class StartedServers:
 
 
 class RunningServer:
-    """A running server; its trees can be made smaller by fields of requests."""
+    """Uses a running server; fields of requests make its trees smaller."""
 
     fields = True
 
@@ -85,7 +87,7 @@ class RunningServer:
         self.given = {"server": url}
 
     def settings(self, arguments: argparse.Namespace) -> list[Setting]:
-        """Those of the grid that are within the server's limits, and the server's own."""
+        """Returns the server's own setting, and those of the grid within its limits."""
         info = self._info
         algorithm, draft = info["speculative_algorithm"], info["speculative_draft_model_path"] or ""
         if algorithm == "NONE":
@@ -116,7 +118,7 @@ class RunningServer:
 
     @contextlib.contextmanager
     def open(self, setting: Setting) -> Iterator[str]:
-        """It runs already."""
+        """Yields the URL; the server runs already."""
         yield self._url
 
 

@@ -1,1 +1,3 @@
-"""Configuration of every service: one frozen dataclass each, from flags and FOREDRAFT_* variables."""
+"""Configuration of every service: one frozen dataclass each, from flags and FOREDRAFT_*
+variables.
+"""

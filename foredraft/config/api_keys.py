@@ -1,4 +1,6 @@
-"""API keys: read from a flag, a variable or a file, and compared without telling by the time it takes."""
+"""API keys: read from a flag, a variable or a file, and compared without telling by the time it
+takes.
+"""
 
 import hashlib
 import hmac
@@ -14,7 +16,7 @@ from foredraft.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_NAME = "default"  # of the key in --api-key
+DEFAULT_NAME = "default"  # name of the key in --api-key
 MAX_SECRET_CHARACTERS = 512
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
@@ -23,12 +25,12 @@ _LIMITS = ("concurrent", "requests", "tokens")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a caller may have; 0 is no limit.
+    """Limits of a caller; 0 is no limit.
 
     Attributes:
-        concurrent: Requests at a time.
-        requests: Requests a minute.
-        tokens: Tokens a minute, of prompts and outputs.
+        concurrent: Maximum number of requests at a time.
+        requests: Maximum number of requests per minute.
+        tokens: Maximum number of tokens per minute, of prompts and outputs.
     """
 
     concurrent: int = 0
@@ -38,7 +40,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key as it is kept: its secret's SHA-256 alone, and what its holder may have."""
+    """A stored key: its name, its secret's SHA-256, and the limits of its holder."""
 
     name: str
     digest: bytes
@@ -46,11 +48,11 @@ class ApiKey:
 
 
 def configured(config: GatewayConfig, *, warns: bool = True) -> list[ApiKey]:
-    """The keys of a gateway; none where everybody may use it.
+    """Returns the keys of a gateway; none where everybody may use it.
 
     Args:
-        config: Where they are.
-        warns: Whether the log says that others may read the file.
+        config: Configuration that names the keys or their file.
+        warns: Whether to log a warning if other users may read the file.
 
     Raises:
         ConfigError: They cannot be read; names the flag and the line.
@@ -68,7 +70,10 @@ def configured(config: GatewayConfig, *, warns: bool = True) -> list[ApiKey]:
 
 
 def find(keys: Iterable[ApiKey], secret: str) -> ApiKey | None:
-    """The key with this secret. Takes as long for every secret: digests are compared, all of them, in constant time."""
+    """Returns the key with this secret.
+
+    Takes as long for every secret: digests are compared, all of them, in constant time.
+    """
     digest = _digest(secret[: MAX_SECRET_CHARACTERS + 1])
     found = None
     for key in keys:
@@ -78,7 +83,7 @@ def find(keys: Iterable[ApiKey], secret: str) -> ApiKey | None:
 
 
 def single(secret: str, limits: Limits) -> ApiKey:
-    """The key of --api-key.
+    """Returns the key of --api-key.
 
     Raises:
         ConfigError: It cannot be sent in a header.
@@ -88,14 +93,14 @@ def single(secret: str, limits: Limits) -> ApiKey:
 
 
 def read_file(path: Path, limits: Limits, *, warns: bool = True) -> list[ApiKey]:
-    """The keys of a file: lines of `name secret [concurrent=N] [requests=N] [tokens=N]`.
+    """Reads the keys of a file: lines of `name secret [concurrent=N] [requests=N] [tokens=N]`.
 
     A secret may be given as `sha256:` and its digest in hexadecimal. `#` begins a comment.
 
     Args:
         path: The file.
-        limits: For what a line does not say.
-        warns: Whether the log says that others may read it.
+        limits: Limits that apply where a line gives none.
+        warns: Whether to log a warning if other users may read the file.
 
     Raises:
         ConfigError: It cannot be read; names the line, and never what is in it.
@@ -153,7 +158,8 @@ def _check_secret(secret: str, where: str) -> None:
         secret.isascii() and secret.isprintable() and " " not in secret
     ):
         raise ConfigError(
-            f"{where}: a secret has 1 to {MAX_SECRET_CHARACTERS} printable ASCII characters, no spaces"
+            f"{where}: a secret has 1 to {MAX_SECRET_CHARACTERS} printable ASCII characters, no"
+            " spaces"
         )
 
 

@@ -1,4 +1,6 @@
-"""Command lines whose unknown flags are answered with what to give instead, those of SGLang and vLLM among them."""
+"""Command lines that answer unknown flags, those of SGLang and vLLM among them, with the right
+ones.
+"""
 
 import argparse
 import difflib
@@ -6,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-_ONE_DEVICE = "a model runs on one device here; leave it out"
+_NO_EXPERTS = "models with experts are not served here; leave it out"
 _NO_LORA = "LoRA is not supported: merge the adapter into its model first"
 _CHOSEN = "is chosen by the device here; leave it out"
 _BY_TEMPLATE = "the chat template says how calls are written; leave it out"
@@ -14,20 +16,18 @@ _ALWAYS = "is always on; leave it out"
 
 # Flags of other servers: ours with the same meaning, or what to do without.
 ELSEWHERE: dict[str, str] = {
-    "--tp": _ONE_DEVICE,
-    "--tp-size": _ONE_DEVICE,
-    "--tensor-parallel-size": _ONE_DEVICE,
-    "--pp-size": _ONE_DEVICE,
-    "--pipeline-parallel-size": _ONE_DEVICE,
-    "--ep-size": _ONE_DEVICE,
-    "--enable-dp-attention": _ONE_DEVICE,
+    "--pp-size": "--tensor-parallel-size",
+    "--pipeline-parallel-size": "--tensor-parallel-size",
+    "--ep-size": _NO_EXPERTS,
+    "--enable-dp-attention": _NO_EXPERTS,
     "--dp": "start several verifiers behind one gateway (docs/several-verifiers.md)",
     "--dp-size": "start several verifiers behind one gateway (docs/several-verifiers.md)",
-    "--data-parallel-size": "start several verifiers behind one gateway (docs/several-verifiers.md)",
+    "--data-parallel-size": (
+        "start several verifiers behind one gateway (docs/several-verifiers.md)"
+    ),
     "--enable-lora": _NO_LORA,
     "--lora-paths": _NO_LORA,
     "--lora-modules": _NO_LORA,
-    "--quantization": "weights of 8 or 4 bits are not supported; leave it out, and give a checkpoint of 16 or 32 bits",
     "--attention-backend": _CHOSEN,
     "--sampling-backend": _CHOSEN,
     "--grammar-backend": "grammars are always kept by llguidance; leave it out",
@@ -50,7 +50,7 @@ ELSEWHERE: dict[str, str] = {
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An ArgumentParser of whole flags, which says for unknown ones what was probably meant."""
+    """Parses whole flags, and suggests the flag that was probably meant for an unknown one."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(allow_abbrev=False, **keywords)
@@ -58,7 +58,9 @@ class FlagParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As its parent's; ends the process with status 2 and a message where a flag is unknown."""
+        """Parses arguments; ends the process with status 2 and a message where a flag is
+        unknown.
+        """
         known, rest = self.parse_known_args(args, namespace)
         if rest:
             hints = [hint for hint in map(self._hint, rest) if hint]
@@ -66,7 +68,7 @@ class FlagParser(argparse.ArgumentParser):
         return known
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with status 2; says where the flags are explained."""
+        """Ends the process with status 2; the message says where the flags are explained."""
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help explains every flag\n")
 

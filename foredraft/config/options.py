@@ -1,4 +1,6 @@
-"""A configuration field declared once gives a flag, a FOREDRAFT_* variable, a type, a help text and a row of docs/flags.md."""
+"""A configuration field declared once gives a flag, a FOREDRAFT_* variable, a type, a help text and
+a row of docs/flags.md.
+"""
 
 import argparse
 import dataclasses
@@ -38,7 +40,8 @@ def option(
         choices: Allowed values of a string.
         internal: The field wires services together; `foredraft serve` sets it itself and hides it.
         aliases: Other flags with the same meaning, such as SGLang's newer names.
-        secret: The value is handed to services by its variable alone: others can read a command line.
+        secret: The value is handed to services by its variable alone: others can read a command
+            line.
         joined: Several of the choices may be given, with commas between them.
         least, most: Bounds of a number.
     """
@@ -68,7 +71,9 @@ def variable_of(name: str) -> str:
 
 
 def value_type(annotation: Any) -> tuple[type, bool]:
-    """Returns (element type, whether the field is a tuple of them) of `int | None`, `tuple[str, ...]`, `bool`."""
+    """Returns (element type, whether the field is a tuple of them) of `int | None`, `tuple[str,
+    ...]`, `bool`.
+    """
     origin = typing.get_origin(annotation)
     if origin in (types.UnionType, typing.Union):
         inner = [a for a in typing.get_args(annotation) if a is not type(None)]
@@ -120,17 +125,17 @@ def add_arguments(
             parser.add_argument(*names, action=argparse.BooleanOptionalAction, **keywords)
             continue
         keywords["metavar"] = kind.__name__.upper()
-        if kind is str:  # what the flag ends in: PATH, HOST, KEY
+        if kind is str:  # the last word of the flag: PATH, HOST, KEY
             keywords["metavar"] = field.name.rpartition("_")[2].upper()
         if field.metadata["choices"]:
-            keywords["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
+            keywords["metavar"] = "{" + ",".join(filter(None, field.metadata["choices"])) + "}"
         if repeated:
             keywords["action"] = "append"
         parser.add_argument(*names, **keywords)
 
 
 def describe_default(value: Any) -> str:
-    """How a default reads in help and docs."""
+    """Returns the text of a default in help and docs."""
     if value is None:
         return "auto"
     if isinstance(value, bool):
@@ -143,7 +148,8 @@ def describe_default(value: Any) -> str:
 def given_values(
     config: type, namespace: argparse.Namespace, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """The fields that flags or variables set, converted and checked; a flag wins over its variable.
+    """Returns the fields that flags or variables set, converted and checked; a flag wins over
+    its variable.
 
     Raises:
         ConfigError: A value cannot be read, is not one of the choices or out of bounds.
@@ -177,7 +183,8 @@ def given_values(
             parts = str(value).split(",") if field.metadata["joined"] else [str(value)]
             for part in parts:
                 if part.strip().lower() not in folded:
-                    raise ConfigError(f"{source}: {part!r} is not one of {', '.join(choices)}")
+                    named = ", ".join(filter(None, choices))  # an empty one is "none given"
+                    raise ConfigError(f"{source}: {part!r} is not one of {named}")
             value = ",".join(folded[part.strip().lower()] for part in parts)
         _check_bounds(value, field.metadata["least"], field.metadata["most"], source)
         values[field.name] = value
@@ -185,7 +192,9 @@ def given_values(
 
 
 def misspelt(config: type, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that no field of a configuration reads, each with the one that was probably meant."""
+    """Returns variables that no field of a configuration reads, each with the one that was
+    probably meant.
+    """
     known = {variable_of(field.name) for field in dataclasses.fields(config)}
     unknown = [name for name in environ if name.startswith("FOREDRAFT_") and name not in known]
     near = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.9) for name in unknown}
@@ -193,7 +202,7 @@ def misspelt(config: type, environ: Mapping[str, str] = os.environ) -> dict[str,
 
 
 def describe_bounds(least: float | None, most: float | None) -> str:
-    """How bounds read in messages and docs; empty where there are none."""
+    """Returns the text of bounds in messages and docs; empty where there are none."""
     if least is not None and most is not None:
         return f"in [{least:g}, {most:g}]"
     if least is not None:
@@ -223,7 +232,7 @@ def parse(config: type[T], argv: Sequence[str] | None, prog: str, description: s
 
 
 def to_flags(values: Mapping[str, Any]) -> list[str]:
-    """The command line that gives `values` again, for starting a service as a process."""
+    """Returns a command line that gives `values` again, for starting a service as a process."""
     flags: list[str] = []
     for name, value in values.items():
         if value is None:

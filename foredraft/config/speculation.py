@@ -1,4 +1,4 @@
-"""What is drafted: the flags of speculation, and which combinations of them can be served."""
+"""Flags of speculation, and checks that their combination can be served."""
 
 import dataclasses
 import re
@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 from foredraft.config.options import flag_of, option
 from foredraft.errors import ConfigError
 
-ALGORITHMS = ("NONE", "NGRAM", "STANDALONE", "EAGLE", "NEXTN", "EAGLE3", "MTP")
-HEADS = ("EAGLE", "EAGLE3", "MTP")
+BLOCKS = ("DFLASH", "DSPARK", "PEAGLE")  # algorithms whose chain comes from one forward
+ALGORITHMS = ("NONE", "NGRAM", "STANDALONE", "EAGLE", "NEXTN", "EAGLE3", "MTP", *BLOCKS)
+HEADS = ("EAGLE", "EAGLE3", "MTP", *BLOCKS)
 MODELS = ("STANDALONE", *HEADS)
-TOKEN_MAPS = ("STANDALONE", "EAGLE", "MTP")  # which can draft some of the tokens only
-MODULES = ("EAGLE", "MTP")  # which may have one for each depth
+TOKEN_MAPS = ("STANDALONE", "EAGLE", "MTP")  # algorithms that can draft a part of the vocabulary
+MODULES = ("EAGLE", "MTP")  # algorithms that may have a module for each depth
 # Fields that may hold NAME=VALUE for each of several algorithms.
 BY_NAME = (
     "speculative_draft_model_path",
@@ -25,20 +26,24 @@ _NEXT_NAME = re.compile(rf"(?:^|,)({'|'.join(ALGORITHMS)})=", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    """What is drafted; the same flags go to the verifier and to the draft."""
+    """Flags of speculation; verifier and draft get the same."""
 
     speculative_algorithm: str = option(
         "NGRAM",
-        "How tokens are drafted: NONE, NGRAM, STANDALONE, EAGLE (EAGLE-2; NEXTN is another name of it), EAGLE3 or MTP. "
-        "Several may be given with commas between them, as in EAGLE3,NGRAM: each sequence is drafted for by the best one.",
+        "How tokens are drafted: NONE, NGRAM, STANDALONE, EAGLE (EAGLE-2; NEXTN is another name of"
+        " it), EAGLE3, MTP, or a block in one forward: DFLASH, DSPARK or PEAGLE. Several may be"
+        " given with commas between them, as in EAGLE3,NGRAM: each sequence is drafted for by the"
+        " best one.",
         choices=ALGORITHMS,
         joined=True,
         aliases=("--speculative-algo",),
     )
     speculative_draft_model_path: str = option(
         "",
-        "Draft model of STANDALONE, or head of EAGLE, EAGLE3 and MTP. Without one MTP takes the target's own layers, and so "
-        "does EAGLE. Where several algorithms have a model, NAME=PATH for each, with commas between them.",
+        "Draft model of STANDALONE, or head of any other algorithm but NGRAM; `foredraft serve`"
+        " finds out the algorithm, and the target where the files name it. Without a head MTP takes"
+        " the target's own layers, and so does EAGLE. Where several algorithms have a model,"
+        " NAME=PATH for each, with commas between them.",
         aliases=("--speculative-draft-model", "--speculative-draft"),
     )
     speculative_draft_model_revision: str = option("", "Like --revision, for the draft model.")
@@ -47,22 +52,23 @@ class SpeculationConfig:
     )
     speculative_num_steps: int | None = option(
         None,
-        "Depth of the draft tree (heads: 5 for a Llama target, else 3; STANDALONE: 3; NGRAM: "
-        "--speculative-num-draft-tokens - 1).",
+        "Depth of the draft tree (heads: 5 for a Llama target, else 3; blocks: what one proposes;"
+        " STANDALONE: 3; NGRAM: --speculative-num-draft-tokens - 1).",
     )
     speculative_eagle_topk: int | None = option(
         None,
-        "Children per node and beams per level of a model's draft tree (heads of a Llama target on a GPU: 4; 1: a chain).",
+        "Children per node and beams per level of a model's draft tree (heads of a Llama target on"
+        " a GPU: 4; 1: a chain).",
     )
     speculative_num_draft_tokens: int | None = option(
         None,
-        "Rows that the target verifies per step, the root included (heads of a Llama target: 8, on a CPU 6; STANDALONE: 4; "
-        "NGRAM: 12).",
+        "Rows that the target verifies per step, the root included (heads of a Llama target: 8, on"
+        " a CPU 6; STANDALONE: 4; NGRAM: 12).",
     )
     speculative_token_map: str = option(
         "",
-        "FR-Spec: file of the token ids that EAGLE, MTP or STANDALONE may draft (.pt, .json or .safetensors), on the hub as "
-        "organisation/name/file, or foredraft-demo-token-map.",
+        "FR-Spec: file of the token ids that EAGLE, MTP or STANDALONE may draft (.pt, .json or"
+        " .safetensors), on the hub as organisation/name/file, or foredraft-demo-token-map.",
     )
     enable_multi_layer_eagle: bool = option(
         False,
@@ -70,22 +76,26 @@ class SpeculationConfig:
     )
     speculative_draft_model_quantization: str = option(
         "unquant",
-        "Weights of the draft in memory, quantized while loading, scales per output: int8 (on the CPU it saves memory, not "
-        "time), or fp8 on GPUs from sm_89 on, whose activations are rounded to fp8 too.",
+        "Weights of the draft in memory, quantized while loading, scales per output: int8 (on the"
+        " CPU it saves memory, not time), or fp8 on GPUs from sm_89 on, whose activations are"
+        " rounded to fp8 too.",
         choices=("unquant", "int8", "fp8"),
     )
     speculative_attention_mode: str = option(
         "prefill",
-        "Which attention backend verifies drafts. Prefill and decode have the same one here, so both values mean the same.",
+        "Which attention backend verifies drafts. Prefill and decode have the same one here, so"
+        " both values mean the same.",
         choices=("prefill", "decode"),
     )
     enable_torch_compile: bool = option(
         False,
-        "Taken from SGLang's command lines, and changes nothing: decode steps are captured as CUDA graphs with fused kernels anyway.",
+        "Taken from SGLang's command lines, and changes nothing: decode steps are captured as CUDA"
+        " graphs with fused kernels anyway.",
     )
     torch_compile_max_bs: int | None = option(
         None,
-        "Taken with --enable-torch-compile, and changes nothing; --cuda-graph-max-bs bounds what is captured.",
+        "Taken with --enable-torch-compile, and changes nothing; --cuda-graph-max-bs bounds what is"
+        " captured.",
     )
     speculative_draft_sampling: str = option(
         "coupled", "Order of drafted children at temperature > 0.", choices=("topk", "coupled")
@@ -119,6 +129,14 @@ class SpeculationConfig:
     speculative_ngram_capacity: int = option(
         10_000_000, "Nodes of the trie at most; the least recently used go first."
     )
+    speculative_ngram_override: bool = option(
+        False,
+        "N-grams over a model's draft: for a sequence and step whose newest text was seen before,"
+        " what followed it then is verified in place of the model's proposal.",
+    )
+    speculative_ngram_override_min_match: int = option(
+        4, "Shortest match with which --speculative-ngram-override proposes, in tokens."
+    )
 
     def __post_init__(self) -> None:
         names = ["EAGLE" if name == "NEXTN" else name for name in self.algorithms]
@@ -135,12 +153,12 @@ class SpeculationConfig:
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """One for each draft; NONE alone where nothing is drafted."""
+        """Returns the algorithms, one for each draft; only NONE where nothing is drafted."""
         return tuple(self.speculative_algorithm.split(","))
 
     @property
     def ngram_window(self) -> tuple[int, int]:
-        """(longest matched suffix, inserted window)."""
+        """Returns (longest matched suffix, inserted window)."""
         depth = self.speculative_ngram_max_trie_depth
         if depth is not None:
             return depth, depth
@@ -151,7 +169,9 @@ class SpeculationConfig:
 
     @property
     def tree_limits(self) -> tuple[int, int, int]:
-        """(steps, topk, draft tokens) with the algorithm's defaults filled in; of several drafts the largest of each."""
+        """Returns (steps, topk, draft tokens) with the algorithm's defaults filled in; for
+        several drafts the largest of each.
+        """
         if len(self.algorithms) > 1:
             return largest_limits([one.tree_limits for one in each_draft(self)])
         if self.speculative_algorithm == "NONE":
@@ -169,13 +189,15 @@ C = TypeVar("C", bound=SpeculationConfig)
 
 
 def largest_limits(limits: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
-    """The largest steps, topk and draft tokens of several drafts' (steps, topk, draft tokens)."""
+    """Returns the largest steps, topk and draft tokens of several drafts' (steps, topk, draft
+    tokens).
+    """
     steps, topk, tokens = zip(*limits, strict=True)
     return max(steps), max(topk), max(tokens)
 
 
 def each_draft(config: C) -> list[C]:
-    """The configuration of each draft as if it were the only one.
+    """Returns the configuration of each draft as if it were the only one.
 
     Raises:
         ConfigError: It cannot be served.
@@ -189,7 +211,7 @@ def each_draft(config: C) -> list[C]:
 
 
 def _own_fields(config: SpeculationConfig, name: str) -> dict[str, Any]:
-    """What a draft beside others has of its own."""
+    """Returns the fields that a draft beside others has of its own."""
     if name not in MODELS:
         return {
             **dict.fromkeys(BY_NAME, ""),
@@ -197,9 +219,11 @@ def _own_fields(config: SpeculationConfig, name: str) -> dict[str, Any]:
             "speculative_eagle_topk": None,
             "speculative_draft_model_quantization": "unquant",
             "enable_multi_layer_eagle": False,
+            "speculative_ngram_override": False,
         }
     fields: dict[str, Any] = {field: value_of(getattr(config, field), name) for field in BY_NAME}
-    # What is for some algorithms goes to them; if there are none, another says that it has no use.
+    # A value without names goes only to algorithms that use it; without any of these, a later check
+    # refuses the flag.
     token_map, others = config.speculative_token_map, set(config.algorithms)
     if name not in TOKEN_MAPS and others & set(TOKEN_MAPS) and not _NEXT_NAME.match(token_map):
         fields["speculative_token_map"] = ""
@@ -209,7 +233,9 @@ def _own_fields(config: SpeculationConfig, name: str) -> dict[str, Any]:
 
 
 def value_of(text: str, algorithm: str) -> str:
-    """The value that NAME=VALUE,NAME=VALUE has for an algorithm, "" for none; any other text is the value for all."""
+    """Returns the value that NAME=VALUE,NAME=VALUE has for an algorithm, "" for none; any other
+    text is the value for all.
+    """
     if not _NEXT_NAME.match(text):
         return text
     _, *parts = _NEXT_NAME.split(text)
@@ -218,7 +244,9 @@ def value_of(text: str, algorithm: str) -> str:
 
 
 def check_names(flag: str, text: str, algorithms: Sequence[str]) -> None:
-    """Raises ConfigError where a value NAME=VALUE,NAME=VALUE has a name twice, or one of no algorithm that drafts."""
+    """Raises ConfigError where a value NAME=VALUE,NAME=VALUE has a name twice, or one of no
+    algorithm that drafts.
+    """
     names = [_known_as(name) for name in _NEXT_NAME.findall(text)] if _NEXT_NAME.match(text) else []
     if len(set(names)) < len(names):
         raise ConfigError(f"{flag} {text}: each name may be given once")
@@ -236,14 +264,15 @@ def _known_as(name: str) -> str:
 def with_tree_defaults(config: C, architecture: str, on_cpu: bool = False) -> C:
     """Fills in the tree of a head where no flag gives one.
 
-    For a Llama target (5, 4, 8), as SGLang does; on a CPU, where every row costs time, its chain (5, 1, 6) alone, of which
-    the verifier's policy drafts what pays.
+    For a Llama target (5, 4, 8), as SGLang does; on a CPU, where every row costs time, its chain
+    (5, 1, 6) alone; the verifier's controller drafts as much of it as pays.
 
     Args:
-        architecture: Of the target.
+        architecture: Architecture of the target.
         on_cpu: Whether the models run on the CPU, where the flags leave it open.
     """
-    if config.speculative_algorithm not in HEADS or config.speculative_num_steps is not None:
+    algorithm = config.speculative_algorithm
+    if algorithm not in HEADS or algorithm in BLOCKS or config.speculative_num_steps is not None:
         return config
     if architecture != "LlamaForCausalLM" or config.enable_multi_layer_eagle:
         return config
@@ -257,7 +286,9 @@ def with_tree_defaults(config: C, architecture: str, on_cpu: bool = False) -> C:
 
 
 def check_together(algorithms: Sequence[str], model_path: str) -> None:
-    """Raises ConfigError for algorithms that cannot draft beside each other, or models that are not told apart."""
+    """Raises ConfigError for algorithms that cannot draft beside each other, or models that are not
+    told apart.
+    """
     given = "--speculative-algorithm " + ",".join(algorithms)
     if "NONE" in algorithms:
         raise ConfigError(f"{given}: NONE goes with no other")
@@ -266,20 +297,21 @@ def check_together(algorithms: Sequence[str], model_path: str) -> None:
     models = [name for name in algorithms if name in MODELS]
     if len(models) > 1 and model_path and not _NEXT_NAME.match(model_path):
         raise ConfigError(
-            f"--speculative-draft-model-path {model_path}: {' and '.join(models)} have a model each; give NAME=PATH for each, "
-            "with commas between them"
+            f"--speculative-draft-model-path {model_path}: {' and '.join(models)} have a model"
+            " each; give NAME=PATH for each, with commas between them"
         )
 
 
 def check_speculation(config: SpeculationConfig) -> None:
     """Raises ConfigError, naming the flags, for a combination that cannot be served."""
     algorithm = config.speculative_algorithm
-    if algorithm in ("STANDALONE", "EAGLE3") and not config.speculative_draft_model_path:
+    if algorithm in ("STANDALONE", "EAGLE3", *BLOCKS) and not config.speculative_draft_model_path:
         raise ConfigError(
             f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path"
         )
     if config.speculative_token_map and algorithm not in TOKEN_MAPS:
-        reason = "its head brings its own map (d2t)" if algorithm == "EAGLE3" else "no model drafts"
+        has_own = algorithm in ("EAGLE3", *BLOCKS)
+        reason = "its head brings its own map (d2t)" if has_own else "no model drafts"
         raise ConfigError(
             f"--speculative-token-map cannot go with --speculative-algorithm {algorithm}: {reason}"
         )
@@ -294,13 +326,13 @@ def check_speculation(config: SpeculationConfig) -> None:
     quantization = config.speculative_draft_model_quantization
     if quantization == "fp8" and getattr(config, "device", "auto") == "cpu":
         raise ConfigError(
-            "--speculative-draft-model-quantization fp8 does not go with --device cpu: a CPU has no products of 8-bit "
-            "floats; int8 works"
+            "--speculative-draft-model-quantization fp8 does not go with --device cpu: a CPU has no"
+            " products of 8-bit floats; int8 works"
         )
     if quantization != "unquant" and algorithm in ("NONE", "NGRAM"):
         raise ConfigError(
-            f"--speculative-draft-model-quantization has no use with --speculative-algorithm {algorithm}: "
-            "no model drafts"
+            "--speculative-draft-model-quantization has no use with --speculative-algorithm"
+            f" {algorithm}: no model drafts"
         )
     if algorithm in ("NONE", "NGRAM") and config.speculative_draft_model_path:
         raise ConfigError(
@@ -313,7 +345,9 @@ def check_speculation(config: SpeculationConfig) -> None:
             )
     unused = {
         "NONE": "nothing is drafted",
-        "NGRAM": "--speculative-num-draft-tokens and --speculative-ngram-max-bfs-breadth shape its trees",
+        "NGRAM": (
+            "--speculative-num-draft-tokens and --speculative-ngram-max-bfs-breadth shape its trees"
+        ),
     }
     for name, most in (("speculative_num_steps", 255), ("speculative_eagle_topk", 64)):
         value = getattr(config, name)
@@ -321,7 +355,8 @@ def check_speculation(config: SpeculationConfig) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be in [1, {most}], not {value}")
         if value is not None and algorithm in unused:
             raise ConfigError(
-                f"--{name.replace('_', '-')} has no use with --speculative-algorithm {algorithm}: {unused[algorithm]}"
+                f"--{name.replace('_', '-')} has no use with --speculative-algorithm {algorithm}:"
+                f" {unused[algorithm]}"
             )
     tokens = config.speculative_num_draft_tokens
     if tokens is not None and not 2 <= tokens <= 256:
@@ -330,12 +365,14 @@ def check_speculation(config: SpeculationConfig) -> None:
         )
     if tokens is not None and algorithm == "NONE":
         raise ConfigError(
-            "--speculative-num-draft-tokens has no use with --speculative-algorithm NONE: nothing is drafted"
+            "--speculative-num-draft-tokens has no use with --speculative-algorithm NONE: nothing"
+            " is drafted"
         )
     if algorithm == "STANDALONE" or algorithm in HEADS:
         _check_tree(config)
-    if algorithm == "NGRAM":
+    if algorithm == "NGRAM" or config.speculative_ngram_override:
         _check_ngram(config)
+    _check_override(config)
 
 
 def _check_tree(config: SpeculationConfig) -> None:
@@ -347,7 +384,8 @@ def _check_tree(config: SpeculationConfig) -> None:
     given = [value is not None for value in (steps, topk, tokens)]
     if any(given) and not given[0]:
         raise ConfigError(
-            "--speculative-eagle-topk and --speculative-num-draft-tokens need --speculative-num-steps beside them"
+            "--speculative-eagle-topk and --speculative-num-draft-tokens need"
+            " --speculative-num-steps beside them"
         )
     if steps is None:
         return
@@ -357,13 +395,29 @@ def _check_tree(config: SpeculationConfig) -> None:
         raise ConfigError("--speculative-eagle-topk above 1 needs --speculative-num-draft-tokens")
     if topk == 1 and tokens is not None and tokens != steps + 1:
         raise ConfigError(
-            f"with --speculative-eagle-topk 1 the chain has --speculative-num-steps + 1 = {steps + 1} rows; "
-            f"--speculative-num-draft-tokens {tokens} does not fit"
+            "with --speculative-eagle-topk 1 the chain has --speculative-num-steps + 1 ="
+            f" {steps + 1} rows; --speculative-num-draft-tokens {tokens} does not fit"
         )
     if tokens is not None and tokens - 1 > candidates:
         raise ConfigError(
             f"--speculative-num-draft-tokens {tokens} is more than the {candidates + 1} that "
             f"--speculative-num-steps {steps} and --speculative-eagle-topk {topk} can make"
+        )
+
+
+def _check_override(config: SpeculationConfig) -> None:
+    if not config.speculative_ngram_override:
+        return
+    if config.speculative_algorithm not in MODELS:
+        raise ConfigError(
+            "--speculative-ngram-override has no use with --speculative-algorithm"
+            f" {config.speculative_algorithm}: no model drafts"
+        )
+    longest, _ = config.ngram_window
+    if not 1 <= config.speculative_ngram_override_min_match <= longest:
+        raise ConfigError(
+            "--speculative-ngram-override-min-match must be in [1, the longest match of"
+            f" {longest}], not {config.speculative_ngram_override_min_match}"
         )
 
 
@@ -373,14 +427,16 @@ def _check_ngram(config: SpeculationConfig) -> None:
         for name in ("speculative_ngram_max_match_window_size", "speculative_ngram_branch_length"):
             if getattr(config, name) is not None:
                 raise ConfigError(
-                    f"--speculative-ngram-max-trie-depth and --{name.replace('_', '-')} name the same thing: give one"
+                    f"--speculative-ngram-max-trie-depth and --{name.replace('_', '-')} name the"
+                    " same thing: give one"
                 )
         if depth < 2:
             raise ConfigError("--speculative-ngram-max-trie-depth must be at least 2")
     window, branch = config.ngram_window
     if not 1 <= config.speculative_ngram_min_match_window_size <= window:
         raise ConfigError(
-            "--speculative-ngram-min-match-window-size must be in [1, --speculative-ngram-max-match-window-size]"
+            "--speculative-ngram-min-match-window-size must be in [1,"
+            " --speculative-ngram-max-match-window-size]"
         )
     if branch < 2 or window > 64 or branch > 64:
         raise ConfigError("the n-gram windows must be in [2, 64]")
@@ -390,7 +446,8 @@ def _check_ngram(config: SpeculationConfig) -> None:
         <= config.speculative_ngram_max_bfs_breadth
     ):
         raise ConfigError(
-            "--speculative-ngram-min-bfs-breadth must be in [1, --speculative-ngram-max-bfs-breadth]"
+            "--speculative-ngram-min-bfs-breadth must be in [1,"
+            " --speculative-ngram-max-bfs-breadth]"
         )
     if config.speculative_ngram_capacity < 1000:
         raise ConfigError("--speculative-ngram-capacity must be at least 1000 nodes")

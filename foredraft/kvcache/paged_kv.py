@@ -1,15 +1,18 @@
-"""The tensors behind the KV pages of one model. Which page belongs to whom is `page_pool`'s affair."""
+"""The KV tensors of one model, in pages.
+
+`page_pool` keeps which sequence owns which page.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-Scales = tuple[float, float]  # of a layer's keys and of its values
+Scales = tuple[float, float]  # factors of a layer's keys and values
 
 
 class KVShape(Protocol):
-    """What of a model's configuration sizes its cache."""
+    """Fields of a model's configuration that determine the size of its KV cache."""
 
     @property
     def num_layers(self) -> int: ...
@@ -20,13 +23,15 @@ class KVShape(Protocol):
 
 
 class PagedKV:
-    """Keys and values of all layers, addressed by slot = page * page_size + offset.
+    """Holds keys and values of all layers, addressed by slot = page * page_size + offset.
 
     A head's slots lie one after another, so that the keys of consecutive pages are a view. Pages
-    `num_pages` .. `num_pages + num_scratch_pages - 1` are scratch: no page table of the pool names them.
+    `num_pages` .. `num_pages + num_scratch_pages - 1` are scratch: no page table of the pool names
+    them.
 
-    An 8-bit float type keeps numbers divided by their layer's scale, those beyond its range as the largest it has; who reads
-    multiplies. As a row's keys and values are read from here alone, by itself too, all rows see the same rounded numbers.
+    An 8-bit float type keeps numbers divided by their layer's scale, those beyond its range as the
+    largest it has; who reads multiplies. As a row's keys and values are read from here alone, by
+    itself too, all rows see the same rounded numbers.
 
     Args:
         num_pages: Pages that the pool hands out.
@@ -57,7 +62,8 @@ class PagedKV:
         self.num_scratch_pages = num_scratch_pages
         self.num_kv_heads = num_kv_heads
         num_slots = (num_pages + num_scratch_pages) * page_size
-        # Zeros, not empty: a masked key has weight 0, and 0 times what memory happens to hold may be NaN.
+        # Zeros, not empty: a masked key has weight 0, and 0 times uninitialised memory may
+        # be NaN.
         self.data = torch.zeros(
             num_layers, 2 * num_kv_heads, num_slots, head_dim, dtype=dtype, device=device
         )
@@ -81,13 +87,19 @@ class PagedKV:
         device: torch.device | str,
         num_scratch_pages: int = 0,
         scales: Sequence[Scales] | None = None,
+        num_kv_heads: int | None = None,
     ) -> "PagedKV":
-        """The cache of a model of this configuration."""
+        """Creates the cache of a model with this configuration.
+
+        Args:
+            num_kv_heads: Number of KV heads of this rank, where ranks share the model; by default
+                all.
+        """
         return cls(
             config.num_layers,
             num_pages,
             page_size,
-            config.num_kv_heads,
+            num_kv_heads or config.num_kv_heads,
             config.head_dim,
             dtype,
             device,
@@ -97,7 +109,7 @@ class PagedKV:
 
     @property
     def scratch_pages(self) -> range:
-        """Numbers of the scratch pages."""
+        """Page numbers of the scratch pages."""
         return range(self.num_pages, self.num_pages + self.num_scratch_pages)
 
     @property
@@ -106,16 +118,16 @@ class PagedKV:
         return self.data.dtype.itemsize == 1
 
     def bytes_per_page(self) -> int:
-        """Keys and values of one page, all layers."""
+        """Returns the bytes of one page's keys and values in all layers."""
         num_layers, heads, _, head_dim = self.data.shape
         return num_layers * heads * self.page_size * head_dim * self.data.element_size()
 
     def keys(self, layer: int) -> torch.Tensor:
-        """A view of [num_kv_heads, num_slots, head_dim]."""
+        """Returns a view of the layer's keys, [num_kv_heads, num_slots, head_dim]."""
         return self._keys[layer]
 
     def values(self, layer: int) -> torch.Tensor:
-        """A view of [num_kv_heads, num_slots, head_dim]."""
+        """Returns a view of the layer's values, [num_kv_heads, num_slots, head_dim]."""
         return self._values[layer]
 
     def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:

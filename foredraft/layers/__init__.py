@@ -1,1 +1,4 @@
-"""Building blocks of models: projections, norms, rotary embeddings, the MLP. Knows no architecture by name."""
+"""Building blocks of models: projections, norms, rotary embeddings, the MLP.
+
+Knows no architecture by name.
+"""

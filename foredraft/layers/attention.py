@@ -1,4 +1,6 @@
-"""The attention block of a decoder layer: projections, head norms, rotary embedding, cache, output."""
+"""The attention block of a decoder layer: projections, head norms, rotary embedding, cache,
+output.
+"""
 
 import torch
 from torch import nn
@@ -6,23 +8,26 @@ from torch import nn
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused
-from foredraft.layers.linear import Linear
+from foredraft.layers.linear import Linear, MethodChoice, plain_weights
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.parameters import Target
 from foredraft.layers.rotary import rotate
-from foredraft.parallel.group import SINGLE, Group, share
+from foredraft.parallel.group import SINGLE, Group, local_kv_heads, replicas, share
 
 
 class SelfAttention(nn.Module):
     """Grouped-query attention of one layer.
 
     Args:
-        input_size: Width of what comes in, which for a draft head may differ from `hidden_size`.
-        num_heads, num_kv_heads: Numbers of heads over all ranks of the group, which share them equally.
-        window: Newest positions that a row sees, None for all.
+        input_size: Width of the input; for a draft head it may differ from `hidden_size`.
+        num_heads, num_kv_heads: Numbers of heads over all ranks of the group, which share them
+            equally. Where there are fewer key and value heads than ranks, several ranks hold the
+            same one.
+        window: Number of newest positions that a row sees, None for all.
+        methods: Selects the form in which the weights of each matrix are kept.
 
     Attributes:
-        qkv: Outputs are this rank's query heads, key heads and value heads.
+        qkv: Projection whose outputs are this rank's query heads, key heads and value heads.
     """
 
     def __init__(
@@ -41,10 +46,11 @@ class SelfAttention(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         group: Group = SINGLE,
+        methods: MethodChoice = plain_weights,
     ) -> None:
         super().__init__()
         self._num_heads = share(num_heads, group, "query heads")
-        self._num_kv_heads = share(num_kv_heads, group, "key and value heads")
+        self._num_kv_heads = local_kv_heads(num_kv_heads, group)
         self._shape = (-1, self._num_heads + 2 * self._num_kv_heads, head_dim)
         self._scale = scale
         self.window = window
@@ -53,21 +59,26 @@ class SelfAttention(nn.Module):
             "k_proj": num_kv_heads * head_dim,
             "v_proj": num_kv_heads * head_dim,
         }
-        self.qkv = Linear(input_size, heads, bias, dtype, device, "outputs", group)
+        copies = dict.fromkeys(("k_proj", "v_proj"), replicas(num_kv_heads, group))
+        self.qkv = Linear(
+            input_size, heads, bias, dtype, device, "outputs", group, methods(heads), copies
+        )
+        output = {"o_proj": hidden_size}
         self.output = Linear(
             num_heads * head_dim,
-            {"o_proj": hidden_size},
+            output,
             output_bias,
             dtype,
             device,
             "inputs",
             group,
+            methods(output),
         )
         self.q_norm = RMSNorm(head_dim, *qk_norm, dtype, device) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, *qk_norm, dtype, device) if qk_norm else None
 
     def targets(self, prefix: str) -> dict[str, Target]:
-        """The memory that each of the block's tensors in a checkpoint fills; their names begin with `prefix`."""
+        """Returns the memory of the block's weights by tensor name; names begin with `prefix`."""
         found = self.qkv.targets(prefix) | self.output.targets(prefix)
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
             if norm is not None:
@@ -85,12 +96,12 @@ class SelfAttention(nn.Module):
         plan: object,
         later: bool = False,
     ) -> torch.Tensor:
-        """[num_rows, input_size] -> [num_rows, hidden_size].
+        """Computes attention, [num_rows, input_size] -> [num_rows, hidden_size].
 
         Args:
-            angles: Of `rotary.Rotary`, for the batch's positions.
-            layer: Of the cache.
-            later: Allows the parts of `Linear.deferred` instead.
+            angles: Angles that `rotary.Rotary` computed for the batch's positions.
+            layer: Index of the layer in the cache.
+            later: Whether the result may be the parts of `Linear.deferred`.
         """
         heads = self.qkv(x).view(self._shape)
         store = self._store_fused if fused.on_gpu(heads) else self._store
@@ -98,6 +109,37 @@ class SelfAttention(nn.Module):
         out = x.new_empty(x.shape[0], self.output.num_inputs)
         attention.attend(plan, queries, layer, self.window, self._scale, out)
         return self.output.deferred(out) if later else self.output(out)
+
+    def store(
+        self,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        layer: int,
+        slots: torch.Tensor,
+        kv: PagedKV,
+    ) -> None:
+        """Writes the keys and values of rows [num_rows, input_size] to the cache, without
+        attention.
+
+        Args:
+            angles: Angles that `rotary.Rotary` computed for the rows' positions.
+            layer: Index of the layer in the cache.
+            slots: int64 [num_rows], KV slots of the rows.
+        """
+        head_dim = self._shape[2]
+        num_queries = self._num_heads * head_dim
+        heads = self.qkv.outputs_from(x, num_queries).view(-1, 2 * self._num_kv_heads, head_dim)
+        if fused.on_gpu(heads):
+            keys, values = kv.keys(layer), kv.values(layer)
+            fused.rotate_and_store(
+                heads, 0, angles, self._fused_norms(), keys, values, slots, kv.scales[layer]
+            )
+            return
+        keys = heads[:, : self._num_kv_heads]
+        if self.k_norm is not None:
+            keys = self.k_norm(keys)
+        heads[:, : self._num_kv_heads] = rotate(keys, *angles)
+        kv.write(layer, slots, heads)
 
     def _store(
         self,
@@ -107,7 +149,7 @@ class SelfAttention(nn.Module):
         batch: Batch,
         kv: PagedKV,
     ) -> torch.Tensor:
-        """Puts the rows' keys and values into the cache; returns the queries."""
+        """Writes the rows' keys and values to the cache; returns the queries."""
         q_and_k = heads[:, : self._num_heads + self._num_kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(heads[:, : self._num_heads])
@@ -127,11 +169,14 @@ class SelfAttention(nn.Module):
         batch: Batch,
         kv: PagedKV,
     ) -> torch.Tensor:
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm, self.k_norm
-            norms = (q.weight, k.weight, q.eps, q.full_precision)
+        norms = self._fused_norms()
         keys, values = kv.keys(layer), kv.values(layer)
         return fused.rotate_and_store(
             heads, self._num_heads, angles, norms, keys, values, batch.slots, kv.scales[layer]
         )
+
+    def _fused_norms(self) -> tuple[torch.Tensor, torch.Tensor, float, bool] | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        q, k = self.q_norm, self.k_norm
+        return q.weight, k.weight, q.eps, q.full_precision

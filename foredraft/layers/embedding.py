@@ -1,20 +1,55 @@
 """Token embedding and LM head, which may be one matrix."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foredraft.layers.linear import Linear
-from foredraft.layers.parameters import new_parameter
+from foredraft.layers.linear import Linear, LinearMethod
+from foredraft.layers.parameters import Target, new_parameter
+from foredraft.parallel.group import SINGLE, Group
+
+
+class VocabularyShare:
+    """The range of tokens whose rows of a table belong to one rank.
+
+    Attributes:
+        total: Number of tokens of the whole vocabulary.
+        first: The first token of this rank.
+        size: Number of rows that every rank has, the last one's padding included.
+        count: Number of this rank's tokens.
+    """
+
+    def __init__(self, total: int, group: Group) -> None:
+        self.total, self.group = total, group
+        self.size = -(-total // group.size)
+        self.first = min(total, self.size * group.rank)
+        self.count = min(self.size, total - self.first)
+
+    def target(self, weight: torch.Tensor) -> Target:
+        """Returns the memory that a checkpoint's table [total, hidden] fills in a weight [size,
+        hidden].
+        """
+        return Target(weight[: self.count], (self.total, weight.shape[1]), 0, self.first)
+
+    def clear_padding(self, weight: torch.Tensor) -> None:
+        """Sets the rows that belong to no token."""
+        with torch.no_grad():
+            weight[self.count :].zero_()
 
 
 class Embedding(nn.Module):
-    """Rows of a table, scaled.
+    """Looks up rows of a table, and scales them.
+
+    Args:
+        table: Holds the rows in a form of its own; None for plain ones.
 
     Attributes:
-        weight: [vocab_size, hidden].
-        takes_any_id: Ids beyond the table read its last row. Of a draft whose target pads the same tokens to a larger table:
-            no token has such an id, but whoever sends ids may send it.
+        weight: [vocab_size, hidden], of a group this rank's share of the rows; absent where there
+            is a `table`.
+        takes_any_id: Ids beyond the table read its last row. Of a draft whose target pads the same
+            tokens to a larger table: no token has such an id, but whoever sends ids may send it.
     """
 
     def __init__(
@@ -24,33 +59,58 @@ class Embedding(nn.Module):
         scale: float,
         dtype: torch.dtype,
         device: torch.device,
+        group: Group = SINGLE,
+        table: Linear | None = None,
     ) -> None:
         super().__init__()
-        self.weight = new_parameter((vocab_size, hidden_size), dtype, device)
+        self.share = VocabularyShare(vocab_size, group)
+        self.table, self._dtype = table, dtype
+        if table is None:
+            self.weight = new_parameter((self.share.size, hidden_size), dtype, device)
+            self.share.clear_padding(self.weight)
         self.takes_any_id = False
         # Rounded to the weights' type first, as Gemma was trained.
         self._scale = torch.tensor(scale, dtype=dtype).item() if scale != 1.0 else None
 
     @property
     def is_plain(self) -> bool:
-        """Whether rows of the table are embeddings as they are."""
-        return self._scale is None and not self.takes_any_id
+        """Whether embeddings are unscaled rows of a whole table."""
+        return self._scale is None and not self.takes_any_id and self.table is None
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 [n] -> [n, hidden]."""
+        """Looks up embeddings, int64 [n] -> [n, hidden]."""
+        if self.share.group.size > 1:
+            rows = self._gathered(tokens)
+            return rows if self._scale is None else rows.mul_(self._scale)
+        if self.table is not None:
+            rows = self.table.method.rows(self.table, tokens).to(self._dtype)
+            return rows if self._scale is None else rows.mul_(self._scale)
         if self.takes_any_id:
             tokens = tokens.clamp(max=len(self.weight) - 1)
         # On a GPU the latter takes several times as long for a few tokens.
         rows = self.weight[tokens] if self.weight.is_cuda else F.embedding(tokens, self.weight)
         return rows if self._scale is None else rows.mul_(self._scale)
 
+    def _gathered(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns rows from the rank that has each; the other ranks add zeros."""
+        own = tokens - self.share.first
+        is_own = (own >= 0) & (own < self.share.count)
+        rows = self.weight[own.clamp(0, len(self.weight) - 1)]
+        return self.share.group.all_reduce(rows.masked_fill_(~is_own[:, None], 0))
+
 
 class LMHead(Linear):
-    """Hidden states after the final norm to logits.
+    """Computes logits from hidden states after the final norm.
 
     Args:
-        tied: The embedding whose weight this is too, or None.
-        softcap: Logits are capped by tanh to it; None for no cap.
+        tied: The embedding that shares the weight, or None.
+        softcap: Limit that tanh caps logits to; None for no cap.
+        group: Ranks that hold parts of the matrix's rows; every rank gets all logits.
+        method: Form of the weights; None for plain ones.
+
+    Attributes:
+        gathers: Whether all ranks of a group get all logits; else each has those of its own tokens,
+            until `gather` is called.
     """
 
     def __init__(
@@ -61,18 +121,37 @@ class LMHead(Linear):
         softcap: float | None,
         dtype: torch.dtype,
         device: torch.device,
+        group: Group = SINGLE,
+        method: LinearMethod | None = None,
     ) -> None:
-        size = (0, 0) if tied is not None else (hidden_size, vocab_size)
-        super().__init__(*size, False, dtype, device)
+        share = VocabularyShare(vocab_size, group)
+        size = (0, 0) if tied is not None else (hidden_size, share.size)
+        super().__init__(*size, False, dtype, device, method=method)
+        self.share = share
         if tied is not None:
             self.weight = tied.weight
+        elif method is None:
+            share.clear_padding(self.weight)
         self.softcap = softcap
+        self.gathers = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden] -> [num_rows, vocab_size]: float32 on the CPU and where capped, else of x's type."""
+        """Computes logits, [num_rows, hidden] -> [num_rows, vocab_size].
+
+        They are float32 on the CPU and where capped, else of x's type.
+        """
         logits = super().forward(x)
+        if self.share.group.size > 1:
+            if self.gathers:
+                logits = self.gather(logits)
+            else:
+                logits[:, self.share.count :] = -math.inf
         if self.softcap is None:
-            # On a GPU whoever reads the largest tensor of a step converts it on the way.
+            # On a GPU the readers of the largest tensor of a step convert it themselves.
             return logits if logits.is_cuda else logits.float()
-        logits = logits.float()
-        return (logits / self.softcap).tanh_().mul_(self.softcap)
+        capped = (logits.float() / self.softcap).tanh_().mul_(self.softcap)
+        return capped if self.gathers else capped.masked_fill_(logits == -math.inf, -math.inf)
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """The ranks' parts [num_rows, share.size] as whole rows [num_rows, vocab_size]."""
+        return self.share.group.all_gather(logits)[:, : self.share.total].contiguous()

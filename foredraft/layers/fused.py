@@ -1,4 +1,6 @@
-"""Calls of the kernels in `triton_kernels`, for tensors on NVIDIA GPUs. The layers come here by `on_gpu`; nothing else decides.
+"""Launches the kernels in `triton_kernels` for tensors on NVIDIA GPUs.
+
+The layers come here by `on_gpu`; nothing else decides.
 
 Triton is imported on first use. No call reads a value of the device, so that all can be captured.
 """
@@ -9,7 +11,9 @@ from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 
 
 def on_gpu(x: torch.Tensor) -> bool:
-    """Whether the layers use kernels for this tensor; other devices use torch's own operations."""
+    """Returns whether layers use kernels for this tensor; other devices use torch's own
+    operations.
+    """
     return x.is_cuda
 
 
@@ -20,11 +24,12 @@ def rms_norm(
     full_precision: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The norm of rows.
+    """Normalises rows.
 
     Args:
         x: [..., size], the last dimension contiguous; more than two dimensions must be contiguous.
-        out: Where to write, [rows, size] with contiguous rows; may be a part of wider rows.
+        out: Result [rows, size] with contiguous rows; may be a part of wider rows. None allocates
+            it.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     result = torch.empty_like(rows, memory_format=torch.contiguous_format) if out is None else out
@@ -41,7 +46,7 @@ def norm_of_rows(
     out: torch.Tensor,
     copy: torch.Tensor | None = None,
 ) -> None:
-    """The norm of some rows of a table.
+    """Normalises some rows of a table.
 
     Args:
         table: [n, size], rows contiguous.
@@ -61,7 +66,7 @@ def add_norm(
     post: tuple[torch.Tensor, float] | None = None,
     copy: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """stream += delta, and the norm of the sum.
+    """Adds delta to the stream in place, and normalises the sum.
 
     Args:
         stream: [rows, size], changed.
@@ -102,7 +107,7 @@ def _norm(
         x.stride(0), 0 if delta is None else delta.stride(0), part_stride, out.stride(0),
         0 if copy is None else copy.stride(0), size, eps, post_eps,
         BLOCK=block, ADDS=delta is not None, PARTS=parts, POST=post_weight is not None,
-        COPIES=copy is not None, PICKS=picked is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
+        COPIES=copy is not None, PICKS=picked is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),  # noqa: E501
         **overlapped(x.device),
     )  # fmt: skip
 
@@ -110,7 +115,9 @@ def _norm(
 def angles(
     positions: torch.Tensor, frequencies: torch.Tensor, factor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and signed sines, float32 [rows, 1, head_dim] each, for positions int64 [rows] and frequencies [head_dim / 2]."""
+    """Computes cosines and signed sines, float32 [rows, 1, head_dim] each, for positions int64
+    [rows] and frequencies [head_dim / 2].
+    """
     from foredraft.layers import triton_kernels
 
     num_rows, half = positions.shape[0], frequencies.shape[0]
@@ -133,15 +140,17 @@ def rotate_and_store(
     slots: torch.Tensor,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
-    """Norms and rotates queries and keys, and puts keys and values into the cache.
+    """Normalises and rotates queries and keys, and writes keys and values to the cache.
 
     Args:
-        heads: [rows, num_heads + 2 * num_kv_heads, head_dim] contiguous; the queries are changed in place.
+        heads: [rows, num_heads + 2 * num_kv_heads, head_dim] contiguous; the queries are changed in
+            place.
         angles: Cosines and signed sines [rows, 1, head_dim].
-        norms: Weights of the queries' and the keys' norm, their eps and whether they are in full precision.
-        keys, values: [num_kv_heads, slots, head_dim], of one layer of the cache.
-        slots: int64 [rows].
-        scales: By which keys and values are divided, where the cache keeps 8 bits of them; see `PagedKV`.
+        norms: Weights of the queries' and the keys' norm, their eps, and whether they use full
+            precision.
+        keys, values: [num_kv_heads, slots, head_dim], one layer of the cache.
+        slots: int64 [rows], KV slots.
+        scales: Divisors of keys and values in a cache of 8-bit floats; see `PagedKV`.
 
     Returns:
         The queries, a view of `heads`.
@@ -151,9 +160,9 @@ def rotate_and_store(
     num_rows, all_heads, head_dim = heads.shape
     cos, sin = angles
     q_weight, k_weight, eps, full_precision = norms or (cos, cos, 0.0, False)
-    # Many rows fill the device by themselves; of few rows each head is a program's.
+    # Many rows fill the device by themselves; with few rows each program takes one head.
     block_h = 1 if num_rows <= 4 else 4 if num_rows <= 64 else 16
-    if VARIANTS.are_few:
+    if VARIANTS.are_few or norms is not None:  # the order of a norm's sum follows the block
         block_h = 4
     if num_rows:
         triton_kernels.rotate_and_store[(num_rows, -(-all_heads // block_h))](
@@ -169,7 +178,9 @@ def rotate_and_store(
 
 
 def gated(both: torch.Tensor, kind: str) -> torch.Tensor:
-    """activation(first half) * second half of contiguous rows [rows, 2 * size]; kind is a key of `mlp.ACTIVATIONS`."""
+    """Computes activation(first half) * second half of contiguous rows [rows, 2 * size]; kind
+    is a key of `mlp.ACTIVATIONS`.
+    """
     from foredraft.layers import triton_kernels
 
     num_rows, size = both.shape[0], both.shape[1] // 2

@@ -1,7 +1,7 @@
-"""Linear layers: what they hold, how a checkpoint fills them, and how a group of ranks shares them."""
+"""Linear layers: their weights, loading from a checkpoint, and division among ranks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -13,22 +13,37 @@ from foredraft.layers.parameters import Target, new_parameter
 from foredraft.parallel.group import SINGLE, Group, share
 
 Split = Literal["none", "outputs", "inputs"]
+# Returns the method of a layer that holds the named matrices; None for plain weights.
+MethodChoice = Callable[[Iterable[str]], "LinearMethod | None"]
+
+
+def plain_weights(names: Iterable[str]) -> "LinearMethod | None":
+    """Returns None for all layers: the MethodChoice of a model that is not quantised."""
+    return None
 
 
 class LinearMethod(ABC):
-    """How a `Linear` keeps its weights and multiplies with them. One object may serve many layers."""
+    """Keeps the weights of a `Linear` and multiplies with them. One object may serve many layers.
+
+    Attributes:
+        is_exact: Whether `apply` gives the same bits for a row in any batch of rows.
+    """
+
+    is_exact = False
 
     def create(self, linear: "Linear", dtype: torch.dtype, device: torch.device) -> None:
-        """Gives the layer its parameters, still to be filled."""
+        """Creates the layer's parameters, without values."""
         linear.weight = new_parameter((linear.num_outputs, linear.num_inputs), dtype, device)
 
     def targets(self, linear: "Linear", rows: slice, total: int, first: int) -> dict[str, Target]:
-        """The memory that one matrix of the checkpoint fills, by the last part of its tensors' names.
+        """Returns the memory that one matrix of the checkpoint fills, by the last part of its
+        tensors' names.
 
         Args:
-            rows: Outputs of the layer that are this matrix's.
+            linear: Layer that the matrix is a part of.
+            rows: The layer's outputs that belong to this matrix.
             total: Number of outputs of the whole matrix, over all ranks.
-            first: Output of the whole matrix with which the share of this rank begins.
+            first: First output of the whole matrix that this rank holds.
         """
         weight = linear.weight[rows]
         if linear.split == "inputs":
@@ -37,39 +52,76 @@ class LinearMethod(ABC):
             return {"weight": Target(weight, (total, whole), 1, begin)}
         return {"weight": Target(weight, (total, linear.num_inputs), 0, first)}
 
+    def finish(self, linear: "Linear") -> None:  # noqa: B027
+        """Converts the loaded tensors to the form used for products; may replace the layer's
+        method.
+
+        Raises:
+            ValueError: The tensors contradict each other.
+        """
+
+    def fill_randomly(self, linear: "Linear", std: float) -> None:  # noqa: B027
+        """Fills the layer with random weights where `create` made no parameters for them.
+
+        Does the work of `finish` too.
+
+        Args:
+            linear: Layer to fill.
+            std: Standard deviation of the weights.
+        """
+
     @abstractmethod
     def apply(self, linear: "Linear", x: torch.Tensor) -> torch.Tensor:
-        """x W^T + b: contiguous [num_rows, num_inputs] -> contiguous [num_rows, num_outputs]."""
+        """Computes x W^T + b, contiguous [num_rows, num_inputs] -> [num_rows, num_outputs]."""
+
+    def rows(self, linear: "Linear", outputs: torch.Tensor) -> torch.Tensor:
+        """Returns the weights of some outputs, int64 [n] -> [n, num_inputs]."""
+        return linear.weight[outputs]
+
+    def apply_from(self, linear: "Linear", x: torch.Tensor, first: int) -> torch.Tensor:
+        """Computes the outputs of `apply` from index `first` on."""
+        return self.apply(linear, x)[:, first:].contiguous()
 
     def apply_deferred(self, linear: "Linear", x: torch.Tensor) -> torch.Tensor:
-        """As `apply`; or, where that is faster, float32 [parts, num_rows, num_outputs], whose sum it is."""
+        """Computes x W^T + b, as `apply` does or in parts whose sum the caller must take.
+
+        Where parts are faster, returns them as float32 [parts, num_rows, num_outputs].
+        """
         return self.apply(linear, x)
 
     def apply_gated(self, linear: "Linear", x: torch.Tensor) -> torch.Tensor | None:
-        """silu(first half of the outputs) * second half, where one kernel does both; else None."""
+        """Computes silu(first half of the outputs) * second half; None without a kernel for it."""
         return None
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. W may be several matrices of a checkpoint, one below the other.
+    """Computes y = x W^T + b. W may hold several matrices of a checkpoint, stacked by rows.
 
     Args:
         num_inputs: Width of x, over all ranks.
-        parts: Number of outputs of each matrix, over all ranks, by its name in a checkpoint and in the order of y; a single
-            number for a matrix without a name.
-        bias: Whether there is b.
-        split: What the ranks of the group share: `outputs` (each computes some of every part), `inputs` (each reads some of x,
-            and the products are summed over the ranks), or `none` (each computes all).
-        method: How the weights are kept; None for what is fastest for plain weights on the device.
+        parts: Number of outputs of each matrix, over all ranks, by its name in a checkpoint and in
+            the order of y; a single number for a matrix without a name.
+        bias: Whether the layer has a bias b.
+        dtype: Data type of plain weights and the bias.
+        device: Device of the weights.
+        split: Dimension that the ranks of the group divide: `outputs` (each computes some of every
+            part), `inputs` (each reads some of x, and the products are summed over the ranks), or
+            `none` (each computes all).
+        group: Ranks that share the layer.
+        method: Keeps the weights; None for the fastest method for plain weights on the device.
+        replicas: Number of ranks that hold the same share of a part, by its name; 1 for parts
+            without an entry.
 
     Attributes:
-        weight: [num_outputs, num_inputs] of this rank, for plain weights.
-        scales: A quantised method's factors, in a form of its own.
+        weight: [num_outputs, num_inputs], plain weights of this rank; a quantised method keeps its
+            own form.
+        scales, zeros: Scales and zero points of a quantised method, in its own form.
         num_inputs, num_outputs: Widths of this rank's share.
     """
 
     weight: nn.Parameter
     scales: torch.Tensor
+    zeros: torch.Tensor
 
     def __init__(
         self,
@@ -81,13 +133,17 @@ class Linear(nn.Module):
         split: Split = "none",
         group: Group = SINGLE,
         method: LinearMethod | None = None,
+        replicas: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self.split, self.group = split, group
         self._parts = {"": parts} if isinstance(parts, int) else dict(parts)
         by_outputs = group if split == "outputs" else SINGLE
+        self._replicas = dict(replicas or {})
         self._shares = {
-            name: share(size, by_outputs, f"outputs of {name or 'a matrix'}")
+            name: share(
+                size * self._replicas.get(name, 1), by_outputs, f"outputs of {name or 'a matrix'}"
+            )
             for name, size in self._parts.items()
         }
         self.num_inputs = share(num_inputs, group if split == "inputs" else SINGLE, "inputs")
@@ -103,12 +159,17 @@ class Linear(nn.Module):
         self.method.create(self, dtype, device)
 
     def targets(self, prefix: str) -> dict[str, Target]:
-        """The memory that each of the layer's tensors in a checkpoint fills; their names begin with `prefix`."""
+        """Returns the memory that each of the layer's tensors in a checkpoint fills, by name.
+
+        Args:
+            prefix: Beginning of the tensors' names.
+        """
         found: dict[str, Target] = {}
         begin = 0
         for name, size in self._shares.items():
             rows, total = slice(begin, begin + size), self._parts[name]
-            first = size * self.group.rank if self.split == "outputs" else 0
+            number = self.group.rank // self._replicas.get(name, 1)
+            first = size * number if self.split == "outputs" else 0
             own = self.method.targets(self, rows, total, first)
             found |= {f"{prefix}{name}.{suffix}": target for suffix, target in own.items()}
             if self.bias is not None:
@@ -119,44 +180,64 @@ class Linear(nn.Module):
         return found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Contiguous [num_rows, num_inputs] -> contiguous [num_rows, num_outputs]."""
+        """Computes y, contiguous [num_rows, num_inputs] -> contiguous [num_rows, num_outputs]."""
         out = self.method.apply(self, x)
         return self.group.all_reduce(out) if self._adds_up else out
 
+    def outputs_from(self, x: torch.Tensor, first: int) -> torch.Tensor:
+        """Computes the outputs from index `first` on, contiguous [num_rows, num_outputs - first].
+
+        Not for a layer whose inputs ranks divide.
+        """
+        return self.method.apply_from(self, x, first)
+
     def deferred(self, x: torch.Tensor) -> torch.Tensor:
-        """As `forward`; or, where that is faster, float32 [parts, num_rows, num_outputs], whose sum it is."""
+        """Computes y, as `forward` does or in parts whose sum the caller must take.
+
+        Where parts are faster, returns them as float32 [parts, num_rows, num_outputs].
+        """
         return self(x) if self._adds_up else self.method.apply_deferred(self, x)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor | None:
-        """silu(first half of the outputs) * second half, where one kernel does both; else None."""
+        """Computes silu(first half of the outputs) * second half; None without a kernel for it."""
         return self.method.apply_gated(self, x)
 
 
 class PlainMethod(LinearMethod):
-    """Weights in a type that torch multiplies with on any device."""
+    """Plain weights, multiplied by torch on any device."""
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
         return F.linear(x, linear.weight, linear.bias)
 
+    def apply_from(self, linear: Linear, x: torch.Tensor, first: int) -> torch.Tensor:
+        """See LinearMethod."""
+        return F.linear(x, linear.weight[first:], _from(linear.bias, first))
+
 
 class Float32CpuMethod(LinearMethod):
-    """float32 weights on a CPU."""
+    """Plain float32 weights on a CPU, multiplied by `cpu_products`."""
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
         return cpu_products.float32_linear(x, linear.weight, linear.bias)
 
+    def apply_from(self, linear: Linear, x: torch.Tensor, first: int) -> torch.Tensor:
+        """See LinearMethod."""
+        weight, bias = linear.weight[first:], _from(linear.bias, first)
+        return cpu_products.float32_linear(x, weight, bias)
+
 
 class CudaMethod(LinearMethod):
-    """Plain weights on a GPU: our own kernels for few rows, else cuBLAS."""
+    """Plain weights on a GPU, multiplied by our own kernels for few rows, else by cuBLAS."""
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
-        weight = linear.weight
-        if skinny_gemm.supports(x, weight) and skinny_gemm.is_faster(x, weight):
-            return skinny_gemm.multiply(x, weight, linear.bias)
-        return F.linear(x, weight, linear.bias)
+        return cuda_linear(x, linear.weight, linear.bias)
+
+    def apply_from(self, linear: Linear, x: torch.Tensor, first: int) -> torch.Tensor:
+        """See LinearMethod."""
+        return cuda_linear(x, linear.weight[first:], _from(linear.bias, first))
 
     def apply_deferred(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
@@ -176,8 +257,19 @@ class CudaMethod(LinearMethod):
         return None
 
 
+def cuda_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Computes x W^T + b on a GPU, by our own kernel or cuBLAS, whichever is faster."""
+    if skinny_gemm.supports(x, weight) and skinny_gemm.is_faster(x, weight):
+        return skinny_gemm.multiply(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def _from(bias: torch.Tensor | None, first: int) -> torch.Tensor | None:
+    return None if bias is None else bias[first:]
+
+
 def plain_method(dtype: torch.dtype, device: torch.device) -> LinearMethod:
-    """The fastest method for weights kept as checkpoints store them."""
+    """Returns the fastest method for plain weights on a device."""
     if device.type == "cuda":
         return CudaMethod()
     return Float32CpuMethod() if dtype == torch.float32 else PlainMethod()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from foredraft.layers import fused
-from foredraft.layers.linear import Linear
+from foredraft.layers.linear import Linear, MethodChoice, plain_weights
 from foredraft.layers.parameters import Target
 from foredraft.parallel.group import SINGLE, Group
 
@@ -20,10 +20,13 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202).
+    """Computes down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202).
+
+    Args:
+        methods: Selects the form in which the weights of each matrix are kept.
 
     Attributes:
-        gate_up: The gate's outputs, then the up projection's.
+        gate_up: Projection whose outputs are the gate's, then those of the up projection.
     """
 
     def __init__(
@@ -35,21 +38,28 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         group: Group = SINGLE,
+        methods: MethodChoice = plain_weights,
     ) -> None:
         super().__init__()
         self._kind, self._activation = activation, ACTIVATIONS[activation]
         halves = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up = Linear(hidden_size, halves, bias, dtype, device, "outputs", group)
+        self.gate_up = Linear(
+            hidden_size, halves, bias, dtype, device, "outputs", group, methods(halves)
+        )
         down = {"down_proj": hidden_size}
-        self.down = Linear(intermediate_size, down, bias, dtype, device, "inputs", group)
+        self.down = Linear(
+            intermediate_size, down, bias, dtype, device, "inputs", group, methods(down)
+        )
         self._size = self.down.num_inputs
 
     def targets(self, prefix: str) -> dict[str, Target]:
-        """The memory that each of the block's tensors in a checkpoint fills; their names begin with `prefix`."""
+        """Returns the memory of the block's weights by tensor name; names begin with `prefix`."""
         return self.gate_up.targets(prefix) | self.down.targets(prefix)
 
     def forward(self, x: torch.Tensor, later: bool = False) -> torch.Tensor:
-        """[num_rows, hidden] -> [num_rows, hidden]; `later` allows the parts of `Linear.deferred` instead."""
+        """Computes the block, [num_rows, hidden] -> [num_rows, hidden]; `later` allows the
+        parts of `Linear.deferred` instead.
+        """
         down = self.down.deferred if later else self.down
         inner = self.gate_up.gated(x) if self._kind == "silu" else None
         if inner is not None:

@@ -9,15 +9,18 @@ from foredraft.layers.parameters import new_parameter
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467), computed in float32.
+    """Computes x / rms(x) * weight over the last dimension, in float32.
+
+    By Zhang and Sennrich 2019 (arXiv 1910.07467).
 
     Args:
-        size: Of the last dimension.
-        eps: Added to the mean square.
-        full_precision: The weight stays in float32 and is applied before rounding to x's type (Gemma), not after.
+        size: Size of the last dimension.
+        eps: Number added to the mean square.
+        full_precision: Whether the weight stays in float32 and is applied before rounding to x's
+            type (Gemma), not after.
 
     Attributes:
-        weight: [size]. An offset that a checkpoint leaves out (Gemma's 1) is added by the loader.
+        weight: [size]. The loader adds an offset that checkpoints leave out (Gemma's 1).
     """
 
     def __init__(
@@ -31,10 +34,10 @@ class RMSNorm(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., size] -> the same shape and type.
+        """Normalises [..., size]; the result has the same shape and type.
 
         Args:
-            out: Where to write the result of [num_rows, size]; may be a part of wider rows.
+            out: Result of [num_rows, size]; may be a part of wider rows. None allocates it.
         """
         if fused.on_gpu(x):
             return fused.rms_norm(x, self.weight, self.eps, self.full_precision, out)
@@ -48,7 +51,8 @@ class RMSNorm(nn.Module):
         out: torch.Tensor,
         copy: torch.Tensor | None = None,
     ) -> None:
-        """Writes the norm of the rows int64 [m] of a table [n, size] to `out` [m, size], and the rows themselves to `copy`.
+        """Writes the norm of the rows int64 [m] of a table [n, size] to `out` [m, size], and
+        the rows themselves to `copy`.
 
         Both may be parts of wider rows.
         """
@@ -68,12 +72,13 @@ class RMSNorm(nn.Module):
         post: "RMSNorm | None" = None,
         copy: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Adds `delta`, or its norm by `post`, to `stream` in place, and gives the norm of the sum.
+        """Adds `delta`, or its norm by `post`, to `stream` in place, and returns the norm of
+        the sum.
 
         Args:
             stream: [num_rows, size].
             delta: [num_rows, size], or the parts that `Linear.deferred` gives.
-            copy: Where the sum goes too; may be a part of wider rows.
+            copy: Second place for the sum; may be a part of wider rows.
         """
         if fused.on_gpu(stream):
             first = None if post is None else (post.weight, post.eps)

@@ -1,5 +1,6 @@
-"""Second copies of a CPU model's matrices in oneDNN's own blocked form, in which products with few rows cost little more
-than one row."""
+"""Second copies of a CPU model's matrices in oneDNN's blocked form, whose products with few
+rows cost little more than with one.
+"""
 
 import torch
 from torch import nn
@@ -13,10 +14,11 @@ _TYPICAL_ROWS = 16  # oneDNN lays a matrix out for some number of rows; others a
 
 @torch.no_grad()
 def pack_linears(module: nn.Module) -> int:
-    """Packs every float32 `Linear` of a module that lies on the CPU; the weights themselves stay for one and two rows.
+    """Packs every float32 `Linear` of a module on the CPU; the original weights stay for one
+    and two rows.
 
-    For the 19 M parameters of foredraft-demo on one core, 8 rows fall from 13.5 to 7.4 ms, one row is 4.3 ms
-    (`benchmarks/cpu_forward.py --kernels`).
+    For the 19 M parameters of foredraft-demo on one core, 8 rows fall from 13.5 to 7.4 ms, one row
+    is 4.3 ms (`benchmarks/cpu_forward.py --kernels`).
 
     Returns:
         Bytes of memory that the copies take; 0 where torch has no oneDNN.
@@ -32,7 +34,9 @@ def pack_linears(module: nn.Module) -> int:
 
 
 class PackedMethod(LinearMethod):
-    """Keeps one layer's float32 weights in two forms and uses the faster one for each number of rows."""
+    """Keeps one layer's float32 weights in two forms and uses the faster one for each number of
+    rows.
+    """
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)

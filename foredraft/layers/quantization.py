@@ -1,17 +1,20 @@
-"""Quantization of projections after they are loaded: 8-bit integers, or on newer GPUs 8-bit floats, with a scale for each output."""
+"""Quantization of projections after they are loaded: 8-bit integers, or on newer GPUs 8-bit floats,
+with a scale for each output.
+"""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from foredraft.errors import ConfigError
 from foredraft.layers.linear import Linear, LinearMethod
+from foredraft.layers.quantized import set_matrix
+from foredraft.layers.quantizing import quantize
+from foredraft.layers.weight_scheme import WeightScheme
 
-# From so many rows on, one conversion of the weights costs less than reading them once for each row.
-_MANY_ROWS = 8
+_INT8 = WeightScheme("int8", 8, "channel")
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
-_FP8_CAPABILITY = (8, 9)  # of the first cards that multiply 8-bit floats (Ada)
+_FP8_CAPABILITY = (8, 9)  # lowest capability of cards that multiply 8-bit floats (Ada)
 _FP8_MULTIPLE = 16  # both widths of a matrix that those products take
 
 
@@ -36,10 +39,12 @@ def _why_no_fp8(device: torch.device) -> str:
 
 @torch.no_grad()
 def quantize_fp8(module: nn.Module) -> None:
-    """Turns the weights of all `Linear` in a module into float8_e4m3fn, each row scaled by its largest magnitude.
+    """Turns the weights of all `Linear` in a module into float8_e4m3fn, each row scaled by its
+    largest magnitude.
 
-    Activations are rounded to the same type row by row in each product, as SGLang's fp8 does. A matrix whose widths are no
-    multiples of 16 stays as it is, and so does an embedding that is an output matrix too.
+    Activations are rounded to the same type row by row in each product, as SGLang's fp8 does. A
+    matrix whose widths are no multiples of 16 stays as it is, and so does an embedding that is an
+    output matrix too.
     """
     for linear in module.modules():
         if not isinstance(linear, Linear) or linear.weight.element_size() == 1:
@@ -53,13 +58,15 @@ def quantize_fp8(module: nn.Module) -> None:
 
 
 def _to_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [n, k] as float8 and their scales, float32 [n, 1]."""
+    """Converts rows [n, k] to float8, and returns their scales, float32 [n, 1]."""
     scales = rows.abs().amax(1, keepdim=True).float().div_(_FP8_MAX).clamp_min_(1e-12)
     return (rows / scales).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8), scales
 
 
 class Fp8Method(LinearMethod):
-    """8-bit floats with a scale for each output, float32 [1, num_outputs]; rows of x are rounded to 8-bit floats too."""
+    """8-bit floats with a scale for each output, float32 [1, num_outputs]; rows of x are rounded to
+    8-bit floats too.
+    """
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
@@ -75,33 +82,21 @@ class Fp8Method(LinearMethod):
         return out if linear.bias is None else out.add_(linear.bias)
 
 
+def _is_plain(weight: torch.Tensor) -> bool:
+    return weight.is_floating_point() and weight.element_size() > 1
+
+
 @torch.no_grad()
 def quantize_int8(module: nn.Module) -> None:
-    """Turns the weights of all `Linear` in a module into int8, symmetric, each row by its largest magnitude.
+    """Turns the weights of all `Linear` in a module into int8, symmetric, each row by its largest
+    magnitude.
 
-    Memory falls to about a quarter of float32. A matrix that is an embedding too stays there as it is.
+    Memory falls to about a quarter of float32. A matrix that is an embedding too stays there as it
+    is.
     """
     for linear in module.modules():
-        if not isinstance(linear, Linear) or linear.weight.element_size() == 1:
+        if not isinstance(linear, Linear) or not _is_plain(linear.weight):
             continue
         weight = linear.weight
-        scales = weight.abs().amax(1).float().div_(127).clamp_min_(torch.finfo(torch.float32).tiny)
-        rounded = torch.empty_like(weight, dtype=torch.int8)
-        for part, source, scale in zip(
-            rounded.split(4096), weight.split(4096), scales.split(4096), strict=True
-        ):
-            part.copy_((source / scale.unsqueeze(1)).round_().clamp_(-127, 127))
-        linear.weight = nn.Parameter(rounded, requires_grad=False)
-        linear.scales, linear.method = scales.to(weight.dtype), Int8Method()
-
-
-class Int8Method(LinearMethod):
-    """8-bit integers with a scale for each output, [num_outputs] of the activations' type."""
-
-    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        """See LinearMethod."""
-        if x.shape[0] < _MANY_ROWS and not x.is_cuda:
-            out = torch._weight_int8pack_mm(x, linear.weight, linear.scales)
-        else:
-            out = F.linear(x, linear.weight.to(x.dtype)).mul_(linear.scales)
-        return out if linear.bias is None else out.add_(linear.bias)
+        matrix = quantize(weight, _INT8)
+        set_matrix(linear, matrix, _INT8, weight.dtype, weight.device)

@@ -1,4 +1,7 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) and the ways of stretching their context."""
+"""Rotary position embeddings, and the ways of stretching their context.
+
+Rotary embeddings are by Su et al. 2021 (arXiv 2104.09864).
+"""
 
 import math
 from typing import Protocol
@@ -9,7 +12,9 @@ from foredraft.layers import fused
 
 
 class RopeParameters(Protocol):
-    """What `Rotary` reads of a configuration; `foredraft.models.config.RopeConfig` describes the fields."""
+    """The fields of a configuration that `Rotary` reads; `foredraft.models.config.RopeConfig`
+    describes them.
+    """
 
     @property
     def theta(self) -> float: ...
@@ -34,7 +39,7 @@ class RopeParameters(Protocol):
 
 
 class Rotary:
-    """Angles of one kind of layer.
+    """Computes the angles of one kind of layer.
 
     Args:
         config: Kind and numbers.
@@ -52,12 +57,12 @@ class Rotary:
     def angles(
         self, positions: torch.Tensor, dtype: torch.dtype, reaches: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines for `rotate`.
+        """Computes cosines and signed sines for `rotate`.
 
         Args:
             positions: int64 [num_rows].
-            reaches: int64 [num_rows], for dynamic scaling: lengths that rows are stretched by where they are longer
-                than the rows' own; None for their own.
+            reaches: int64 [num_rows], for dynamic scaling: lengths that rows are stretched by where
+                they are longer than the rows' own; None for their own.
 
         Returns:
             Two of [num_rows, 1, head_dim], of `dtype` or more precise.
@@ -74,11 +79,11 @@ class Rotary:
     def _frequencies_at(
         self, positions: torch.Tensor, reaches: torch.Tensor | None
     ) -> torch.Tensor:
-        """[head_dim / 2], or [num_rows, head_dim / 2] for dynamic scaling.
+        """Returns frequencies [head_dim / 2], or [num_rows, head_dim / 2] for dynamic scaling.
 
-        Dynamic scaling stretches by the length that a forward reaches: the prompt's for all of its tokens, then each
-        new token's own. That is said here and not taken from the rows of a step, so that a token's key does not depend
-        on how its sequence was cut into forwards.
+        Dynamic scaling stretches by the length that a forward reaches: the prompt's for all of its
+        tokens, then each new token's own. That is said here and not taken from the rows of a step,
+        so that a token's key does not depend on how its sequence was cut into forwards.
         """
         config = self._config
         if config.kind != "dynamic":
@@ -108,7 +113,9 @@ def _frequencies(config: RopeParameters, exponents: torch.Tensor) -> torch.Tenso
 
 
 def _llama3(config: RopeParameters, frequencies: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: long waves are stretched, short ones kept, those between interpolated."""
+    """Scales frequencies as Llama 3.1 does: long waves are stretched, short ones kept, those
+    between interpolated.
+    """
     wavelengths = 2 * math.pi / frequencies
     longest = config.original_max_positions / config.low_freq_factor
     shortest = config.original_max_positions / config.high_freq_factor
@@ -121,7 +128,7 @@ def _llama3(config: RopeParameters, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(config: RopeParameters, frequencies: torch.Tensor) -> torch.Tensor:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071), section 3.2."""
+    """Scales frequencies by YaRN (Peng et al. 2023, arXiv 2309.00071), section 3.2."""
     head_dim = 2 * frequencies.shape[0]
 
     def dimension(rotations: float) -> float:

@@ -1,8 +1,9 @@
-"""Products of up to 64 rows with a weight matrix on an NVIDIA GPU, where nothing but reading the weights should take time.
+"""Skinny GEMMs on an NVIDIA GPU: products of up to 64 rows, whose time should be that of
+reading the weights.
 
-Tiles and parts are the fastest of a sweep over the matrices of Llama-3.1-8B on an H200; `benchmarks/gpu/gemm.py` measures
-them beside cuBLAS. Part of the gain is that kernels start before the one before them ends (`kernel_launch`), which
-cuBLAS's do not.
+Tiles and parts are the fastest of a sweep over the matrices of Llama-3.1-8B on an H200;
+`benchmarks/gpu/gemm.py` measures them beside cuBLAS. Part of the gain is that kernels start before
+the one before them ends (`kernel_launch`), which cuBLAS's do not.
 """
 
 import torch
@@ -12,7 +13,7 @@ from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 MOST_ROWS = 64
 # With fewer outputs, programs that each take all columns are too few to keep the memory busy.
 _NARROW = 6144
-# Of a single row with fewer, multiply-adds are faster than the matrix units.
+# For a single row with fewer, multiply-adds are faster than the matrix units.
 _ONE_ROW_OUTPUTS = 8192
 _VAST = 65536  # outputs from which on there are programs enough for twice the tile
 _BLOCK_N = 64
@@ -23,7 +24,7 @@ _TOO_SMALL = (12, 0)  # compute capability from which on a program has 99 KiB of
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether products of these rows with this weight [outputs, inputs] may go through this module."""
+    """Returns whether this module may multiply these rows with this weight [outputs, inputs]."""
     return (
         weight.is_cuda
         and not VARIANTS.are_few
@@ -36,12 +37,14 @@ def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `multiply` is faster than cuBLAS."""
+    """Returns whether `multiply` is faster than cuBLAS."""
     return x.shape[0] == 1 or weight.shape[0] >= _NARROW
 
 
 def num_parts(x: torch.Tensor, weight: torch.Tensor) -> int:
-    """Into how many parts `multiply_in_parts` cuts the columns; 1 where that brings nothing."""
+    """Returns the number of parts that `multiply_in_parts` should cut the columns into; 1 where
+    cutting gains nothing.
+    """
     outputs, inputs = weight.shape
     if x.shape[0] == 1 or outputs >= _NARROW:
         return 1
@@ -58,7 +61,7 @@ def num_parts(x: torch.Tensor, weight: torch.Tensor) -> int:
 def multiply(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False
 ) -> torch.Tensor:
-    """x W^T + b.
+    """Computes x W^T + b.
 
     Args:
         x: [rows, inputs], contiguous, of the weight's type.
@@ -78,7 +81,9 @@ def multiply(
 
 
 def multiply_in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
-    """x W^T as a sum that is still to be made, float32 [parts, rows, outputs]; `parts` divides the inputs."""
+    """Computes x W^T as a sum still to be made, float32 [parts, rows, outputs]; `parts` divides
+    the inputs.
+    """
     out = x.new_empty((parts, x.shape[0], weight.shape[0]), dtype=torch.float32)
     _multiply_rows(x, weight, None, out, False)
     return out

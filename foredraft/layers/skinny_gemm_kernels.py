@@ -1,4 +1,6 @@
-"""Triton kernels that stream a weight matrix once: for a single row by multiply-adds, for some rows by the matrix units."""
+"""Triton kernels that stream a weight matrix once: for a single row by multiply-adds, for some rows
+by the matrix units.
+"""
 
 # mypy: ignore-errors
 import triton
@@ -11,12 +13,16 @@ def multiply_row(
     HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out = W x + bias. Each thread keeps its part of the sums in registers from the first column to the last."""
+    """Computes out = W x + bias.
+
+    Each thread keeps its part of the sums in registers from the first column to the last.
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     in_n = n < outputs
     w = w_ptr + n.to(tl.int64)[:, None] * inputs + k[None, :]
-    # Weights depend on nothing: their first tile is under way before the kernel before this one has ended.
+    # Weights depend on nothing: their first tile is under way before the kernel before this one has
+    # ended.
     tile = tl.load(w, mask=in_n[:, None] & (k < inputs)[None, :], other=0.0)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -44,10 +50,13 @@ def multiply(
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out = x W^T + bias; with GATED, silu of what the first half of W's rows gives times what the second half gives.
+    """Computes out = x W^T + bias.
 
-    W is the left operand: its rows are many, those of x few. With PARTS, program (i, j) sums over `share` columns alone,
-    into out[j].
+    With GATED, silu of the first half of W's rows' results is multiplied by the results of the
+    second half.
+
+    W is the left operand, since it has many rows and x few. With PARTS, program (i, j) sums over
+    only `share` columns, into out[j].
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
@@ -55,7 +64,7 @@ def multiply(
     k = part * share + tl.arange(0, BLOCK_K)
     in_n = n < outputs
     in_m = (m < rows)[:, None]
-    # Rows beyond the last give sums that nobody stores.
+    # Sums of rows beyond the last are not stored.
     w = w_ptr + tl.where(in_n, n, 0).to(tl.int64)[:, None] * inputs + k[None, :]
     second = w + outputs.to(tl.int64) * inputs
     x = x_ptr + m.to(tl.int64)[:, None] * inputs + k[None, :]

@@ -1,4 +1,6 @@
-"""Element-wise work of a decoder in Triton: norms with the residual added, angles, rotary with the KV write, gated products."""
+"""Triton kernels for the element-wise work of a decoder: norms with residual, angles, rotary
+with KV write, gated products.
+"""
 
 # mypy: ignore-errors
 import triton
@@ -7,7 +9,10 @@ import triton.language as tl
 
 @triton.jit
 def _normalized(x, weight, size, eps, dtype: tl.constexpr, FULL: tl.constexpr):
-    """x / rms(x) * weight; x is float32. Without FULL it is rounded to the activations' type before the product."""
+    """Computes x / rms(x) * weight; x is float32.
+
+    Without FULL it is rounded to the activations' type before the product.
+    """
     scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / size + eps)
     if FULL:
         return (x * scale * weight.to(tl.float32)).to(dtype)
@@ -21,8 +26,10 @@ def norm(
     BLOCK: tl.constexpr, ADDS: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr,
     PICKS: tl.constexpr, FULL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row: x += delta, or the norm of delta; a copy of x; the norm of x. delta is a sum of PARTS. With PICKS the row of x is
-    the one that picked_ptr names; nothing is added then."""
+    """Normalises one row: x += delta, or the norm of delta; a copy of x; the norm of x. delta
+    is a sum of PARTS. With PICKS the row of x is the one that picked_ptr names, and nothing is
+    added.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < size
@@ -58,7 +65,7 @@ def angles(
     positions, frequencies, cos_ptr, sin_ptr, half, factor, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Cosines and signed sines of one row: both halves of a head have the same angles."""
+    """Computes cosines and signed sines of one row; both halves of a head have the same angles."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < half
@@ -77,7 +84,7 @@ def angles(
 
 @triton.jit
 def _bounded(x, inverse, LIMIT: tl.constexpr):
-    """x * inverse inside the range of an 8-bit type."""
+    """Computes x * inverse, limited to the range of an 8-bit type."""
     return tl.clamp(x.to(tl.float32) * inverse, -LIMIT, LIMIT)
 
 
@@ -88,7 +95,9 @@ def rotate_and_store(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr, NORMS: tl.constexpr, FULL: tl.constexpr, LIMIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one row: norms and rotates queries in place, and keys and values into their slot of the cache."""
+    """Handles some heads of one row: normalises and rotates queries in place, and writes keys
+    and values to their slot of the cache.
+    """
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     if DEPENDENT:
@@ -143,7 +152,7 @@ def rotate_and_store(
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
-    """SiLU, GELU or its tanh form, of float32."""
+    """Applies SiLU, GELU or its tanh form, in float32."""
     if KIND == "silu":
         return x / (1.0 + tl.exp(-x))
     if KIND == "gelu":
@@ -156,7 +165,7 @@ def activated(x, KIND: tl.constexpr):
 def gate(
     both_ptr, out_ptr, size, KIND: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):  # fmt: skip
-    """A part of one row: activation(first half) * second half."""
+    """Computes a part of one row of activation(first half) * second half."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < size

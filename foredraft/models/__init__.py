@@ -1,1 +1,4 @@
-"""Target and draft models: configuration, weights, the decoder. Knows nothing about batches' origin or services."""
+"""Target and draft models: configuration, weights, the decoder.
+
+Knows nothing about batches' origin or services.
+"""

@@ -1,7 +1,10 @@
-"""Which class computes which architecture. A class's module is imported when a checkpoint of its kind is loaded.
+"""Maps architectures to the classes that compute them.
 
-An architecture that only differs from Llama in what `config.FAMILIES` can say is one row there. Another kind of layer
-(a mixture of experts, a recurrent one) is a class of its own, in a file of its own, and a line here.
+A class's module is imported when a checkpoint of its kind is loaded.
+
+An architecture that only differs from Llama in what `config.FAMILIES` can say is one row there.
+Another kind of layer (a mixture of experts, a recurrent one) is a class of its own, in a file of
+its own, and a line here.
 """
 
 from collections.abc import Callable
@@ -23,5 +26,5 @@ _CLASSES: dict[str, Callable[[], "type[DecoderModel]"]] = dict.fromkeys(FAMILIES
 
 
 def model_class(architecture: str) -> "type[DecoderModel]":
-    """The class of an architecture that `ModelConfig` has accepted."""
+    """Returns the class of an architecture that `ModelConfig` has accepted."""
     return _CLASSES[architecture]()

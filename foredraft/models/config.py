@@ -1,4 +1,7 @@
-"""What a model is, read from its Hugging Face directory. Torch-free, so that every service can read it."""
+"""Reads a model's configuration from its Hugging Face directory.
+
+Torch-free, so that every service can read it.
+"""
 
 import dataclasses
 import hashlib
@@ -13,6 +16,7 @@ from typing import Any
 from foredraft.errors import CheckpointError
 from foredraft.models.config_keys import REFUSED_KINDS, check_keys, check_model_type
 from foredraft.models.config_reader import Reader, read_json
+from foredraft.models.quantization_config import Quantization, read_quantization
 from foredraft.models.rope_config import RopeConfig, read_rope
 
 ACTIVATIONS = {
@@ -26,25 +30,30 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only model that `decoder.DecoderModel` can be.
+    """Configuration of a decoder-only model that `decoder.DecoderModel` computes.
 
     Attributes:
-        architecture: The name in config.json.
-        max_position_embeddings: Context length; what the rotary embedding is stretched to, where that is longer.
-        windows: For each layer the number of newest positions it sees (its own included), None for all.
-        ropes: For each layer its rotary embedding.
-        qk_norm: Queries and keys are normalised per head.
-        attention_bias, attention_output_bias, mlp_bias: Which projections have a bias.
-        norm_offset: Added to the weights of all norms (Gemma stores them minus one).
-        sandwich_norms: Norms after attention and MLP too (Gemma 3).
-        embedding_scale: What token embeddings are multiplied by.
-        attention_scale: What attention scores are multiplied by.
-        logit_softcap: Logits are capped to it by tanh; None for no cap.
-        tie_word_embeddings: The LM head is the embedding.
-        num_mtp_layers: Multi-token-prediction layers that the checkpoint has beside the decoder's.
+        architecture: Name of the architecture in config.json.
+        max_position_embeddings: Context length; the stretched one, where rotary embeddings are
+            stretched.
+        windows: For each layer, the number of newest positions that it sees (its own included),
+            None for all.
+        ropes: Rotary embedding of each layer.
+        qk_norm: Whether queries and keys are normalised per head.
+        attention_bias, attention_output_bias, mlp_bias: Whether these projections have a bias.
+        norm_offset: Number added to the weights of all norms (Gemma stores them minus one).
+        sandwich_norms: Whether there are norms after attention and MLP too (Gemma 3).
+        embedding_scale: Factor of token embeddings.
+        attention_scale: Factor of attention scores.
+        logit_softcap: Limit that tanh caps logits to; None for no cap.
+        tie_word_embeddings: Whether the LM head is the embedding.
+        num_mtp_layers: Number of multi-token-prediction layers of the checkpoint, beside the
+            decoder's.
         dtype: Type of the checkpoint's weights, as torch spells it.
         eos_token_ids: Tokens that end a sequence.
-        fingerprint: Hash of all that shapes the computation; equal for equal models, whatever their weights.
+        quantization: Quantisation of the linear layers' weights; None for plain ones.
+        fingerprint: Hash of everything that shapes the computation; equal for equal models,
+            whatever their weights.
     """
 
     architecture: str
@@ -73,16 +82,25 @@ class ModelConfig:
     num_mtp_layers: int = 0
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
+    quantization: Quantization | None = None
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike[str]) -> "ModelConfig":
-        """Reads config.json and, for the end-of-sequence tokens, generation_config.json; the tokenizer's where both have none.
+        """Reads config.json and, for the end-of-sequence tokens, generation_config.json.
+
+        Uses the tokenizer's where both have none.
 
         Raises:
-            CheckpointError: A file is missing or broken, or the model is of a kind that is not supported.
+            CheckpointError: A file is missing or broken, or the model is of a kind that is not
+                supported.
         """
         file = Path(path) / "config.json"
         raw = read_json(file)
+        # ModelOpt's first exports have the key in a file of its own.
+        modelopt = Path(path) / "hf_quant_config.json"
+        if not raw.get("quantization_config") and modelopt.is_file():
+            own = read_json(modelopt).get("quantization") or {}
+            raw["quantization_config"] = {"quant_method": "modelopt", **own}
         generation_file = Path(path) / "generation_config.json"
         generation = read_json(generation_file) if generation_file.is_file() else {}
         config = cls.from_dict(raw, generation, where=str(file))
@@ -101,7 +119,8 @@ class ModelConfig:
         """Reads the content of config.json; `where` names it in errors.
 
         Args:
-            is_whole_model: False for the layer of a draft head, whose file may describe its target in other keys.
+            is_whole_model: False for the layer of a draft head, whose file may describe its target
+                in other keys.
 
         Raises:
             CheckpointError: See `from_dir`.
@@ -119,28 +138,64 @@ class ModelConfig:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 in hexadecimal."""
+        """SHA-256 in hexadecimal."""
         fields = dataclasses.asdict(self)
-        for name in ("dtype", "eos_token_ids"):
+        for name in ("dtype", "eos_token_ids", "quantization"):
             del fields[name]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     @property
     def dynamic_from(self) -> int | None:
-        """Length from which rotary embeddings follow the length of a prompt (NTK by length); None where they never do.
+        """Length from which rotary embeddings depend on the length of a prompt (NTK by length);
+        None without such embeddings.
 
-        The keys of a longer prompt are other ones for each length, so prompts that begin alike share none.
+        The keys of a longer prompt are other ones for each length, so prompts that begin alike
+        share none.
         """
         lengths = [rope.original_max_positions for rope in self.ropes if rope.kind == "dynamic"]
         return min(lengths, default=None)
 
+    @property
+    def shared_sizes(self) -> dict[str, int]:
+        """Sizes that ranks of one model divide equally, by their names in errors."""
+        return {
+            "attention heads": self.num_heads,
+            "key and value heads": self.num_kv_heads,
+            "columns of the MLP": self.intermediate_size,
+        }
+
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values of one token, all layers, in a type of `itemsize` bytes."""
+        """Returns the bytes of one token's keys and values in all layers, in a type of
+        `itemsize` bytes.
+        """
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+    def weight_bytes(self, itemsize: int, on_cpu: bool) -> int:
+        """Returns the bytes of the weights in memory, with `itemsize` bytes for each that is
+        not quantised.
+        """
+        all_bytes = self.num_parameters * itemsize
+        # 8-bit floats are expanded on a CPU, which has no products of them.
+        if self.quantization is None or (on_cpu and self.quantization.scheme.layout == "fp8"):
+            return all_bytes
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        saved = itemsize - self.quantization.scheme.bits / 8
+        packed = self.num_layers * (attention + mlp)
+        if self.quantization.has_vocabulary and on_cpu:
+            packed += self.vocab_size * self.hidden_size * (2 - self.tie_word_embeddings)
+        return all_bytes - int(packed * saved)
+
+    @property
+    def key_cost(self) -> float:
+        """FLOPs of one query's attention to one key in all layers, relative to those of a
+        token's weights.
+        """
+        return 2 * self.num_layers * self.num_heads * self.head_dim / self.num_parameters
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the decoder, a tied head counted once."""
+        """Number of weights of the decoder, a tied head counted once."""
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * heads + 2 * kv)
         attention += (heads + 2 * kv) * self.attention_bias
@@ -213,15 +268,16 @@ def _parse(
         dtype=str(dtype).removeprefix("torch."),
         eos_token_ids=_token_ids(Reader(generation, "generation_config.json"))
         or _token_ids(reader),
+        quantization=read_quantization(reader),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How one architecture's config.json is read."""
+    """Describes how to read one architecture's config.json."""
 
     model_type: str
-    keys: frozenset[str] = frozenset()  # that it reads beside those of all
+    keys: frozenset[str] = frozenset()  # keys beside those of all architectures
     qk_norm: bool = False
     always_bias: bool = False  # queries, keys and values have a bias whatever config.json says
     attention_bias: bool = False  # default of the key
@@ -230,7 +286,8 @@ class _Family:
     head_dim: int | None = None
     activation: str = "silu"
     max_positions: int = 32768
-    # Which layers slide when layer_types is absent: none, all, from max_window_layers on, or by a pattern.
+    # Layers with a window when layer_types is absent: none, all, from max_window_layers on, or by a
+    # pattern.
     sliding: str = "none"
 
 
@@ -273,12 +330,6 @@ def _architecture(reader: Reader) -> str:
     raw = reader.raw
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
-    quantization = raw.get("quantization_config") or raw.get("compression_config")
-    if quantization and not _is_for_kv_alone(quantization):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise reader.fail(
-            f"quantization_config: quantized checkpoints ({method or 'unknown method'}) are not supported"
-        )
     for key, kind in REFUSED_KINDS.items():
         if raw.get(key):
             raise reader.fail(f"{kind} models are not supported ({name}, {key})")
@@ -289,20 +340,6 @@ def _architecture(reader: Reader) -> str:
     if raw.get("use_bidirectional_attention"):
         raise reader.fail("use_bidirectional_attention is not supported")
     return name
-
-
-def _is_for_kv_alone(quantization: Any) -> bool:
-    """Whether a `quantization_config` leaves the weights as they are, and only adds scales of keys and values.
-
-    So write llm-compressor (compressed-tensors without groups) and ModelOpt (no `quant_algo`).
-    """
-    if not isinstance(quantization, dict):
-        return False
-    if quantization.get("quant_method") == "compressed-tensors":
-        return bool(quantization.get("kv_cache_scheme")) and not quantization.get("config_groups")
-    if quantization.get("quant_method") == "modelopt":
-        return bool(quantization.get("kv_cache_quant_algo")) and not quantization.get("quant_algo")
-    return False
 
 
 def _layer_types(reader: Reader, family: _Family, num_layers: int) -> list[str]:
@@ -342,7 +379,10 @@ def _window(reader: Reader, family: _Family) -> int | None:
 def _ropes(
     reader: Reader, family: _Family, layer_types: list[str], max_positions: int
 ) -> tuple[RopeConfig, ...]:
-    """One per layer; reads the old keys (rope_theta, rope_scaling) and transformers 5's rope_parameters."""
+    """Returns the rotary embedding of each layer.
+
+    Reads the old keys (rope_theta, rope_scaling) and transformers 5's rope_parameters.
+    """
     raw = reader.raw
     given, scaling = reader.mapping("rope_parameters"), reader.mapping("rope_scaling")
     is_nested = any(kind in given for kind in ("full_attention", "sliding_attention"))
@@ -360,7 +400,8 @@ def _ropes(
         else:
             parameters = {} if local else dict(scaling or given)
         if family.gemma and not local:
-            # Scaling is for Gemma's full layers alone; its sliding layers have a theta of their own.
+            # Scaling is for Gemma's full layers alone; its sliding layers have a theta of their
+            # own.
             parameters |= scaling
         if local:
             theta = reader.number("rope_local_base_freq", 10_000.0)
@@ -382,7 +423,7 @@ def _softcap(reader: Reader, family: _Family) -> float | None:
 
 
 def _token_ids(reader: Reader) -> tuple[int, ...]:
-    """One or several; -1 stands for none."""
+    """Returns the end-of-sequence tokens, one or several; -1 stands for none."""
     value = reader.raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
@@ -391,7 +432,7 @@ def _token_ids(reader: Reader) -> tuple[int, ...]:
 
 
 def _tokenizers_eos(folder: Path) -> tuple[int, ...]:
-    """Of the token that tokenizer_config.json names."""
+    """Returns the end-of-sequence token that tokenizer_config.json names."""
     files = [folder / name for name in ("tokenizer_config.json", "tokenizer.json")]
     if not all(file.is_file() for file in files):
         return ()

@@ -1,9 +1,10 @@
-"""Which keys of config.json are known: computed with, without effect, or meaning something that is not computed.
+"""Classifies the keys of config.json: read, without effect, or unsupported arithmetic.
 
-Every key is one of five kinds. Those that `config` reads, and those that change nothing when text is generated
-(`INERT`), pass. One that means arithmetic which no model here does is refused by its name, unless its value switches
-it off. One that nobody here has heard of is refused where its name speaks of arithmetic, and named in the log where it
-does not: trainers and converters leave notes in config.json, and a note must not keep a model from being served.
+Keys that `config` reads, and keys that change nothing when text is generated (`INERT`), pass. A key
+that means arithmetic which no model here does is refused by its name, unless its value switches it
+off. An unknown key is refused where its name speaks of arithmetic, and named in the log where it
+does not: trainers and converters leave notes in config.json, and a note must not keep a model from
+being served.
 """
 
 import functools
@@ -42,8 +43,8 @@ READ = _names(
     quantization_config compression_config num_nextn_predict_layers dtype torch_dtype eos_token_id
     use_bidirectional_attention auto_map"""
 )
-# Known to change nothing: training, labels, caches, other kinds of decoding, notes of where a file comes from, and
-# what the tensors say anyway (a bias is there or not).
+# Known to change nothing: training, labels, caches, other kinds of decoding, notes of where a file
+# comes from, and what the tensors say anyway (a bias is there or not).
 INERT = _names(
     """_name_or_path name_or_path _attn_implementation _attn_implementation_autoset attn_implementation
     _attn_implementation_internal _experts_implementation _moe_implementation _flash_attn_2_enabled
@@ -87,7 +88,7 @@ _OFF_AT_ONE = _names(
     attention_in_multiplier attention_out_multiplier key_multiplier mlp_multipliers embedding_scale scale_emb
     scale_depth mup_width_scale rotary_pct rotary_percent rope_ratio embedding_fraction"""
 )
-# Names of keys that nobody here has heard of, but that speak of arithmetic; and of those that do so in training alone.
+# Patterns of unknown keys: names that speak of arithmetic, and those that do so only for training.
 _ARITHMETIC = re.compile(
     r"multiplier|soft_?cap|scale|scaling|rope|rotary|alibi|window|expert|(^|_)moe|sink|clip|clamp|residual|chunk"
     r"|parallel|position_bias|(^|_)mup|swiglu|qk_|norm_type|lora|mamba|(^|_)ssm|(^|_)conv|temperature_tuning"
@@ -111,7 +112,7 @@ def _is_one(value: Any, _: Reader) -> bool:
 
 
 def _is_head_dim_scale(value: Any, reader: Reader) -> bool:
-    """Whether scores are multiplied by what they are anyway."""
+    """Returns whether the multiplier of scores is the usual one."""
     scale = _head_dim(reader) ** -0.5
     return value is None or abs(reader.number("attention_multiplier", scale) - scale) < 1e-9
 
@@ -121,7 +122,7 @@ def _is_head_dim(value: Any, reader: Reader) -> bool:
 
 
 def _is_no_window(value: Any, reader: Reader) -> bool:
-    """Whether every layer sees the whole context."""
+    """Returns whether every layer sees the whole context."""
     if not value or reader.raw.get("use_sliding_window") is False:
         return True
     positions = reader.raw.get("max_position_embeddings")
@@ -129,14 +130,12 @@ def _is_no_window(value: Any, reader: Reader) -> bool:
 
 
 def _is_every_layer(value: Any, _: Reader) -> bool:
-    """Whether every layer has a rotary embedding, in a list of 1 for each that has."""
+    """Returns whether every layer has a rotary embedding, in a list of 1 for each that has."""
     return not value or (isinstance(value, list) and all(layer == 1 for layer in value))
 
 
 def _is_interval_beyond(value: Any, reader: Reader) -> bool:
-    if not value or reader.raw.get(
-        "no_rope_layers"
-    ):  # where the layers are listed, the list counts
+    if not value or reader.raw.get("no_rope_layers"):  # a list of layers takes precedence
         return True
     layers = reader.raw.get("num_hidden_layers")
     return type(value) is int and type(layers) is int and value > layers
@@ -147,7 +146,7 @@ def _is_activation(value: Any, reader: Reader) -> bool:
 
 
 def _is_rms_epsilon(value: Any, reader: Reader) -> bool:
-    """Whether it is a leftover: a model that has RMS norms says their own."""
+    """Returns whether a LayerNorm epsilon is a leftover: a model with RMS norms names their own."""
     return value is None or reader.raw.get("rms_norm_eps") is not None
 
 
@@ -173,7 +172,7 @@ _NEUTRAL: dict[str, _Neutral] = {
 
 
 def check_keys(reader: Reader, architecture: str, own: frozenset[str]) -> None:
-    """Refuses keys that mean something which is not computed, and logs the names of those that are not known.
+    """Refuses keys for arithmetic that is not computed, and logs the names of unknown keys.
 
     Args:
         own: Keys that this architecture reads beside `READ`.
@@ -205,7 +204,8 @@ def check_keys(reader: Reader, architecture: str, own: frozenset[str]) -> None:
 
 
 def check_model_type(reader: Reader, architecture: str, expected: str) -> None:
-    """Refuses a `model_type`, or the class of an own implementation, that is not the architecture's.
+    """Refuses a `model_type`, or the class of an own implementation, that belongs to another
+    architecture.
 
     Raises:
         CheckpointError: They contradict each other.
@@ -238,8 +238,8 @@ def _short(value: Any) -> str:
 @functools.cache  # a process may read a file several times
 def _warn(where: str, keys: str) -> None:
     logger.warning(
-        "%s: keys that are not known and not read: %s; if one of them changes what the model computes, its text is "
-        "not the one that is served",
+        "%s: keys that are not known and not read: %s; if one of them changes what the model"
+        " computes, its text is not the one that is served",
         where,
         keys,
     )

@@ -1,4 +1,4 @@
-"""Values of a JSON configuration, checked one by one."""
+"""Reads values of a JSON configuration, and checks each."""
 
 import json
 import math
@@ -10,18 +10,20 @@ from foredraft.errors import CheckpointError
 
 
 class Reader:
-    """A JSON object whose missing keys and wrong types are errors that name the file and the key."""
+    """Reads a JSON object; missing keys and wrong types are errors that name the file and the
+    key.
+    """
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw = raw
         self.where = where
 
     def fail(self, message: str) -> CheckpointError:
-        """The error to raise."""
+        """Returns the error to raise."""
         return CheckpointError(f"{self.where}: {message}")
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """Returns a positive integer."""
         value = self.raw.get(key)
         if value is None:
             if default is None:
@@ -32,7 +34,7 @@ class Reader:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """A number."""
+        """Returns a number."""
         value = self.raw.get(key)
         if value is None:
             return default
@@ -42,12 +44,12 @@ class Reader:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """A truth value."""
+        """Returns a truth value."""
         value = self.raw.get(key)
         return default if value is None else bool(value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        """An object; empty where there is none."""
+        """Returns an object; empty where there is none."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.fail(f"{key} must be an object, not {value!r}")
@@ -55,7 +57,7 @@ class Reader:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A file's JSON object.
+    """Returns a file's JSON object.
 
     Raises:
         CheckpointError: It cannot be read, or is something else.

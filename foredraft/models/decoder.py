@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2, Qwen3, MiMo's base layers and Gemma 3, told apart by configuration alone."""
+"""A decoder, configured for Llama, Mistral, Qwen2, Qwen3, MiMo's base layers and Gemma 3."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,26 +9,29 @@ from torch import nn
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.embedding import Embedding, LMHead
+from foredraft.layers.linear import Linear
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.parameters import Target
 from foredraft.layers.rotary import Rotary
 from foredraft.models.config import ModelConfig
-from foredraft.models.layer_parts import layer_parts
+from foredraft.models.layer_parts import layer_parts, vocabulary_method
 from foredraft.models.rope_config import RopeConfig
-from foredraft.parallel.group import SINGLE, Group
+from foredraft.parallel.group import SINGLE, Group, local_kv_heads, share
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True)
 class ModelOutput:
-    """What a forward gives.
+    """Holds the results of a forward.
 
     Attributes:
-        logits: [the rows asked for, vocab_size]; float32 on the CPU, of the activations' type on a GPU.
-        hidden: [num_rows, hidden_size], after the final norm.
-        captured: For each layer asked for, in the order asked, the residual stream that enters it [num_rows, hidden_size].
-        streams: [num_rows, layers asked for * hidden_size], of which `captured` are views; None where none are asked for.
+        logits: [requested rows, vocab_size]; float32 on the CPU, the activations' type on a GPU.
+        hidden: [num_rows, hidden_size], hidden states after the final norm.
+        captured: For each requested layer, in order, its input (the residual stream) [num_rows,
+            hidden_size].
+        streams: [num_rows, requested layers * hidden_size], with `captured` as views; None without
+            requested layers.
     """
 
     logits: torch.Tensor
@@ -38,7 +41,9 @@ class ModelOutput:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP around the residual stream; norms before each, and with `sandwich_norms` after each too."""
+    """Attention and MLP around the residual stream; norms before each, and with `sandwich_norms`
+    after each too.
+    """
 
     def __init__(
         self,
@@ -75,20 +80,22 @@ class DecoderLayer(nn.Module):
         next_norm: RMSNorm,
         copy: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What the next layer reads [num_rows, hidden_size]: adding to the stream and its next norm are one pass.
+        """Computes the next layer's input [num_rows, hidden_size].
+
+        Adding to the stream and its next norm are one pass.
 
         Args:
             x: [num_rows, hidden_size], the stream after `attention_norm`.
             stream: [num_rows, hidden_size], added to in place.
-            next_norm: Of the stream that leaves.
-            copy: Where the stream that leaves goes too, or None.
+            next_norm: Norm that the stream gets after this layer.
+            copy: Second place for the stream after this layer, or None.
         """
         x = self.attention(x, angles, layer, batch, kv, attention, plan, later=True)
         x = self.mlp(self.mlp_norm.add(stream, x, self.attention_post_norm), later=True)
         return next_norm.add(stream, x, self.mlp_post_norm, copy)
 
     def targets(self, prefix: str) -> dict[str, Target]:
-        """The memory that each of the layer's tensors in a checkpoint fills; their names begin with `prefix`."""
+        """Returns the memory of the layer's weights by tensor name; names begin with `prefix`."""
         found = self.attention.targets(f"{prefix}self_attn.") | self.mlp.targets(f"{prefix}mlp.")
         norms = {"input_layernorm": self.attention_norm}
         if self.attention_post_norm is not None and self.mlp_post_norm is not None:
@@ -106,14 +113,17 @@ class DecoderModel(nn.Module):
     """A decoder-only language model whose weights a loader fills.
 
     Args:
-        config: What it is.
-        dtype: Of weights and activations.
-        device: Where the weights lie.
-        group: The ranks that share its attention heads and MLPs.
+        config: Configuration of the model.
+        dtype: Type of weights and activations.
+        device: Device of the weights.
+        group: The ranks that share its attention heads, MLPs and vocabulary.
 
     Attributes:
-        kv_scales: float32 [num_layers, 2] on the CPU: by which each layer's keys and values are to be divided in a cache of 8-bit
-            floats; 1 where the checkpoint does not say.
+        num_kv_heads: Number of key and value heads of this rank, which determines the size of its
+            cache.
+        group_size: Number of this rank's query heads for each of them.
+        kv_scales: float32 [num_layers, 2] on the CPU: divisors of each layer's keys and values in a
+            cache of 8-bit floats; 1 where the checkpoint has none.
     """
 
     def __init__(
@@ -126,8 +136,23 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.config = config
         self.kv_scales = torch.ones(config.num_layers, 2)
+        sizes = config.hidden_size, config.vocab_size
+        head: LMHead | None = None
+        table: Linear | None = None
+        if (method := vocabulary_method(config, device, group)) is not None:
+            head = LMHead(*sizes, None, config.logit_softcap, dtype, device, group, method)
+            table = head
+            if not config.tie_word_embeddings:
+                own = vocabulary_method(config, device, group)
+                table = Linear(*sizes, False, dtype, device, method=own)
         self.embedding = Embedding(
-            config.vocab_size, config.hidden_size, config.embedding_scale, dtype, device
+            config.vocab_size,
+            config.hidden_size,
+            config.embedding_scale,
+            dtype,
+            device,
+            group,
+            table,
         )
         self.decoder_layers = [
             DecoderLayer(config, layer, dtype, device, group) for layer in range(config.num_layers)
@@ -136,40 +161,40 @@ class DecoderModel(nn.Module):
         self.norm = RMSNorm(
             config.hidden_size, config.rms_norm_eps, config.norm_offset != 0.0, dtype, device
         )
-        self.lm_head = LMHead(
-            config.hidden_size,
-            config.vocab_size,
-            self.embedding if config.tie_word_embeddings else None,
-            config.logit_softcap,
-            dtype,
-            device,
-        )
+        tied = self.embedding if config.tie_word_embeddings else None
+        self.lm_head = head or LMHead(*sizes, tied, config.logit_softcap, dtype, device, group)
         self._rotary: dict[RopeConfig, Rotary] = {
             rope: Rotary(rope, config.head_dim, device) for rope in config.ropes
         }
         self._windows = tuple(dict.fromkeys(config.windows))
-        self._group_size = config.num_heads // config.num_kv_heads
+        self.num_kv_heads = local_kv_heads(config.num_kv_heads, group)
+        self.group_size = share(config.num_heads, group, "query heads") // self.num_kv_heads
 
     def targets(self) -> dict[str, Target]:
-        """The memory that each tensor of a Hugging Face checkpoint fills."""
-        found = {
-            "model.embed_tokens.weight": Target.whole(self.embedding.weight),
-            "model.norm.weight": Target.whole(self.norm.weight),
-        }
-        if not self.config.tie_word_embeddings:
-            found["lm_head.weight"] = Target.whole(self.lm_head.weight)
+        """Returns the memory that each tensor of a Hugging Face checkpoint fills."""
+        found = {"model.norm.weight": Target.whole(self.norm.weight)}
+        table, is_tied = self.embedding.table, self.config.tie_word_embeddings
+        if table is not None:
+            found |= table.targets("model.embed_tokens")
+            found |= {} if is_tied else self.lm_head.targets("lm_head")
+        else:
+            found["model.embed_tokens.weight"] = self.embedding.share.target(self.embedding.weight)
+            if not is_tied:
+                found["lm_head.weight"] = self.lm_head.share.target(self.lm_head.weight)
         for index, layer in enumerate(self.decoder_layers):
             found |= layer.targets(f"model.layers.{index}.")
         return found
 
     def ignored_tensors(self) -> list[str]:
-        """Beginnings of names of a checkpoint's tensors that are known and not wanted."""
+        """Returns prefixes of names of tensors that a checkpoint may have and that are not
+        loaded.
+        """
         ignored = ["model.mtp_layers."] if self.config.architecture == "MiMoForCausalLM" else []
         return [*ignored, "lm_head.weight"] if self.config.tie_word_embeddings else ignored
 
     @torch.no_grad()
     def finish_loading(self) -> None:
-        """Brings weights that a checkpoint has filled into the form that is computed with."""
+        """Converts loaded weights to the form that is computed with."""
         if self.config.norm_offset:
             for name, parameter in self.named_parameters():
                 if name.endswith("norm.weight"):
@@ -177,13 +202,13 @@ class DecoderModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return self.embedding.weight.dtype
+        """Type of the weights."""
+        return self.norm.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the weights."""
-        return self.embedding.weight.device
+        """Device of the weights."""
+        return self.norm.weight.device
 
     def forward(
         self,
@@ -195,7 +220,8 @@ class DecoderModel(nn.Module):
         """Computes the batch's rows and writes their keys and values to `kv`.
 
         Args:
-            capture: Layers whose entering residual stream is wanted; num_layers for what leaves the last one.
+            capture: Layers whose entering residual stream is wanted; num_layers for what leaves the
+                last one.
         """
         x, captured, streams = self.states(batch, kv, attention, capture)
         wanted = x if batch.logit_rows is None else x[batch.logit_rows]
@@ -208,7 +234,7 @@ class DecoderModel(nn.Module):
         attention: AttentionBackend,
         capture: Sequence[int] = (),
     ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
-        """As `forward`, up to the LM head: what `ModelOutput` has beside the logits."""
+        """Computes the fields of `ModelOutput` beside the logits; otherwise like `forward`."""
         if batch.embeddings is None:
             stream = self.embedding(batch.tokens)
         else:
@@ -217,7 +243,7 @@ class DecoderModel(nn.Module):
             rope: rotary.angles(batch.positions, stream.dtype, batch.reaches)
             for rope, rotary in self._rotary.items()
         }
-        plan = attention.plan(batch, kv, self._windows, self._group_size)
+        plan = attention.plan(batch, kv, self._windows, self.group_size)
         size = self.config.hidden_size
         streams = stream.new_empty(stream.shape[0], len(capture) * size) if capture else None
         captured = [] if streams is None else list(streams.split(size, 1))

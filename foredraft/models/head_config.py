@@ -1,7 +1,8 @@
-"""What a draft head is, read from its config.json in any of the layouts that are published. Torch-free.
+"""Reads a draft head's config.json in any of the published layouts. Torch-free.
 
-Known are EAGLE's own layout, SGLang's and SpecForge's (`eagle_config`), that of the speculators library (a nested
-`transformer_layer_config`), and MiMo's MTP layers, which may lie in the target's own checkpoint.
+The layouts are EAGLE's own, SGLang's and SpecForge's (`eagle_config`), that of the speculators
+library (a nested `transformer_layer_config`), MiMo's MTP layers, which may lie in the target's own
+checkpoint, and those of block drafters (`block_config`).
 """
 
 import dataclasses
@@ -12,11 +13,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 from foredraft.errors import CheckpointError
+from foredraft.models.block_config import (
+    BlockOptions,
+    is_block_draft,
+    read_block_options,
+    read_target_layers,
+    stored_names,
+)
 from foredraft.models.config import ModelConfig
 from foredraft.models.config_keys import REFUSED_KINDS
 from foredraft.models.config_reader import read_json
 
-HeadAlgorithm = Literal["EAGLE", "EAGLE3", "MTP"]
+HeadAlgorithm = Literal["EAGLE", "EAGLE3", "MTP", "PEAGLE", "DFLASH", "DSPARK"]
+EAGLE3_KINDS = ("EAGLE3", "PEAGLE")
+BLOCK_KINDS = ("DFLASH", "DSPARK")
+OWN_VOCABULARY = (
+    *EAGLE3_KINDS,
+    *BLOCK_KINDS,
+)  # kinds that may bring an LM head and a map of their own
 
 # Architectures as config.json names them: the algorithm, and the decoder whose layer the head has.
 _ARCHITECTURES: dict[str, tuple[HeadAlgorithm, str]] = {
@@ -32,27 +46,41 @@ _ARCHITECTURES: dict[str, tuple[HeadAlgorithm, str]] = {
 }
 # EAGLE's own heads carry their target's architecture; what they are, the flag says.
 _PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_SPECULATORS: dict[str, HeadAlgorithm] = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
+_SPECULATORS: dict[str, HeadAlgorithm] = {
+    "eagle": "EAGLE",
+    "eagle3": "EAGLE3",
+    "peagle": "PEAGLE",
+}
 _SPECULATORS_LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_MASK_HIDDEN = "mask_hidden"  # the tensor that gives P-EAGLE away
+_MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+DEFAULT_PARALLEL_TOKENS = 7
 
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """A head that `eagle.EagleHead`, `eagle3.Eagle3Head` or `mtp.MTPHead` can be.
+    """Configuration of a head that one of the classes in `draft_service.models` computes.
 
     Attributes:
-        algorithm: Which of them.
-        layer: Sizes of its decoder layers; `num_layers` is their number (MTP: of modules), `vocab_size` the target's.
+        algorithm: Algorithm of the head.
+        layer: Sizes of its decoder layers; `num_layers` is their number (for MTP of modules),
+            `vocab_size` the target's.
         target_hidden_size: Width of the target's hidden states.
-        draft_vocab_size: Rows of its own LM head; None where config.json does not say.
+        draft_vocab_size: Number of rows of its own LM head; None where config.json does not say.
         fc_bias: Whether the fusing projection has a bias; None where config.json does not say.
-        qkv_bias: Whether queries, keys and values have one; None where config.json does not say.
-        num_streams: EAGLE-3: residual streams that are fused; 0 for the state after the final norm.
-        streams: EAGLE-3: target layers whose entering residual streams they are; None for the usual ones.
-        fc_norm: EAGLE-3.1: each stream is normalised by itself.
-        norm_before_fc: EAGLE-3.1: the streams side by side are normalised.
-        norm_before_residual: The residual stream starts from the normalised features (speculators).
-        norm_output: The hidden state passed on is the normalised one.
+        qkv_bias: Whether queries, keys and values have a bias; None where config.json does not say.
+        num_streams: EAGLE-3: number of residual streams that are fused; 0 for the state after the
+            final norm.
+        streams: EAGLE-3: target layers whose inputs (residual streams) are fused; None for the
+            usual ones.
+        fc_norm: EAGLE-3.1: whether each stream is normalised by itself.
+        norm_before_fc: EAGLE-3.1: whether the streams side by side are normalised.
+        norm_before_residual: Whether the residual stream starts from the normalised features
+            (speculators).
+        norm_output: Whether the hidden state passed on is the normalised one.
+        block: DFlash and DSpark: options of a block; None for all others.
+        mask_token_id: P-EAGLE: token that stands for those still to be drafted.
+        num_parallel: P-EAGLE: number of tokens that one forward usually proposes.
     """
 
     algorithm: HeadAlgorithm
@@ -67,6 +95,9 @@ class HeadConfig:
     norm_before_fc: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
+    block: BlockOptions | None = None
+    mask_token_id: int | None = None
+    num_parallel: int = DEFAULT_PARALLEL_TOKENS
 
     @classmethod
     def from_dir(
@@ -75,13 +106,13 @@ class HeadConfig:
         """Reads config.json.
 
         Args:
-            algorithm: What the head has to be; None where config.json alone must tell.
+            algorithm: Algorithm that the head must implement; None where config.json alone decides.
 
         Raises:
             CheckpointError: The file is missing or broken, or this is another kind of head or none.
         """
         file = Path(path) / "config.json"
-        return cls.from_dict(read_json(file), algorithm, str(file))
+        return cls.from_dict(read_json(file), algorithm, str(file), stored_names(Path(path)))
 
     @classmethod
     def from_dict(
@@ -89,13 +120,17 @@ class HeadConfig:
         raw: Mapping[str, Any],
         algorithm: HeadAlgorithm | None = None,
         where: str = "config.json",
+        tensors: Collection[str] = (),
     ) -> "HeadConfig":
         """Reads the content of config.json; `where` names it in errors.
+
+        Args:
+            tensors: Names of the checkpoint's tensors, which decide what config.json leaves open.
 
         Raises:
             CheckpointError: See `from_dir`.
         """
-        found, architecture = _kind(raw, algorithm, where)
+        found, architecture = _kind(raw, algorithm, where, tensors)
         if algorithm is not None and found != algorithm:
             raise CheckpointError(
                 f"{where}: {_name(raw)!r} is a head for --speculative-algorithm {found}, "
@@ -107,7 +142,9 @@ class HeadConfig:
             )
         inner = dict(raw.get("transformer_layer_config") or raw)
         inner["architectures"] = [architecture]
-        # What a config.json that began as a copy of the target's says of the target alone.
+        if found in BLOCK_KINDS:
+            _settle_block_layers(inner, raw)
+        # Keys of the target, left in a config.json that began as a copy of the target's.
         for key in ("num_nextn_predict_layers", *REFUSED_KINDS):
             inner.pop(key, None)
         if set(inner.get("layer_types") or ()) == {"full_attention"}:
@@ -117,6 +154,12 @@ class HeadConfig:
             # A target's own entry: its layers' kinds say nothing about the modules.
             inner.pop("layer_types", None)
         layer = ModelConfig.from_dict(inner, where=where, is_whole_model=False)
+        if layer.quantization is not None:
+            raise CheckpointError(
+                f"{where}: quantization_config: quantized heads ({layer.quantization}) are not"
+                " supported; give a head of 16 bits, --speculative-draft-model-quantization makes"
+                " it smaller"
+            )
         if layer.norm_offset or layer.sandwich_norms:
             raise CheckpointError(f"{where}: heads with {architecture} layers are not supported")
         # EAGLE's own key; Qwen2's layers have no other.
@@ -126,7 +169,24 @@ class HeadConfig:
         if qkv_bias is not None:
             layer = dataclasses.replace(layer, attention_bias=bool(qkv_bias))
         options = _Options(raw, where)
-        if found != "EAGLE3":
+        if found in BLOCK_KINDS:
+            block = read_block_options(raw, where, tensors)[1]
+            if block.mask_token_id >= layer.vocab_size:
+                raise CheckpointError(
+                    f"{where}: mask_token_id {block.mask_token_id} is not below vocab_size"
+                    f" {layer.vocab_size}"
+                )
+            streams = read_target_layers(raw, where)
+            return cls(
+                algorithm=found,
+                layer=layer,
+                target_hidden_size=_count(raw, "target_hidden_size", layer.hidden_size, where),
+                draft_vocab_size=_count(raw, "draft_vocab_size", 0, where) or None,
+                num_streams=len(streams) if streams else 0,
+                streams=streams,
+                block=block,
+            )
+        if found not in EAGLE3_KINDS:
             return cls(
                 algorithm=found,
                 layer=layer,
@@ -148,26 +208,40 @@ class HeadConfig:
             norm_before_fc=bool(options.flag("norm_before_fc", False)),
             norm_before_residual=bool(options.flag("norm_before_residual", False)),
             norm_output=bool(options.flag("norm_output", False)),
+            mask_token_id=_mask_token(options, layer, where) if found == "PEAGLE" else None,
+            num_parallel=_num_parallel(raw, where),
         )
 
     @staticmethod
     def algorithm_of(path: str | os.PathLike[str], asked: HeadAlgorithm) -> HeadAlgorithm:
-        """What a directory's head is for, where config.json tells; `asked` where it does not.
+        """Returns the algorithm of a directory's head; `asked` where config.json does not say.
 
         Raises:
             CheckpointError: There is no head.
         """
         file = Path(path) / "config.json"
-        return _kind(read_json(file), asked, str(file))[0]
+        return _kind(read_json(file), asked, str(file), stored_names(Path(path)))[0]
+
+    @property
+    def num_drafted(self) -> int | None:
+        """Number of tokens that one forward proposes; None for a head that is run again for each
+        level.
+        """
+        if self.block is not None:
+            return self.block.num_drafted
+        return self.num_parallel if self.algorithm == "PEAGLE" else None
 
     def captured_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """Target layers whose entering residual stream the head reads; empty for the state after the final norm.
+        """Returns the target layers whose input (the residual stream) the head reads; empty for
+        the state after the final norm.
 
         The usual ones are 2, n / 2 and n - 3 of n layers.
 
         Raises:
             CheckpointError: The target has no such layers.
         """
+        if self.block is not None and self.streams is None:
+            return self.block.usual_layers(num_target_layers, self.layer.num_layers)
         if not self.num_streams:
             return ()
         layers = self.streams
@@ -179,20 +253,30 @@ class HeadConfig:
             )
         if not all(0 <= layer <= num_target_layers for layer in layers):
             raise CheckpointError(
-                f"eagle_aux_hidden_state_layer_ids: the head reads the streams entering layers {list(layers)}; "
+                f"{self._layers_key}: the head reads the streams entering layers {list(layers)}; "
                 f"the target has {num_target_layers} layers"
             )
         return layers
 
+    @property
+    def _layers_key(self) -> str:
+        """Key of config.json that names the target's layers."""
+        if self.block is None:
+            return "eagle_aux_hidden_state_layer_ids"
+        is_speculators = self.block.default_layers == "speculators"
+        return "aux_hidden_state_layer_ids" if is_speculators else "target_layer_ids"
+
     def with_biases(self, names: Collection[str]) -> "HeadConfig":
-        """As config.json says and, where it does not, as the tensors of the head's checkpoint are.
+        """Returns the configuration with its biases known: from config.json or, where it does
+        not say, from the head's tensors.
 
         Args:
-            names: Of the tensors.
+            names: Names of the tensors.
         """
         has_bias = self.qkv_bias
         if has_bias is None:
-            has_bias = "layers.0.self_attn.q_proj.bias" in names
+            prefix = "layers.0.self_attn."
+            has_bias = any(f"{prefix}{part}_proj.bias" in names for part in ("q", "qkv"))
         layer = dataclasses.replace(
             self.layer,
             attention_bias=has_bias,
@@ -203,19 +287,27 @@ class HeadConfig:
     def check_target(self, target: ModelConfig) -> None:
         """Raises CheckpointError, naming the field, when the head was made for another target."""
         if self.target_hidden_size != target.hidden_size:
-            field = "hidden_size" if self.algorithm != "EAGLE3" else "target_hidden_size"
+            has_own = self.algorithm in EAGLE3_KINDS or self.block is not None
+            field = "target_hidden_size" if has_own else "hidden_size"
             raise CheckpointError(
-                f"{field}: the head's is {self.target_hidden_size}, the target's {target.hidden_size}"
+                f"{field}: the head's is {self.target_hidden_size}, the target's"
+                f" {target.hidden_size}"
             )
         if self.layer.vocab_size != target.vocab_size:
             raise CheckpointError(
-                f"vocab_size: the head's is {self.layer.vocab_size}, the target's {target.vocab_size}"
+                f"vocab_size: the head's is {self.layer.vocab_size}, the target's"
+                f" {target.vocab_size}"
+            )
+        if self.block is not None and self.block.num_target_layers not in (None, target.num_layers):
+            raise CheckpointError(
+                f"num_target_layers: the draft was made for {self.block.num_target_layers} layers, "
+                f"the target has {target.num_layers}"
             )
         self.captured_layers(target.num_layers)
 
 
 class _Options:
-    """Keys that stand at the top or inside `eagle_config`."""
+    """Reads keys that stand at the top or inside `eagle_config`."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         nested = raw.get("eagle_config") or {}
@@ -233,23 +325,41 @@ class _Options:
 
 
 def _kind(
+    raw: Mapping[str, Any],
+    algorithm: HeadAlgorithm | None,
+    where: str,
+    tensors: Collection[str],
+) -> tuple[HeadAlgorithm, str]:
+    """Returns the head's algorithm and the architecture of its layer."""
+    if is_block_draft(raw):
+        return read_block_options(raw, where, tensors)[0], "Qwen3ForCausalLM"
+    found, architecture = _chain_kind(raw, algorithm, where)
+    is_parallel = any(name.endswith(_MASK_HIDDEN) for name in tensors) or algorithm == "PEAGLE"
+    if found == "EAGLE3" and is_parallel:
+        found = "PEAGLE"
+    return found, architecture
+
+
+def _chain_kind(
     raw: Mapping[str, Any], algorithm: HeadAlgorithm | None, where: str
 ) -> tuple[HeadAlgorithm, str]:
-    """The head's algorithm and the architecture of its layer."""
+    """Does the work of `_kind` for heads other than block drafters, from config.json alone."""
     if kind := raw.get("speculators_model_type"):
         layer = raw.get("transformer_layer_config")
         model_type = layer.get("model_type") if isinstance(layer, Mapping) else None
         if kind not in _SPECULATORS or model_type not in _SPECULATORS_LAYERS:
             raise CheckpointError(
-                f"{where}: a speculators model of type {kind!r} with {model_type!r} layers is not supported"
+                f"{where}: a speculators model of type {kind!r} with {model_type!r} layers is not"
+                " supported"
             )
         return _SPECULATORS[kind], _SPECULATORS_LAYERS[model_type]
     name = _name(raw)
     if name in _ARCHITECTURES:
         return _ARCHITECTURES[name]
-    if name in _PLAIN and algorithm in ("EAGLE", "EAGLE3"):
+    if name in _PLAIN and algorithm in ("EAGLE", *EAGLE3_KINDS):
         # Only EAGLE-3 has a vocabulary of its own.
-        return ("EAGLE3" if raw.get("draft_vocab_size") is not None else algorithm), name
+        has_own = raw.get("draft_vocab_size") is not None or algorithm in EAGLE3_KINDS
+        return ("EAGLE3" if has_own else "EAGLE"), name
     raise CheckpointError(
         f"{where}: architectures: {name!r} is not a draft head; known: {', '.join(_ARCHITECTURES)}"
     )
@@ -263,7 +373,7 @@ def _name(raw: Mapping[str, Any]) -> Any:
 def _streams(
     options: _Options, raw: Mapping[str, Any], where: str
 ) -> tuple[tuple[int, ...] | None, int]:
-    """Which residual streams are fused, and how many."""
+    """Returns which residual streams are fused, and their number."""
     if options.flag("use_aux_hidden_state", True) is False:
         return None, 0
     ids = options.get("eagle_aux_hidden_state_layer_ids")
@@ -288,3 +398,40 @@ def _count(raw: Mapping[str, Any], key: str, default: int, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"{where}: {key} must be a positive integer, not {value!r}")
     return value
+
+
+def _settle_block_layers(inner: dict[str, Any], raw: Mapping[str, Any]) -> None:
+    """Converts the keys of a block drafter's layers, Qwen3's whatever their target, to the form
+    that is read.
+    """
+    if inner.get("model_type") not in (None, "qwen3") and not inner.get("head_dim"):
+        inner["head_dim"] = inner["hidden_size"] // inner["num_attention_heads"]
+    nested = raw.get("dflash_config") or {}
+    types = list(inner.get("layer_types") or ())
+    if nested.get("use_swa"):
+        inner["sliding_window"] = nested.get("swa_window_size")
+        types = types or ["sliding_attention"] * inner["num_hidden_layers"]
+    # Without a list all layers are full, whatever else was copied from the target's config.json.
+    inner["layer_types"] = types or ["full_attention"] * inner["num_hidden_layers"]
+    inner["use_sliding_window"] = "sliding_attention" in types
+
+
+def _mask_token(options: _Options, layer: ModelConfig, where: str) -> int:
+    for key in _MASK_TOKEN_KEYS:
+        value = options.get(key)
+        if value is not None:
+            if type(value) is not int or not 0 <= value < layer.vocab_size:
+                raise CheckpointError(
+                    f"{where}: {key} must be a token id below {layer.vocab_size}, not {value!r}"
+                )
+            return value
+    raise CheckpointError(f"{where}: mask_token_id is missing")
+
+
+def _num_parallel(raw: Mapping[str, Any], where: str) -> int:
+    """Returns the number of tokens of one proposal by `speculators_config`."""
+    section = raw.get("speculators_config")
+    methods = section.get("proposal_methods") if isinstance(section, Mapping) else None
+    if not isinstance(methods, list) or not methods or not isinstance(methods[0], Mapping):
+        return DEFAULT_PARALLEL_TOKENS
+    return _count(methods[0], "speculative_tokens", DEFAULT_PARALLEL_TOKENS, where)

@@ -1,4 +1,6 @@
-"""Models by name from a Hugging Face hub: fetched once, resumable, checked. Torch-free; runs nothing of what it fetches.
+"""Fetches models by name from a Hugging Face hub: once, resumable, checked.
+
+Torch-free; runs nothing of what it fetches.
 
 HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to huggingface_hub.
 """
@@ -15,10 +17,11 @@ from foredraft.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# What a model needs: never code, pickles, or other formats' copies of the weights.
+# Files that a model needs: never code, pickles, or other formats' copies of the weights.
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _WEIGHTS = "*.safetensors"
-# Draft heads alone are published like this too; they are read without running what such a file may hold.
+# Draft heads alone are published like this too; they are read without running what such a file may
+# hold.
 _BINS = "pytorch_model*.bin"
 _NEVER = ("*/*", "consolidated*")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -28,27 +31,28 @@ _BLOCK_BYTES = 1 << 20
 
 
 def is_repository(path: str | os.PathLike[str]) -> bool:
-    """Whether this reads `organisation/name` and is nothing on this machine."""
+    """Returns whether this reads `organisation/name` and does not exist on this machine."""
     text = os.fspath(path)
     return _NAME.fullmatch(text) is not None and not Path(text).exists()
 
 
 def fetch(repository: str, revision: str = "", *, weights: bool = True, bins: bool = False) -> Path:
-    """Fetches what is missing of a repository, checks it, and returns its directory.
+    """Fetches the missing files of a repository, checks them, and returns their directory.
 
-    A connection that was cut off goes on at the byte where it stopped, a start that was ended at the first file that is
-    not whole. Every file is compared with the checksum that the hub gave for it (SHA-256 for weights, Git's own for small
-    files) once after it came; one that differs is removed.
+    A connection that was cut off continues at the byte where it stopped, a start that was ended at
+    the first incomplete file. Every file is compared once, after it came, with the checksum that
+    the hub gave for it (SHA-256 for weights, Git's own for small files); one that differs is
+    removed.
 
     Args:
         repository: `organisation/name`.
         revision: Commit, branch or tag; the default branch when empty.
-        weights: False leaves the weights out, for whoever needs the tokenizer alone.
-        bins: Take pytorch_model.bin where there are no safetensors.
+        weights: Whether to fetch the weights; False for the tokenizer alone.
+        bins: Whether to fetch pytorch_model.bin where there are no safetensors.
 
     Raises:
-        CheckpointError: There is no such repository or revision, the hub cannot be reached and nothing is cached, or a
-            file is not what the hub says.
+        CheckpointError: There is no such repository or revision, the hub cannot be reached and
+            nothing is cached, or a file differs from the hub's checksum.
     """
     name = f"{repository} at {revision}" if revision else repository
     patterns = [*_SMALL_FILES, *((_WEIGHTS,) if weights else ())]
@@ -66,16 +70,18 @@ def fetch(repository: str, revision: str = "", *, weights: bool = True, bins: bo
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Whether this reads `organisation/name/file` and is nothing on this machine."""
+    """Returns whether this reads `organisation/name/file` and does not exist on this machine."""
     text = os.fspath(path)
     return _FILE.fullmatch(text) is not None and not Path(text).exists()
 
 
 def fetch_file(path: str) -> Path:
-    """Fetches one file, `organisation/name/file`, of a repository's default branch; checked as `fetch` does.
+    """Fetches one file, `organisation/name/file`, of a repository's default branch; checked as
+    `fetch` does.
 
     Raises:
-        CheckpointError: There is no such file, it cannot be fetched, or it is not what the hub says.
+        CheckpointError: There is no such file, it cannot be fetched, or it is not what the hub
+            says.
     """
     found = _FILE.fullmatch(path)
     if found is None:
@@ -89,9 +95,10 @@ def fetch_file(path: str) -> Path:
 
 
 def _fetched(repository: str, revision: str, patterns: list[str], name: str) -> Path:
-    """A snapshot's directory; of one that cannot be fetched, what is here."""
+    """Returns a snapshot's directory; the cached one where it cannot be fetched."""
     logger.info("fetching %s, as far as it is not here", name)
-    # The library lets its HTTP client's own errors through, and which client that is differs between its versions.
+    # The library lets its HTTP client's own errors through, and which client that is differs
+    # between its versions.
     try:
         return _snapshot(repository, revision, patterns, local_files_only=False)
     except Exception as error:
@@ -107,7 +114,7 @@ def _fetched(repository: str, revision: str, patterns: list[str], name: str) -> 
 
 
 def _fetch_bins(repository: str, commit: str, name: str) -> Path:
-    """Fetches the .bin weights of a commit beside what of it is here already.
+    """Fetches the .bin weights of a commit into the directory of its other files.
 
     Raises:
         CheckpointError: There are none, or they cannot be fetched.
@@ -128,11 +135,12 @@ def _fetch_bins(repository: str, commit: str, name: str) -> Path:
 
 
 def tokenizer_directory(path: str) -> str:
-    """Where the tokenizer of a model lies here, whose directory may be another machine's.
+    """Returns the local directory of a model's tokenizer; the given directory may be another
+    machine's.
 
     Args:
-        path: A directory, the name of a repository, or a directory in another machine's cache of a hub, from which
-            repository and commit are read.
+        path: A directory, the name of a repository, or a directory in another machine's cache of a
+            hub, from which repository and commit are read.
     """
     if Path(path).is_dir():
         return path
@@ -146,7 +154,8 @@ def tokenizer_directory(path: str) -> str:
 def _snapshot(
     repository: str, revision: str, patterns: list[str], *, local_files_only: bool
 ) -> Path:
-    # Only here: it takes a twentieth of a second to import, and a restart of a local model need not wait for that.
+    # Only here: it takes a twentieth of a second to import, and a restart of a local model need not
+    # wait for that.
     import huggingface_hub
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -163,7 +172,9 @@ def _snapshot(
 
 
 def _check(directory: Path, name: str) -> None:
-    """Compares the files of a snapshot with the checksums that name them, each once as long as it does not change."""
+    """Compares the files of a snapshot with their checksums, each once as long as it does not
+    change.
+    """
     record = directory.parents[1] / "foredraft-checked.json"
     try:
         checked: dict[str, list[int]] = json.loads(record.read_text())
@@ -180,7 +191,8 @@ def _check(directory: Path, name: str) -> None:
             file.unlink()
             blob.unlink(missing_ok=True)
             raise CheckpointError(
-                f"{name}: {file.name} is not what the hub says it is (checksum {blob.name}); it was removed, try again"
+                f"{name}: {file.name} is not what the hub says it is (checksum {blob.name}); it was"
+                " removed, try again"
             )
         checked[blob.name] = state
     if checked != before:

@@ -1,4 +1,6 @@
-"""Scales of keys and values for a cache of 8-bit floats: where checkpoints keep them, and files that hold them alone."""
+"""Scales of keys and values for a cache of 8-bit floats, from checkpoints or from files of
+their own.
+"""
 
 import json
 import math
@@ -17,7 +19,7 @@ _NAMES = (
 
 
 def scale_targets(scales: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The memory that each tensor of a checkpoint fills, if it is there.
+    """Returns the memory that each tensor of scales fills, if the checkpoint has it.
 
     Args:
         scales: float32 [num_layers, 2], of keys and values.
@@ -33,14 +35,17 @@ def scale_targets(scales: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def check_scales(scales: torch.Tensor, where: str) -> None:
-    """Raises CheckpointError unless all scales [num_layers, 2] are positive and finite; `where` names their source."""
+    """Raises CheckpointError unless all scales [num_layers, 2] are positive and finite; `where`
+    names their source.
+    """
     for layer, row in enumerate(scales.tolist()):
         if not all(scale > 0 and math.isfinite(scale) for scale in row):
             raise CheckpointError(f"{where}: KV scales {row} of layer {layer} are not positive")
 
 
 def read_scales(path: str, num_layers: int) -> torch.Tensor:
-    """Reads a `--quantization-param-path`: `{"kv_cache": {"scaling_factor": {"0": {"0": 0.02, ...}}}}`, by rank and layer.
+    """Reads a `--quantization-param-path`: `{"kv_cache": {"scaling_factor": {"0": {"0": 0.02,
+    ...}}}}`, by rank and layer.
 
     Returns:
         float32 [num_layers, 2]; keys and values share a scale.
@@ -57,7 +62,8 @@ def read_scales(path: str, num_layers: int) -> torch.Tensor:
         raise CheckpointError(f"{path}: not a file of KV scales: {error!r}") from error
     if len(ranks) > 1 or sorted(by_layer) != list(range(num_layers)):
         raise CheckpointError(
-            f"{path}: has scales of {len(ranks)} ranks and layers {sorted(by_layer)}; the model has one and {num_layers}"
+            f"{path}: has scales of {len(ranks)} ranks and layers {sorted(by_layer)}; the model has"
+            f" one and {num_layers}"
         )
     scales = torch.tensor([by_layer[layer] for layer in range(num_layers)])
     scales = scales.unsqueeze(1).repeat(1, 2)

@@ -1,8 +1,12 @@
-"""The attention and the MLP of a layer, as a model's configuration describes them."""
+"""Creates attention and MLP of a layer from a model's configuration."""
+
+from collections.abc import Iterable
 
 import torch
 
+from foredraft.errors import CheckpointError
 from foredraft.layers.attention import SelfAttention
+from foredraft.layers.linear import LinearMethod, MethodChoice
 from foredraft.layers.mlp import GatedMLP
 from foredraft.models.config import ModelConfig
 from foredraft.parallel.group import SINGLE, Group
@@ -16,7 +20,7 @@ def layer_parts(
     device: torch.device,
     group: Group = SINGLE,
 ) -> tuple[SelfAttention, GatedMLP]:
-    """Both parts of one layer, for weights still to come.
+    """Creates both parts of one layer, for weights still to come.
 
     Args:
         layer: Number of the layer, by which windows differ.
@@ -37,6 +41,7 @@ def layer_parts(
         dtype=dtype,
         device=device,
         group=group,
+        methods=_methods(config, f"model.layers.{layer}.self_attn."),
     )
     mlp = GatedMLP(
         config.hidden_size,
@@ -46,5 +51,55 @@ def layer_parts(
         dtype,
         device,
         group,
+        _methods(config, f"model.layers.{layer}.mlp."),
     )
     return attention, mlp
+
+
+def _methods(config: ModelConfig, prefix: str) -> MethodChoice:
+    """Selects the form of weights whose names in a checkpoint begin with `prefix`."""
+    quantization = config.quantization
+
+    def choose(names: Iterable[str]) -> LinearMethod | None:
+        if quantization is None:
+            return None
+        full = [prefix + name for name in names]
+        skipped = [name for name in full if quantization.skips(name)]
+        if len(skipped) == len(full):
+            return None
+        if skipped:
+            raise CheckpointError(
+                f"quantization_config leaves {', '.join(skipped)} out and quantises the rest of "
+                f"{', '.join(full)}, which are computed together: mixed schemes are not supported"
+            )
+        if quantization.is_on_load:
+            from foredraft.layers.quantizing import QuantizingMethod
+
+            return QuantizingMethod(quantization.scheme)
+        from foredraft.layers.quantized import StoredMethod
+
+        return StoredMethod(quantization.scheme)
+
+    return choose
+
+
+def vocabulary_method(
+    config: ModelConfig, device: torch.device, group: Group
+) -> LinearMethod | None:
+    """Returns a method for an embedding or LM head that is quantised; None for plain ones.
+
+    Raises:
+        CheckpointError: Ranks would have to share it.
+    """
+    quantization = config.quantization
+    if quantization is None or not quantization.has_vocabulary:
+        return None
+    if group.size > 1:
+        raise CheckpointError(
+            "a quantised embedding and LM head are not shared by ranks: give"
+            " --tensor-parallel-size 1"
+        )
+    from foredraft.layers.quantized import ExpandedMethod, StoredMethod
+
+    method = StoredMethod if device.type == "cpu" else ExpandedMethod
+    return method(quantization.scheme)

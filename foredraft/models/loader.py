@@ -1,5 +1,6 @@
-"""Makes a model from a Hugging Face directory: allocates it, fills it, and refuses what does not fit exactly."""
+"""Loads a model from a Hugging Face directory, and refuses anything that does not fit exactly."""
 
+import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,11 +10,13 @@ import torch
 from tqdm import tqdm
 
 from foredraft.errors import CheckpointError
+from foredraft.layers.linear import Linear
 from foredraft.layers.parameters import Target
 from foredraft.models.architectures import model_class
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.kv_scales import check_scales, scale_targets
+from foredraft.models.quantization_config import on_load
 from foredraft.models.weights import check_finite, checkpoint_files, open_checkpoint
 from foredraft.parallel.group import SINGLE, Group
 
@@ -28,39 +31,65 @@ def load_model(
     device: torch.device | str = "cpu",
     load_format: str = "auto",
     group: Group = SINGLE,
+    quantization: str = "unquant",
+    quantization_group_size: int | None = None,
 ) -> DecoderModel:
     """Loads a decoder.
 
     Args:
         path: A directory with config.json and safetensors, see `registry.resolve_model_path`.
         dtype: Type of the weights in memory; the checkpoint's when None.
-        device: Where they go.
+        device: Device of the weights.
         load_format: `auto` reads weights; `dummy` makes random ones from config.json alone.
-        group: The ranks that share the model; each reads its part of the weights.
+        group: Ranks that share the model; each reads its part of the weights.
+        quantization: Form that a plain checkpoint's linear layers are quantised to during loading:
+            `fp8`, `int8` or `int4`; `unquant` leaves them.
+        quantization_group_size: Number of inputs that share a scale in `int4`; 128 when None.
 
     Raises:
         CheckpointError: Something is missing, broken, unknown, or too large for the memory.
     """
     directory, device = Path(path), torch.device(device)
     config = ModelConfig.from_dir(directory)
+    if quantization != "unquant":
+        own = on_load(config.quantization, quantization, quantization_group_size, directory)
+        config = dataclasses.replace(config, quantization=own)
     if dtype is None:
         dtype = getattr(torch, config.dtype, None)
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(f"{directory}: dtype {config.dtype} is not supported")
     if load_format != "dummy":
-        checkpoint_files(directory)  # what is missing is said before memory is taken
-    _check_memory(config, dtype, device, directory)
+        checkpoint_files(directory)  # raises for missing files before memory is allocated
+    _check_memory(config, dtype, device, directory, group)
     model = model_class(config.architecture)(config, dtype, device, group)
     if load_format == "dummy":
         fill_randomly(model)
         return model
     scales = scale_targets(model.kv_scales)
-    copy_checkpoint(directory, model.targets(), model.ignored_tensors(), scales)
+    try:
+        targets = model.targets()
+    except ValueError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+    copy_checkpoint(directory, targets, model.ignored_tensors(), scales)
+    del targets
+    _finish_linears(model, directory)
     check_scales(model.kv_scales, str(directory))
-    if config.tie_word_embeddings:
-        _check_tied_head(directory, model.embedding.weight)
+    embedding = model.embedding
+    if config.tie_word_embeddings and embedding.table is None:
+        _check_tied_head(directory, embedding.share.target(embedding.weight))
     model.finish_loading()
     return model
+
+
+@torch.no_grad()
+def _finish_linears(model: DecoderModel, directory: Path) -> None:
+    """Converts quantised weights to the form that is computed with, layer after layer."""
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            try:
+                module.method.finish(module)
+            except ValueError as error:
+                raise CheckpointError(f"{directory}: {name}: {error}") from error
 
 
 @torch.no_grad()
@@ -70,12 +99,14 @@ def copy_checkpoint(
     ignored: Sequence[str] = (),
     scalars: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Fills memory from a checkpoint; every target by exactly one tensor of its shape, and no tensor left over.
+    """Fills memory from a checkpoint.
+
+    Every target needs exactly one tensor of its shape, and no tensor may be left over.
 
     Args:
-        targets: By tensor name.
-        ignored: Prefixes of names that are known and not wanted.
-        scalars: Single numbers [1] or more to fill with one, by tensor name, which need not be there.
+        targets: Targets by tensor name.
+        ignored: Prefixes of names that are known and not loaded.
+        scalars: Memory of one or more numbers that a single optional number fills, by tensor name.
 
     Raises:
         CheckpointError: Tensors are missing, unexpected, misshaped or not finite; they are named.
@@ -102,50 +133,75 @@ def copy_checkpoint(
                         continue
                     target = Target.whole(scalar)
                 if target is None:
-                    # Old checkpoints carry the rotary frequencies, which follow from the configuration.
+                    # Old checkpoints carry the rotary frequencies, which follow from the
+                    # configuration.
                     if name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(ignored)):
                         continue
                     raise CheckpointError(
                         f"{file.path}: unexpected tensor {name} {list(entry.shape)}"
                     )
-                if entry.shape != target.shape:
+                if not target.takes(entry.shape):
                     raise CheckpointError(
                         f"{file.path}: tensor {name} has shape {list(entry.shape)}, "
                         f"config.json asks for {list(target.shape)}"
                     )
-                if not entry.dtype.is_floating_point:
-                    raise CheckpointError(f"{file.path}: tensor {name} has type {entry.dtype}")
+                if not _may_fill(entry.dtype, target.memory.dtype):
+                    raise CheckpointError(
+                        f"{file.path}: tensor {name} has type {entry.dtype}, "
+                        f"config.json asks for {target.memory.dtype}"
+                    )
                 if name in filled:
                     raise CheckpointError(f"{file.path}: tensor {name} is there twice")
                 file.copy_to(entry, target)
                 check_finite(target.memory, name, file.path)
                 filled.add(name)
                 bar.update(target.memory.numel())
-    missing = [name for name in targets if name not in filled]
+                if target.on_filled is not None:
+                    target.on_filled()
+    missing = [
+        name for name, target in targets.items() if name not in filled and not target.is_optional
+    ]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{directory}: missing tensor {', '.join(missing[:3])}{more}")
 
 
-def _check_tied_head(directory: Path, embedding: torch.Tensor) -> None:
-    """Raises CheckpointError when there is an LM head all the same, and it is not the embedding: which one is meant?"""
+def _may_fill(stored: torch.dtype, kept: torch.dtype) -> bool:
+    """Returns whether numbers of one type may be stored as another: floats of 16 bits or more
+    as each other, others only as themselves.
+    """
+    if kept.is_floating_point and kept.itemsize > 1:
+        return stored.is_floating_point and stored.itemsize > 1
+    return stored == kept
+
+
+def _check_tied_head(directory: Path, embedding: Target) -> None:
+    """Raises CheckpointError where a checkpoint with a tied head has an LM head that differs
+    from the embedding.
+    """
     for file in open_checkpoint(directory):
         entry = file.entries.get("lm_head.weight")
         if entry is not None and not file.equals(entry, embedding):
             raise CheckpointError(
-                f"{file.path}: lm_head.weight is not model.embed_tokens.weight, but config.json ties them: "
-                "set tie_word_embeddings to false, or remove lm_head.weight"
+                f"{file.path}: lm_head.weight is not model.embed_tokens.weight, but config.json"
+                " ties them: set tie_word_embeddings to false, or remove lm_head.weight"
             )
 
 
 def fill_randomly(model: torch.nn.Module) -> None:
-    """See `fill_tensors_randomly`; all parameters of a model."""
+    """Fills all parameters of a model; see `fill_tensors_randomly`."""
     fill_tensors_randomly(dict(model.named_parameters()))
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.method.fill_randomly(module, DUMMY_STD)
 
 
 @torch.no_grad()
 def fill_tensors_randomly(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Normal weights for matrices, ones for norms, zeros for biases; the same on every run on one device."""
+    """Fills tensors with normal weights for matrices, ones for norms, zeros for biases.
+
+    A device gives the same numbers in every run.
+    """
     device = next(iter(tensors.values())).device
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     for name, tensor in tensors.items():
@@ -156,25 +212,28 @@ def fill_tensors_randomly(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_memory(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, directory: Path
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, directory: Path, group: Group
 ) -> None:
-    """Raises CheckpointError when the weights do not fit: better a sentence than the kernel's killer."""
-    needed = config.num_parameters * dtype.itemsize
+    """Raises CheckpointError when the weights do not fit, before the kernel kills the process."""
+    needed = config.weight_bytes(dtype.itemsize, device.type == "cpu") // group.size
     if device.type == "cuda":
         available = torch.cuda.mem_get_info(device)[0]
     else:
         available = available_host_bytes()
     if needed > available:
         raise CheckpointError(
-            f"{directory}: too little memory: weights in {str(dtype).removeprefix('torch.')} take "
-            f"{needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free on {device.type}"
+            f"{directory}: too little memory: weights in"
+            f" {config.quantization or str(dtype).removeprefix('torch.')} take {needed / 2**30:.1f}"
+            f" GiB, {available / 2**30:.1f} GiB are free on {device.type}"
         )
 
 
 def available_host_bytes() -> int:
-    """Memory that can be had without swapping: the least of the machine's and the control group's.
+    """Returns the memory available without swapping: the least of the machine's and the control
+    group's.
 
-    Cached files are to be had in both: weights that were read once would leave a service that starts again too little.
+    Cached files count as available in both: weights that were read once would leave a service that
+    starts again too little.
     """
     lines = Path("/proc/meminfo").read_text().splitlines()
     amounts = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]

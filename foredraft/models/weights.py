@@ -22,6 +22,8 @@ DTYPES = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -31,10 +33,10 @@ COPY_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies in its file.
+    """Locates a tensor in its file.
 
     Attributes:
-        begin, end: Bytes from the file's start.
+        begin, end: Byte offsets from the file's start.
     """
 
     name: str
@@ -45,10 +47,10 @@ class TensorEntry:
 
 
 class SafetensorsFile:
-    """One file of the format https://huggingface.co/docs/safetensors; a context manager.
+    """Reads one file of the format https://huggingface.co/docs/safetensors; a context manager.
 
     Attributes:
-        entries: By tensor name, in the order of their bytes.
+        entries: Entries by tensor name, in the order of their bytes.
 
     Raises:
         CheckpointError: The file is missing, truncated or not in the format.
@@ -78,32 +80,39 @@ class SafetensorsFile:
         self._map.close()
 
     def copy_to(self, entry: TensorEntry, target: Target) -> None:
-        """Copies a tensor, or the part of it that the target keeps, converting its type, and forgets the file's pages."""
+        """Copies a tensor, or the part that the target keeps; converts its type and releases
+        the file's pages.
+        """
         memory = target.memory
         if not memory.numel():
             return
-        if not entry.shape:
-            memory.copy_(self._view(entry, entry.begin, 1)[0])
+        if not entry.shape or entry.shape == (1,):
+            memory.copy_(self._view(entry, entry.begin, 1).view(memory.shape))
             return
         first, count = (target.first, len(memory)) if target.dim == 0 else (0, entry.shape[0])
         for row, values in self._blocks(entry, first, count):
             if target.dim:
                 values = values.narrow(target.dim, target.first, memory.shape[target.dim])
+            if target.is_flat:
+                values = values.reshape(-1, *memory.shape[1:])
             memory[row - first : row - first + len(values)].copy_(values)
 
-    def equals(self, entry: TensorEntry, tensor: torch.Tensor) -> bool:
-        """Whether `copy_to` would leave `tensor`, one of at least one dimension, as it is."""
-        if entry.shape != tuple(tensor.shape):
+    def equals(self, entry: TensorEntry, target: Target) -> bool:
+        """Returns whether `copy_to` would leave a target, rows of a tensor, unchanged."""
+        if entry.shape != target.shape:
             return False
+        memory, first = target.memory, target.first
         return all(
-            torch.equal(values.to(tensor), tensor[first : first + len(values)])
-            for first, values in self._blocks(entry, 0, entry.shape[0])
+            torch.equal(values.to(memory), memory[row - first : row - first + len(values)])
+            for row, values in self._blocks(entry, first, len(memory))
         )
 
     def _blocks(
         self, entry: TensorEntry, first: int, num_rows: int
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, some rows) of a range of a tensor's rows, block after block; pages are forgotten as it goes on."""
+        """Yields (first row, some rows) of a range of a tensor's rows, block after block, and
+        releases their pages.
+        """
         row_bytes = (entry.end - entry.begin) // entry.shape[0]
         rows_at_once = max(1, COPY_BYTES // max(1, row_bytes))
         for row in range(first, first + num_rows, rows_at_once):
@@ -115,7 +124,8 @@ class SafetensorsFile:
             self._forget(begin, begin + count * row_bytes)
 
     def mapped(self, entry: TensorEntry) -> torch.Tensor | None:
-        """The tensor where it lies in the file, read when it is used; None where its bytes are not aligned.
+        """Returns the tensor mapped from the file, read on use; None where its bytes are not
+        aligned.
 
         The map lives as long as the tensor, so the file must not be closed.
         """
@@ -135,7 +145,8 @@ class SafetensorsFile:
 
 
 def open_checkpoint(directory: Path) -> Iterator[SafetensorsFile]:
-    """The files of a checkpoint, one open at a time: model.safetensors, or those that its index names.
+    """Yields the files of a checkpoint, one open at a time: model.safetensors, or those that
+    its index names.
 
     Raises:
         CheckpointError: There is no such file, or one is broken.
@@ -146,7 +157,7 @@ def open_checkpoint(directory: Path) -> Iterator[SafetensorsFile]:
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """Paths of a checkpoint's weight files.
+    """Returns the paths of a checkpoint's weight files.
 
     Raises:
         CheckpointError: There are none, or the index is broken.
@@ -159,7 +170,9 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def weight_files(directory: Path, name: str) -> list[Path]:
-    """The file `name`, else those that `<name>.index.json` lists, else none; an index beside the one file is a leftover.
+    """Returns the file `name`, else those that `<name>.index.json` lists, else none.
+
+    An index beside the one file is a leftover.
 
     Raises:
         CheckpointError: The index is broken.
@@ -180,10 +193,15 @@ def weight_files(directory: Path, name: str) -> list[Path]:
 
 
 def check_finite(tensor: torch.Tensor, name: str, where: Path) -> None:
-    """Raises CheckpointError, naming the tensor, when a weight is infinite or no number in the type it is kept in.
+    """Raises CheckpointError, naming the tensor, when a weight is infinite or NaN in the type
+    it is stored as.
 
     One pass without a copy: both ends of a range are NaN where one number is.
     """
+    if tensor.dtype == torch.float8_e4m3fn:
+        if bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any()):
+            raise CheckpointError(f"{where}: tensor {name} has values that are no numbers")
+        return
     if tensor.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(tensor)):
         raise CheckpointError(
             f"{where}: tensor {name} has values that are infinite or no numbers in {tensor.dtype}"
@@ -191,7 +209,7 @@ def check_finite(tensor: torch.Tensor, name: str, where: Path) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the pages that torch adds."""
+    """Returns the first line of an error's message, without the pages that torch adds."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

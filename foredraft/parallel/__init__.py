@@ -1,1 +1,1 @@
-"""How the ranks of one model work together; a group of one costs nothing."""
+"""Groups of ranks that compute one model together; a group of one costs nothing."""

@@ -1,4 +1,4 @@
-"""The ranks that compute one model together, as its layers see them."""
+"""Defines how a model's layers use the ranks that compute the model together."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,15 +21,23 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums x [any shape] over the ranks; each gets the same bits. May change x and return it."""
+        """Sums x [any shape] over the ranks; each gets the same bits.
+
+        May change x and return it.
+        """
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Puts the ranks' x [..., n], all of one shape, side by side: [..., size * n]."""
+        """Returns the ranks' x [..., n], all of one shape, joined as [..., size * n]."""
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns rank 0's x on every rank; the others' x has its shape and type, and may be
+        changed.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class SingleRank:
-    """A group of one, which hands everything back as it is."""
+    """A group of one rank; its operations return their input unchanged."""
 
     rank: int = 0
     size: int = 1
@@ -42,12 +50,30 @@ class SingleRank:
         """See Group."""
         return x
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """See Group."""
+        return x
+
 
 SINGLE: Group = SingleRank()
 
 
+def replicas(num_shares: int, group: Group) -> int:
+    """Returns the number of ranks that hold the same share, where there are fewer shares than
+    ranks.
+
+    Raises:
+        ValueError: The ranks are no multiple of the shares.
+    """
+    if num_shares >= group.size:
+        return 1
+    if group.size % num_shares:
+        raise ValueError(f"{num_shares} shares cannot be held equally often by {group.size} ranks")
+    return group.size // num_shares
+
+
 def share(total: int, group: Group, what: str) -> int:
-    """The equal share of each rank.
+    """Returns the size of each rank's equal share.
 
     Args:
         total: Number of heads, outputs or inputs to share out.
@@ -59,3 +85,9 @@ def share(total: int, group: Group, what: str) -> int:
     if total % group.size:
         raise ValueError(f"{total} {what} cannot be shared equally by {group.size} ranks")
     return total // group.size
+
+
+def local_kv_heads(num_kv_heads: int, group: Group) -> int:
+    """Returns the number of a model's key and value heads on a rank."""
+    copies = replicas(num_kv_heads, group)
+    return share(num_kv_heads * copies, group, "key and value heads")

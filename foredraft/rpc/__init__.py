@@ -1,1 +1,4 @@
-"""gRPC as every service uses it: addresses, servers, channels, health, and errors as statuses. Knows no service's messages."""
+"""gRPC as every service uses it: addresses, servers, channels, health, and errors as statuses.
+
+Knows no service's messages.
+"""

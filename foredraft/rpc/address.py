@@ -1,4 +1,4 @@
-"""Where a service listens: `host:port` or `unix:/path`."""
+"""Addresses that services listen on: `host:port` or `unix:/path`."""
 
 import os
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Address:
 
     @property
     def target(self) -> str:
-        """What gRPC takes, for a server and for a channel."""
+        """The address in gRPC's form, for servers and channels."""
         if self.path:
             return f"unix:{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host

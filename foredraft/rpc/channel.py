@@ -1,4 +1,4 @@
-"""Channels to a service, for asyncio and for threads, and waiting until it is healthy."""
+"""Channels to a service, for asyncio and for threads, and a wait until the service is healthy."""
 
 import time
 
@@ -16,13 +16,13 @@ _POLL_SECONDS = 0.05
 
 
 def options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int | str]]:
-    """What channels and servers have in common: message limits and keepalive."""
+    """Returns the options of channels and servers alike: message limits and keepalive."""
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_SECONDS * 1000),
-        # Of a minute otherwise, which is what ends the connection to a peer that stands still.
+        # Ends the connection to a peer that hangs; gRPC's default is a minute.
         ("grpc.http2.ping_timeout_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
@@ -34,11 +34,11 @@ def aio_channel(
     *,
     identity: Identity | None = None,
 ) -> grpc.aio.Channel:
-    """A channel for asyncio. It connects when it is first used and reconnects by itself.
+    """Creates a channel for asyncio. It connects on first use and reconnects by itself.
 
     Args:
-        target: Where to.
-        identity: For TLS, but over Unix sockets.
+        target: Address of the service.
+        identity: Certificate for TLS; not used for Unix sockets.
     """
     where = _parse(target)
     chosen = options() + _client_options(where, identity)
@@ -52,7 +52,7 @@ def channel(
     *,
     identity: Identity | None = None,
 ) -> grpc.Channel:
-    """Like `aio_channel`, for threads."""
+    """Creates a channel for threads; otherwise like `aio_channel`."""
     where = _parse(target)
     chosen = options() + _client_options(where, identity)
     if identity is None or where.is_unix:
@@ -67,7 +67,10 @@ def check_health(
     timeout: float = 2.0,
     identity: Identity | None = None,
 ) -> str:
-    """Asks once: SERVING, NOT_SERVING, UNKNOWN, SERVICE_UNKNOWN or, when nobody answers, UNREACHABLE."""
+    """Asks a service for its health once.
+
+    Returns SERVING, NOT_SERVING, UNKNOWN, SERVICE_UNKNOWN or, when nobody answers, UNREACHABLE.
+    """
     with channel(target, identity=identity) as connection:
         try:
             return _ask(connection, service, timeout)
@@ -76,26 +79,27 @@ def check_health(
 
 
 class HealthProbe:
-    """Asks a service for its health again and again over one connection, which nobody can take from it later."""
+    """Asks a service for its health repeatedly over one connection."""
 
     def __init__(self, target: str | Address) -> None:
         self._target = target
         self._channel: grpc.Channel | None = None
 
     def check(self, timeout: float = 2.0) -> str:
-        """As `check_health`."""
+        """Asks once, like `check_health`."""
         if self._channel is None:
             self._channel = channel(self._target)
         try:
             return _ask(self._channel, "", timeout)
         except grpc.RpcError as error:
-            # A service that is late keeps its connection. One that is gone is called anew, without gRPC's pauses.
+            # A slow service keeps its connection. One that is gone is connected again, without
+            # gRPC's pauses.
             if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
                 self.close()
             return _health_of(error)
 
     def close(self) -> None:
-        """Ends the connection; the next check makes another."""
+        """Closes the connection; the next check opens another."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -132,7 +136,7 @@ def _parse(target: str | Address) -> Address:
 
 def _client_options(where: Address, identity: Identity | None) -> list[tuple[str, int | str]]:
     chosen: list[tuple[str, int | str]] = [
-        # A proxy of the environment must never carry what goes between services.
+        # Traffic between services must never go through a proxy of the environment.
         ("grpc.enable_http_proxy", 0),
         # A service that came back is found within a second.
         ("grpc.initial_reconnect_backoff_ms", 100),

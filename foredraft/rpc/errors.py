@@ -1,4 +1,7 @@
-"""Foredraft's errors as gRPC statuses with google.rpc details, and back. The only place that knows both sides."""
+"""Foredraft's errors as gRPC statuses with google.rpc details, and back.
+
+The only place that knows both sides.
+"""
 
 import grpc
 from google.protobuf import any_pb2
@@ -40,12 +43,14 @@ _STATUS_BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 def to_status(
     error: ForedraftError, reason: str = "", code: int | None = None
 ) -> status_pb2.Status:
-    """The status of an error raised on purpose: ErrorInfo always, BadRequest and RetryInfo where they apply.
+    """Converts an error that was raised on purpose to a status.
+
+    ErrorInfo is always set, BadRequest and RetryInfo where they apply.
 
     Args:
-        error: Of a kind of `foredraft.errors`, or of a service's own that is derived from one of these.
-        reason: For ErrorInfo, where a service's own kind has another; `code` likewise, a number of google.rpc.Code.
-        code: See `reason`.
+        error: An error of `foredraft.errors`, or of a class derived from these.
+        reason: Reason for ErrorInfo, where a service's own class has another than its base class.
+        code: Number of google.rpc.Code, where a service's own class has another.
     """
     usual, number = next(
         (usual, number) for kind, usual, number in _CODES if isinstance(error, kind)
@@ -67,7 +72,10 @@ def to_status(
 
 
 def internal_status(request_id: str) -> status_pb2.Status:
-    """The status of an exception nobody expected: what happened is in the log under the request id only."""
+    """Returns the status of an unexpected exception.
+
+    Details are only in the log, under the request id.
+    """
     status = status_pb2.Status(
         code=code_pb2.INTERNAL, message=f"internal error; the log has it under request {request_id}"
     )
@@ -86,7 +94,7 @@ async def abort(context: grpc.aio.ServicerContext, status: status_pb2.Status) ->
 
 
 def from_rpc_error(error: grpc.RpcError) -> ForedraftError:
-    """The error that a failed call stands for, whether the peer is Foredraft or gRPC itself failed."""
+    """Returns the error that a failed call stands for, raised by a Foredraft peer or by gRPC."""
     code, message = error.code(), error.details() or ""
     info = error_details_pb2.ErrorInfo()
     bad_request = error_details_pb2.BadRequest()

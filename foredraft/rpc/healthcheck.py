@@ -1,4 +1,6 @@
-"""`python -m foredraft.rpc.healthcheck ADDRESS`: asks a service once how it is, for containers' health checks."""
+"""`python -m foredraft.rpc.healthcheck ADDRESS`: asks a service once how it is, for containers'
+health checks.
+"""
 
 import argparse
 import sys
@@ -12,7 +14,7 @@ from foredraft.rpc.tls import service_identity
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the status; 0 when it is SERVING, 1 when it is anything else."""
+    """Prints the status; returns 0 if it is SERVING, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m foredraft.rpc.healthcheck",
         description="Asks a service once by the gRPC health protocol; exits with 0 when it serves.",

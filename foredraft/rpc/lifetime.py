@@ -1,4 +1,7 @@
-"""How a service process ends: on a signal, and with the supervisor that started it. Starts no process."""
+"""Ends a service process: on a signal, or when the supervisor that started it has gone.
+
+Starts no process.
+"""
 
 import asyncio
 import ctypes
@@ -15,7 +18,8 @@ import uvloop
 
 # Set by a supervisor for its children; absent where a service runs alone.
 PARENT_VARIABLE = "FOREDRAFT_SUPERVISOR_PID"
-# Exit status of a service whose GPU has failed it: a fault there, or of another client of the same MPS server.
+# Exit status of a service whose GPU has failed it: a fault there, or of another client of the same
+# MPS server.
 DEVICE_LOST = 75
 _PR_SET_PDEATHSIG = 1
 
@@ -23,18 +27,24 @@ logger = logging.getLogger(__name__)
 
 
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment for a child process that must not outlive this one; the child calls `exit_with_parent`."""
-    return {**environ, PARENT_VARIABLE: str(os.getpid())}
+    """Returns the environment for a child process that must not outlive this one; the child calls
+    `exit_with_parent`.
+    """
+    # gRPC logs every fork that it cannot prepare for. Forks here run another program at once, or
+    # never call it.
+    return {"GRPC_ENABLE_FORK_SUPPORT": "0", **environ, PARENT_VARIABLE: str(os.getpid())}
 
 
 def exit_with_parent() -> None:
-    """Ends this process as soon as the supervisor named in the environment is gone; does nothing without one.
+    """Ends this process as soon as the supervisor named in the environment is gone; does nothing
+    without one.
 
-    On Linux the kernel sends SIGKILL (prctl(2), PR_SET_PDEATHSIG), which fires when the thread that started this
-    process ends; a supervisor therefore starts its children from a thread that lives as long as they do. Elsewhere a
-    thread looks once a second.
+    On Linux the kernel sends SIGKILL (prctl(2), PR_SET_PDEATHSIG), which fires when the thread that
+    started this process ends; a supervisor therefore starts its children from a thread that lives
+    as long as they do. Elsewhere a thread looks once a second.
     """
-    # Taken out, so that a process which this one starts does not look for a parent that is not its own.
+    # Taken out, so that a process which this one starts does not look for a parent that is not its
+    # own.
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if not parent:
         return
@@ -61,13 +71,19 @@ def run(main: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
 
 
 def end_at_once(status: int) -> None:
-    """Ends this process without giving anything back, which on a GPU that failed may hang or abort; logs are written."""
+    """Ends this process without releasing anything, since releasing a failed GPU may hang or abort.
+
+    Flushes the logs first.
+    """
     logging.shutdown()
     os._exit(status)
 
 
 def stop_event() -> asyncio.Event:
-    """An event that SIGTERM or SIGINT sets; a second one ends the process at once. Call it in the running loop."""
+    """Returns an event that SIGTERM or SIGINT sets; a second signal ends the process at once.
+
+    Call it in the running loop.
+    """
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""A gRPC server as every service runs it: health, reflection, errors as statuses, drain on SIGTERM.
+"""The gRPC server of every service: health, reflection, errors as statuses, drain on SIGTERM.
 
 Usage, on one event loop::
 
@@ -45,7 +45,7 @@ _SERVER_OPTIONS = [
     # Clients send keepalives every 20 s; fewer seconds between them count as abuse.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 ]
-# How long a stranger's connection may stay without a call; clients connect anew by themselves.
+# Maximum time without calls of a public port's connection; clients reconnect by themselves.
 _IDLE_SECONDS = 300
 # How long calls may go on after the drain, before they are cancelled.
 _STOP_SECONDS = 1.0
@@ -55,12 +55,12 @@ _WATCH_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Strangers:
-    """What clients may do that nobody knows.
+    """Limits for clients of a public port, which the service does not know.
 
     Attributes:
-        connections: Connections of a port at a time.
-        streams: Calls of one connection at a time.
-        seconds: For a connection to say that it is HTTP/2.
+        connections: Maximum number of connections of a port.
+        streams: Maximum number of concurrent calls of one connection.
+        seconds: Time in which a connection must start HTTP/2.
     """
 
     connections: int
@@ -68,7 +68,7 @@ class Strangers:
     seconds: float
 
     def options(self) -> list[tuple[str, int]]:
-        """As gRPC takes it."""
+        """Returns the limits as gRPC options."""
         return [
             ("grpc.max_allowed_incoming_connections", self.connections),
             ("grpc.max_concurrent_streams", self.streams),
@@ -78,14 +78,16 @@ class Strangers:
 
 
 class RpcServer:
-    """A grpc.aio server with health, reflection and Foredraft's errors. Made inside the running event loop.
+    """A grpc.aio server with health, reflection and Foredraft's errors.
+
+    Made inside the running event loop.
 
     Args:
         listen: `host:port` (port 0: a free one) or `unix:/path`, whose socket gets mode 0600.
         max_message_bytes: Larger messages are refused with RESOURCE_EXHAUSTED.
-        identity: For TLS, but over Unix sockets.
+        identity: Certificate for TLS; not used for Unix sockets.
         socket: A Unix socket to listen on besides; empty for none.
-        strangers: Bounds where anybody may connect.
+        strangers: Limits for a port that anybody may connect to.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class RpcServer:
         self._names.append(name)
 
     async def start(self) -> Address:
-        """Listens, with health NOT_SERVING. Returns the address with the port that was bound.
+        """Listens, with health NOT_SERVING. Returns the address with the bound port.
 
         Raises:
             ConfigError: The address cannot be had.
@@ -133,12 +135,19 @@ class RpcServer:
             await self.set_health(name, serving)
 
     async def set_health(self, name: str, serving: bool) -> None:
-        """Sets the health of one name; "" is the whole server, and others than services may be used, such as "draft"."""
+        """Sets the health of one name.
+
+        "" is the whole server; names need not be services, such as "draft".
+        """
         status = health_pb2.HealthCheckResponse
         await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self, grace: float = _STOP_SECONDS) -> None:
-        """Says NOT_SERVING for good, takes no more calls, cancels what runs after `grace` seconds, frees the address."""
+        """Stops the server.
+
+        Health becomes NOT_SERVING for good, new calls are refused, running calls are cancelled
+        after `grace` seconds, and the address is freed.
+        """
         await self._health.enter_graceful_shutdown()
         if self._watch is not None:
             self._watch.cancel()
@@ -163,8 +172,9 @@ class RpcServer:
         return bound
 
     async def _keep_open(self) -> None:
-        """Listens again where gRPC stopped by itself, as grpcio 1.84 and 1.85 do after one request whose path is not
-        UTF-8. Calls that run go on meanwhile."""
+        """Listens again where gRPC stops by itself; running calls continue. grpcio 1.84 and 1.85
+        stop after one request whose path is not UTF-8.
+        """
         while True:
             try:
                 if not await self.server.wait_for_termination(_WATCH_SECONDS):
@@ -216,7 +226,8 @@ async def serve(
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns exceptions of asynchronous handlers into statuses and gives every call a request id.
 
-    The id is the client's `x-request-id` metadata or a new one. Its `traceparent` is the parent of the call's spans.
+    The id is the client's `x-request-id` metadata or a new one. Its `traceparent` is the parent of
+    the call's spans.
     """
 
     async def intercept_service(
@@ -248,13 +259,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class _Undecodable:
-    """Stands for a message that is none of its type."""
+    """Stands for a message that cannot be decoded."""
 
     why: str
 
 
 def _decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-    """As `decode`, but for bytes that it does not take, which gRPC would call an internal error and log."""
+    """Wraps a decoder so that malformed bytes give `_Undecodable`. gRPC itself would answer with an
+    internal error, and log it.
+    """
 
     def decoded(message: bytes) -> Any:
         try:
@@ -266,14 +279,18 @@ def _decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
 
 
 def _checked(request: Any) -> Any:
-    """A request as it came.
+    """Returns a request that could be decoded.
 
     Raises:
-        InvalidRequest: It was no message of its type.
+        InvalidRequest: The request's bytes are no message of this call.
     """
     if isinstance(request, _Undecodable):
-        raise InvalidRequest("request", f"is no message of this call: {request.why}")
+        raise _undecodable(request.why)
     return request
+
+
+def _undecodable(why: str) -> InvalidRequest:
+    return InvalidRequest("request", f"is no message of this call: {why}")
 
 
 def _wrap(behaviour: Any, method: str, request_id: str, traceparent: str) -> Any:
@@ -307,6 +324,8 @@ async def _fail(
 ) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, DecodeError):  # of a message in a client's stream
+        error = _undecodable(str(error))
     if isinstance(error, ForedraftError):
         logger.debug("%s: %s", method, error)
         await errors.abort(context, errors.to_status(error))
@@ -315,7 +334,9 @@ async def _fail(
 
 
 def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
-    """Reflection of services by its v1, which new clients ask for, and by v1alpha; their messages are the same bytes."""
+    """Adds reflection by v1, which new clients use, and by v1alpha, whose messages have the same
+    bytes.
+    """
     servicer = reflection.aio.ReflectionServicer([*names, REFLECTION_V1, reflection.SERVICE_NAME])
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,

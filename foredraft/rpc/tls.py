@@ -1,4 +1,7 @@
-"""Certificates for gRPC: read, checked, and followed as they change. Says nothing about who may do what."""
+"""Certificates for gRPC: read, checked, and followed as they change.
+
+Says nothing about who may do what.
+"""
 
 import logging
 import ssl
@@ -17,14 +20,14 @@ Version = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A certificate with its key, and whom it trusts.
+    """A certificate with its key, and the authorities that it trusts.
 
     Attributes:
         certificate: PEM file with the chain.
         key: PEM file with the private key, without a password.
-        authorities: PEM file of the authorities that sign the other side's certificates; empty trusts no client, so
-            that none is asked for a certificate.
-        name: Name that servers' certificates must have, instead of the one they are reached by.
+        authorities: PEM file of the authorities that sign peers' certificates; empty trusts no
+            client, so that none is asked for a certificate.
+        name: Name that servers' certificates must have, instead of the address they are reached by.
     """
 
     certificate: str
@@ -33,7 +36,9 @@ class Identity:
     name: str = ""
 
     def check(self, flags: str) -> None:
-        """Raises ConfigError, naming the flags, for files that are missing or do not fit together."""
+        """Raises ConfigError, naming the flags, for files that are missing or do not fit
+        together.
+        """
         for file in (self.certificate, self.key, self.authorities):
             try:
                 if file:
@@ -60,7 +65,9 @@ class Identity:
         return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a client that shows this certificate; read anew each time."""
+        """Returns credentials for a client that shows this certificate; reads the files again each
+        time.
+        """
         return grpc.ssl_channel_credentials(
             Path(self.authorities).read_bytes(),
             Path(self.key).read_bytes(),
@@ -68,7 +75,12 @@ class Identity:
         )
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server; clients must show a certificate where there are authorities. Follows the files."""
+        """Returns credentials for a server.
+
+        Clients must show a certificate where there are authorities.
+
+        Changes of the files take effect without a restart.
+        """
         follower = _Follower(self)
         return grpc.dynamic_ssl_server_credentials(
             follower.configuration, follower.fetch, bool(self.authorities)
@@ -76,7 +88,7 @@ class Identity:
 
 
 def service_identity(config: ServiceTlsConfig) -> Identity | None:
-    """What a service shows others; None where TLS between services is off.
+    """Returns the certificate that a service shows other services; None where their TLS is off.
 
     Raises:
         ConfigError: A file is missing, or they do not fit together.
@@ -94,7 +106,7 @@ def service_identity(config: ServiceTlsConfig) -> Identity | None:
 
 
 def public_identity(config: GatewayConfig) -> Identity | None:
-    """What the gateway shows its clients; None where it speaks no TLS.
+    """Returns the certificate that the gateway shows its clients; None where it speaks no TLS.
 
     Raises:
         ConfigError: A file is missing, or they do not fit together.
@@ -109,7 +121,9 @@ def public_identity(config: GatewayConfig) -> Identity | None:
 
 
 class _Follower:
-    """Gives gRPC the files anew when they have changed; it asks before every handshake."""
+    """Gives gRPC the certificate again when its files have changed; gRPC asks before every
+    handshake.
+    """
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
@@ -117,7 +131,7 @@ class _Follower:
         self.configuration = self._read()
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """The certificate to show from now on; None for the one before."""
+        """Returns the certificate to show from now on; None keeps the previous one."""
         try:
             version = self._identity.version()
             if version == self._version:

@@ -1,1 +1,4 @@
-"""From tokens and page tables to logits and hidden states. Knows no request, no draft and no service."""
+"""Runs models: tokens and page tables in, logits and hidden states out.
+
+Knows no request, no draft and no service.
+"""

@@ -1,4 +1,7 @@
-"""CUDA graphs: what is captured runs once for real on a stream of its own before."""
+"""CUDA graph capture, and warm-up runs on a stream of their own.
+
+What is captured must have run once before, outside of the graph.
+"""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +13,7 @@ T = TypeVar("T")
 
 
 def run_aside(run: Callable[[], object], device: torch.device) -> None:
-    """Behind the current stream, which goes on behind it."""
+    """Runs a function on a side stream, ordered after and before the work of the current stream."""
     current, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(current)
     with torch.cuda.stream(side):
@@ -19,10 +22,12 @@ def run_aside(run: Callable[[], object], device: torch.device) -> None:
 
 
 def capture_graph(run: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of what `run` puts into the current stream, and what `run` gives.
+    """Captures the work that `run` puts into the current stream.
+
+    Returns the graph, and what `run` returned.
 
     Args:
-        pool: Memory that graphs share which never run at the same time.
+        pool: Memory that is shared by graphs which never run at the same time.
     """
     graph = torch.cuda.CUDAGraph()
     # Other threads of this process may use CUDA meanwhile: a draft may be attached at any time.
@@ -33,5 +38,6 @@ def capture_graph(run: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    # One for all: cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has ever worked on.
+    # One for all: cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has ever
+    # worked on.
     return torch.cuda.Stream(device)

@@ -13,16 +13,17 @@ from foredraft.trees.draft_tree import DraftTree, depths
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Rows of one sequence of the target, which stand behind its committed keys.
+    """Describes the rows of one target sequence, which follow its committed keys.
 
     Attributes:
-        slot: Of its page table on the device, where tables are kept there.
-        start: Committed keys.
-        tokens: Of a tree the root first.
-        parents: Of the nodes of a tree, as in `DraftTree`; None where each row follows the one before it.
-        logits: Which rows' logits are wanted.
-        reach: Length that rotary embeddings which follow the length are stretched by (the prompt's), where it is
-            longer than the rows' own; 0 for their own.
+        slot: Number of the sequence's page table on the device, where tables are kept there.
+        start: Number of committed keys.
+        tokens: Input tokens; for a tree the root comes first.
+        parents: Parents of the tree's nodes, as in `DraftTree`; None where each row follows the
+            previous one.
+        logits: Rows whose logits are computed.
+        reach: Length that length-dependent rotary embeddings are stretched to (the prompt's), where
+            it exceeds the rows' own; 0 for their own.
     """
 
     slot: int
@@ -35,22 +36,23 @@ class StepRows:
 
 @dataclass(slots=True)
 class SequenceRows:
-    """The rows of one sequence in one forward.
+    """Describes the rows of one sequence in one forward.
 
-    A key's index is its place in the order of the page table.
+    A key's index is its position in the order of the page table.
 
     Attributes:
-        tokens: [n].
-        positions: [n], absolute; rotary embeddings and windows go by them.
-        pages: The page table; covers write_index + n keys. Entries after that are not read.
-        prefix_len: Keys [prefix_start, prefix_len) are visible to every row, subject to a layer's window; their
-            position is their index.
-        write_index: The rows write their KV at key indexes write_index .. write_index + n - 1.
+        tokens: [n], input tokens.
+        positions: [n], absolute; rotary embeddings and windows use them.
+        pages: Page table for at least write_index + n keys. Further entries are not read.
+        prefix_len: Keys [prefix_start, prefix_len) are visible to every row, subject to a layer's
+            window; their position is their index.
+        write_index: First of the key indexes write_index .. write_index + n - 1 that the rows write
+            their KV at.
         prefix_start: First key that exists (a draft's valid-from position).
-        tail_mask: bool [n, write_index + n - prefix_len]: which keys from prefix_len on each row sees, its own
-            included. None for causal; then write_index == prefix_len.
-        tail_positions: Positions of those keys where they are not their indexes.
-        logits: Which rows' logits are wanted.
+        tail_mask: bool [n, write_index + n - prefix_len]: which keys from prefix_len on each row
+            sees, its own included. None for causal rows; then write_index == prefix_len.
+        tail_positions: Positions of those keys, where they differ from their indexes.
+        logits: Rows whose logits are computed.
         reach: See `StepRows`.
     """
 
@@ -67,7 +69,7 @@ class SequenceRows:
 
     @classmethod
     def of(cls, rows: StepRows, pages: Sequence[int]) -> "SequenceRows":
-        """Rows of the target with their page table."""
+        """Creates the rows of a target sequence with its page table."""
         if rows.parents is None:
             return cls.chunk(pages, rows.start, rows.tokens, rows.logits, rows.reach)
         tree = DraftTree(tuple(rows.tokens[1:]), tuple(rows.parents))
@@ -82,7 +84,9 @@ class SequenceRows:
         logits: Literal["all", "last", "none"] = "last",
         reach: int = 0,
     ) -> "SequenceRows":
-        """Consecutive tokens from position `start` on, after a prefix whose KV exists."""
+        """Creates rows of consecutive tokens from position `start` on, after a prefix whose KV
+        exists.
+        """
         positions = range(start, start + len(tokens))
         return cls(tokens, positions, pages, start, start, logits=logits, reach=reach)
 
@@ -90,7 +94,10 @@ class SequenceRows:
     def tree(
         cls, pages: Sequence[int], committed_len: int, root: int, tree: DraftTree
     ) -> "SequenceRows":
-        """The newest token at position `committed_len`, and the draft tree after it; row 0 is the root."""
+        """Creates the rows of a draft tree.
+
+        Row 0 is the root, the newest token, at position `committed_len`.
+        """
         levels = depths(tree.parents)
         positions = [committed_len, *(committed_len + depth for depth in levels)]
         is_chain = tree.is_chain
@@ -106,13 +113,14 @@ class SequenceRows:
 
 
 def ancestor_mask(parents: Sequence[int]) -> torch.Tensor:
-    """Which rows a row may attend to among the rows of its tree.
+    """Returns which rows of a tree each of its rows may attend to.
 
     Args:
-        parents: Of every node, as in `DraftTree`.
+        parents: Parent of every node, as in `DraftTree`.
 
     Returns:
-        bool [n + 1, n + 1]: entry (i, j) says whether row j is row i or an ancestor of it. Row 0 is the root.
+        bool [n + 1, n + 1]: entry (i, j) says whether row j is row i or an ancestor of it. Row 0 is
+        the root.
     """
     mask = torch.eye(len(parents) + 1, dtype=torch.bool)
     for index, parent in enumerate(parents):
@@ -123,10 +131,10 @@ def ancestor_mask(parents: Sequence[int]) -> torch.Tensor:
 def build_batch(
     rows: Sequence[SequenceRows], page_size: int, num_slots: int, device: torch.device
 ) -> Batch:
-    """Puts the sequences' rows one after another.
+    """Concatenates the rows of sequences to one batch.
 
     Args:
-        num_slots: Of the cache.
+        num_slots: Number of slots of the cache.
 
     Raises:
         ValueError: A page table, mask or position list does not fit its rows.

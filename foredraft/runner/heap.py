@@ -1,4 +1,4 @@
-"""How the C library's heap is used by forwards on a CPU."""
+"""Settings of the C library's heap for forwards on a CPU."""
 
 import ctypes
 import os
@@ -12,9 +12,10 @@ HEAP = 64 << 20  # bytes of one heap of a thread
 def keep_freed_memory() -> bool:
     """Lets the process keep up to `KEPT` bytes that forwards free, for the next forward.
 
-    Every activation of a prompt is some megabytes that glibc gives back to the system as soon as they are free, and gets
-    again as pages that have to be cleared: 60,000 of them for 1,300 prompt tokens of foredraft-demo, a quarter of the time of
-    the forwards. Does nothing with another C library, or where the environment sets one of glibc's own variables.
+    Every activation of a prompt is some megabytes that glibc gives back to the system as soon as
+    they are free, and gets again as pages that have to be cleared: 60,000 of them for 1,300 prompt
+    tokens of foredraft-demo, a quarter of the time of the forwards. Does nothing with another C
+    library, or where the environment sets one of glibc's own variables.
 
     Returns:
         Whether it did so.

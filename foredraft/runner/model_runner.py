@@ -1,4 +1,7 @@
-"""Runs one model on its paged cache. Decides nothing about which rows are computed or which tokens are taken."""
+"""Runs one model on its paged cache.
+
+Decides nothing about which rows are computed or which tokens are taken.
+"""
 
 from collections.abc import Sequence
 
@@ -15,13 +18,14 @@ ForwardOutput = ModelOutput
 
 
 class ModelRunner:
-    """A model, its KV cache and an attention backend.
+    """Runs a model with its KV cache and an attention backend.
 
     Args:
-        model: On the device of `kv`.
-        kv: Of the model's shape.
-        attention: For the model's device.
-        cut_keys: See `few_variants`: long contexts are worth it.
+        model: Model on the device of `kv`.
+        kv: Cache of the model's shape.
+        attention: Backend for the model's device.
+        cut_keys: Whether attention may cut keys into parts, see `few_variants`; worth it for long
+            contexts.
     """
 
     def __init__(
@@ -45,12 +49,13 @@ class ModelRunner:
 
         Args:
             rows: At least one sequence; no two write the same slot.
-            capture: Layers whose entering residual stream is wanted; see `DecoderModel.forward`.
-            embeddings: [num_rows, hidden] instead of the tokens' own embeddings.
+            capture: Layers whose input (the residual stream) is returned too; see
+                `DecoderModel.forward`.
+            embeddings: [num_rows, hidden], used instead of the tokens' embeddings.
 
         Returns:
-            Logits float32 [R, vocab_size] of the rows that ask for them, in order; hidden states and captured
-            streams of all rows.
+            Logits float32 [R, vocab_size] of the rows that ask for them, in order; hidden states
+            and captured streams of all rows.
 
         Raises:
             ValueError: Rows that contradict themselves or the cache.
@@ -62,12 +67,19 @@ class ModelRunner:
             return self.model.forward(batch, self.kv, self.attention, capture)
 
     @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Computes logits [n, vocab_size] of hidden states [n, hidden] of a forward."""
+        with few_variants(self._cut_keys):
+            return self.model.lm_head(hidden)
+
+    @torch.inference_mode()
     def commit_paths(self, paths: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> None:
         """Moves the KV of trees' accepted rows to follow the committed keys.
 
         Args:
-            paths: For each tree the page table that its rows were computed with, the number of keys before it, and the
-                accepted rows from the root (row 0) on, ascending. Row i lies at key index committed + i.
+            paths: For each tree, its page table, the number of keys before it, and the accepted
+                rows in ascending order from the root (row 0) on. Row i lies at key index committed
+                + i.
         """
         size = self.kv.page_size
         sources, targets = [], []

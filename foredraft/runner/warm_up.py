@@ -1,12 +1,13 @@
-"""Which forwards have to run once on a GPU, so that none that no graph holds compiles a kernel, which would hold up a step.
+"""Lists the forwards that a GPU runs at start, so that no kernel is compiled during a step.
 
-Under `few_variants` most kernels are the same for all forwards; those of attention depend on the numbers of rows and keys.
+They cover forwards outside of graphs. Under `few_variants` most kernels are the same for all of
+them; only kernels of attention depend on the numbers of rows and keys.
 """
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
-from foredraft.attention.paged_triton import splits_for
+from foredraft.attention.base import AttentionBackend
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import SequenceRows
 from foredraft.trees.draft_tree import DraftTree
@@ -16,14 +17,15 @@ LARGER_TILES = 256  # rows times query heads of a KV head, above which attention
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How large forwards outside of graphs can be.
+    """Limits the size of forwards outside of graphs.
 
     Attributes:
-        num_rows: Of all sequences.
-        num_sequences: In one forward.
-        num_keys: Of a sequence.
-        num_tree_rows: Of a tree with branches, the root included; 0 where none come.
-        cut_keys: See `few_variants`.
+        num_rows: Maximum number of rows of all sequences.
+        num_sequences: Maximum number of sequences in one forward.
+        num_keys: Maximum number of keys of a sequence.
+        num_tree_rows: Maximum number of rows of a tree with branches, the root included; 0 without
+            such trees.
+        cut_keys: Whether attention may cut keys into parts, see `few_variants`.
     """
 
     num_rows: int
@@ -35,12 +37,12 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class ForwardShape:
-    """A forward of one sequence, and perhaps of another one that is a tree.
+    """Describes a forward of one causal sequence, of one tree, or of both.
 
     Attributes:
-        num_rows: Of the one; 0 for a tree alone.
-        num_keys: Of each, those of its rows included.
-        num_tree_rows: Of the other.
+        num_rows: Number of rows of the causal sequence; 0 for a tree alone.
+        num_keys: Number of keys of each sequence, those of its rows included.
+        num_tree_rows: Number of rows of the tree; 0 for a causal sequence alone.
     """
 
     num_rows: int
@@ -48,7 +50,7 @@ class ForwardShape:
     num_tree_rows: int = 0
 
     def rows(self, page_size: int) -> list[SequenceRows]:
-        """What a runner takes; all keys are on page 0."""
+        """Returns the rows to run; all keys are on page 0."""
         pages, found = [0] * -(-self.num_keys // page_size), []
         if self.num_rows:
             start = self.num_keys - self.num_rows
@@ -61,15 +63,20 @@ class ForwardShape:
         return found
 
 
-def forwards_to_run(reach: Reach, kv: PagedKV, group_size: int) -> list[list[SequenceRows]]:
-    """Of all shapes within reach those that launch a variant that none before launches. They write to page 0 of the cache."""
+def forwards_to_run(
+    reach: Reach, kv: PagedKV, group_size: int, attention: AttentionBackend
+) -> list[list[SequenceRows]]:
+    """Selects, among all shapes within reach, those that launch a new kernel variant.
+
+    They write to page 0 of the cache.
+    """
     met: set[Hashable] = set()
     kept = []
     for shape in _all_shapes(reach, group_size):
         most_rows = max(shape.num_rows, shape.num_tree_rows)
         is_cut = reach.cut_keys and not shape.num_tree_rows
         if is_cut:
-            is_cut = splits_for(1, most_rows, kv, shape.num_keys, group_size) > 1
+            is_cut = attention.cuts_keys(1, most_rows, shape.num_keys, group_size, kv)
         variant = most_rows * group_size > LARGER_TILES, is_cut, shape.num_tree_rows > 0
         if variant not in met:
             met.add(variant)
@@ -78,7 +85,7 @@ def forwards_to_run(reach: Reach, kv: PagedKV, group_size: int) -> list[list[Seq
 
 
 def _all_shapes(reach: Reach, group_size: int) -> Iterator[ForwardShape]:
-    # Of those with one tile the fewest rows leave room for the most parts.
+    # Among forwards of one tile, those with the fewest rows have the most parts.
     for num_rows in (1, LARGER_TILES // group_size + 1):
         if num_rows <= min(reach.num_rows, reach.num_keys):
             longer = (1 << i for i in range(reach.num_keys.bit_length()))

@@ -1,11 +1,13 @@
-"""The sampling rule under top-k, top-p and min-p in Triton, as `filters` defines them, without sorting the vocabulary.
+"""The sampling rule under top-k, top-p and min-p in Triton, as `filters` defines them, without
+sorting the vocabulary.
 
-What the filters keep is a prefix of the tokens ranked by score and id. A bound that is cheap to know (`bound`) leaves a
-list of tokens that holds this prefix, mostly short (`collect`), in which `choose_kept` looks for the rule's choice.
+What the filters keep is a prefix of the tokens ranked by score and id. A bound that is cheap to
+know (`bound`) leaves a list of tokens that holds this prefix, mostly short (`collect`), in which
+`choose_kept` looks for the rule's choice.
 
-A token's key is the bits of its score's magnitude: scores are at most 0, so the better token has the smaller key. Its rank
-is key * 2^32 + id. Masses are counted in units of 2^-44 of the best token's, as integers: their sums are the same in any
-order, and stay below 2^63 for 500,000 tokens.
+A token's key is the bits of its score's magnitude: scores are at most 0, so the better token has
+the smaller key. Its rank is key * 2^32 + id. Masses are counted in units of 2^-44 of the best
+token's, as integers: their sums are the same in any order, and stay below 2^63 for 500,000 tokens.
 """
 
 # mypy: ignore-errors
@@ -17,7 +19,7 @@ from foredraft.sampling.sampling_kernels import _log, _tidy, gumbel_of, row_key,
 
 _UNITS = tl.constexpr(2.0**44)
 _LAST_RANK = tl.constexpr(0x7FFFFFFFFFFFFFFF)
-_LAST_KEY = tl.constexpr(0x7F800000)  # of minus infinity
+_LAST_KEY = tl.constexpr(0x7F800000)  # key of minus infinity
 
 
 @triton.jit
@@ -27,7 +29,7 @@ def _is_filtered(temperature, top_k, top_p, min_p):
 
 @triton.jit
 def _least(min_p):
-    """The least score that min-p keeps."""
+    """Returns the lowest score that min-p keeps."""
     return tl.where(min_p > 0, _log(min_p), float("-inf"))
 
 
@@ -61,7 +63,7 @@ def tops(
     logits_ptr, temperatures, top_ks, top_ps, min_ps, tops_ptr, vocab, row_stride, num_blocks,
     SIZE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of COUNT blocks of SIZE tokens of one row."""
+    """Finds the largest logit of COUNT blocks of SIZE tokens of one row."""
     row = tl.program_id(0).to(tl.int64)
     temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
     top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
@@ -78,10 +80,12 @@ def bound(
     tops_ptr, temperatures, top_ks, top_ps, min_ps, bases, cuts, counts, totals, vocab, num_blocks,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best logit of one row and a score below which nothing matters; the row's list becomes empty.
+    """Finds the best logit of one row and a score below which nothing matters; empties the row's
+    list.
 
-    With k at most the number of blocks, the k-th best token is at least as good as the k-th best block's best. Without
-    top-k, the tokens below ln((1 - p) / V) have less than 1 - p of the mass together, as the best token's mass is 1.
+    With k at most the number of blocks, the k-th best token is at least as good as the k-th best
+    block's best. Without top-k, the tokens below ln((1 - p) / V) have less than 1 - p of the mass
+    together, as the best token's mass is 1.
     """
     row = tl.program_id(0)
     temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
@@ -118,7 +122,9 @@ def collect(
     logits_ptr, temperatures, top_ks, top_ps, min_ps, bases, cuts, counts, totals, ranks_ptr,
     vocab, row_stride, tiles, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Lists the ranks of one part's tokens that reach the cut, in any order, and adds the mass of all its tokens."""
+    """Lists the ranks of one part's tokens that reach the cut, in any order, and adds the mass of
+    all its tokens.
+    """
     row, part = tl.program_id(0), tl.program_id(1)
     temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
     top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
@@ -144,7 +150,9 @@ def collect(
 
 @triton.jit
 def _kth(ranks_ptr, count, k, turns, BLOCK: tl.constexpr):
-    """The k-th lowest of at least k ranks: eight turns for the key and the others for the id, four bits in each."""
+    """Finds the k-th lowest of at least k ranks, four bits per turn: eight turns for the key and
+    the others for the id.
+    """
     digits = tl.arange(0, 16).to(tl.int64)
     rank = tl.full([], 0, tl.int64)
     for turn in range(turns):
@@ -162,7 +170,7 @@ def _kth(ranks_ptr, count, k, turns, BLOCK: tl.constexpr):
 
 @triton.jit
 def _before(ranks_ptr, count, limit, BLOCK: tl.constexpr):
-    """How many ranks are below `limit`, and their mass."""
+    """Returns the number of ranks below `limit`, and their mass."""
     numbers, masses = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -175,9 +183,11 @@ def _before(ranks_ptr, count, limit, BLOCK: tl.constexpr):
 
 @triton.jit
 def _best_before(ranks_ptr, count, limit, least, k0, k1, BLOCK: tl.constexpr):
-    """The rank of what the rule prefers among the ranks below `limit` that min-p keeps; -1 where there is none.
+    """Returns the rank that the rule prefers among those below `limit` that min-p keeps.
 
-    The noise is worked out only where some token can win, see `sampling_kernels.choose_parts`.
+    Returns -1 where there is none.
+
+    Noise is computed only where some token can win, see `sampling_kernels.choose_parts`.
     """
     best = tl.full([], float("-inf"), tl.float32)
     best_rank = tl.full([], -1, tl.int64)
@@ -201,13 +211,15 @@ def _best_before(ranks_ptr, count, limit, least, k0, k1, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["vocab", "row_stride", "turns"])
 def choose_kept(
-    logits_ptr, temperatures, seeds, positions, top_ks, top_ps, min_ps, bases, counts, totals,
+    logits_ptr, seeds, positions, temperatures, top_ks, top_ps, min_ps, bases, counts, totals,
     ranks_ptr, chosen, vocab, row_stride, turns, BLOCK: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Overwrites what was chosen for one row, if there is something and it has filters that do not keep it, by the best of what they keep.
+    """Replaces the token of one row by the best token that the row's filters keep.
 
-    What is best of all and is kept is the best of what is kept. A token that top-k or top-p does not keep takes all that are
-    ranked after it along, so the next one to look at is the best of those before it: mostly none, seldom more than three.
+    Changes nothing where no token was chosen, or where the filters keep the chosen one: the best of
+    all tokens is then the best of the kept ones. A token that top-k or top-p drops excludes all
+    that are ranked after it, so the next candidate is the best token before it. Mostly there is no
+    such turn, seldom more than three.
     """
     row = tl.program_id(0)
     temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
@@ -220,7 +232,7 @@ def choose_kept(
         if (top_k > 0) & (top_k <= count) & (top_p < 1):
             end = _kth(ranks_ptr, count, top_k, turns, SHORT) + 1
             _, total = _before(ranks_ptr, count, end, BLOCK)
-        # The filters keep what has fewer before it, and less.
+        # The filters keep tokens with fewer tokens, and less mass, before them.
         many = tl.where(top_k > 0, top_k, 0x7FFFFFFF)
         much = tl.where(top_p < 1, top_p.to(tl.float64) * total.to(tl.float64), float("inf"))
         least = _least(min_p)

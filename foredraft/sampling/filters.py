@@ -1,8 +1,8 @@
 """Temperature, top-k, top-p and min-p over whole rows of logits, with deterministic ties.
 
-In this order: temperature; top-k keeps the k best; top-p keeps the smallest prefix of what remains, best first, whose
-probability (renormalised) reaches p, and at least one token; min-p keeps what is at least min_p times as likely as the
-best. Of equally likely tokens the lower id comes first.
+In this order: temperature; top-k keeps the k best; top-p keeps the smallest prefix of what remains,
+best first, whose probability (renormalised) reaches p, and at least one token; min-p keeps what is
+at least min_p times as likely as the best. Of equally likely tokens the lower id comes first.
 """
 
 import math
@@ -12,24 +12,35 @@ import torch
 from foredraft.sampling.rows import SamplingRows
 
 
-def tempered(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """(logits - best) / temperature, float32 [R, V]: tempered log-probabilities relative to the best token's 0."""
-    return relative(logits, logits.amax(-1, keepdim=True), rows.temperature[:, None])
+def tempered(
+    logits: torch.Tensor, rows: SamplingRows, best: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Computes (logits - best) / temperature, float32 [R, V]: tempered log-probabilities relative
+    to the best token's 0.
+
+    Args:
+        best: float32 [R], the best tokens' logits; by default the largest of each row.
+    """
+    best = logits.amax(-1) if best is None else best
+    return relative(logits, best[:, None], rows.temperature[:, None])
 
 
 def relative(logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """As `tempered`, for any part of a row. Subtracting first keeps the digits where they matter, near the best."""
+    """Computes the same as `tempered` for any part of a row.
+
+    Subtracting first keeps the digits where they matter, near the best.
+    """
     best = torch.where(best == -math.inf, 0.0, best)
     return (logits - best).div_(torch.where(temperature > 0, temperature, 1.0))
 
 
 def log_min_p(rows: SamplingRows) -> torch.Tensor:
-    """float32 [R]: the least tempered relative log-probability that min-p keeps."""
+    """Returns the lowest tempered relative log-probability that min-p keeps, float32 [R]."""
     return rows.min_p.log()
 
 
 def keep_mask(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Which tokens the filters keep.
+    """Returns which tokens the filters keep.
 
     Args:
         scores: float32 [R, V] from `tempered`.
@@ -48,17 +59,19 @@ def keep_mask(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 
 def total_mass(mass: torch.Tensor) -> torch.Tensor:
-    """The sum of each row, float32 [R, V] -> float64 [R]: short sums in float32, which is fast, and these in float64."""
+    """Sums each row, float32 [R, V] -> float64 [R]: short sums in float32, which is fast, and their
+    sum in float64.
+    """
     padded = torch.nn.functional.pad(mass, (0, -mass.shape[-1] % 256))
     return padded.view(mass.shape[0], -1, 256).sum(-1).sum(-1, dtype=torch.float64)
 
 
 def ranked_keep(ranked: torch.Tensor, total: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Which of a row's best tokens top-k and top-p keep.
+    """Returns which of a row's ranked tokens top-k and top-p keep.
 
     Args:
-        ranked: float32 [R, C], tempered scores, best first, holding every token that can be kept (ties at the k-th
-            place included); minus infinity beyond a row's own.
+        ranked: float32 [R, C], tempered scores, best first, with every token that can be kept (ties
+            at the k-th place included); minus infinity after a row's last token.
         total: float64 [R], the sum of exp(scores) over the whole row.
         rows: The parameters of each row.
 

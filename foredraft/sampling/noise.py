@@ -1,4 +1,5 @@
-"""Gumbel noise as a function of (seed, position, token): no generator state, the same on every device and in every batch.
+"""Gumbel noise as a function of (seed, position, token): no generator state, the same on every
+device and in every batch.
 
 The integers, for reimplementation (all arithmetic unsigned and wrapping, shifts logical)::
 
@@ -11,10 +12,11 @@ The integers, for reimplementation (all arithmetic unsigned and wrapping, shifts
     w          = min((float32(h32) + 0.5) * 2^-32, 1 - 2^-24)                       # float32, round to nearest
     g          = -log(-log1p(-w))                                                   # float64 here, rounded to float32
 
-STREAM is `GUMBEL_STREAM` for g and `COIN_STREAM` for the coins of lossy acceptance. mix64 is SplitMix64's finalizer
-(Steele, Lea, Flood 2014), the token's mixer is Wellons' triple32 with the row's key at its head and in its middle. For a
-fixed row it is a bijection, so two tokens never share h32. A float32 kernel may differ in g by 2 ulp of max(1, |g|).
-"""
+STREAM is `GUMBEL_STREAM` for g and `COIN_STREAM` for the coins of lossy acceptance. mix64 is
+SplitMix64's finalizer (Steele, Lea, Flood 2014), the token's mixer is Wellons' triple32 with the
+row's key at its head and in its middle. For a fixed row it is a bijection, so two tokens never
+share h32. A float32 kernel may differ in g by 2 ulp of max(1, |g|).
+"""  # noqa: E501
 
 import math
 
@@ -53,12 +55,12 @@ def _mix64(z: torch.Tensor) -> torch.Tensor:
 def row_keys(
     seeds: torch.Tensor, positions: torch.Tensor, stream: int = GUMBEL_STREAM
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two 32-bit words that key a row's noise.
+    """Computes the two 32-bit words that key a row's noise.
 
     Args:
         seeds: int64 [R], the 64 bits of each seed.
         positions: int64 [R], the index of the token being chosen.
-        stream: Which independent noise.
+        stream: Number of the noise stream; streams are independent.
 
     Returns:
         int32 [R], int32 [R]: k0 and k1 of the module's recipe.
@@ -70,7 +72,10 @@ def row_keys(
 
 
 def hash_tokens(k0: torch.Tensor, k1: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """h32 of the module's recipe, as the int32 with the same bits. The arguments are int32 and broadcast."""
+    """Computes h32 of the module's recipe, as the int32 with the same bits.
+
+    The arguments are int32 and broadcast.
+    """
     x = torch.bitwise_xor(tokens, k0)
     _xorshift_(x, 17, 32).mul_(_TRIPLE_A)
     _xorshift_(x, 11, 32).mul_(_TRIPLE_B).bitwise_xor_(k1)
@@ -84,13 +89,13 @@ def _uniform(h32: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_of_hash(h32: torch.Tensor) -> torch.Tensor:
-    """g of the module's recipe, float32. Decreases as h32, read as unsigned, grows."""
+    """Computes g of the module's recipe, float32. It decreases as h32, read as unsigned, grows."""
     w = _uniform(h32).to(torch.float64)
     return w.neg_().log1p_().neg_().log_().neg_().to(torch.float32)
 
 
 def gumbel(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise.
+    """Computes standard Gumbel noise.
 
     Args:
         seeds: int64 [R].
@@ -105,6 +110,6 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -
 
 
 def coins(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One uniform number in (0, 1) per row, float32 [R], independent of the Gumbel noise."""
+    """Computes a uniform number in (0, 1) per row, float32 [R], independent of the Gumbel noise."""
     k0, k1 = row_keys(seeds, positions, COIN_STREAM)
     return _uniform(hash_tokens(k0, k1, torch.zeros_like(k0)))

@@ -1,8 +1,10 @@
-"""The sampling rule without evaluating the noise for every token: an exact shortcut for large vocabularies on a CPU.
+"""The sampling rule without evaluating the noise for every token: an exact shortcut for large
+vocabularies on a CPU.
 
-Noise is bounded, so a token whose score cannot reach the best perturbed score found so far even with the largest noise is
-never looked at; of the others most are discarded by their hash alone, before any logarithm. Rows are cut into blocks whose
-maxima say which parts of a row can matter. Results equal the dense rule of `sampling` bit for bit.
+Noise is bounded, so a token whose score cannot reach the best perturbed score found so far even
+with the largest noise is never looked at; of the others most are discarded by their hash alone,
+before any logarithm. Rows are cut into blocks whose maxima say which parts of a row can matter.
+Results equal the dense rule of `sampling` bit for bit.
 """
 
 import math
@@ -22,10 +24,14 @@ _TOP_P_DEPTHS = (6.0, 9.0, 12.0, 16.0, 24.0)
 
 
 def perturbed_top(
-    logits: torch.Tensor, rows: SamplingRows, k: int, token_map: torch.Tensor | None = None
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    k: int,
+    token_map: torch.Tensor | None = None,
+    best: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `sampling.perturbed_top`."""
-    view = _Blocks(logits, rows, token_map)
+    view = _Blocks(logits, rows, token_map, best)
     if not rows.any_ranked:
         return _top_unranked(view, k)
     is_ranked = (rows.top_k > 0) | (rows.top_p < 1)
@@ -38,10 +44,14 @@ def perturbed_top(
 
 
 class _Blocks:
-    """Rows of logits cut into blocks, and what is cheap to know about them."""
+    """Cuts rows of logits into blocks, and computes their maxima."""
 
     def __init__(
-        self, logits: torch.Tensor, rows: SamplingRows, token_map: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        token_map: torch.Tensor | None,
+        best: torch.Tensor | None = None,
     ) -> None:
         self.rows = rows
         self.token_map = token_map
@@ -52,7 +62,7 @@ class _Blocks:
             logits = padded
         self.blocks = logits.reshape(self.num_rows, -1, BLOCK)
         maxima = self.blocks.amax(-1)
-        self.best = maxima.amax(-1)
+        self.best = maxima.amax(-1) if best is None else best
         self.maxima = relative(maxima, self.best[:, None], rows.temperature[:, None])
         self.keys = row_keys(rows.seed, rows.position)
         self.floor = log_min_p(rows)
@@ -63,27 +73,28 @@ class _Blocks:
 
     @property
     def flat(self) -> torch.Tensor:
-        """The logits, padded with minus infinity to whole blocks."""
+        """Logits padded with minus infinity to whole blocks."""
         return self.blocks.reshape(self.num_rows, -1)
 
     def take(self, part: torch.Tensor) -> "_Blocks":
-        """The rows that `part`, bool [R], picks."""
+        """Selects the rows that `part`, bool [R], marks."""
         if bool(part.all()):
             return self
-        return _Blocks(self.flat[part, : self.vocab], self.rows.take(part), self.token_map)
+        flat, best = self.flat[part, : self.vocab], self.best[part]
+        return _Blocks(flat, self.rows.take(part), self.token_map, best)
 
     def columns(self, block: torch.Tensor) -> torch.Tensor:
-        """int64 [P] -> int64 [P, BLOCK]."""
+        """Returns the columns of blocks, int64 [P] -> int64 [P, BLOCK]."""
         return block[:, None] * BLOCK + torch.arange(BLOCK)
 
     def scores(self, row: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-        """Tempered scores of (row, block) pairs, float32 [P, BLOCK]."""
+        """Computes tempered scores of (row, block) pairs, float32 [P, BLOCK]."""
         return relative(
             self.blocks[row, block], self.best[row, None], self.rows.temperature[row, None]
         )
 
     def hashes(self, row: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """int64 [P], int64 [P, C] -> int32 [P, C]."""
+        """Hashes rows and columns for the noise, int64 [P], int64 [P, C] -> int32 [P, C]."""
         tokens = columns.to(torch.int32) if self.token_ids is None else self.token_ids[columns]
         return hash_tokens(self.keys[0][row, None], self.keys[1][row, None], tokens)
 
@@ -91,7 +102,7 @@ class _Blocks:
 def _pack(
     row: torch.Tensor, values: tuple[torch.Tensor, ...], fills: tuple[float, ...], num_rows: int
 ) -> list[torch.Tensor]:
-    """Ragged entries, ordered by row, as padded [num_rows, C] tensors."""
+    """Packs ragged entries, ordered by row, into padded [num_rows, C] tensors."""
     counts = torch.bincount(row, minlength=num_rows)
     width = max(1, int(counts.max()))
     slot = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
@@ -104,7 +115,7 @@ def _pack(
 
 
 def _best(columns: torch.Tensor, scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k best of each row, of equal scores the lowest column first."""
+    """Returns the k best of each row; of equal scores the lowest column comes first."""
     if columns.shape[1] < k:
         pad = k - columns.shape[1]
         columns = torch.nn.functional.pad(columns, (0, pad))
@@ -120,7 +131,7 @@ def _best(columns: torch.Tensor, scores: torch.Tensor, k: int) -> tuple[torch.Te
 
 
 def _top_unranked(view: _Blocks, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """No top-k, no top-p: min-p is a threshold by itself."""
+    """Finds the k best tokens of rows without top-k and top-p; min-p alone is a threshold."""
     num_rows, num_blocks = view.maxima.shape
     num_first = min(num_blocks, max(_FIRST_BLOCKS, k))
     first = view.maxima.topk(num_first, dim=-1).indices
@@ -138,14 +149,16 @@ def _top_unranked(view: _Blocks, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     rest_row, rest_block = (
         (rest >= limit[:, None]).logical_and_(rest > -math.inf).nonzero().unbind(-1)
     )
-    # A token needs g >= bound - score, and g <= -log(w), so w, and with it the hash, must be small enough.
+    # A token needs g >= bound - score, and g <= -log(w), so w, and with it the hash, must be small
+    # enough.
     need = (bound[rest_row] - _MARGIN - rest[rest_row, rest_block]).to(torch.float64)
     largest = ((-need).exp() * 2.0**32).clamp_max_(2.0**32 - 1).to(torch.int64) - 2**31
     largest = largest.to(torch.int32)
     found_row, found_column = [], []
     for begin in range(0, len(rest_row), _CHUNK):
         row, block = rest_row[begin : begin + _CHUNK], rest_block[begin : begin + _CHUNK]
-        ordered = view.hashes(row, view.columns(block)).bitwise_xor_(-(2**31))  # as unsigned order
+        # Signed order equals unsigned order then.
+        ordered = view.hashes(row, view.columns(block)).bitwise_xor_(-(2**31))
         pair, inside = (ordered <= largest[begin : begin + _CHUNK, None]).nonzero().unbind(-1)
         found_row.append(row[pair])
         found_column.append(block[pair] * BLOCK + inside)
@@ -164,10 +177,13 @@ def _top_unranked(view: _Blocks, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _top_ranked(view: _Blocks, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """With top-k or top-p: the tokens that can be kept are few, so they are found, sorted and perturbed."""
+    """Finds the k best tokens of rows with top-k or top-p.
+
+    Few tokens can be kept, so they are found, sorted and perturbed.
+    """
     rows = view.rows
     limited = rows.top_k > 0
-    if bool(limited.all()):  # the whole row's mass is not asked for then
+    if bool(limited.all()):  # the whole row's mass is not needed then
         num_few = 2 * int(rows.top_k.max())
         mass, total = view.flat, torch.ones(view.num_rows, dtype=torch.float64)
     else:
@@ -178,7 +194,8 @@ def _top_ranked(view: _Blocks, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     tempered = relative(view.flat.gather(-1, few), view.best[:, None], rows.temperature[:, None])
     tempered, order = tempered.sort(dim=-1, descending=True, stable=True)
     few = few.gather(-1, order)
-    # Complete if what is kept ends before the last of the few: then no equal of a kept token lies outside.
+    # Complete if what is kept ends before the last of the few: then no equal of a kept token lies
+    # outside.
     through = tempered.exp().to(torch.float64).cumsum(-1)
     enough = through >= rows.top_p.to(torch.float64)[:, None] * total[:, None] * (1 + 1e-6)
     last = torch.where(limited, rows.top_k - 1, (~enough).sum(-1))
@@ -215,7 +232,9 @@ def _choose_ranked(
 def _ranked_many(
     view: _Blocks, mass: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns [R, C] and tempered scores [R, C] of every token that can be kept, best first."""
+    """Returns columns [R, C] and tempered scores [R, C] of every token that can be kept, best
+    first.
+    """
     least = _least_kept(view, mass, total)
     row, block = (view.maxima >= least[:, None]).nonzero().unbind(-1)
     tempered = view.scores(row, block)
@@ -231,7 +250,7 @@ def _ranked_many(
 
 
 def _least_kept(view: _Blocks, mass: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """A tempered score that no kept token lies below, float32 [R]."""
+    """Returns a tempered score that no kept token is below, float32 [R]."""
     rows = view.rows
     limited = rows.top_k > 0
     lowest = torch.finfo(torch.float32).min

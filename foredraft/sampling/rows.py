@@ -1,15 +1,16 @@
 """The sampling parameters of the rows of a batch, as tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
+from foredraft.sampling.columns import FLOATS
 from foredraft.sampling.seeds import to_int64
 from foredraft.types import SamplingParams
 
-# Float32 numbers in 16 bytes: a kernel is compiled anew for tensors that begin elsewhere.
+# Float32 numbers in 16 bytes: unaligned tensors would need another variant of each kernel.
 _ALIGNED = 4
 
 
@@ -23,7 +24,8 @@ class SamplingRows:
         min_p: float32 [R]; 0 keeps all.
         top_k: int64 [R]; 0 or less keeps all.
         seed: int64 [R]; the bits of the 64-bit seed.
-        position: int64 [R]; the index of the token being chosen (prompt and output counted together, from 0).
+        position: int64 [R]; the index of the token being chosen (prompt and output counted
+            together, from 0).
         any_sampled: False promises that every temperature is 0.
         any_ranked: False promises that no row has a top-k or top-p.
         any_filtered: False promises that no row has a top-k, top-p or min-p.
@@ -46,54 +48,46 @@ class SamplingRows:
         positions: Sequence[int],
         device: torch.device | str = "cpu",
     ) -> "SamplingRows":
-        """One row for each pair of parameters and position."""
-        # Two copies to a device, not six.
+        """Creates one row for each pair of parameters and position."""
+        # All fields go to the device in two copies.
         count = len(params)
-        floats = np.zeros((3, -(-count // _ALIGNED) * _ALIGNED), dtype=np.float32)
-        ints = np.zeros(floats.shape, dtype=np.int64)
-        for row, name in enumerate(("temperature", "top_p", "min_p")):
+        floats = np.zeros((len(FLOATS), -(-count // _ALIGNED) * _ALIGNED), dtype=np.float32)
+        ints = np.zeros((3, floats.shape[1]), dtype=np.int64)
+        for row, name in enumerate(FLOATS):
             floats[row, :count] = [getattr(p, name) for p in params]
         ints[:, :count] = (
             [p.top_k for p in params],
             [to_int64(p.seed) for p in params],
             positions,
         )
-        temperature, top_p, min_p = _send(floats, device)[:, :count]
         top_k, seed, position = _send(ints, device)[:, :count]
-        sampled = [p for p in params if p.temperature > 0]
-        any_ranked = any(p.top_k > 0 or p.top_p < 1 for p in sampled)
         return cls(
-            temperature=temperature,
-            top_p=top_p,
-            min_p=min_p,
+            **dict(zip(FLOATS, _send(floats, device)[:, :count], strict=True)),
             top_k=top_k,
             seed=seed,
             position=position,
-            any_sampled=bool(sampled),
-            any_ranked=any_ranked,
-            any_filtered=any_ranked or any(p.min_p > 0 for p in sampled),
+            any_sampled=any(p.is_sampled for p in params),
+            any_ranked=any(p.is_ranked for p in params),
+            any_filtered=any(p.is_filtered for p in params),
         )
 
     def __len__(self) -> int:
         return self.seed.shape[0]
 
-    def take(self, index: torch.Tensor) -> "SamplingRows":
-        """The rows that `index` (int64 or bool) picks."""
-        return SamplingRows(
-            self.temperature[index],
-            self.top_p[index],
-            self.min_p[index],
-            self.top_k[index],
-            self.seed[index],
-            self.position[index],
-            self.any_sampled,
-            self.any_ranked,
-            self.any_filtered,
-        )
+    @property
+    def filters(self) -> tuple[torch.Tensor, ...]:
+        """Top-k, top-p and min-p, in the order that kernels take them."""
+        return self.top_k, self.top_p, self.min_p
+
+    def take(self, index: torch.Tensor | slice) -> "SamplingRows":
+        """Selects the rows that `index` (int64, bool or a slice) picks."""
+        values = (getattr(self, each.name) for each in fields(self))
+        picked = (v[index] if isinstance(v, torch.Tensor) else v for v in values)
+        return SamplingRows(*picked)  # type: ignore[arg-type]
 
 
 def _send(values: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    """To a device; a GPU that is busy is not waited for."""
+    """Copies to a device, without waiting for a busy GPU."""
     sent = torch.from_numpy(values)
     if torch.device(device).type == "cpu":
         return sent

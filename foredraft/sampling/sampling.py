@@ -1,10 +1,12 @@
-"""The sampling rule: which token follows, as a function of logits, parameters, seed and position, and of nothing else.
+"""The sampling rule: which token follows, as a function of logits, parameters, seed and position,
+and of nothing else.
 
     chosen = argmax_v(log p(v) + g(seed, position, v))     temperature > 0, p after temperature, top-k, top-p, min-p
     chosen = argmax_v(logits(v))                           temperature = 0
 
-The noise lives in `noise`, the exact shortcut for large vocabularies in `pruning`, walking a tree in `verification`.
-"""
+The noise lives in `noise`, the exact shortcut for large vocabularies in `pruning`, walking a tree
+in `verification`.
+"""  # noqa: E501
 
 import math
 
@@ -18,8 +20,8 @@ from foredraft.types import NO_TOKEN
 
 # Below this many entries the dense rule is the faster one on a CPU.
 _MIN_PRUNED_VOCAB = 4096
-# Rows at a time by kernels, which keep a number for each token of each, and programs of each.
-_KERNEL_ROWS, _KERNEL_PARTS = 128, 8
+# Rows at a time by kernels, which keep a number for each token of each.
+_KERNEL_ROWS = 128
 
 
 def choose(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -42,7 +44,7 @@ def choose(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 
 def broken_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Which rows of [R, V] have a NaN or plus infinity, bool [R]."""
+    """Returns which rows of [R, V] have a NaN or plus infinity, bool [R]."""
     return ~(logits.amax(-1) < math.inf)
 
 
@@ -61,14 +63,10 @@ def _choose_finite(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def _choose_by_kernels(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     from foredraft.sampling.triton_sampling import choose_tokens
 
-    fields = [rows.temperature, rows.seed, rows.position]
-    if rows.any_filtered:
-        fields += [rows.top_k, rows.top_p, rows.min_p]
     parts = [
         choose_tokens(
             logits[first : first + _KERNEL_ROWS],
-            *(field[first : first + _KERNEL_ROWS] for field in fields),
-            num_parts=_KERNEL_PARTS,
+            rows.take(slice(first, first + _KERNEL_ROWS)),
         )
         for first in range(0, len(rows), _KERNEL_ROWS)
     ]
@@ -76,7 +74,9 @@ def _choose_by_kernels(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor
 
 
 def scrub(logits: torch.Tensor) -> torch.Tensor:
-    """The logits without NaN (now minus infinity) and plus infinity (now the largest number); a copy only where needed."""
+    """Replaces NaN by minus infinity and plus infinity by the largest number; copies only where
+    needed.
+    """
     # The CPU looks before it copies; on a GPU looking would wait for the device.
     if not logits.is_cuda and bool((logits.amax(-1) < math.inf).all()):
         return logits
@@ -85,7 +85,7 @@ def scrub(logits: torch.Tensor) -> torch.Tensor:
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The lowest id among the largest logits of each row, int64 [R]."""
+    """Returns the lowest id among the largest logits of each row, int64 [R]."""
     num_rows, vocab = logits.shape
     if logits.is_cuda or vocab < _MIN_PRUNED_VOCAB or vocab % pruning.BLOCK or not num_rows:
         return logits.argmax(-1)
@@ -102,25 +102,29 @@ def perturbed_top(
     k: int,
     token_map: torch.Tensor | None = None,
     dense: bool | None = None,
+    best: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k best tokens by log p + g, best first: the first is what the rule chooses, the rest who came closest.
+    """Returns the k best tokens by log p + g, best first. The rule chooses the first.
 
     Args:
         logits: float32 [R, V] without NaN; rows with temperature 0 are treated as temperature 1.
         rows: The parameters of each row.
-        k: How many, at most V.
-        token_map: int64 [V], the target's token id of each column where the vocabulary is a reduced one.
-        dense: Evaluate the noise for every token; by default only where that is the faster way. The result is the same.
+        k: Number of tokens, at most V.
+        token_map: int64 [V], the target's token id of each column, for a reduced vocabulary.
+        dense: Whether to compute the noise of every token; by default where that is faster. The
+            result is the same.
+        best: float32 [R], the largest logit of each row's whole vocabulary, where `logits` are a
+            part of it and no row has a top-k or top-p.
 
     Returns:
-        int64 [R, k] columns and float32 [R, k] scores, relative to an unperturbed best token's 0; minus infinity where
-        the filters keep fewer than k tokens.
+        int64 [R, k] columns and float32 [R, k] scores, relative to an unperturbed best token's 0;
+        minus infinity where the filters keep fewer than k tokens.
     """
     if dense is None:
         dense = logits.is_cuda or logits.shape[-1] < _MIN_PRUNED_VOCAB
     if not dense:
-        return pruning.perturbed_top(logits, rows, k, token_map)
-    scores = tempered(logits, rows)
+        return pruning.perturbed_top(logits, rows, k, token_map, best)
+    scores = tempered(logits, rows, best)
     scores.masked_fill_(~keep_mask(scores, rows), -math.inf)
     tokens = (
         token_map if token_map is not None else torch.arange(logits.shape[-1], device=logits.device)
@@ -135,7 +139,9 @@ def perturbed_top(
 
 
 def probabilities(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """The distribution that the rule samples from, float32 [R, V]; one-hot for rows with temperature 0."""
+    """Computes the distribution that the rule samples from, float32 [R, V]; one-hot for temperature
+    0.
+    """
     logits = scrub(logits)
     scores = tempered(logits, rows)
     probs = scores.masked_fill(~keep_mask(scores, rows), -math.inf).softmax(-1)
@@ -146,15 +152,16 @@ def probabilities(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def log_probs(
     logits: torch.Tensor, tokens: torch.Tensor, top_n: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities by the raw logits (temperature 1, no filters).
+    """Computes log-probabilities from the raw logits (temperature 1, no filters).
 
     Args:
         logits: float32 [R, V].
         tokens: int64 [R], the emitted tokens.
-        top_n: How many alternatives, best first.
+        top_n: Number of alternatives, best first.
 
     Returns:
-        float32 [R] of the emitted tokens, int64 [R, top_n] alternatives, float32 [R, top_n] of these.
+        float32 [R] of the emitted tokens, int64 [R, top_n] alternatives, float32 [R, top_n] of
+        these.
     """
     norm = logits.logsumexp(-1, keepdim=True)
     emitted = (logits.gather(-1, tokens[:, None]) - norm)[:, 0]

@@ -20,7 +20,7 @@ def _mix64(z):
 
 @triton.jit
 def row_key(seed, position):
-    """k0 and k1 of the recipe, uint32; seed and position are int64."""
+    """Computes k0 and k1 of the recipe, uint32; seed and position are int64."""
     key = _mix64(seed.to(tl.uint64) + _STREAM)
     key = _mix64(key + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
     return (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32)
@@ -28,10 +28,10 @@ def row_key(seed, position):
 
 @triton.jit
 def _log1p(r):
-    """log(1 + r) for r in [-0.5, 0.42], to about one ulp.
+    """Computes log(1 + r) for r in [-0.5, 0.42], to about one ulp.
 
-    With s = r / (2 + r) it is 2 atanh(s) = r - r s + 2 s^3 (1/3 + s^2/5 + ...). Its leading term is exact, so that
-    rounding touches the small rest alone.
+    With s = r / (2 + r) it is 2 atanh(s) = r - r s + 2 s^3 (1/3 + s^2/5 + ...). Its leading term is
+    exact, so that rounding touches the small rest alone.
     """
     s = tl.div_rn(r, 2.0 + r)
     q = s * s
@@ -48,19 +48,19 @@ def _log1p(r):
 
 @triton.jit
 def _log(x):
-    """Logarithm of positive normal float32 numbers, to about one ulp."""
+    """Computes the logarithm of positive normal float32 numbers, to about one ulp."""
     bits = x.to(tl.int32, bitcast=True)
-    # The exponent is that of x / sqrt(1/2), so that what remains lies in [sqrt(1/2), sqrt(2)).
+    # The exponent is that of x / sqrt(1/2), so that the rest lies in [sqrt(1/2), sqrt(2)).
     exponent = (bits - 0x3F3504F3) >> 23
     rest = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
     power = exponent.to(tl.float32)
-    # log(2) in two parts, of which the first times any exponent is exact.
+    # log(2) in two parts; the first times any exponent is exact.
     return power * 0.693145751953125 + (power * 1.4286068203094172e-06 + _log1p(rest))
 
 
 @triton.jit
 def uniform(k0, k1, tokens):
-    """w of the recipe; tokens are int32."""
+    """Computes w of the recipe; tokens are int32."""
     x = tokens.to(tl.uint32) ^ k0
     x ^= x >> 17
     x *= 0xED5AD4BB
@@ -89,7 +89,7 @@ def _scores(logits, base, temperature, noise, is_sampled):
 
 @triton.jit
 def _tidy(x):
-    """Float32 without NaN and plus infinity."""
+    """Replaces NaN and plus infinity, float32."""
     x = x.to(tl.float32)
     return tl.minimum(tl.where(x != x, float("-inf"), x), _LARGEST)
 
@@ -101,10 +101,12 @@ def choose_parts(
     vocab, row_stride,
     BLOCK: tl.constexpr, TILES: tl.constexpr, NUM_PARTS: tl.constexpr, NO_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """The best token of one part of one row, its logit and its noise; NO_TOKEN, which is negative, where a logit is broken.
+    """Finds the best token of one part of one row, its logit and its noise.
 
-    g is worked out for the tiles alone in which some token can beat the best one so far: g > d needs w < exp(-d), since
-    -log1p(-w) >= w.
+    Gives NO_TOKEN, which is negative, where a logit is broken.
+
+    g is worked out for the tiles alone in which some token can beat the best one so far: g > d
+    needs w < exp(-d), since -log1p(-w) >= w.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -132,7 +134,8 @@ def choose_parts(
         if is_sampled:
             w = uniform(k0, k1, tokens)
             bound = tl.exp2((x - best_logit) * to_exponent - best_noise * 1.4426950408889634)
-            # With a margin for the rounding of both sides. The bound is infinite before the first token.
+            # With a margin for the rounding of both sides. The bound is infinite before the first
+            # token.
             can_win = w < bound * 1.001
             if tl.max(can_win.to(tl.int32), 0) > 0:
                 noise = gumbel_of(w)
@@ -161,7 +164,10 @@ def choose_best(
     temperatures, part_logit, part_noise, part_token, chosen,
     NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best of a row's parts, all scored against the largest of their logits; no token where one part has none."""
+    """Selects the best of a row's parts, all scored against the largest of their logits.
+
+    Gives no token where one part has none.
+    """
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, BLOCK)
     is_part = parts < NUM_PARTS
@@ -182,7 +188,7 @@ def choose_best(
 def gumbel_rows(
     seeds, positions, tokens, out, num_tokens, token_stride, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """g for rows of tokens."""
+    """Computes g for rows of tokens."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = columns < num_tokens

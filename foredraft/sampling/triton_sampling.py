@@ -1,82 +1,70 @@
-"""The sampling rule on a GPU: shapes are fixed and nothing is read on the host. The kernels are imported on first use."""
+"""The sampling rule on a GPU: shapes are fixed and the host reads nothing.
+
+The kernels are imported on first use.
+"""
 
 import torch
 
 from foredraft.kernel_launch import power_of_two
+from foredraft.sampling.rows import SamplingRows
 from foredraft.types import NO_TOKEN
 
-_BLOCK = 1024  # tokens that a program looks at together
+_BLOCK = 1024  # tokens that a program reads at a time
+_PARTS = 32  # parts of a row that are searched side by side
 _MAX_PARTS = 128
 _PROGRAMS = 1024  # enough to keep a GPU busy
-_LEAST_TOP, _MAX_TOPS = 64, 2048  # tokens of a block whose best is looked at, and how many blocks
+# Minimum block size and maximum number of blocks for the search of the best logits.
+_LEAST_TOP, _MAX_TOPS = 64, 2048
 
 
 def choose_tokens(
     logits: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    position: torch.Tensor,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-    min_p: torch.Tensor | None = None,
-    *,
-    num_parts: int | None = None,
+    rows: SamplingRows,
 ) -> torch.Tensor:
-    """As `sampling.choose`: in one pass for rows without top-k, top-p and min-p, in two more for those that have some.
+    """Computes `sampling.choose`: one pass for rows without filters, two more where
+    `rows.any_filtered`.
 
     Args:
         logits: float32, bfloat16 or float16 [R, V], the last dimension contiguous.
-        temperature: float32 [R].
-        seed: int64 [R].
-        position: int64 [R].
-        top_k, top_p, min_p: Integers, float32 and float32 [R], as in `SamplingRows`; all three or none of them.
-        num_parts: Number of programs for a row; by default as many as keep a GPU busy. Each number compiles a kernel of its own.
+        rows: The parameters of each row; `top_k` may have any integer type.
 
     Returns:
-        int64 [R]; of equal scores the lowest token, NO_TOKEN for a row in which a logit is NaN or plus infinity.
+        int64 [R]; of equal scores the lowest token, NO_TOKEN for a row in which a logit is NaN or
+        plus infinity.
     """
     from foredraft.sampling import sampling_kernels
 
     num_rows, vocab = logits.shape
     blocks = -(-vocab // _BLOCK)
-    wanted = num_parts or max(4, -(-_PROGRAMS // max(1, num_rows)))
-    tiles = -(-blocks // min(blocks, _MAX_PARTS, wanted))
+    # Whatever the number of rows: scores are rounded against the best of their part.
+    tiles = -(-blocks // min(blocks, _PARTS))
     parts = -(-blocks // tiles)
     floats = torch.empty(2, num_rows, parts, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
     chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     sampling_kernels.choose_parts[(num_rows, parts)](
-        logits, temperature, seed, position, floats[0], floats[1], tokens,
+        logits, rows.temperature, rows.seed, rows.position, floats[0], floats[1], tokens,
         vocab, logits.stride(0),
         BLOCK=_BLOCK, TILES=tiles, NUM_PARTS=parts, NO_TOKEN=NO_TOKEN, num_warps=4,
     )  # fmt: skip
     sampling_kernels.choose_best[(num_rows,)](
-        temperature, floats[0], floats[1], tokens, chosen,
+        rows.temperature, floats[0], floats[1], tokens, chosen,
         NUM_PARTS=parts, BLOCK=power_of_two(parts), num_warps=1,
     )  # fmt: skip
-    if top_k is not None and top_p is not None and min_p is not None:
-        _choose_filtered(logits, temperature, seed, position, top_k, top_p, min_p, chosen)
+    if rows.any_filtered:
+        _choose_filtered(logits, rows, chosen)
     return chosen
 
 
-def _choose_filtered(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    position: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    chosen: torch.Tensor,
-) -> None:
-    """Overwrites `chosen` where rows have filters."""
+def _choose_filtered(logits: torch.Tensor, rows: SamplingRows, chosen: torch.Tensor) -> None:
+    """Overwrites `chosen` in rows that have filters."""
     from foredraft.sampling import filter_kernels
 
     (num_rows, vocab), device = logits.shape, logits.device
     size = max(_LEAST_TOP, power_of_two(-(-vocab // _MAX_TOPS)))
     blocks, tops_of_program = -(-vocab // size), max(1, 1024 // size)
     tops = torch.empty(num_rows, blocks, dtype=torch.float32, device=device)
-    asked = temperature, top_k, top_p, min_p
+    asked = rows.temperature, *rows.filters
     filter_kernels.tops[(num_rows, -(-blocks // tops_of_program))](
         logits, *asked, tops, vocab, logits.stride(0), blocks, SIZE=size, COUNT=tops_of_program
     )
@@ -97,13 +85,13 @@ def _choose_filtered(
     )  # fmt: skip
     turns = 8 + -(-(vocab - 1).bit_length() // 4)
     filter_kernels.choose_kept[(num_rows,)](
-        logits, temperature, seed, position, top_k, top_p, min_p, bases, counts, totals, ranks, chosen,
+        logits, rows.seed, rows.position, *asked, bases, counts, totals, ranks, chosen,
         vocab, logits.stride(0), turns, BLOCK=4096, SHORT=1024, num_warps=16,
     )  # fmt: skip
 
 
 def gumbel(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """As `noise.gumbel`, within 2 ulp of max(1, |g|).
+    """Computes `noise.gumbel`, within 2 ulp of max(1, |g|).
 
     Args:
         seeds: int64 [R].

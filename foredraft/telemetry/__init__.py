@@ -1,1 +1,4 @@
-"""What a service tells about itself: logs and metrics. Collects nothing about models or requests by itself."""
+"""Logs, metrics and traces of a service.
+
+Collects nothing about models or requests by itself.
+"""

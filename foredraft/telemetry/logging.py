@@ -1,4 +1,7 @@
-"""Log lines with service name and request id, for people or for machines. Decides no log's content."""
+"""Log lines with service name and request id, for people or for machines.
+
+Decides no log's content.
+"""
 
 import contextvars
 import json
@@ -36,7 +39,7 @@ def setup(
         service: Name on every line, such as `verify`.
         level: debug, info, warning or error.
         format: `text` for people, `json` for one object per line.
-        stream: Where to; standard error when absent.
+        stream: Stream to write to; by default standard error.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(service) if format == "json" else TextFormatter(service))
@@ -54,12 +57,12 @@ def setup(
 
 
 def new_request_id() -> str:
-    """A name for a request that came without one."""
+    """Returns a name for a request that came without one."""
     return uuid.uuid4().hex[:16]
 
 
 def request_id() -> str:
-    """The id bound in this context; empty outside a request."""
+    """Returns the id bound in this context; empty outside a request."""
     return _request_id.get()
 
 
@@ -78,7 +81,7 @@ def bind_request_id(value: str) -> Iterator[None]:
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00.123 INFO verify: message [request 1f2e]`."""
+    """Formats lines such as `2026-01-31 12:00:00.123 INFO verify: message [request 1f2e]`."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -86,7 +89,10 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
-        line = f"{clock}.{int(record.msecs):03d} {record.levelname} {self.service}: {record.getMessage()}"
+        line = (
+            f"{clock}.{int(record.msecs):03d} {record.levelname} {self.service}:"
+            f" {record.getMessage()}"
+        )
         fields = _extra_fields(record)
         if identifier := getattr(record, "request_id", ""):
             fields = {"request": identifier, **fields}
@@ -98,7 +104,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, service, logger, message, then request_id, exception and extra fields."""
+    """Formats one JSON object per line.
+
+    Keys are time, level, service, logger, message, then request_id, exception and extra fields.
+    """
 
     def __init__(self, service: str) -> None:
         super().__init__()

@@ -1,6 +1,8 @@
-"""The process's metrics: one registry, names and buckets that fit tokens of 2 ms, a page to scrape.
+"""The metrics of a process: one registry, names and buckets that fit tokens of 2 ms, a page to
+scrape.
 
-Each service declares its metrics in its own metrics.py; none are declared here but the version and the process's own.
+Each service declares its metrics in its own metrics.py; none are declared here but the version and
+the process's own.
 """
 
 import bisect
@@ -95,12 +97,12 @@ _FORBIDDEN_LABELS = frozenset({"request", "request_id", "id", "user", "prompt"})
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A declared metric, for docs/metrics.md.
+    """Describes a declared metric, for docs/metrics.md.
 
     Attributes:
-        name: As scraped, `_total` of counters included.
+        name: Name as scraped, `_total` of counters included.
         kind: counter, gauge or histogram.
-        help: A sentence.
+        help: One sentence that says what is measured.
         labels: Label names.
         buckets: Upper bounds of a histogram.
     """
@@ -135,24 +137,28 @@ def histogram(
 
 
 def observe_many(histogram: Histogram, value: float, count: int) -> None:
-    """`count` equal observations at the price of one; the client library has no call for it."""
+    """Records `count` equal observations at the price of one; the client library has no call for
+    it.
+    """
     index = bisect.bisect_left(histogram._upper_bounds, value)
     histogram._sum.inc(value * count)
     histogram._buckets[index].inc(count)
 
 
 def families() -> list[Family]:
-    """Every metric declared so far in this process, by name."""
+    """Returns all metrics declared in this process, by name."""
     return sorted(_declared.values(), key=lambda family: family.name)
 
 
 def value(name: str, **labels: str) -> float:
-    """The current value of a sample as it is scraped (`..._total`, `..._count`); 0 before its first change."""
+    """Returns the current value of a sample as it is scraped (`..._total`, `..._count`); 0 before
+    its first change.
+    """
     return REGISTRY.get_sample_value(name, labels) or 0.0
 
 
 def render() -> bytes:
-    """The registry in Prometheus' text format; its content type is CONTENT_TYPE."""
+    """Returns the registry in Prometheus' text format; its content type is CONTENT_TYPE."""
     return generate_latest(REGISTRY)
 
 

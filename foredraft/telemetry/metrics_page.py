@@ -1,4 +1,4 @@
-"""The HTTP server of a metrics page: a thread for each connection, of which there are few and none lasts."""
+"""The HTTP server of a metrics page: one thread for each of few, short connections."""
 
 import logging
 import socket
@@ -15,18 +15,20 @@ logger = logging.getLogger(__name__)
 
 
 class PageServer(ThreadingMixIn, WSGIServer):
-    """Where there are too many connections, the oldest is closed, so that whoever holds some keeps no scrape out.
+    """Serves a metrics page; above a limit of connections it closes the oldest.
+
+    So a client that holds connections keeps no scrape out.
 
     Args:
-        host: Name or number.
-        port: 0 takes a free one.
+        host: Name or address to listen on.
+        port: Port to listen on; 0 takes a free one.
 
     Raises:
-        OSError: The address cannot be had.
+        OSError: The address cannot be bound.
     """
 
     daemon_threads = True
-    request_queue_size = 128  # who comes when it is full tries again after a second
+    request_queue_size = 128  # a client beyond it tries again after a second
 
     def __init__(self, host: str, port: int) -> None:
         self._open: deque[socket.socket] = deque()
@@ -35,7 +37,7 @@ class PageServer(ThreadingMixIn, WSGIServer):
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """See socketserver: in a thread of its own."""
+        """Handles the connection in a thread of its own; see socketserver."""
         with self._lock:
             if len(self._open) == MOST_CONNECTIONS:
                 _end(self._open.popleft())
@@ -43,14 +45,14 @@ class PageServer(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """See socketserver: the connection is over."""
+        """Ends the connection; see socketserver."""
         with self._lock:
             if request in self._open:
                 self._open.remove(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that left, or said nothing, is no error of this process."""
+        """Ignores errors of connections: a client that left is no error of this process."""
         logger.debug("a metrics request from %s broke off", client_address, exc_info=True)
 
 
@@ -58,11 +60,11 @@ class _Handler(WSGIRequestHandler):
     timeout = SILENT_SECONDS
 
     def log_message(self, format: str, *args: object) -> None:
-        """Scrapes are not worth a line."""
+        """Logs nothing: scrapes are not worth a line."""
 
 
 def _end(connection: socket.socket) -> None:
-    """Wakes the thread that waits for a connection; that one closes it."""
+    """Wakes the thread that waits for a connection; that thread closes it."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:

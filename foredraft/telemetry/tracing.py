@@ -1,6 +1,9 @@
-"""OpenTelemetry traces: one span per request and service, W3C trace context between them. Off, it costs next to nothing.
+"""OpenTelemetry traces: one span per request and service, W3C trace context between them.
 
-Needs the extra `otel`. Sampling and batching follow OTEL_TRACES_SAMPLER, OTEL_BSP_* and the other variables of the SDK.
+Off, it costs next to nothing.
+
+Needs the extra `otel`. Sampling and batching follow OTEL_TRACES_SAMPLER, OTEL_BSP_* and the other
+variables of the SDK.
 """
 
 import contextvars
@@ -24,7 +27,8 @@ _provider: Any = None
 
 
 def setup(service: str, endpoint: str) -> None:
-    """Sends this process's spans to an OTLP collector over gRPC; an empty endpoint leaves tracing off.
+    """Sends this process's spans to an OTLP collector over gRPC; an empty endpoint leaves tracing
+    off.
 
     Raises:
         ConfigError: The extra `otel` is not installed.
@@ -51,7 +55,7 @@ def setup(service: str, endpoint: str) -> None:
 
 
 def shut_down() -> None:
-    """Sends what has ended and turns tracing off."""
+    """Sends spans that have ended, and turns tracing off."""
     global _tracer, _provider
     if _provider is not None:
         _provider.shutdown()
@@ -60,7 +64,9 @@ def shut_down() -> None:
 
 @contextmanager
 def bind_traceparent(value: str) -> Iterator[None]:
-    """Makes a caller's `traceparent` the parent of spans begun inside; anything malformed is dropped."""
+    """Makes a caller's `traceparent` the parent of spans begun inside; anything malformed is
+    dropped.
+    """
     token = _incoming.set(value if _TRACEPARENT.fullmatch(value) else "")
     try:
         yield
@@ -73,15 +79,15 @@ def bind_traceparent(value: str) -> Iterator[None]:
 
 
 def incoming() -> str:
-    """The traceparent bound in this context; empty outside a request or where none came."""
+    """Returns the traceparent bound in this context; empty outside a request or where none came."""
     return _incoming.get()
 
 
 class Span:
-    """One request in one service; `NO_SPAN` while tracing is off.
+    """Traces one request in one service; `NO_SPAN` while tracing is off.
 
     Attributes:
-        traceparent: For the next service; empty where there is nothing to join.
+        traceparent: Trace context for the next service; empty where there is no trace to join.
     """
 
     def __init__(self, span: Any = None) -> None:
@@ -99,9 +105,9 @@ class Span:
         """Ends the span, once.
 
         Args:
-            attributes: What the request came to.
-            error: Why it came to nothing.
-            ended: time.time_ns() of its end, where that was before now.
+            attributes: Attributes that describe the outcome of the request.
+            error: Error message; empty for success.
+            ended: End of the request in time.time_ns(), where that was before now.
         """
         span, self._span = self._span, None
         if span is None:
@@ -120,9 +126,9 @@ def begin(name: str, kind: str, traceparent: str = "") -> Span:
     """Begins a span.
 
     Args:
-        name: Such as `verify`.
+        name: Name of the span, such as `verify`.
         kind: `server`, `internal` or another of OpenTelemetry's kinds.
-        traceparent: Of the parent; a trace of its own where it is empty.
+        traceparent: Trace context of the parent; empty begins a new trace.
     """
     if _tracer is None:
         return NO_SPAN

@@ -1,1 +1,4 @@
-"""Text and token ids: tokenizer, chat template, incremental detokenizer, stop strings. Never reaches torch."""
+"""Text and token ids: tokenizer, chat template, incremental detokenizer, stop strings.
+
+Never reaches torch.
+"""

@@ -1,9 +1,11 @@
-"""Chat templates of Hugging Face tokenizers: Jinja in a sandbox, bounded in output, repetition and time."""
+"""Chat templates of Hugging Face tokenizers: Jinja in a sandbox, bounded in output, repetition and
+time.
+"""
 
 import datetime
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,16 @@ from foredraft.errors import CheckpointError, ConfigError, InvalidRequest
 MAX_SECONDS = 2.0
 MAX_CHARACTERS = 16 * 2**20
 
-# What transformers always passes, so that templates may ask whether it is none.
+# Variables that transformers always passes, so templates may test whether they are none.
 _ABSENT: Mapping[str, Any] = {"tools": None, "documents": None}
+# Roles of OpenAI's API; templates may know further ones.
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # Stands at the end of a message that is to be continued, to find it in the text.
 _CUT = "\ue000\ue0cd\ue000"
 
 
 def read_template(path: str) -> str | None:
-    """The Jinja source of --chat-template; None where it is not given.
+    """Returns the Jinja source of --chat-template; None without the flag.
 
     Raises:
         ConfigError: It cannot be read, or is no template.
@@ -44,7 +48,7 @@ def read_template(path: str) -> str | None:
 
 
 class ChatTemplate:
-    """A compiled template.
+    """Renders conversations by a compiled template.
 
     Args:
         source: Jinja text.
@@ -70,6 +74,22 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from error
 
+    def check_roles(self, roles: Iterable[str], field: str = "messages") -> None:
+        """Raises InvalidRequest for the first role that is none of `ROLES` and not named here.
+
+        A template that is not made for a role leaves the message out, or has the model read what it
+        has never seen.
+        """
+        for i, role in enumerate(roles):
+            if role in ROLES or f"'{role}'" in self.source or f'"{role}"' in self.source:
+                continue
+            known = ", ".join(map(repr, ROLES[:-1]))
+            raise InvalidRequest(
+                f"{field}.{i}.role",
+                f"must be {known} or {ROLES[-1]!r}; the model's chat template does not know"
+                f" {role[:40]!r}",
+            )
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -78,15 +98,16 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The conversation as the model was trained to read it.
+        """Renders a conversation in the format that the model was trained on.
 
-        A developer's messages are the system's to a template that does not know that role: many leave out what they
-        do not know.
+        A developer's messages are the system's to a template that does not know that role: many
+        leave out what they do not know.
 
         Args:
             messages: Oldest first, with `role` and `content`.
             add_generation_prompt: Open the answer.
-            continue_final_message: Leave the last message open instead, which is the beginning of the answer.
+            continue_final_message: Leave the last message open instead, which is the beginning of
+                the answer.
             **variables: Further ones of the template.
 
         Raises:
@@ -136,7 +157,7 @@ class ChatTemplate:
             ValueError,
             ArithmeticError,
             LookupError,
-            AttributeError,  # of Jinja's own filters, given what they do not expect
+            AttributeError,  # raised by Jinja's filters for unexpected arguments
         ) as error:
             raise InvalidRequest("messages", f"the chat template refuses: {error}") from error
         except RecursionError as error:
@@ -145,7 +166,7 @@ class ChatTemplate:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with repetition of sequences bounded."""
+    """Jinja's sandbox, with a limit on repetition of sequences."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -165,7 +186,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant wrote, for training; here it prints its body."""
+    """Implements `{% generation %}`, which marks an assistant's text, by printing its body."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and type are Jinja's
 
@@ -186,7 +207,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes for HTML, which models have not seen."""
+    """Converts to JSON; Jinja's own filter escapes for HTML, which models have not seen."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

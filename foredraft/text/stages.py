@@ -1,7 +1,7 @@
 """The decoders of the `tokenizers` library, made incremental: each is a stage with a small state.
 
-In the library they are functions of a whole list. As stages a token costs the same however long the text is. Only broken
-UTF-8 in byte tokens may read differently (`_ByteFallback`).
+In the library they are functions of a whole list. As stages a token costs the same however long the
+text is. Only broken UTF-8 in byte tokens may read differently (`_ByteFallback`).
 """
 
 import codecs
@@ -17,7 +17,9 @@ _ERRORS = "foredraft.text.each_byte"
 
 
 def _each_byte(error: UnicodeError) -> tuple[str, int]:
-    """A replacement character for every broken byte; Python's own handler has one for all bytes of a character."""
+    """Replaces every broken byte by a replacement character; Python's own handler has one for all
+    bytes of a character.
+    """
     assert isinstance(error, UnicodeDecodeError)
     return "�" * (error.end - error.start), error.end
 
@@ -26,7 +28,10 @@ codecs.register_error(_ERRORS, _each_byte)
 
 
 def piece_bytes(piece: str, decoder: Mapping[str, Any] | None) -> bytes:
-    """What one token's piece stands for in the middle of a text, in UTF-8; half a character for some tokens."""
+    """Returns the UTF-8 bytes that one token's piece reads as in the middle of a text.
+
+    Some tokens are half a character.
+    """
     stages = build_stages(decoder)
     if any(isinstance(stage, _ByteLevel) for stage in stages):
         return _byte_level_bytes(piece)
@@ -41,16 +46,16 @@ def piece_bytes(piece: str, decoder: Mapping[str, Any] | None) -> bytes:
 
 
 class Stage(Protocol):
-    """One decoder of the library, made incremental."""
+    """A decoder of the `tokenizers` library, made incremental."""
 
     @property
     def holds(self) -> bool:
-        """Whether something is held."""
+        """Whether the stage holds text back."""
         ...
 
     @property
     def settled(self) -> bool:
-        """Whether what it makes of the next token depends on that token alone."""
+        """Whether the text of the next token depends on that token alone."""
         ...
 
     def feed(self, pieces: list[str]) -> list[str]:
@@ -58,7 +63,7 @@ class Stage(Protocol):
         ...
 
     def flush(self) -> list[str]:
-        """The sequence ended: returns what was held."""
+        """Ends the sequence and returns the pieces that were held back."""
         ...
 
 
@@ -74,7 +79,7 @@ class _Stateless:
 
 
 class _Join(_Stateless):
-    """No decoder at all: the library puts a space between tokens."""
+    """Joins tokens by spaces, as the library does without a decoder."""
 
     def __init__(self) -> None:
         self._started = False
@@ -100,7 +105,9 @@ class _Replace(_Stateless):
 
 
 class _Metaspace(_Stateless):
-    """The replacement reads as a space, and as nothing in the first token unless the scheme is `never`."""
+    """Replaces the metaspace character by a space; by nothing in the first token, unless the scheme
+    is `never`.
+    """
 
     def __init__(self, replacement: str, strip_first: bool) -> None:
         self._replacement = replacement
@@ -119,10 +126,12 @@ class _Metaspace(_Stateless):
 
 
 class _ByteFallback:
-    """Byte tokens spell UTF-8; each broken byte reads as a replacement character, as in SentencePiece itself.
+    """Decodes byte tokens as UTF-8; each broken byte reads as a replacement character, as in
+    SentencePiece.
 
-    The library reads a whole run of byte tokens so when one of them is broken, good characters too. Nobody could
-    stream that: some models write newlines, emoji and whole scripts in bytes, and their runs may have no end.
+    The library reads a whole run of byte tokens so when one of them is broken, good characters too.
+    Nobody could stream that: some models write newlines, emoji and whole scripts in bytes, and
+    their runs may have no end.
     """
 
     def __init__(self) -> None:
@@ -154,7 +163,10 @@ class _ByteFallback:
 
 
 class _ByteLevel:
-    """Every character of a token stands for a byte (GPT-2); broken UTF-8 reads as replacement characters."""
+    """Decodes characters that each stand for a byte (GPT-2).
+
+    Broken UTF-8 reads as replacement characters.
+    """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -209,7 +221,7 @@ class _StripText(_Stateless):
 
 
 def build_stages(decoder: Mapping[str, Any] | None) -> list[Stage]:
-    """Stages for the `decoder` entry of a tokenizer.json.
+    """Creates the stages for the `decoder` entry of a tokenizer.json.
 
     Raises:
         CheckpointError: A decoder has no incremental form here.
@@ -242,7 +254,9 @@ def build_stages(decoder: Mapping[str, Any] | None) -> list[Stage]:
 
 
 def _is_literal(pattern: Mapping[str, str], single: bool) -> bool:
-    """Whether a pattern can be replaced piece by piece: after Fuse it must be a single character."""
+    """Whether a pattern can be replaced piece by piece: after Fuse it must be a single
+    character.
+    """
     return "String" in pattern and (not single or len(pattern["String"]) == 1)
 
 
@@ -254,7 +268,9 @@ def _byte_level_bytes(piece: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and on."""
+    """Returns GPT-2's alphabet: printable Latin-1 characters stand for themselves, the other bytes
+    for U+0100 and on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if chr(byte) not in alphabet)

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face directory, by the `tokenizers` library alone."""
+"""The tokenizer of a Hugging Face directory, read with the `tokenizers` library only."""
 
 import functools
 import hashlib
@@ -26,7 +26,7 @@ SPECIAL_TOKEN_KEYS = (
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Converts text to token ids and back.
 
     Args:
         backend: The library's tokenizer.
@@ -52,7 +52,7 @@ class Tokenizer:
         backend.no_padding()
         roles = dict(special_tokens or {})
         self.decoder: Mapping[str, Any] | None = json.loads(backend.to_str())["decoder"]
-        stages.build_stages(self.decoder)  # refuses here what could not be streamed later
+        stages.build_stages(self.decoder)  # raises for decoders that cannot be streamed
         self.special_ids = frozenset(
             token for token, added in backend.get_added_tokens_decoder().items() if added.special
         )
@@ -67,7 +67,8 @@ class Tokenizer:
     def from_dir(
         cls, path: str | os.PathLike[str], chat_template: str | None = None
     ) -> "Tokenizer":
-        """Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat template.
+        """Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat
+        template.
 
         Args:
             path: A directory.
@@ -86,15 +87,19 @@ class Tokenizer:
         return cls(backend, roles, found.get("default"), found.get("tool_use"))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; the tokenizer's own post-processor adds BOS or EOS when asked to.
+        """Returns the token ids of a text; the tokenizer's own post-processor adds BOS or EOS when
+        asked to.
 
-        Nothing else does: as in transformers, `add_bos_token` of tokenizer_config.json is for files without a tokenizer.json.
+        Nothing else does: as in transformers, `add_bos_token` of tokenizer_config.json is for files
+        without a tokenizer.json.
         """
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> list[int]:
-        """Token ids of a conversation. Special tokens come from the template alone, so that BOS is not doubled.
+        """Returns the token ids of a conversation.
+
+        Special tokens come from the template alone, so that BOS is not doubled.
 
         Raises:
             InvalidRequest: There is no template, or it refuses the messages.
@@ -105,25 +110,27 @@ class Tokenizer:
         return self.encode(template.render(messages, **variables), False)
 
     def template_for(self, has_tools: bool) -> ChatTemplate | None:
-        """The template of a conversation: some models have one of its own for conversations with tools."""
+        """Returns the template for a conversation: some models have a separate one for
+        conversations with tools.
+        """
         return (self._tool_template if has_tools else None) or self.chat_template
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids outside the vocabulary read as nothing."""
+        """Returns the text of token ids; ids outside the vocabulary read as nothing."""
         text: str = self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 
     def token(self, token: int) -> str | None:
-        """The vocabulary's entry, as the decoder sees it."""
+        """Returns the vocabulary's entry of a token, as the decoder sees it."""
         return self._token(token)
 
     def token_id(self, text: str) -> int | None:
-        """The id of a special token; None where there is none of this text."""
+        """Returns the id of a special token; None where no special token has this text."""
         token: int | None = self._backend.token_to_id(text)
         return token if token in self.special_ids else None
 
     def token_bytes(self, token: int) -> bytes:
-        """UTF-8 of one token in the middle of a text; half a character for some tokens."""
+        """Returns the UTF-8 of one token in the middle of a text; some are half a character."""
         return self._token_bytes(token)
 
     def _bytes_of(self, token: int) -> bytes:
@@ -131,28 +138,34 @@ class Tokenizer:
         return b"" if piece is None else stages.piece_bytes(piece, self.decoder)
 
     def settled_texts(self, skip_special_tokens: bool) -> dict[int, str]:
-        """What detokenizers found tokens to read as where nothing before matters; no larger than the vocabulary."""
+        """Returns a cache of texts of tokens that read the same after any others.
+
+        Detokenizers fill it; it is no larger than the vocabulary.
+        """
         return self._settled_texts[skip_special_tokens]
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Characters of the longest vocabulary entry."""
+        """Number of characters of the longest vocabulary entry."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the sorted map of tokens to ids: equal for tokenizers that can share drafts."""
+        """SHA-256 over the sorted map of tokens to ids: equal for tokenizers that can share
+        drafts.
+        """
         return fingerprint_of(self._backend.get_vocab())
 
 
 def fingerprint_of(vocabulary: Mapping[str, int]) -> str:
-    """SHA-256 over the sorted map of tokens to ids, in hexadecimal."""
+    """Computes SHA-256 over the sorted map of tokens to ids, in hexadecimal."""
     text = json.dumps(sorted(vocabulary.items()), ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def tokenizer_fingerprint(path: str | os.PathLike[str]) -> str:
-    """The fingerprint of a directory's tokenizer, without building the rest of it; empty where there is none.
+    """Computes the fingerprint of a directory's tokenizer, without building the rest of it; empty
+    where there is none.
 
     Raises:
         CheckpointError: A file is broken.
@@ -163,7 +176,9 @@ def tokenizer_fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def _load_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """The library's tokenizer with every token the directory names, and tokenizer_config.json."""
+    """Loads the library's tokenizer with every token the directory names, and
+    tokenizer_config.json.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(f"{file}: not found; a fast tokenizer is needed")
@@ -189,14 +204,16 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _text_of(token: Any) -> str | None:
-    """A token in a configuration file: its text, or an object that holds it."""
+    """Returns the text of a token in a configuration file, which is a string or an object that
+    holds it.
+    """
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def _special_tokens(*configs: Mapping[str, Any]) -> dict[str, str]:
-    """Texts by role; the first file that names one wins."""
+    """Returns texts of special tokens by role; the first file that names one wins."""
     roles: dict[str, str] = {}
     for config in configs:
         for key in SPECIAL_TOKEN_KEYS:
@@ -214,7 +231,7 @@ def _additional_special_tokens(config: Mapping[str, Any]) -> list[str]:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any]
 ) -> None:
-    """Adds tokens that only the older files name, checking that they get the ids written there."""
+    """Adds tokens that only the older files name, and checks that they get their ids."""
     wanted: dict[int, tokenizers.AddedToken] = {}
     for text, number in _read_json(folder / "added_tokens.json").items():
         wanted[int(number)] = tokenizers.AddedToken(text, normalized=False)
@@ -235,7 +252,10 @@ def _add_missing_tokens(
 
 
 def _mark_special(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
-    """Marks tokens that have a role as special where tokenizer.json does not; how they are found in a text stays."""
+    """Marks tokens that have a role as special where tokenizer.json does not.
+
+    How they are found in a text stays.
+    """
     known = {added.content: added for added in backend.get_added_tokens_decoder().values()}
     for text in texts:
         if backend.token_to_id(text) is None:
@@ -247,8 +267,11 @@ def _mark_special(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
 
 
 def _find_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Sources by name, of which `default` and `tool_use` have a meaning: chat_template.jinja with additional_chat_templates,
-    chat_template.json or tokenizer_config.json, in the order of transformers."""
+    """Returns sources of chat templates by name; `default` and `tool_use` have a meaning.
+
+    Reads chat_template.jinja with additional_chat_templates, chat_template.json or
+    tokenizer_config.json, in the order of transformers.
+    """
     file = folder / "chat_template.jinja"
     if file.is_file():
         others = sorted((folder / "additional_chat_templates").glob("*.jinja"))

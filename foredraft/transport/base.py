@@ -1,5 +1,7 @@
-"""What every transport of hidden states is to the verifier, which writes, and to the draft, which reads; and the ring that
-bounds their memory."""
+"""Interfaces of transports of hidden states, and the ring that bounds their memory.
+
+The verifier writes hidden states, and the draft reads them.
+"""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -15,12 +17,13 @@ from foredraft.transport.rows import HIDDEN, ArenaError, RowFormat
 
 
 class RowRing:
-    """Which rows of a ring are in use: row numbers go round, oldest first out.
+    """Tracks which rows of a ring are in use; rows are taken and freed in order.
 
-    Rows that were written belong to the next step that is sent, and are in use until it is answered.
+    Written rows belong to the next step that is sent, and are in use until the draft has answered
+    that step.
 
     Args:
-        capacity: Rows of the ring.
+        capacity: Number of rows of the ring.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -32,11 +35,14 @@ class RowRing:
 
     @property
     def num_free(self) -> int:
-        """Rows that may be taken now."""
+        """Number of rows that may be taken now."""
         return self.capacity - self._num_used
 
     def take(self, num_rows: int) -> int:
-        """The first of `num_rows` consecutive rows (modulo capacity), for the step that is sent next."""
+        """Takes `num_rows` consecutive rows (modulo capacity) for the step that is sent next.
+
+        Returns the first.
+        """
         if not 0 < num_rows <= self.num_free:
             raise ValueError(f"{num_rows} rows asked of {self.num_free} free ones")
         first = self._next
@@ -46,7 +52,7 @@ class RowRing:
         return first
 
     def sent(self, step: int) -> None:
-        """What was taken since the last step is in use until `step` is answered."""
+        """Marks the rows taken since the last step as in use until `step` is answered."""
         if self._num_unsent:
             self._sent.append((step, self._num_unsent))
             self._num_unsent = 0
@@ -61,29 +67,37 @@ class Region:
     """The verifier's end of one attach's arena.
 
     Attributes:
-        arena: For the attach message.
-        device: Where steps pass that stay on the GPU; None where none can.
+        arena: Description of the memory for the attach message.
+        device: Exchange of steps that stay on the GPU; None where there is none.
     """
 
     arena: tensor_pb2.Arena
     device: DeviceExchange | None = None
 
     def attached(self) -> None:
-        """Both ends have mapped the memory: its name may go.
+        """Removes the memory's name, once both ends have mapped it.
 
         Raises:
             ArenaError: They have not mapped the same.
         """
 
     def close(self) -> None:
-        """Takes no more rows. Gives the memory back where the draft cannot be hurt by that. May be called twice."""
+        """Ends the region: takes no more rows.
+
+        Gives the memory back where the draft cannot be hurt by that. May be called twice.
+        """
 
     def free(self) -> None:
-        """Gives back what `close` could not: the draft has unmapped it. Called once, after `close`."""
+        """Gives back memory that `close` could not, once the draft has unmapped it.
+
+        Called once, after `close`.
+        """
 
 
 class HiddenWriter(Region, ABC):
-    """A region for a draft that reads hidden states. One thread writes; `close` may come from another.
+    """The verifier's region for a draft that reads hidden states.
+
+    One thread writes; `close` may come from another.
 
     Attributes:
         row: Format of the rows.
@@ -95,16 +109,17 @@ class HiddenWriter(Region, ABC):
 
     @property
     def capacity(self) -> int:
-        """Rows in use at most, over all unanswered steps."""
+        """Maximum number of rows in use, over all unanswered steps."""
         return self._ring.capacity
 
     @property
     def num_free(self) -> int:
-        """Rows that may be written now."""
+        """Number of rows that may be written now."""
         return self._ring.num_free
 
     def write(self, rows: torch.Tensor) -> draft_pb2.HiddenRows:
-        """Puts rows [n, width] where the draft can read them, n at least 1 and at most `num_free`.
+        """Writes rows [n, width] where the draft can read them; n is at least 1 and at most
+        `num_free`.
 
         Rows on a GPU may be read as late as at `sent`.
 
@@ -121,11 +136,11 @@ class HiddenWriter(Region, ABC):
         return self._put(first, rows if rows.dtype == self.row.dtype else rows.to(self.row.dtype))
 
     def sent(self, step: int) -> None:
-        """The rows written since the last call go with `step`, whose message is sent after this."""
+        """Assigns the rows written since the last call to `step`, which is sent after this."""
         self._ring.sent(step)
 
     def answered(self, step: int) -> None:
-        """The draft has answered `step`, so it has read its rows."""
+        """Frees the rows of `step`, which the draft has answered."""
         self._ring.answered(step)
 
     @abstractmethod
@@ -133,7 +148,7 @@ class HiddenWriter(Region, ABC):
 
 
 class RingWriter(HiddenWriter):
-    """A writer whose rows lie in a ring. Those on a GPU are put there together, once per step."""
+    """Writes rows to a ring. Rows on a GPU are written together, once per step."""
 
     def __init__(self, row: RowFormat, capacity: int) -> None:
         super().__init__(row, capacity)
@@ -159,47 +174,49 @@ class RingWriter(HiddenWriter):
 
     @abstractmethod
     def _store(self, first: int, rows: list[torch.Tensor]) -> None:
-        """Puts rows one after another from row `first` of the ring on.
+        """Writes rows one after another from row `first` of the ring on.
 
         Raises:
             ArenaError: The writer was closed.
         """
 
     def _publish(self, step: int) -> None:
-        """Says in the ring that the rows of a step are there."""
+        """Marks the rows of a step as written, in the ring."""
 
 
 class HiddenReader(ABC):
     """The draft's end of one attach.
 
     Attributes:
-        ring: [capacity, width], where rows lie on a GPU that is mapped here; None elsewhere, and after `close`.
-        exchange: For steps that stay on such a GPU; None where none can, and after `close`.
+        ring: [capacity, width], the rows, where they lie on a GPU that is mapped here; None
+            elsewhere, and after `close`.
+        exchange: Exchange of steps that stay on such a GPU; None where there is none, and after
+            `close`.
     """
 
     ring: torch.Tensor | None = None
     exchange: DraftExchange | None = None
 
     def expect(self, step: int) -> None:  # noqa: B027
-        """What is read from now on belongs to a step whose message has come."""
+        """Assigns the reads from now on to a step whose message has come."""
 
     @abstractmethod
     def read(self, rows: draft_pb2.HiddenRows) -> torch.Tensor:
-        """The rows [num_rows, width], copied to memory of the draft's own.
+        """Returns the rows [num_rows, width], copied to memory of the draft's own.
 
         Raises:
             InvalidRequest: There are no such rows.
         """
 
     def abandon(self) -> None:  # noqa: B027
-        """Ends a wait for rows that do not come. From any thread."""
+        """Ends a wait for rows that do not come. Any thread may call it."""
 
     def close(self) -> None:  # noqa: B027
         """Gives the memory back. May be called twice."""
 
 
 def check_ring(arena: tensor_pb2.Arena, row: RowFormat, epoch: int, header: int) -> tuple[int, int]:
-    """(offset, capacity) of the ring in a description that makes sense.
+    """Returns (offset, capacity) of the ring in a valid description; raises for an invalid one.
 
     Args:
         header: Bytes before the first row, at least.
@@ -225,7 +242,8 @@ def check_ring(arena: tensor_pb2.Arena, row: RowFormat, epoch: int, header: int)
 
 
 def check_rows(rows: draft_pb2.HiddenRows, capacity: int) -> tuple[int, int]:
-    """First row and number of rows that a message names in a ring.
+    """Returns the first row and the number of rows that a message names in a ring; raises for
+    invalid ones.
 
     Raises:
         InvalidRequest: There are no such rows.

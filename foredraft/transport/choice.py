@@ -1,4 +1,4 @@
-"""Which transport both ends can do, and its two ends."""
+"""Selects a transport that both ends support, and creates its two ends."""
 
 import logging
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 def supported(same_host: bool = True, device: torch.device = CPU) -> list[tensor_pb2.Transport]:
-    """What this process can do, best first.
+    """Returns the transports that this process supports, best first.
 
     Args:
         same_host: Whether the peer is on this host.
-        device: Where this process's model runs.
+        device: Device of this process's model.
     """
     found: list[tensor_pb2.Transport] = []
     if same_host and cuda.is_supported(device):
@@ -46,15 +46,15 @@ def open_writer(
     device: torch.device = CPU,
     steps: StepSizes | None = None,
 ) -> HiddenWriter:
-    """The verifier's end of the first of `transports` that can be had.
+    """Creates the verifier's end of the first of `transports` that works.
 
     Args:
-        capacity: Rows in use at most.
-        device: Where the target runs.
-        steps: Sizes of steps that stay on the GPU, where both can have them.
+        capacity: Maximum number of rows in use.
+        device: Device of the target.
+        steps: Sizes of steps that stay on the GPU, where both ends support them.
 
     Raises:
-        ArenaError: None can be had.
+        ArenaError: None of them works.
     """
     failed: list[tuple[str, ArenaError]] = []
     for transport in transports:
@@ -92,7 +92,9 @@ def _writer(
 def open_region(
     transports: Sequence[tensor_pb2.Transport], epoch: int, device: torch.device, steps: StepSizes
 ) -> Region | None:
-    """The verifier's end of an arena for a draft that reads no hidden states; None where it needs none."""
+    """Creates the verifier's end of an arena for a draft that reads no hidden states; None where it
+    needs none.
+    """
     if tensor_pb2.TRANSPORT_CUDA_IPC not in transports:
         return None
     from foredraft.transport.cuda_ipc import CudaIpcRegion
@@ -107,10 +109,10 @@ def open_region(
 def open_reader(
     arena: tensor_pb2.Arena, row: RowFormat, epoch: int, device: torch.device = CPU
 ) -> HiddenReader:
-    """The draft's end of an arena.
+    """Creates the draft's end of an arena.
 
     Args:
-        device: Where the draft runs.
+        device: Device of the draft.
 
     Raises:
         ArenaError: It cannot be mapped; names the field.
@@ -127,10 +129,10 @@ def open_reader(
 
 
 def open_exchange(arena: tensor_pb2.Arena, epoch: int, device: torch.device) -> DraftExchange:
-    """The draft's end of an arena without hidden states.
+    """Creates the draft's end of an arena without hidden states.
 
     Args:
-        device: Where the draft runs.
+        device: Device of the draft.
 
     Raises:
         ArenaError: It cannot be mapped; names the field.

@@ -1,4 +1,4 @@
-"""Tensors as bytes: element types, and tensors that travel inside messages."""
+"""Converts tensors to bytes and messages, and back."""
 
 import math
 
@@ -19,7 +19,7 @@ _NUMBERS = {dtype: number for number, dtype in _TYPES.items()}
 
 
 def to_torch(dtype: tensor_pb2.DataType) -> torch.dtype:
-    """The type that a message names.
+    """Returns the element type that a message names.
 
     Raises:
         InvalidRequest: It names none.
@@ -30,24 +30,26 @@ def to_torch(dtype: tensor_pb2.DataType) -> torch.dtype:
 
 
 def to_message(dtype: torch.dtype) -> tensor_pb2.DataType:
-    """The name of a type in messages; KeyError for one that is never sent."""
+    """Returns the name of an element type in messages; KeyError for one that is never sent."""
     return _NUMBERS[dtype]
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, row-major, uint8 [bytes]; shares the memory of a contiguous one on the CPU."""
+    """Returns the bytes of a tensor, row-major, uint8 [bytes]; shares the memory of a contiguous
+    one on the CPU.
+    """
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def encode(tensor: torch.Tensor) -> tensor_pb2.Tensor:
-    """A message that holds the tensor."""
+    """Returns a message that holds the tensor."""
     return tensor_pb2.Tensor(
         dtype=to_message(tensor.dtype), shape=tensor.shape, data=raw(tensor).numpy().tobytes()
     )
 
 
 def decode(message: tensor_pb2.Tensor) -> torch.Tensor:
-    """The tensor that a message holds, in memory of its own.
+    """Returns the tensor that a message holds, in memory of its own.
 
     Raises:
         InvalidRequest: Type, shape and number of bytes do not fit each other.

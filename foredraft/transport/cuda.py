@@ -1,4 +1,5 @@
-"""What CUDA IPC needs of the CUDA runtime: blocks that can be exported, their mappings elsewhere, words that order streams.
+"""CUDA IPC: memory blocks that can be exported, mappings of other processes' blocks, and words that
+order streams.
 
 `cuda.bindings` comes with torch's CUDA builds and is imported only where it is used.
 """
@@ -14,11 +15,11 @@ HANDLE_BYTES = 64
 
 
 class CudaError(RuntimeError):
-    """A call of CUDA failed."""
+    """Raised when a call of CUDA fails."""
 
 
 def is_supported(device: torch.device) -> bool:
-    """Whether blocks on a device can be shared with other processes."""
+    """Returns whether blocks on a device can be shared with other processes."""
     if device.type != "cuda":
         return False
     try:
@@ -34,7 +35,10 @@ def is_supported(device: torch.device) -> bool:
 
 
 def works(device: torch.device) -> bool:
-    """Whether this process can still use a device: a fault there, or of another client of MPS, is for good."""
+    """Returns whether this process can still use a device.
+
+    A fault there, or of another client of MPS, is permanent.
+    """
     if device.type != "cuda":
         return True
     try:
@@ -45,12 +49,12 @@ def works(device: torch.device) -> bool:
 
 
 def uuid_of(device: torch.device) -> str:
-    """What names a GPU in every process; its number may differ."""
+    """Returns the id of a GPU that is the same in every process; its number may differ."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def device_of(uuid: str) -> torch.device | None:
-    """This process's name for a GPU; None where it does not see it."""
+    """Returns this process's device for a GPU's id; None where it does not see the GPU."""
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         if uuid_of(device) == uuid:
@@ -59,7 +63,7 @@ def device_of(uuid: str) -> torch.device | None:
 
 
 class Block:
-    """Memory of its own, outside torch's allocator, so that a handle to it shows nothing else.
+    """A memory block outside torch's allocator, so that a handle to it exposes nothing else.
 
     Args:
         num_bytes: Size, at least 1.
@@ -88,14 +92,15 @@ class Block:
 
 
 class Mapping:
-    """Another process's allocation in this one.
+    """Maps another process's allocation into this one.
 
     Args:
-        handle: Of `handle_of`, made in another process.
-        num_bytes: Of the allocation, from its start, that are used.
+        handle: Handle made by `handle_of` in another process.
+        num_bytes: Number of bytes used, from the start of the allocation.
 
     Raises:
-        CudaError: There is no such allocation any more, or it is on a GPU that this process cannot reach.
+        CudaError: The allocation does not exist, or it is on a GPU that this process cannot
+            reach.
     """
 
     def __init__(self, handle: bytes, num_bytes: int, device: torch.device) -> None:
@@ -117,7 +122,7 @@ class Mapping:
             raise
 
     def close(self) -> None:
-        """Unmaps it; no kernel may be reading it."""
+        """Unmaps the allocation; no kernel may be reading it."""
         from cuda.bindings import runtime
 
         _use(self.device)
@@ -125,7 +130,7 @@ class Mapping:
 
 
 def handle_of(pointer: int) -> bytes:
-    """The handle of the allocation that holds an address; always that of its start.
+    """Returns the handle of the allocation that holds an address; a handle always names the start.
 
     Raises:
         CudaError: It cannot be shared, for example memory of an expandable segment.
@@ -136,7 +141,7 @@ def handle_of(pointer: int) -> bytes:
 
 
 def allocation_of(pointer: int) -> tuple[int, int]:
-    """Start and size of the allocation that holds an address."""
+    """Returns start and size of the allocation that holds an address."""
     from cuda.bindings import driver
 
     start, size = _call(driver.cuMemGetAddressRange(pointer))
@@ -144,13 +149,15 @@ def allocation_of(pointer: int) -> tuple[int, int]:
 
 
 def view(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [num_bytes] over memory that torch does not own and never frees."""
+    """Returns uint8 [num_bytes] over memory that torch does not own and never frees."""
     return torch.as_tensor(_Raw(pointer, num_bytes), device=device)
 
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream of this process in which nothing waits; torch's own streams go round, and one may be taken that does."""
+    """Returns a stream in which nothing waits. torch's own streams are reused, so one of them may
+    be waiting.
+    """
     from cuda.bindings import runtime
 
     _use(device)
@@ -160,7 +167,9 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def write_word(stream: torch.cuda.Stream, pointer: int, value: int) -> None:
-    """Writes a 32-bit word once everything before it in the stream is done and can be seen by others."""
+    """Writes a 32-bit word once everything before it in the stream is done and can be seen by
+    others.
+    """
     from cuda.bindings import driver
 
     flags = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
@@ -168,7 +177,7 @@ def write_word(stream: torch.cuda.Stream, pointer: int, value: int) -> None:
 
 
 def wait_word(stream: torch.cuda.Stream, pointer: int, value: int) -> None:
-    """Lets the stream wait until a 32-bit word has reached a value; both go round."""
+    """Makes the stream wait until a 32-bit word has reached a value; both wrap around."""
     from cuda.bindings import driver
 
     flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
@@ -176,7 +185,7 @@ def wait_word(stream: torch.cuda.Stream, pointer: int, value: int) -> None:
 
 
 class _Raw:
-    """Memory as torch takes it without a copy."""
+    """Presents memory to torch without a copy."""
 
     def __init__(self, pointer: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -188,7 +197,7 @@ class _Raw:
 
 
 def _free(pointer: int, device: torch.device) -> None:
-    with contextlib.suppress(ImportError, CudaError):  # at the process's end
+    with contextlib.suppress(ImportError, CudaError):  # may fail while the process ends
         from cuda.bindings import runtime
 
         _use(device)
@@ -196,7 +205,7 @@ def _free(pointer: int, device: torch.device) -> None:
 
 
 def _use(device: torch.device) -> None:
-    """Makes the device's context, which torch uses too, this thread's."""
+    """Makes the device's context, which torch uses too, current in this thread."""
     from cuda.bindings import runtime
 
     _call(runtime.cudaSetDevice(_index(device)))
@@ -207,11 +216,11 @@ def _index(device: torch.device) -> int:
 
 
 def _call(result: tuple[Any, ...]) -> Any:
-    """The values of a call, or its error as an exception."""
+    """Returns the values of a call, or raises its error."""
     error, *values = result
     if int(error) != 0:
         from cuda.bindings import runtime
 
-        runtime.cudaGetLastError()  # or a later call of somebody else would report it again
+        runtime.cudaGetLastError()  # or a later call would report it again
         raise CudaError(f"{error.name} ({int(error)})")
     return values[0] if len(values) == 1 else tuple(values)

@@ -1,9 +1,10 @@
-"""Hidden states, and steps that stay on the GPU, in a block of its memory that verifier and draft both map.
+"""Hidden states, and steps that stay on the GPU, in GPU memory that verifier and draft both map.
 
-The block is the verifier's. Its first page holds who it is for, what the draft writes back at the attach, and two words:
-the newest step whose rows are there, which the verifier's stream writes after the rows and the draft's stream waits for, and
-the newest step whose trees are. The draft waits only for steps that a message has announced, so what it waits for is under
-way; should the verifier die just then, `abandon` ends the wait.
+The block is the verifier's. Its first page holds who it is for, what the draft writes back at the
+attach, and two words: the newest step whose rows are there, which the verifier's stream writes
+after the rows and the draft's stream waits for, and the newest step whose trees are. The draft
+waits only for steps that a message has announced, so what it waits for is under way; should the
+verifier die just then, `abandon` ends the wait.
 """
 
 import struct
@@ -34,17 +35,17 @@ _FIRST_ROW = 4096
 
 
 class CudaIpcRegion(Region):
-    """A new block.
+    """The verifier's end: a new memory block.
 
     Args:
-        specs: What lies in it.
+        specs: Tensors in the block.
         epoch: Number of the attach.
-        device: Where the target runs.
-        steps: Sizes of steps that stay on the GPU; None where none will.
-        row: Of the hidden states that the draft reads; None for none.
+        device: Device of the target.
+        steps: Sizes of steps that stay on the GPU; None without such steps.
+        row: Format of the hidden states that the draft reads; None for none.
 
     Attributes:
-        tensors: By name; empty once it is closed.
+        tensors: The tensors in the block by name; empty after `close`.
 
     Raises:
         ArenaError: The block cannot be made.
@@ -75,7 +76,7 @@ class CudaIpcRegion(Region):
             self.device = DeviceExchange(self.tensors, *words)
 
     def publish(self, step: int) -> None:
-        """The current stream says that the rows of a step are there.
+        """Makes the current stream mark the rows of a step as written.
 
         Raises:
             ArenaError: The region was closed.
@@ -87,7 +88,7 @@ class CudaIpcRegion(Region):
         cuda.write_word(stream, data.data_ptr() + _VERIFIED_AT, step)
 
     def attached(self) -> None:
-        """Looks whether what the draft wrote has come here.
+        """Checks that what the draft wrote into the block is readable here.
 
         Raises:
             ArenaError: The draft has mapped something else.
@@ -97,27 +98,32 @@ class CudaIpcRegion(Region):
             raise ArenaError("handle", "what the draft wrote into the block did not arrive")
 
     def close(self) -> None:
-        """Ends waits for the draft. The block stays until `free`: the draft may still be using it."""
+        """Ends waits for the draft.
+
+        The block stays until `free`: the draft may still be using it.
+        """
         self._bytes = None
         self.tensors.clear()
         if self.device is not None:
             self.device.close()
 
     def free(self) -> None:
-        """Gives the block back, as soon as nobody here holds a tensor in it."""
+        """Gives the block back, as soon as no tensor in it is left."""
         self.device = None
         self._block.free()
 
 
 class CudaIpcWriter(RingWriter):
-    """Rows in such a block. They are gathered into it by one kernel per step, when the step is sent.
+    """Writes rows to a ring in a memory block.
+
+    One kernel per step gathers the rows, when the step is sent.
 
     Args:
         row: Format of the rows.
         capacity: Rows of the ring.
         epoch: Number of the attach.
-        device: Where the target runs.
-        steps: See CudaIpcRegion.
+        device: Device of the target.
+        steps: Sizes of steps that stay on the GPU, see CudaIpcRegion.
 
     Raises:
         ArenaError: The block cannot be made.
@@ -185,10 +191,10 @@ def map_block(arena: tensor_pb2.Arena) -> cuda.Mapping:
 
 
 class CudaIpcMapping:
-    """The draft's mapping of a block.
+    """The draft's mapping of a memory block.
 
     Args:
-        arena: As the verifier describes it.
+        arena: The verifier's description of the block.
         epoch: Number of the attach.
 
     Raises:
@@ -215,7 +221,7 @@ class CudaIpcMapping:
         self._newest = 0  # step that was waited for
 
     def view(self, arena: tensor_pb2.Arena, name: str) -> torch.Tensor:
-        """A tensor of the arena.
+        """Returns a tensor of the arena.
 
         Raises:
             ArenaError: There is none.
@@ -226,7 +232,7 @@ class CudaIpcMapping:
         return layout.view(self._mapped, tensor)
 
     def rows(self, offset: int, count: int, row: RowFormat) -> torch.Tensor:
-        """[count, width] from a place in the block on.
+        """Returns rows [count, width] from an offset in the block on.
 
         Raises:
             ArenaError: They do not end within it.
@@ -237,7 +243,7 @@ class CudaIpcMapping:
         return self._mapped[offset:end].view(row.dtype).view(count, row.width)
 
     def wait(self, step: int) -> None:
-        """The current stream waits for what an announced step committed.
+        """Makes the current stream wait for the commit of an announced step.
 
         Raises:
             InvalidRequest: The attach has ended.
@@ -249,13 +255,13 @@ class CudaIpcMapping:
         cuda.wait_word(stream, self._mapping.pointer + _VERIFIED_AT, step)
 
     def publish(self, step: int) -> None:
-        """The current stream says that a step's trees are there."""
+        """Makes the current stream mark a step's trees as written."""
         if self._mapping is not None:
             stream = torch.cuda.current_stream(self._mapping.device)
             cuda.write_word(stream, self._mapping.pointer + _DRAFTED_AT, step)
 
     def abandon(self) -> None:
-        """Ends the waits for what will not come; what is read then means nothing."""
+        """Ends waits for data that will not come; what is read then is meaningless."""
         mapping = self._mapping
         if mapping is not None:
             cuda.write_word(self._side, mapping.pointer + _VERIFIED_AT, self._newest)
@@ -270,10 +276,10 @@ class CudaIpcMapping:
 
 
 class CudaIpcReader(HiddenReader):
-    """Reads rows in a block.
+    """Reads rows from a ring in a memory block.
 
     Args:
-        arena: As the verifier describes it.
+        arena: The verifier's description of the block.
         row: Format of the rows.
         epoch: Number of the attach.
 
@@ -293,11 +299,11 @@ class CudaIpcReader(HiddenReader):
                 raise
 
     def expect(self, step: int) -> None:
-        """The current stream waits for the rows of an announced step."""
+        """Makes the current stream wait for the rows of an announced step."""
         self._mapping.wait(step)
 
     def read(self, rows: draft_pb2.HiddenRows) -> torch.Tensor:
-        """The rows of the ring; a copy on the device, made when the stream comes to it."""
+        """Returns rows of the ring; the device copies them when the stream comes to it."""
         ring = self.ring
         if ring is None:
             raise InvalidRequest("hidden", "the attach has ended")
@@ -306,7 +312,7 @@ class CudaIpcReader(HiddenReader):
         return torch.cat((ring[first : first + fitting], ring[: num_rows - fitting]))
 
     def abandon(self) -> None:
-        """Ends the wait for rows that will not come; what is read then means nothing."""
+        """Ends the wait for rows that will not come; what is read then is meaningless."""
         self._mapping.abandon()
 
     def close(self) -> None:
@@ -316,15 +322,15 @@ class CudaIpcReader(HiddenReader):
 
 
 class CudaIpcExchange(DraftExchange):
-    """Steps in a block.
+    """The draft's end of steps that stay on the GPU.
 
     Args:
-        mapping: Closed with the exchange.
-        arena: As the verifier describes it.
-        row: Of the hidden states that the draft reads; None for none.
+        mapping: The draft's mapping of the block; closed with the exchange.
+        arena: The verifier's description of the block.
+        row: Format of the hidden states that the draft reads; None for none.
 
     Raises:
-        ArenaError: The tensors are not as they should be.
+        ArenaError: The tensors do not have the expected shapes or types.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""Steps that stay on a GPU: what was committed goes to the draft, and trees come back, through an arena there.
+"""Exchanges steps that stay on a GPU through an arena: committed tokens to the draft, trees back.
 
-Two words of the arena order the streams of both processes: the newest step whose committed tokens are there, and the newest
-step whose trees are. Each side writes its own after its work and lets its stream wait for the other's.
+Two words of the arena order the streams of both processes: the number of the newest step whose
+committed tokens are written, and of the newest step whose trees are. Each side writes its own word
+after its work and makes its stream wait for the other's.
 """
 
 import threading
@@ -20,12 +21,12 @@ ACCEPTED, ROWS, TREES = "accepted", "rows", "trees"  # names among the arena's t
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Sizes of a step.
+    """Sizes of a step in the exchange.
 
     Attributes:
-        max_batch: Sequences at most.
-        num_tokens: Committed tokens of a sequence at most, R.
-        num_nodes: Of a tree, the root not counted, N.
+        max_batch: Maximum number of sequences.
+        num_tokens: Maximum number of committed tokens of a sequence, R.
+        num_nodes: Number of nodes of a tree without the root, N.
     """
 
     max_batch: int
@@ -33,9 +34,10 @@ class StepSizes:
     num_nodes: int
 
     def tensors(self, row: RowFormat | None) -> list[TensorSpec]:
-        """What passes through the arena, rows directly behind the ring where the draft reads them.
+        """Returns the tensors of the arena; where the draft reads rows, they lie directly behind
+        the ring.
 
-        One row more than sequences takes what padding of a batch reads and writes.
+        An additional row serves the padding of batches.
         """
         batch = self.max_batch + 1
         specs = [
@@ -49,17 +51,20 @@ class StepSizes:
 
 
 class DeviceExchange:
-    """The verifier's end, for the life of an attach. Whoever uses its tensors holds it: they are memory while it is held.
+    """The verifier's end of the exchange, for the life of an attach.
+
+    Its tensors are valid only while a reference to it is held.
 
     Args:
-        tensors: Of the arena, by name.
+        tensors: Tensors of the arena by name.
         verified: Address of the word that the verifier writes.
         drafted: Address of the word that the draft writes.
 
     Attributes:
-        accepted: int32 [max_batch, 1 + R], how many tokens were committed, then these.
-        rows: [max_batch, R, width], hidden states of the accepted rows; None for a draft that reads none.
-        trees: int32 [max_batch, 2, N], tokens, then parents; -2 for the parent of a node that is none.
+        accepted: int32 [max_batch, 1 + R], number of committed tokens, then the tokens.
+        rows: [max_batch, R, width], hidden states of the accepted rows; None for a draft that reads
+            none.
+        trees: int32 [max_batch, 2, N], tokens, then parents; a parent of -2 marks an absent node.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], verified: int, drafted: int) -> None:
@@ -73,26 +78,31 @@ class DeviceExchange:
         self._is_closed = False
 
     def publish(self, step: int) -> None:
-        """The current stream says that what a step committed is there."""
+        """Makes the current stream mark the commit of a step as written."""
         cuda.write_word(self._current, self._verified, step)
 
     def wait_trees(self, step: int) -> None:
-        """The current stream waits for the trees of a step; not for those of a draft that is gone."""
+        """Makes the current stream wait for the trees of a step; not for those of a draft that is
+        gone.
+        """
         with self._lock:
             if not self._is_closed:
                 self._newest = step
                 cuda.wait_word(self._current, self._drafted, step)
 
     def release(self, step: int) -> None:
-        """Ends the wait for a step's trees, which mean nothing then. From any thread.
+        """Ends the wait for a step's trees, which are meaningless then. Any thread may call it.
 
-        A draft that goes on may yet write the number of a step before: where the stream has not come to its wait, say it
-        again.
+        A draft that goes on may yet write the number of a step before: where the stream has not
+        come to its wait, say it again.
         """
         cuda.write_word(self._side, self._drafted, step)
 
     def close(self) -> None:
-        """The attach is over: ends every wait, and nothing is waited for any more. From any thread."""
+        """Ends every wait of the attach; nothing is waited for any more.
+
+        From any thread.
+        """
         with self._lock:
             self._is_closed = True
             self.release(self._newest)
@@ -103,13 +113,13 @@ class DeviceExchange:
 
 
 class DraftExchange(ABC):
-    """The draft's end.
+    """The draft's end of the exchange.
 
     Attributes:
-        accepted: int32 [max_batch + 1, 1 + R]; the last row is nobody's.
-        trees: int32 [max_batch + 1, 2, N]; likewise.
+        accepted: int32 [max_batch + 1, 1 + R]; the last row belongs to no sequence.
+        trees: int32 [max_batch + 1, 2, N]; the last row belongs to no sequence.
         hidden: [n, width], the ring and the rows behind it; None for a draft that reads none.
-        first_row: Of them, the first behind the ring.
+        first_row: Index of the first row behind the ring in `hidden`.
     """
 
     accepted: torch.Tensor
@@ -119,15 +129,15 @@ class DraftExchange(ABC):
 
     @abstractmethod
     def wait(self, step: int) -> None:
-        """The current stream waits for what an announced step committed."""
+        """Makes the current stream wait for the commit of an announced step."""
 
     @abstractmethod
     def publish(self, step: int) -> None:
-        """The current stream says that a step's trees are there."""
+        """Makes the current stream mark a step's trees as written."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Ends all waits for what will not come. From any thread."""
+        """Ends all waits for data that will not come. Any thread may call it."""
 
     @abstractmethod
     def close(self) -> None:

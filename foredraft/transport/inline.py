@@ -9,11 +9,11 @@ from foredraft.transport import codec
 from foredraft.transport.base import HiddenReader, HiddenWriter
 from foredraft.transport.rows import RowFormat
 
-MAX_BYTES = 32 << 20  # of rows in one message; half of gRPC's limit
+MAX_BYTES = 32 << 20  # maximum size of the rows in one message; half of gRPC's limit
 
 
 class InlineWriter(HiddenWriter):
-    """Puts rows into messages; the ring only bounds how many are under way.
+    """Puts rows into messages; the ring only bounds the number of rows that are unanswered.
 
     Args:
         row: Format of the rows.
@@ -36,7 +36,7 @@ class InlineReader(HiddenReader):
         self._row = row
 
     def read(self, rows: draft_pb2.HiddenRows) -> torch.Tensor:
-        """The rows of the message."""
+        """Returns the rows of the message."""
         if rows.WhichOneof("source") != "inline":
             raise InvalidRequest("hidden", "the rows are not in the message, as was agreed")
         tensor = codec.decode(rows.inline)

@@ -1,4 +1,6 @@
-"""What lies where in an arena: the same description for every transport, and the tensors in mapped bytes."""
+"""Layout of an arena: one description for every transport, and views of its tensors in mapped
+bytes.
+"""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ ALIGNMENT = 256  # bytes
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor that an arena shall hold.
+    """Describes a tensor that an arena shall hold.
 
     Attributes:
         name: Unique in the arena.
@@ -30,19 +32,19 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
+        """Number of bytes of the tensor's elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def ring_spec(row: RowFormat, capacity: int) -> TensorSpec:
-    """The ring of hidden states."""
+    """Describes the ring of hidden states."""
     return TensorSpec(HIDDEN, row.dtype, (capacity, row.width))
 
 
 def describe(
     transport: tensor_pb2.Transport, epoch: int, specs: Sequence[TensorSpec], first: int
 ) -> tensor_pb2.Arena:
-    """The arena of tensors one behind the other, without a handle.
+    """Returns the arena of tensors one behind the other, without a handle.
 
     Args:
         epoch: Number of the attach.
@@ -64,12 +66,12 @@ def describe(
 
 
 def find(arena: tensor_pb2.Arena, name: str) -> tensor_pb2.ArenaTensor | None:
-    """What an arena says of a tensor."""
+    """Returns an arena's description of a tensor; None where it has none."""
     return next((tensor for tensor in arena.tensors if tensor.name == name), None)
 
 
 def view(data: torch.Tensor, tensor: tensor_pb2.ArenaTensor) -> torch.Tensor:
-    """A tensor in the arena's bytes.
+    """Returns a tensor in the arena's bytes.
 
     Args:
         data: uint8 [bytes].

@@ -1,4 +1,6 @@
-"""Whether another process on this host is gone: memory that it may still use must not be given back before."""
+"""Detects whether another process on this host is gone: memory that it may still use must not be
+freed before.
+"""
 
 import os
 import select
@@ -8,7 +10,7 @@ from foredraft.api.tensor.v1 import tensor_pb2
 
 
 def own_identity() -> tensor_pb2.Process:
-    """This process, as another one on the host can find it."""
+    """Returns this process's identity, which other processes on the host find it with."""
     pid = os.getpid()
     return tensor_pb2.Process(
         pid=pid, start_time=start_time(pid) or 0, pid_namespace=pid_namespace()
@@ -16,29 +18,32 @@ def own_identity() -> tensor_pb2.Process:
 
 
 def start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a process, which tell it from a later one of the same pid; None if dead.
+    """Returns the clock ticks from boot to the start of a process; None for a dead process.
+
+    They tell the process from a later one of the same pid.
 
     Raises:
-        OSError: That cannot be known; there is no descriptor left, say.
+        OSError: The time cannot be read, for example for lack of a file descriptor.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    state, *fields = text.rpartition(")")[2].split()  # from field 3 on, proc_pid_stat(5)
+    # The fields from the third on, see proc_pid_stat(5)
+    state, *fields = text.rpartition(")")[2].split()
     return None if state in "ZX" else int(fields[18])
 
 
 def pid_namespace() -> int:
-    """Number of the namespace in which this process's pid means something."""
+    """Returns the number of the namespace in which this process's pid is valid."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 class Peer:
-    """Watches another process by a descriptor, which no later process can be mistaken for.
+    """Watches another process by a descriptor, which stays valid when its pid is reused.
 
     Args:
-        identity: What that process said of itself; empty where it said nothing.
+        identity: Identity that the process has sent; empty where it sent none.
     """
 
     def __init__(self, identity: tensor_pb2.Process) -> None:
@@ -69,7 +74,7 @@ class Peer:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Watches no longer; it counts as gone then."""
+        """Stops watching; the process counts as gone then."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -1,4 +1,6 @@
-"""Rows of hidden states: their format, their name in an arena, and what is said of an arena that does not fit."""
+"""Format of rows of hidden states, their name in an arena, and the error for an arena that does not
+fit.
+"""
 
 from dataclasses import dataclass
 
@@ -13,10 +15,10 @@ MAX_ROW_BYTES = 1 << 24
 
 
 class ArenaError(ForedraftError):
-    """An arena cannot be made here, or one that is offered cannot be mapped.
+    """Raised when an arena cannot be created here, or an offered one cannot be mapped.
 
     Args:
-        field: Name of what is to blame: a field of `tensor_pb2.Arena`, where it is one.
+        field: Name of the cause: a field of `tensor_pb2.Arena`, where it is one.
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -27,29 +29,32 @@ class ArenaError(ForedraftError):
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """One row of hidden states.
+    """Format of one row of hidden states.
 
     Attributes:
-        width: Elements.
-        dtype: Their type.
+        width: Number of elements.
+        dtype: Type of the elements.
     """
 
     width: int
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, needs: draft_pb2.HiddenNeeds) -> "RowFormat":
-        """The rows that a draft wants.
+    def of(cls, needs: draft_pb2.HiddenNeeds, width: int | None = None) -> "RowFormat":
+        """Returns the format of the rows that a draft asks for.
+
+        Args:
+            width: Width of the features, where the verifier projects hidden states to features.
 
         Raises:
-            InvalidRequest: There are no such rows.
+            InvalidRequest: The format is not supported.
         """
-        row = cls(needs.width, codec.to_torch(needs.dtype))
+        row = cls(needs.width if width is None else width, codec.to_torch(needs.dtype))
         if not row.dtype.is_floating_point or not 0 < row.num_bytes <= MAX_ROW_BYTES:
             raise InvalidRequest("hidden", f"rows of {row.width} x {row.dtype}")
         return row
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a row."""
+        """Number of bytes of a row."""
         return self.width * self.dtype.itemsize

@@ -1,7 +1,8 @@
 """Hidden states in a POSIX shared-memory segment: for a draft on the same host.
 
-A segment is a file in /dev/shm, made and mapped here rather than by multiprocessing.shared_memory, whose resource tracker
-would unlink in one process what another one owns. The verifier writes; the draft maps it read-only. Linux only.
+A segment is a file in /dev/shm, made and mapped here rather than by multiprocessing.shared_memory,
+whose resource tracker would unlink in one process what another one owns. The verifier writes; the
+draft maps it read-only. Linux only.
 """
 
 import errno
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_supported() -> bool:
-    """Whether this machine has what segments need."""
+    """Returns whether this machine supports POSIX shared-memory segments."""
     return FOLDER.is_dir() and Path("/proc/self/stat").exists()
 
 
@@ -75,7 +76,9 @@ class SharedMemoryWriter(RingWriter):
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Frees the segment as soon as a write that may be under way in another thread has ended."""
+        """Frees the segment as soon as a write that may be under way in another thread has
+        ended.
+        """
         self.attached()
         self._rows = self._map = None
 
@@ -94,7 +97,7 @@ class SharedMemoryReader(HiddenReader):
     """Maps a segment read-only.
 
     Args:
-        arena: As the verifier describes it.
+        arena: The verifier's description of the segment.
         row: Format of the rows.
         epoch: Number of the attach.
 
@@ -114,7 +117,7 @@ class SharedMemoryReader(HiddenReader):
         ).reshape(capacity, row.num_bytes)
 
     def read(self, rows: draft_pb2.HiddenRows) -> torch.Tensor:
-        """The rows of the ring."""
+        """Returns rows of the ring."""
         ring = self._rows
         if ring is None:
             raise InvalidRequest("hidden", "the attach has ended")
@@ -127,7 +130,7 @@ class SharedMemoryReader(HiddenReader):
         return torch.from_numpy(data).view(self._row.dtype)
 
     def close(self) -> None:
-        """Unmaps the segment, once the traceback of a read that failed has let go of it too."""
+        """Unmaps the segment, once the traceback of a failed read has released it too."""
         self._rows = self._map = None
 
 
@@ -159,14 +162,17 @@ def _new_name() -> str:
 
 
 def _why(error: OSError) -> str:
-    """Why there is no segment, and what to do about it: a container has 64 MiB of /dev/shm unless it is given more."""
+    """Explains why a segment cannot be made, and how to remedy it.
+
+    A container has 64 MiB of /dev/shm unless it is given more.
+    """
     if error.errno != errno.ENOSPC:
         return str(error)
     room = os.statvfs(FOLDER)
     free, total = (blocks * room.f_frsize / 2**20 for blocks in (room.f_bavail, room.f_blocks))
     return (
-        f"{FOLDER} has {free:.0f} of {total:.0f} MiB left; give its container more (docker run --shm-size, Kubernetes: an "
-        "emptyDir of medium Memory there), or lower --arena-mb"
+        f"{FOLDER} has {free:.0f} of {total:.0f} MiB left; give its container more (docker run"
+        " --shm-size, Kubernetes: an emptyDir of medium Memory there), or lower --arena-mb"
     )
 
 

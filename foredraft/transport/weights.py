@@ -1,4 +1,6 @@
-"""Weights of the target that its draft maps instead of loading them: torch's own allocations, shared as they lie."""
+"""Maps weights of the target into its draft, which then need not load them. torch's own allocations
+are shared as they lie.
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -11,7 +13,8 @@ from foredraft.transport.rows import ArenaError
 
 
 def export(weights: Mapping[str, torch.Tensor], epoch: int) -> list[tensor_pb2.Arena]:
-    """Describes weights on a GPU, one arena for each allocation; they must stay where they are.
+    """Describes weights on a GPU, one arena for each allocation; the weights must stay where they
+    are.
 
     Raises:
         ArenaError: An allocation cannot be shared.
@@ -42,13 +45,13 @@ def export(weights: Mapping[str, torch.Tensor], epoch: int) -> list[tensor_pb2.A
 
 
 class MappedWeights:
-    """A verifier's weights in this process.
+    """Maps a verifier's weights into this process.
 
     Args:
-        arenas: As the verifier describes them.
+        arenas: The verifier's descriptions of the weights.
 
     Attributes:
-        tensors: By name. To be read only: the verifier computes with the same bytes.
+        tensors: Weights by name. They must only be read: the verifier computes with the same bytes.
 
     Raises:
         ArenaError: A description contradicts itself, or an allocation cannot be mapped.
@@ -65,7 +68,7 @@ class MappedWeights:
             raise
 
     def close(self) -> None:
-        """Unmaps them; nothing may compute with them."""
+        """Unmaps the weights; nothing may compute with them."""
         self.tensors.clear()
         while self._mappings:
             mapping = self._mappings.pop()

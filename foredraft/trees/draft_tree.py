@@ -1,4 +1,7 @@
-"""Draft trees as plain data (torch-free): the tree itself, its check on arrival, its depths and paths. Masks live in `tree`."""
+"""Draft trees as plain data (torch-free): trees, their check on arrival, their depths and paths.
+
+Masks live in `tree`.
+"""
 
 import functools
 import operator
@@ -7,8 +10,8 @@ from dataclasses import dataclass
 
 from foredraft.types import NO_TOKEN
 
-ROOT = -1  # as a parent: the root of the tree, or nothing before the root
-NO_PARENT = -2  # parent of a node or row that is none
+ROOT = -1  # value of a parent: the root of the tree, or nothing before the root
+NO_PARENT = -2  # parent that marks an absent node or row
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +31,22 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each node follows the one before it."""
+        """Whether each node follows the previous one."""
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
     def first(self, num_nodes: int) -> "DraftTree":
-        """The tree of the first nodes; parents stand before their children, so it is whole."""
+        """Returns the tree of the first nodes, which is whole: parents precede their children."""
         if num_nodes >= len(self.tokens):
             return self
         return DraftTree(self.tokens[:num_nodes], self.parents[:num_nodes])
 
     def within(self, num_steps: int, topk: int) -> "DraftTree":
-        """The tree without nodes deeper than `num_steps`, and without children beyond the first `topk` of a node."""
+        """Returns the tree without nodes deeper than `num_steps`, and with at most the first `topk`
+        children of a node.
+        """
         tokens: list[int] = []
         parents: list[int] = []
-        new_index = [-1]  # by row: the root's, then each node's, -2 when it was dropped
+        new_index = [-1]  # new indexes of the root and of each node; -2 for dropped ones
         depth, num_children = [0], [0]
         for token, parent in zip(self.tokens, self.parents, strict=True):
             row = parent + 1
@@ -62,20 +67,20 @@ EMPTY = DraftTree()
 def sanitize(
     tokens: Sequence[int], parents: Sequence[int], vocab_size: int, max_nodes: int
 ) -> tuple[DraftTree, int]:
-    """A proposal from outside, without what cannot be verified.
+    """Removes the nodes of a received proposal that cannot be verified.
 
-    A node is dropped if its token is not in the vocabulary, its parent is not an earlier node or the root, or it lies
-    beyond `max_nodes`; its descendants go with it. Nodes padded with the token -1 are dropped without being counted, and
-    siblings with the same token become one node.
+    A node is dropped if its token is not in the vocabulary, its parent is not an earlier node or
+    the root, or it lies beyond `max_nodes`; its descendants go with it. Nodes padded with the token
+    -1 are dropped without being counted, and siblings with the same token become one node.
 
     Returns:
-        The tree of the nodes that remain, and the number of nodes that were bad by themselves.
+        The remaining tree, and the number of nodes that were invalid themselves.
     """
     if _is_clean(tokens, parents, vocab_size, max_nodes):
         return DraftTree(tuple(tokens), tuple(parents)), 0
     kept_tokens: list[int] = []
     kept_parents: list[int] = []
-    new_index: list[int] = []  # of each node seen so far, -2 when it was dropped
+    new_index: list[int] = []  # new index of each node; -2 for dropped ones
     known: dict[tuple[int, int], int] = {}
     num_bad = abs(len(tokens) - len(parents))
     for index, (token, parent) in enumerate(zip(tokens, parents, strict=False)):
@@ -99,7 +104,10 @@ def sanitize(
 def _is_clean(
     tokens: Sequence[int], parents: Sequence[int], vocab_size: int, max_nodes: int
 ) -> bool:
-    """Whether nothing has to be dropped: what nearly every proposal is, told without a loop in Python."""
+    """Returns whether nothing has to be dropped.
+
+    Nearly all proposals are clean, so this check runs no loop in Python.
+    """
     size = len(tokens)
     if not 0 < size == len(parents) <= max_nodes or min(tokens) < 0 or max(tokens) >= vocab_size:
         return False
@@ -116,7 +124,7 @@ def _parents_of_chain(size: int) -> list[int]:
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """The depth of every node; the root's children have depth 1."""
+    """Returns the depth of every node; the root's children have depth 1."""
     out: list[int] = []
     for parent in parents:
         out.append(1 if parent < 0 else out[parent] + 1)
@@ -124,7 +132,10 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def paths(tree: DraftTree) -> list[list[int]]:
-    """For every row (row 0 is the root, row i + 1 is node i) the tokens from below the root down to the row's own."""
+    """Returns, for every row, the tokens from below the root down to the row's own.
+
+    Row 0 is the root, row i + 1 is node i.
+    """
     out: list[list[int]] = [[]]
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         out.append([*out[parent + 1], token])
@@ -132,7 +143,7 @@ def paths(tree: DraftTree) -> list[list[int]]:
 
 
 def children(tree: DraftTree) -> list[dict[int, int]]:
-    """For every row the rows of its children by token; of equal siblings the first."""
+    """Returns, for every row, the rows of its children by token; of equal siblings the first."""
     out: list[dict[int, int]] = [{} for _ in range(len(tree) + 1)]
     for index, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         out[parent + 1].setdefault(token, index + 1)

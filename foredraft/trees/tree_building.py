@@ -1,17 +1,21 @@
-"""Builds draft trees from a draft model's logits, level by level, for a whole batch. Running the model is the drafter's part.
+"""Builds draft trees from a draft model's logits, level by level, for a whole batch.
 
-Two orders of candidates (design: a draft decides only what is worth verifying, never what is right):
+The drafter runs the model. A draft decides only what is worth verifying, never what is right.
+Candidates have one of two orders:
 
-`topk`     by the draft's own probability at temperature 1; a node's value is the product of probabilities on its path
-           (EAGLE-2, Li et al. 2024).
-`coupled`  by the score that the sampling rule itself would give the draft's logits, noise included, under the request's
-           temperature and filters; the first is what the target chooses if it agrees with the draft.
+- `topk`: by the draft's own probability at temperature 1. A node's value is the product of the
+  probabilities on its path (EAGLE-2, Li et al. 2024).
+- `coupled`: by the score that the sampling rule would give to the draft's logits, noise included,
+  under the request's temperature and filters. The first is what the target chooses if it agrees
+  with the draft.
 
-In the coupled order a node's value is the product over its path of the estimated probability that the target's perturbed
-best token is this child. With perturbed scores s_i of the draft, and the target's logits differing from the draft's by
-independent Gumbel noise of scale `DISAGREEMENT`, the target's scores are s_i plus that noise over the temperature, so that
-P(child i is the best) = softmax_i(temperature * s_i / DISAGREEMENT): near 1 where the draft's best leads by a wide gap, shared
-where the gap is small. A greedy request is the limit of temperature 0, where it becomes the probability of `topk`.
+In the coupled order a node's value is the product over its path of the estimated probability that
+the target's perturbed best token is this child. With perturbed scores s_i of the draft, and the
+target's logits differing from the draft's by independent Gumbel noise of scale `DISAGREEMENT`, the
+target's scores are s_i plus that noise over the temperature, so that P(child i is the best) =
+softmax_i(temperature * s_i / DISAGREEMENT): near 1 where the draft's best leads by a wide gap,
+shared where the gap is small. A greedy request is the limit of temperature 0, where it becomes the
+probability of `topk`.
 """
 
 import math
@@ -26,25 +30,28 @@ from foredraft.trees.draft_tree import EMPTY, DraftTree
 
 Ordering = Literal["topk", "coupled"]
 
-DISAGREEMENT = 1.0  # 1 makes the greedy limit the draft's own probability, which is known to estimate acceptance well
+# 1 makes the greedy limit the draft's own probability, which is known to estimate acceptance well.
+DISAGREEMENT = 1.0
 # Perturbed scores that share the probability; further ones are too far behind to matter.
 MIN_RIVALS = 16
 
 
 class BeamTree:
-    """Beams of one drafting round.
+    """Builds the trees of a batch by beam search, in one drafting round.
 
-    For each of `num_steps` levels call `expand` with the draft's logits for the rows that it returned last (the root at
-    first); then `finish`. Under `coupled` the chain of first children always survives and is always in the tree, so that
-    a draft that equals the target is accepted completely.
+    For each of `num_steps` levels call `expand` with the draft's logits for the rows that it
+    returned last (the root at first); then `finish`. Under `coupled` the chain of first children
+    always survives and is always in the tree, so that a draft that equals the target is accepted
+    completely.
 
     Args:
         batch: Number of sequences, B.
-        num_steps: Levels.
-        topk: Children taken per node and beams kept per level, K.
-        num_draft_tokens: Rows to verify, the root included.
-        ordering: See above.
-        rows: For `coupled`, the sequences' sampling parameters with the position of the first drafted token.
+        num_steps: Number of levels.
+        topk: Number of children taken per node and of beams kept per level, K.
+        num_draft_tokens: Number of rows to verify, the root included.
+        ordering: Order of candidates, see the module.
+        rows: Sampling parameters of the sequences for `coupled`, with the position of the first
+            drafted token.
     """
 
     def __init__(
@@ -66,11 +73,12 @@ class BeamTree:
         self.num_draft_tokens = num_draft_tokens
         self._rows = rows if ordering == "coupled" else None
         self._level = 0
-        # Of the beams selected last; at first the root alone.
+        # State of the newest beams; at first the root is the only one.
         self._values: torch.Tensor | None = None  # log values [B, K]
         self._nodes: torch.Tensor | None = None  # candidate indices [B, K]
         self._ancestors: torch.Tensor | None = None  # bool [B, K, level * K + K]
-        # Of all candidates of all levels, [B, K] then [B, K * K] each; a candidate's index is its place in the whole.
+        # Candidates of all levels, [B, K] then [B, K * K] each; a candidate's index is its
+        # place in the whole.
         self._all_keys: list[torch.Tensor] = []
         self._all_tokens: list[torch.Tensor] = []
         self._all_parents: list[torch.Tensor] = []
@@ -82,12 +90,14 @@ class BeamTree:
         """Takes the children of the current beams and selects the next beams among them.
 
         Args:
-            logits: float32 [B, 1, V] for the root, then [B, K, V], in the order of the beams returned last.
-            token_map: int64 [V], the target's token id of each column, for a reduced draft vocabulary.
+            logits: float32 [B, 1, V] for the root, then [B, K, V], in the order of the beams
+                returned last.
+            token_map: int64 [V], the target's token id of each column, for a reduced draft
+                vocabulary.
 
         Returns:
-            int64 [B, K] tokens of the selected beams (the target's ids), and int64 [B, K] the beam of the previous level
-            that each of them continues (0 at the first level).
+            int64 [B, K] tokens of the selected beams (the target's ids), and int64 [B, K] the beam
+            of the previous level that each of them continues (0 at the first level).
         """
         batch, num_beams, vocab = logits.shape
         if self._level >= self.num_steps:
@@ -117,25 +127,29 @@ class BeamTree:
         return tokens.gather(-1, picked), beams
 
     def ancestor_rows(self) -> torch.Tensor:
-        """Which draft rows the beams selected last may attend to, beside the committed prefix.
+        """Returns which draft rows the newest beams may attend to, beside the committed prefix.
 
         Returns:
-            bool [B, K, level * K + K], level counted from 0; row level * K + beam is that beam, itself included.
+            bool [B, K, level * K + K], level counted from 0; row level * K + beam is that beam,
+            itself included.
         """
         assert self._ancestors is not None, "expand comes first"
         return self._ancestors
 
     def finish(self, max_nodes: Sequence[int] | None = None) -> list[DraftTree]:
-        """The most valuable candidates of all levels, by value: a parent is before its children, and the first nodes of a
-        tree are the best tree of that many.
+        """Returns trees of the most valuable candidates of all levels, ordered by value.
+
+        A parent comes before its children, and the first nodes of a tree are the best tree of that
+        size.
 
         Args:
-            max_nodes: For every sequence a limit below num_draft_tokens - 1.
+            max_nodes: Limit below num_draft_tokens - 1 for every sequence.
         """
         if not self._all_keys:
             return [EMPTY] * self.batch
         keys = torch.cat(self._all_keys, -1)
-        # A child's value is at most its parent's and its index is higher: a stable order takes the parent first.
+        # A child's value is at most its parent's and its index is higher: a stable order takes the
+        # parent first.
         order = keys.sort(dim=-1, descending=True, stable=True)
         best = order.indices[:, : self.num_draft_tokens - 1]
         usable = (order.values[:, : best.shape[1]] > -math.inf).sum(-1).tolist()
@@ -158,7 +172,9 @@ class BeamTree:
     def _children(
         self, logits: torch.Tensor, token_map: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[R, V] -> the K best columns [R, K] and their log values [R, K], best first."""
+        """Returns the K best columns [R, K] of logits [R, V] and their log values [R, K], best
+        first.
+        """
         logits = scrub(logits)
         if self._rows is None or not self._rows.any_sampled:
             return self._likeliest(logits)

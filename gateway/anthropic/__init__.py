@@ -1,1 +1,1 @@
-"""Anthropic's Messages API over what chat completions run."""
+"""Anthropic's Messages API, built on chat completions."""

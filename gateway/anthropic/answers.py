@@ -1,4 +1,4 @@
-"""A message as Anthropic's API says it, whole and in events."""
+"""Renders messages in the shape of Anthropic's API, whole and as events."""
 
 import uuid
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ _DELTAS = {
 
 @dataclass(slots=True)
 class Answer:
-    """One message.
+    """Renders one message.
 
     Attributes:
-        model: The model's name.
-        reader: Reads the text.
-        num_prompt_tokens: Tokens of the prompt.
-        max_tokens: Most tokens of the answer; with fewer, one that did not end by itself ran out of context.
-        seed: Seed that is used.
+        model: Name of the model.
+        reader: Cuts the text into parts.
+        num_prompt_tokens: Number of prompt tokens.
+        max_tokens: Most tokens of the answer; an answer that was cut with fewer ran out of context.
+        seed: Seed of the answer.
     """
 
     model: str
@@ -41,7 +41,7 @@ class Answer:
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
 
     def whole(self, chunk: Chunk) -> dict[str, Any]:
-        """The message."""
+        """Returns the whole message."""
         for _ in self.reader.read(chunk):
             pass
         end = chunk.completion
@@ -51,12 +51,12 @@ class Answer:
         return {**found, **self._stop(end), "speculation": replies.speculation(end)}
 
     def started(self) -> bytes:
-        """The message has begun."""
+        """Returns the event that begins the message."""
         usage = {"input_tokens": self.num_prompt_tokens, "output_tokens": 0}
         return _event("message_start", message=self._message([], usage))
 
     def read(self, chunk: Chunk) -> Iterator[bytes]:
-        """What a chunk brings."""
+        """Yields the events of a chunk."""
         for change in self.reader.read(chunk):
             yield self._changed(change)
         end = chunk.completion
@@ -65,7 +65,7 @@ class Answer:
             yield _event("message_stop")
 
     def failed(self, error: Exception) -> bytes:
-        """An error ended the message."""
+        """Returns the event for an error that ends the message."""
         return b"event: error\n" + encode_event(envelopes.anthropic(error))
 
     def _changed(self, change: Change) -> bytes:
@@ -92,7 +92,7 @@ class Answer:
         }
 
     def _stop(self, end: Completion) -> dict[str, Any]:
-        """Why it ended."""
+        """Returns why the message ended."""
         if end.stop_text is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_text}
         if end.reason is FinishReason.STOP:
@@ -105,7 +105,7 @@ class Answer:
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self, end: Completion) -> dict[str, Any]:
-        """What was found in the prefix cache counts apart."""
+        """Returns token counts; tokens found in the prefix cache count apart."""
         cached = end.account.cached_tokens
         return {
             "input_tokens": end.account.prompt_tokens - cached,
@@ -126,7 +126,7 @@ def _block(part: Part, text: str) -> dict[str, Any]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call; those of one that was cut, as far as they came."""
+    """Parses a call's arguments; of a call that was cut, as far as they came."""
     try:
         found = from_json(text, allow_partial=True)
     except ValueError:

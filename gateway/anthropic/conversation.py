@@ -1,4 +1,4 @@
-"""Anthropic's messages as the messages of a chat."""
+"""Converts Anthropic's messages to messages of chat completions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,11 @@ from gateway.anthropic.schemas import Block, InnerBlock, InputMessage
 
 
 class Conversation:
-    """Messages of a chat: results of tools are messages of their own there, and one role's messages in a row are one."""
+    """Builds messages of chat completions.
+
+    Results of tools are messages of their own there, and consecutive messages of one role become
+    one.
+    """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -16,14 +20,14 @@ class Conversation:
         self._open: set[str] = set()  # calls of the last message without a result
 
     def instruct(self, system: str | Sequence[InnerBlock]) -> None:
-        """Begins with the system's text."""
+        """Begins with the system prompt."""
         self._say("system", _texts(system, "system"))
 
     def add(self, messages: Sequence[InputMessage]) -> None:
         """Appends messages.
 
         Raises:
-            InvalidRequest: One cannot be taken.
+            InvalidRequest: A message is not accepted.
         """
         for i, message in enumerate(messages):
             where = f"messages.{i}"
@@ -91,14 +95,14 @@ class Conversation:
         self.messages.append({"role": "tool", "tool_call_id": name, "content": content})
 
     def _turn(self, role: str) -> dict[str, Any]:
-        """The message that more of a role's goes to."""
+        """Returns the last message if it has the role, else a new one."""
         if not self.messages or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": ""})
         return self.messages[-1]
 
 
 def _texts(content: str | Sequence[InnerBlock], where: str) -> str:
-    """Blocks of text, a line each."""
+    """Joins blocks of text, a line each."""
     if isinstance(content, str):
         return content
     texts = []

@@ -21,7 +21,7 @@ from gateway.serving import Serving
 
 
 def make_router(serving: Serving) -> APIRouter:
-    """The routes over one model."""
+    """Creates the routes."""
     router = APIRouter(tags=["Anthropic"])
     bounds = serving.bounds
 
@@ -50,15 +50,13 @@ def make_router(serving: Serving) -> APIRouter:
 async def _prepare(serving: Serving, body: MessagesBody) -> tuple[Job, Answer]:
     serving.check_model(body.model)
     body.check(bool(serving.config.reasoning_parser))
-    # The field is required, so many ask for more than a model's context holds: what fits is generated.
+    # The field is required, so many ask for more than a model's context holds: what fits is
+    # generated.
     most = serving.config.max_output_tokens or serving.info.context_length
     max_tokens = min(body.max_tokens, most)
     converted = body.chat(
         _messages(body),
         max_completion_tokens=max_tokens,
-        temperature=body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p,
         stop=body.stop_sequences,
     )
     with naming_by(body.field):
@@ -84,7 +82,10 @@ async def _whole(serving: Serving, job: Job, answer: Answer) -> dict[str, Any]:
 
 
 async def _events(serving: Serving, job: Job, answer: Answer) -> AsyncGenerator[bytes, None]:
-    """The events; the first of them once there is a token, so that what fails before has a status of its own."""
+    """Yields the events, the first of them once there is a token.
+
+    So an error before that has its own HTTP status.
+    """
     is_first = True
     async with contextlib.aclosing(serving.generator.stream(job)) as chunks:
         async for chunk in chunks:

@@ -83,7 +83,7 @@ class ToolParam(Loose):
     cache_control: dict[str, Any] | None = None
 
     def converted(self, where: str) -> Tool:
-        """As chat completions take it."""
+        """Converts the object to chat completions' form."""
         if self.type not in (None, "custom"):
             raise InvalidRequest(
                 f"{where}.type", f"only the client's own tools are taken, not {self.type[:40]!r}"
@@ -101,14 +101,14 @@ class ToolParam(Loose):
 
 
 class ToolChoice(Body):
-    """Which tools may or have to be called."""
+    """The choice of tools that may or must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
     def converted(self) -> Choice:
-        """As chat completions take it."""
+        """Converts the object to chat completions' form."""
         if self.type != "tool":
             if self.name is not None:
                 raise InvalidRequest("tool_choice.name", "needs type: tool")
@@ -119,19 +119,19 @@ class ToolChoice(Body):
 
 
 class OutputFormat(Body):
-    """What the text has to look like."""
+    """The form that the text must have."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
     def converted(self) -> ResponseFormat:
-        """As chat completions take it."""
+        """Converts the object to chat completions' form."""
         schema = JsonSchema.model_validate({"name": "output", "schema": self.schema_})
         return ResponseFormat(type="json_schema", json_schema=schema)
 
 
 class OutputConfig(Body):
-    """How the answer is to be."""
+    """Settings of the answer."""
 
     format: OutputFormat | None = None
     effort: str | None = None
@@ -179,7 +179,7 @@ class CountBody(ExtendedBody):
         """Raises InvalidRequest for a field that cannot be honoured.
 
         Args:
-            can_think: Whether reasoning is set apart.
+            can_think: Whether the server separates reasoning.
         """
         refuse(vars(self), _REFUSED)
         if self.thinking is not None and self.thinking.type == "enabled" and not can_think:
@@ -188,7 +188,7 @@ class CountBody(ExtendedBody):
             )
 
     def chat(self, messages: list[Message], **fields: Any) -> ChatBody:
-        """What chat completions run for it."""
+        """Converts the body to one of chat completions."""
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         extensions = self.extensions()
         if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
@@ -211,7 +211,7 @@ class CountBody(ExtendedBody):
         )
 
     def field(self, name: str) -> str:
-        """A field of chat completions as this body has it."""
+        """Returns this body's name of a chat completions field."""
         if name.startswith("tools."):
             return name.replace(".function.parameters", ".input_schema").replace(".function.", ".")
         names = {

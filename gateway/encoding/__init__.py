@@ -1,1 +1,4 @@
-"""Tokenizing and chat templates in processes that can be killed: what clients write decides how long they take."""
+"""Tokenizing and chat templates, in processes that can be killed.
+
+The clients' text decides how long they take.
+"""

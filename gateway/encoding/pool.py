@@ -1,4 +1,4 @@
-"""The gateway's side of encoding: a few processes, jobs with a time limit, and killing what runs over it."""
+"""The gateway's side of encoding: a few processes, and jobs with limits of time and memory."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,8 @@ from gateway.encoding.worker import READY
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 1024  # jobs in all; more are refused
-# A job that takes longer leaves its place to a fresh process, so that quick ones do not wait for it.
+# A job that takes longer leaves its place to a fresh process, so that quick ones do not wait for
+# it.
 OVERTIME_SECONDS = 0.25
 MAX_OVERTIME = 4  # jobs that may run beside the places
 LOAD_SECONDS = 120.0
@@ -40,14 +41,17 @@ class _Process:
 
 @dataclass(slots=True)
 class _Place:
-    """Where a process may be; a job that finds none forks one. A job that takes long leaves its place to the next."""
+    """A place for one process; a job that finds it empty forks a process.
+
+    A job that takes too long leaves its place to the next.
+    """
 
     process: _Process | None
     was_left: bool = False
 
 
 class _Died(Exception):
-    """The process of a job has gone."""
+    """The process of a job has died."""
 
 
 class EncodingPool:
@@ -56,9 +60,9 @@ class EncodingPool:
     Args:
         tokenizer_path: Directory of the tokenizer.
         template_path: File with a chat template instead of the directory's; "" for that.
-        num_processes: Jobs that run at a time.
-        timeout: Seconds of a job.
-        memory_mb: MiB of a job.
+        num_processes: Number of jobs that run at a time.
+        timeout: Seconds that a job may take.
+        memory_mb: MiB of memory that a job may take.
     """
 
     def __init__(
@@ -91,10 +95,10 @@ class EncodingPool:
             self._idle.put_nowait(await self._fork())
 
     async def encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
-        """Token ids of a text.
+        """Returns a text's token ids.
 
         Raises:
-            InvalidRequest: It takes too long, or too much memory; names the field.
+            InvalidRequest: The text takes too long, or too much memory; names the field.
             Overloaded: Too many jobs wait.
         """
         return unpack_tokens(await self._run(field, "encode", text, add_special_tokens))
@@ -102,7 +106,7 @@ class EncodingPool:
     async def encode_chat(
         self, messages: Sequence[Any], variables: dict[str, Any], field: str
     ) -> list[int]:
-        """Token ids of a conversation, by the chat template.
+        """Returns a conversation's token ids, by the chat template.
 
         Raises:
             InvalidRequest: The template refuses it, or it takes too long or too much memory.
@@ -111,7 +115,7 @@ class EncodingPool:
         return unpack_tokens(await self._run(field, "chat", messages, variables))
 
     async def decode(self, tokens: Sequence[int], skip_special_tokens: bool, field: str) -> str:
-        """Text of token ids.
+        """Returns the text of token ids.
 
         Raises:
             Overloaded: Too many jobs wait.
@@ -120,7 +124,7 @@ class EncodingPool:
         return found.decode("utf-8", "surrogatepass")
 
     async def close(self) -> None:
-        """Ends the processes; what runs fails."""
+        """Ends the processes; running jobs fail."""
         for job in self._jobs:
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
@@ -133,7 +137,8 @@ class EncodingPool:
     async def _run(self, field: str, operation: str, *arguments: Any) -> bytes:
         if self._num_jobs >= MAX_WAITING:
             raise Overloaded("too many prompts wait for the tokenizer")
-        # A client that goes away leaves its job to end, within its time, on a process that others use later.
+        # A client that goes away leaves its job to end, within its time, on a process that others
+        # use later.
         job = asyncio.create_task(self._job(field, operation, arguments))
         self._jobs.add(job)
         self._num_jobs += 1
@@ -168,7 +173,7 @@ class EncodingPool:
         return body
 
     def _relieve(self, place: _Place) -> None:
-        """Lets another process have the place, while this one goes on beside it."""
+        """Gives the place to another process, while this job goes on beside it."""
         if self._num_overtime < MAX_OVERTIME:
             self._num_overtime += 1
             place.was_left = True
@@ -183,7 +188,10 @@ class EncodingPool:
             place.process.writer.close()  # it ends itself
 
     async def _attempt(self, place: _Place, request: bytes) -> tuple[Verdict, bytes]:
-        """The answer of the process at a place; the place is empty afterwards where the process had to be ended."""
+        """Runs a job in the process at a place, forking one if the place is empty.
+
+        The place is empty afterwards if the process had to be ended.
+        """
         was_fresh = False
         while True:
             if place.process is None:
@@ -193,7 +201,8 @@ class EncodingPool:
                     return await _ask(place.process, request)
             except _Died:
                 _kill(place, "memory")
-                # An old one may have died before: only one that was new says something about the job.
+                # An old one may have died before: only one that was new says something about the
+                # job.
                 if was_fresh:
                     raise
             except TimeoutError:
@@ -234,8 +243,8 @@ class EncodingPool:
         ours.setblocking(False)
         with theirs:
             number = theirs.fileno()
-            # Not the loop's own way, whose fork would run gRPC's handlers; and in this thread, whose end the process
-            # would not outlive.
+            # Not the loop's own way, whose fork would run gRPC's handlers; and in this thread,
+            # whose end the process would not outlive.
             self._loader = subprocess.Popen(
                 [sys.executable, "-m", "gateway.encoding.worker", str(number), *self._arguments],
                 pass_fds=[number],

@@ -1,4 +1,7 @@
-"""What goes between the gateway and an encoding process: a length and JSON there, a verdict, a length and bytes back."""
+"""Messages between the gateway and an encoding process.
+
+A request is a length and JSON; an answer is a verdict, a length and bytes.
+"""
 
 import array
 import enum
@@ -11,7 +14,7 @@ ANSWER_HEAD = struct.Struct("<BI")
 
 
 class Verdict(enum.IntEnum):
-    """How a job ended."""
+    """The outcome of a job."""
 
     DONE = 0
     REFUSED = 1  # by the request's own fault
@@ -19,23 +22,25 @@ class Verdict(enum.IntEnum):
 
 
 def pack_request(operation: str, *arguments: Any) -> bytes:
-    """A job: `encode` (text, add_special_tokens), `chat` (messages, variables) or `decode` (tokens, skip_special)."""
+    """Packs a job: `encode` (text, add_special_tokens), `chat` (messages, variables) or `decode`
+    (tokens, skip_special).
+    """
     body = json.dumps([operation, *arguments], ensure_ascii=False).encode()
     return REQUEST_HEAD.pack(len(body)) + body
 
 
 def pack_answer(verdict: Verdict, body: bytes) -> bytes:
-    """An answer."""
+    """Packs an answer."""
     return ANSWER_HEAD.pack(verdict, len(body)) + body
 
 
 def pack_tokens(tokens: list[int]) -> bytes:
-    """Token ids as 32-bit integers."""
+    """Packs token ids as 32-bit integers."""
     return array.array("I", tokens).tobytes()
 
 
 def unpack_tokens(body: bytes) -> list[int]:
-    """Token ids again."""
+    """Unpacks token ids."""
     tokens = array.array("I")
     tokens.frombytes(body)
     return tokens.tolist()

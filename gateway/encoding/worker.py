@@ -1,7 +1,9 @@
-"""`python -m gateway.encoding.worker`: loads a tokenizer once and forks processes that use it, each on its own socket.
+"""`python -m gateway.encoding.worker`: loads a tokenizer and forks processes that use it.
 
-Started by `gateway.encoding.pool`, which sends a socket for every process it wants and reads back its number. A process
-has a bound of memory; its time is the pool's affair, which kills it.
+Each process has its own socket.
+
+Started by `gateway.encoding.pool`, which sends a socket for every process it wants and reads back
+its number. A process has a limit of memory; the pool kills it when its time is over.
 """
 
 import ctypes
@@ -30,7 +32,11 @@ _PAGE = resource.getpagesize()
 
 
 def main(arguments: list[str]) -> int:
-    """Arguments: control socket's descriptor, tokenizer directory, template file or "", bytes of memory for a job."""
+    """Forks a process for every socket received, until the control socket closes.
+
+    Arguments are the control socket's descriptor, the tokenizer's directory, a template file or "",
+    and the bytes of memory for a job.
+    """
     exit_with_parent()
     # The gateway drains on these signals; it ends this process by closing the socket.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -56,7 +62,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _bound(memory: int) -> None:
-    """Ends this process with its parent, and gives it so many bytes on top of what it has."""
+    """Limits this process to `memory` more bytes, and has it end with its parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -102,7 +108,7 @@ def _run(tokenizer: Tokenizer, operation: str, arguments: list[Any]) -> bytes:
 
 
 def _read(connection: socket.socket, size: int) -> bytes | None:
-    """So many bytes; None where the other side has closed."""
+    """Reads `size` bytes; returns None if the other side has closed."""
     data = bytearray()
     while len(data) < size:
         chunk = connection.recv(min(size - len(data), 1 << 20))

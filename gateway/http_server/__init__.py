@@ -1,1 +1,1 @@
-"""HTTP/1.1 on a socket: how many connections there may be, what each may send, and how long each may take."""
+"""HTTP/1.1 server that limits connections, what each may send, and how long each may take."""

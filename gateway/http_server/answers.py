@@ -1,4 +1,4 @@
-"""Answers that the server gives itself, where no application is asked."""
+"""Answers that the server gives itself, without the application."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from gateway import errors
 
 
 def last_answer(status: HTTPStatus, envelope: object, headers: Mapping[str, str]) -> bytes:
-    """A whole HTTP/1.1 answer, after which the connection ends."""
+    """Renders a whole HTTP/1.1 answer, after which the connection ends."""
     body = json.dumps(envelope).encode()
     head = [
         f"HTTP/1.1 {status.value} {status.phrase}",
@@ -21,12 +21,12 @@ def last_answer(status: HTTPStatus, envelope: object, headers: Mapping[str, str]
 
 
 def error_answer(error: Exception) -> bytes:
-    """An error as its whole answer."""
+    """Renders the whole answer for an error."""
     status = HTTPStatus(errors.http_error(error).status)
     return last_answer(status, errors.envelope(error), errors.headers(error))
 
 
 def refusal(status: HTTPStatus, why: str) -> bytes:
-    """The answer to what is no request that HTTP/1.1 knows."""
+    """Renders the answer to a request that is not valid HTTP/1.1."""
     error = {"message": why, "type": "invalid_request_error", "param": None, "code": None}
     return last_answer(status, {"error": {**error, "retryable": False}}, {})

@@ -1,4 +1,4 @@
-"""Places for connections: how many there are, in all and of one address, and who gives way when none is free."""
+"""Limits connections, in all and per address, and chooses which gives way when none is free."""
 
 import ipaddress
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from gateway import metrics
 
 # An IPv6 customer has at least this network, and may call from any address in it.
 IPV6_PREFIX = 64
-# Descriptors that the gateway needs itself: to its verifiers and its processes that encode, pipes, files that it reads
-# again, and the probes of whoever watches it.
+# Descriptors that the gateway needs itself: for verifiers and its processes that encode, pipes,
+# files that it reads again, and the probes of whoever watches it.
 RESERVED_FILES = 96
 
 
@@ -18,8 +18,8 @@ class Seat:
     """The place of one connection.
 
     Attributes:
-        address: Whose it is.
-        evict: Ends the connection; set by whoever has it in hand.
+        address: Address or network of the client.
+        evict: Function that ends the connection, set by its present handler.
     """
 
     __slots__ = ("_crowd", "_is_left", "address", "evict")
@@ -31,18 +31,18 @@ class Seat:
         self._is_left = False
 
     def wait(self) -> None:
-        """The server waits for the client from now on: it may have to give way."""
+        """Marks that the server waits for the client, and the connection may have to give way."""
         waiting = self._crowd.waiting
         waiting.pop(self, None)
         if not self._is_left:
             waiting[self] = None
 
     def work(self) -> None:
-        """The client waits for the server from now on: it keeps its place."""
+        """Marks that the client waits for the server, so that the connection keeps its place."""
         self._crowd.waiting.pop(self, None)
 
     def leave(self) -> bool:
-        """Gives the place up; False where that was done already."""
+        """Gives the place up; returns False if that was done already."""
         if self._is_left:
             return False
         self._is_left = True
@@ -56,8 +56,8 @@ class _Crowd:
     """The connections of one address.
 
     Attributes:
-        num_seats: All of them.
-        waiting: Those that the server waits for, longest first.
+        num_seats: Number of connections.
+        waiting: Connections whose client the server waits for, longest first.
     """
 
     num_seats: int = 0
@@ -67,13 +67,14 @@ class _Crowd:
 class Connections:
     """Gives places to connections.
 
-    A new one always gets a place as long as the server only waits for another: the one that has waited longest gives
-    way, of the same address if that has too many, else of the address that has most. So a flood of silent or half-sent
-    requests ends itself, and who sends a whole request is served.
+    A new one always gets a place as long as the server only waits for another: the one that has
+    waited longest gives way, of the same address if that has too many, else of the address that
+    has most. So a flood of silent or half-sent requests ends itself, and clients that send a
+    whole request are served.
 
     Args:
-        most: Connections at a time.
-        most_per_address: Connections of one IPv4 address or one /64 network of IPv6 at a time.
+        most: Most connections at a time.
+        most_per_address: Most connections of one IPv4 address or one /64 network of IPv6 at a time.
     """
 
     def __init__(self, most: int, most_per_address: int) -> None:
@@ -83,10 +84,10 @@ class Connections:
         self._crowds: dict[str, _Crowd] = {}
 
     def admit(self, address: str, evict: Callable[[], None]) -> Seat:
-        """A place for a connection from `address`, which waits for its client.
+        """Gives a place to a connection from `address`, at first waiting for its client.
 
         Raises:
-            Unavailable: There is none; says what to do.
+            Unavailable: No place is free; the error says what to do.
         """
         where = network_of(address)
         crowd = self._crowds.get(where)
@@ -104,13 +105,16 @@ class Connections:
         return seat
 
     def make_room(self) -> bool:
-        """Ends the connection that waited longest of the address that has most; False where none waits."""
+        """Ends the connection that waited longest, of the address with the most connections.
+
+        Returns False if no connection waits.
+        """
         crowds = [crowd for crowd in self._crowds.values() if crowd.waiting]
         crowd = max(crowds, key=lambda each: each.num_seats, default=None)
         return crowd is not None and self._make_room(crowd)
 
     def leave(self, seat: Seat) -> None:
-        """The connection is gone. May be called again."""
+        """Frees the place of a connection that is gone. May be called again."""
         if not seat.leave():
             return
         if not self._crowds[seat.address].num_seats:
@@ -133,7 +137,10 @@ class Connections:
 
 
 def network_of(address: str) -> str:
-    """Who is counted as one: an IPv4 address, also where it is written as an IPv6 one, or the /64 of an IPv6 one."""
+    """Returns the network that counts as one client: an IPv4 address or an IPv6 /64.
+
+    An IPv4 address may be written as an IPv6 one.
+    """
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -146,11 +153,11 @@ def network_of(address: str) -> str:
 
 
 def shares(num_files: int, wanted: int) -> tuple[int, int]:
-    """How many connections HTTP and gRPC may take of the descriptors that this process may have.
+    """Returns how many connections HTTP and gRPC may have, given the limit of descriptors.
 
     Args:
         num_files: The limit of descriptors.
-        wanted: Connections of each, where there are descriptors enough.
+        wanted: Number of connections of each, where there are descriptors enough.
     """
     left = num_files - RESERVED_FILES
     grpc = min(wanted, max(4, left // 4))

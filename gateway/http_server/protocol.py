@@ -1,5 +1,8 @@
-"""uvicorn's HTTP/1.1 protocol with bounds that it lacks: how much a client may send, and how long it may take to send
-requests, to take answers, and to go. Requests that offer an upgrade are answered as they are."""
+"""uvicorn's HTTP/1.1 protocol with bounds on what a client may send and how long it may take.
+
+Times are bounded for sending requests, for taking answers and for closing. Requests that offer an
+upgrade are answered without it.
+"""
 
 import asyncio
 import logging
@@ -21,9 +24,10 @@ MAX_HEADERS = 256
 MAX_PIPELINED = 16
 # A client that takes less of an answer does not read it.
 LEAST_BYTES_PER_SECOND = 128
-# How long a client that was answered before it had sent everything may go on, so that it reads the answer.
+# Seconds that a client answered before it had sent everything may go on, so that it reads the
+# answer.
 LINGER_SECONDS = 5.0
-# What an offer of another protocol consists of.
+# Headers of an offer of another protocol.
 _OFFER = (b"upgrade", b"http2-settings")
 _EVICTED = error_answer(
     Unavailable("the server needs the connection for others; try again in a second")
@@ -31,18 +35,22 @@ _EVICTED = error_answer(
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection.
+    """The protocol of one connection.
 
-    - A head that is too large gets 431 (414 for its first line), one with two Host lines or, in HTTP/1.1, none gets 400.
-    - A head that is not whole after `seconds` closes the connection, as does a client that takes nothing for as long.
-    - After an answer to a request that has not come whole, the connection ends: what still comes is thrown away.
+    - A head that is too large gets 431 (414 for its first line), one with two Host lines or, in
+      HTTP/1.1, none gets 400.
+    - A head that is not whole after `seconds` closes the connection, as does a client that takes
+      nothing for as long.
+    - After an answer to a request that has not come whole, the connection ends: what still comes is
+      thrown away.
     - While the server waits for the client, the connection may have to give way to another.
 
     Args:
-        connections: Where it has a place.
-        seat: Its place.
-        seconds: For a head to arrive, and between looks at what is taken of an answer.
-        uvicorn: The parent's arguments.
+        connections: Keeps the places of connections.
+        seat: Place of this connection.
+        seconds: Seconds in which a head must arrive, and between checks of what the client has
+            taken.
+        uvicorn: Arguments of the parent class.
     """
 
     def __init__(
@@ -55,8 +63,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._wire: asyncio.Transport = None  # type: ignore[assignment]
         self._timer: asyncio.TimerHandle | None = None  # runs while a head is awaited
         self._write_timer: asyncio.TimerHandle | None = None
-        self._arrived_bytes = 0  # of a head, in all reads but the one that it begins in
-        self._parsed_bytes = 0  # of a head
+        self._arrived_bytes = 0  # bytes of a head, in all reads but the one that it begins in
+        self._parsed_bytes = 0  # bytes of a head that the parser has found
         self._begins_now = False
         self._read = b""
         self._refusal: tuple[HTTPStatus, str] | None = None
@@ -103,7 +111,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request's head is too large"
                 )
 
-    # What the parser finds.
+    # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -178,9 +186,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self._get_upgrade() is not None and self.parser.get_method() != b"CONNECT"
 
     def _read_without_offer(self, end_of_head: int) -> None:
-        """Reads a request anew without its offer of an upgrade, with which the parser takes no body.
+        """Parses a request again without its offer of an upgrade, with which the parser takes no
+        body.
 
-        Java's HTTP client offers HTTP/2 with every first request of a connection, as curl does when asked to.
+        Java's HTTP client offers HTTP/2 with every first request of a connection, as curl does when
+        asked to.
         """
         version = self.parser.get_http_version().encode()
         head = [self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n"]
@@ -202,7 +212,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _seat_follows(self) -> None:
-        """Says whether the server waits for the client now. Behind a request that waits there is one that runs."""
+        """Updates whether the server waits for the client.
+
+        While a request waits in the pipeline, another one runs.
+        """
         if not self.pipeline and (self._is_idle or self.cycle.more_body):
             self._seat.wait()
         else:
@@ -213,7 +226,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         raise ValueError(why)  # the parser makes its own error of it
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
-        """Answers what cannot be a request, and closes. Answers to requests before it come first."""
+        """Answers an invalid request, and closes the connection.
+
+        Answers to requests before it come first.
+        """
         self._is_deaf = True
         self._stop_timer()
         cycle = self.cycle
@@ -242,8 +258,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._close()
 
     def end(self, lingers: bool = False) -> None:
-        """Closes, as uvicorn asks for; where the client still sends, a little later: what nobody reads would have the
-        kernel reset the connection, and the client lose the answer."""
+        """Closes the connection; if the client still sends, a little later.
+
+        Unread bytes would have the kernel reset the connection, and the client lose the answer.
+        """
         if self.is_ending:
             return
         if not (lingers or (self.cycle is not None and self.cycle.more_body)):
@@ -292,7 +310,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._write_timer = self.loop.call_later(self._seconds, self._check_writes, before)
 
     def _check_writes(self, before: int) -> None:
-        """A client that has taken next to nothing since the last look is cut off, with what waits for it."""
+        """Cuts off a client that has taken next to nothing since the last check."""
         waiting = self._wire.get_write_buffer_size()
         if waiting and waiting > before - self._seconds * LEAST_BYTES_PER_SECOND:
             logger.info("a client took nothing for %g s: dropped", self._seconds)
@@ -307,7 +325,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class _Wire:
-    """A transport as uvicorn has it, but for closing, which the protocol does itself."""
+    """A transport for uvicorn that leaves closing to the protocol."""
 
     def __init__(self, transport: asyncio.Transport, protocol: BoundedHttpProtocol) -> None:
         self._protocol = protocol

@@ -1,4 +1,4 @@
-"""uvicorn's server with an ear of its own: every connection gets a place before anything is read from it."""
+"""uvicorn's server, accepting connections itself: each gets a place before anything is read."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,11 @@ from gateway.http_server.protocol import BoundedHttpProtocol
 
 logger = logging.getLogger(__name__)
 
-# The kernel's queue of connections that nobody has taken in yet.
+# Length of the kernel's queue of connections not accepted yet.
 BACKLOG = 2048
-# Connections that are taken in before anything else gets its turn.
+# Most connections accepted before other work gets its turn.
 ACCEPTS_AT_A_TIME = 16
-# How long nothing is taken in where the system has no descriptors left.
+# Seconds without accepting after the system had no descriptors left.
 PAUSE_SECONDS = 0.05
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -31,9 +31,9 @@ class HttpServer(uvicorn.Server):
     """Serves an application on one listening socket.
 
     Args:
-        config: uvicorn's; its `ssl`, where there is one, is used.
-        connections: Gives places to connections.
-        seconds: What a client may take; see BoundedHttpProtocol.
+        config: uvicorn's configuration; its `ssl`, if any, is used.
+        connections: Keeps the places of connections.
+        seconds: Seconds that a client may take; see BoundedHttpProtocol.
     """
 
     def __init__(self, config: uvicorn.Config, connections: Connections, seconds: float) -> None:
@@ -58,7 +58,7 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes in no more; gives what runs a moment."""
+        """Stops accepting; gives running requests a moment to end."""
         for listener in sockets or ():
             asyncio.get_running_loop().remove_reader(listener)
         for task in self._handshakes:
@@ -70,7 +70,7 @@ class HttpServer(uvicorn.Server):
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Takes in those that wait."""
+        """Accepts waiting connections."""
         loop = asyncio.get_running_loop()
         for _ in range(ACCEPTS_AT_A_TIME):
             try:
@@ -96,7 +96,7 @@ class HttpServer(uvicorn.Server):
             task.add_done_callback(self._handshakes.discard)
 
     async def _take(self, connection: socket.socket, seat: Seat) -> None:
-        """Makes a connection of an accepted socket."""
+        """Starts the protocol, with TLS if configured, on an accepted socket."""
         loop = asyncio.get_running_loop()
 
         def protocol() -> asyncio.Protocol:
@@ -124,7 +124,7 @@ class HttpServer(uvicorn.Server):
             raise
 
     def _turn_away(self, connection: socket.socket, refusal: Unavailable) -> None:
-        """Says that there is no place, where that can be said at once, and closes."""
+        """Answers that there is no place, unless TLS is used, and closes."""
         with connection, contextlib.suppress(OSError):
             if self.config.ssl is None:
                 connection.send(error_answer(refusal))
@@ -132,6 +132,6 @@ class HttpServer(uvicorn.Server):
 
 
 def _cut(connection: socket.socket) -> None:
-    """Ends a socket that is not a connection yet; whoever waits for it hears of it."""
+    """Shuts down a socket that has no protocol yet, which ends its handshake."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

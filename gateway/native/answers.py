@@ -1,8 +1,9 @@
-"""Answers of /generate in SGLang's shape."""
+"""Renders answers of /generate in SGLang's shape."""
 
 import math
 import time
 from collections.abc import Callable
+from itertools import starmap
 from typing import Any
 
 from foredraft.text.tokenizer import Tokenizer
@@ -11,18 +12,21 @@ from gateway.decoding import Chunk
 from gateway.generation import Job
 from gateway.http import encode_event
 from gateway.native.schemas import GenerateBody
-from gateway.openai.replies import finite, provenance
+from gateway.openai.prompt_logprobs import finite
+from gateway.openai.replies import provenance
 
-# Of the time of a stream, the part that may go into encoding its events.
+# Largest share of a stream's time that encoding its events may take.
 ENCODING_SHARE = 1 / 50
 
 
 class Pace:
-    """How often an answer is sent that is whole each time: a longer one less often, or the work would grow as its square.
+    """Limits how often a stream sends its whole answer so far: longer answers less often.
+
+    Otherwise the work would grow with the square of the length.
 
     Args:
-        clock: Seconds that only grow.
-        spent: Seconds that this thread has worked.
+        clock: Returns monotonic seconds.
+        spent: Returns the CPU seconds of this thread.
     """
 
     def __init__(
@@ -36,11 +40,11 @@ class Pace:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next event may be sent; its text may also wait for the one after it."""
+        """Whether the next event may be sent; if not, a later event includes its text."""
         return self._clock() >= self._due
 
     def encode(self, answer: dict[str, Any]) -> bytes:
-        """An answer as an event."""
+        """Encodes an answer as an event, and sets when the next is due."""
         before = self._spent()
         event = encode_event(answer)
         self._due = self._clock() + (self._spent() - before) / ENCODING_SHARE
@@ -48,7 +52,10 @@ class Pace:
 
 
 class Answer:
-    """One continuation so far. SGLang streams all of it with every chunk; a chunk adds its own part alone."""
+    """The answer of one continuation so far.
+
+    SGLang streams the whole answer with every event; a chunk adds only its own part.
+    """
 
     def __init__(self, job: Job, body: GenerateBody, tokenizer: Tokenizer) -> None:
         self._job = job
@@ -59,9 +66,12 @@ class Answer:
         self._logprobs: list[list[Any]] = []
         self._top_logprobs: list[list[list[Any]]] = []
         self._provenance: list[dict[str, Any]] = []
+        self._of_prompt: dict[str, list[Any]] = {}
 
     def add(self, chunk: Chunk) -> dict[str, Any]:
-        """Takes a chunk; returns the answer so far, which is to be sent before the next is taken."""
+        """Adds a chunk; returns the answer so far, to be sent before the next chunk is added."""
+        if self._job.sampling.prompt_logprobs is not None and not self._of_prompt:
+            self._of_prompt = self._input_logprobs(chunk)
         self._text += chunk.text
         for token in chunk.tokens:
             self._ids.append(token.id)
@@ -83,6 +93,7 @@ class Answer:
         if self._body.return_logprob:
             meta["output_token_logprobs"] = self._logprobs
             meta["output_top_logprobs"] = self._top_logprobs
+            meta |= self._of_prompt
         if self._body.return_provenance:
             meta["provenance"] = self._provenance
         end = chunk.completion
@@ -118,6 +129,24 @@ class Answer:
                     "spec_correct_drafts_histogram": list(account.accepted_histogram),
                 }
         return meta
+
+    def _input_logprobs(self, chunk: Chunk) -> dict[str, list[Any]]:
+        """Returns log-probabilities of the prompt's tokens from the requested one on, which has
+        none.
+        """
+        first, *others = self._job.prompt[self._job.sampling.prompt_logprobs_from :]
+        found = chunk.prompt_logprobs
+        own = zip(others, (each.logprob for each in found), strict=False)  # aborted: fewer
+        return {
+            "input_token_logprobs": [
+                [None, *self._entry(first, 0.0)[1:]],
+                *starmap(self._entry, own),
+            ],
+            "input_top_logprobs": [
+                None,
+                *(list(map(self._entry, each.top_tokens, each.top_logprobs)) for each in found),
+            ],
+        }
 
     def _entry(self, token: int, logprob: float) -> list[Any]:
         text = None

@@ -1,4 +1,4 @@
-"""POST /generate and the other routes that SGLang's users know."""
+"""POST /generate and the other routes of SGLang's own API."""
 
 import contextlib
 from collections.abc import AsyncGenerator
@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from foredraft import __version__
 from foredraft.errors import InvalidRequest
-from foredraft.types import SamplingParams
+from foredraft.types import SamplingParams, check_tokens
 from gateway.generation import Job
 from gateway.http import event_stream, naming, read, refuse, unless_disconnected
 from gateway.native.answers import Answer, Pace
@@ -23,13 +23,13 @@ from gateway.native.schemas import (
     TokenizeBody,
 )
 from gateway.openai import chats
-from gateway.openai.schemas import logit_bias
 from gateway.openapi import reads
+from gateway.sampling_fields import given_sampling
 from gateway.serving import MAX_BATCH, Serving, check_batch, seed_or_random
 
 
 def make_router(serving: Serving) -> APIRouter:
-    """The routes over one model."""
+    """Creates the routes."""
     router = APIRouter(tags=["native"])
     bounds = serving.bounds
 
@@ -65,9 +65,7 @@ def make_router(serving: Serving) -> APIRouter:
         batch = _token_batch(body.tokens)
         check_batch("tokens", len(batch), 1)
         for tokens in batch:
-            for token in (min(tokens, default=0), max(tokens, default=0)):
-                if not 0 <= token < serving.info.vocab_size:
-                    raise InvalidRequest("tokens", f"{token} is not in the vocabulary")
+            check_tokens("tokens", tokens, serving.info.vocab_size)
         texts = [await serving.decode(tokens, body.skip_special_tokens) for tokens in batch]
         return JSONResponse({"text": texts if _is_nested(body.tokens) else texts[0]})
 
@@ -110,6 +108,8 @@ def make_router(serving: Serving) -> APIRouter:
             "served_model_name": info.model,
             "device": info.device,
             "dtype": info.dtype,
+            "quantization": info.quantization,
+            "tp_size": info.tensor_parallel_size or 1,
             "max_total_num_tokens": info.kv_tokens,
             "page_size": info.page_size,
             "context_length": info.context_length,
@@ -119,7 +119,22 @@ def make_router(serving: Serving) -> APIRouter:
             "speculative_num_steps": info.speculative_num_steps,
             "speculative_eagle_topk": info.speculative_eagle_topk,
             "speculative_num_draft_tokens": info.speculative_num_draft_tokens,
-            "drafts": [{"name": draft.name, "model": draft.model} for draft in info.drafts],
+            "checksum": info.checksum,
+            "drafts": [
+                {
+                    "name": draft.name,
+                    "model": draft.model,
+                    "checksum": draft.checksum,
+                    "quantization": draft.quantization,
+                    "trained_for": draft.trained_for,
+                }
+                for draft in info.drafts
+            ],
+            "exactness": {
+                "level": info.exactness.level,
+                "fingerprint": info.exactness.fingerprint,
+                "depends_on": dict(info.exactness.depends_on),
+            },
             "verifiers": {
                 target: {
                     "waiting": load.waiting,
@@ -127,6 +142,7 @@ def make_router(serving: Serving) -> APIRouter:
                     "free_pages": load.free_pages,
                     "total_pages": load.total_pages,
                     "draft_available": load.draft_available,
+                    "drafting_since": load.drafting_since or None,
                 }
                 for target, load in serving.pool.loads.items()
             },
@@ -136,7 +152,7 @@ def make_router(serving: Serving) -> APIRouter:
 
 
 def _tokens(serving: Serving, ids: list[list[int]], *, is_single: bool) -> JSONResponse:
-    """The answer of /tokenize. FastAPI would look at every id of a dict for seconds."""
+    """Returns the answer of /tokenize, not as a dict: FastAPI would check every id for seconds."""
     counts = [len(tokens) for tokens in ids]
     return JSONResponse(
         {
@@ -148,11 +164,12 @@ def _tokens(serving: Serving, ids: list[list[int]], *, is_single: bool) -> JSONR
 
 
 async def _jobs(serving: Serving, body: GenerateBody) -> tuple[list[Job], bool]:
-    """One job for each prompt, and whether the answer is a list."""
+    """Makes one job for each prompt; also returns whether the answer is a list."""
     refuse(body.model_dump(include=set(REFUSED)), REFUSED)
-    if body.return_logprob and body.logprob_start_len != -1:
+    if body.logprob_start_len < -1:
         raise InvalidRequest(
-            "logprob_start_len", "log-probabilities of the prompt are not computed"
+            "logprob_start_len",
+            f"must be -1 (the output alone) or more, not {body.logprob_start_len}",
         )
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("text", "give exactly one of text and input_ids")
@@ -191,22 +208,17 @@ def _job(
     field: str,
 ) -> Job:
     refuse(given.model_dump(include=set(REFUSED_SAMPLING)), REFUSED_SAMPLING)
+    scores_prompt = body.return_logprob and body.logprob_start_len >= 0
     sampling = SamplingParams(
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        min_p=given.min_p,
-        repetition_penalty=given.repetition_penalty,
-        frequency_penalty=given.frequency_penalty,
-        presence_penalty=given.presence_penalty,
-        logit_bias=logit_bias(given.logit_bias or {}),
+        **given_sampling(given),
         seed=seed_or_random(given.sampling_seed),
         max_new_tokens=128 if given.max_new_tokens is None else given.max_new_tokens,
         min_new_tokens=given.min_new_tokens,
-        stop_token_ids=tuple(given.stop_token_ids or ()),
-        ignore_eos=given.ignore_eos,
         logprobs=body.top_logprobs_num if body.return_logprob else None,
+        prompt_logprobs=body.top_logprobs_num if scores_prompt else None,
+        prompt_logprobs_from=body.logprob_start_len if scores_prompt else 0,
         grammar=given.grammar(),
+        bad_words=serving.bad_words(given.bad_words),
     )
     stop = (given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ())
     return serving.job(
@@ -240,7 +252,7 @@ async def _whole(serving: Serving, body: GenerateBody, jobs: list[Job]) -> list[
 async def _events(
     serving: Serving, body: GenerateBody, jobs: list[Job], is_batch: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Each event holds the whole answer so far, and its index in a batch."""
+    """Yields events, each with the whole answer so far, and its index in a batch."""
     answers = [
         [(Answer(job, body, serving.tokenizer), Pace()) for _ in range(job.num_choices)]
         for job in jobs

@@ -1,4 +1,4 @@
-"""Bodies of the native routes: SGLang's fields and defaults, and what of them cannot be honoured."""
+"""Bodies of the native routes: SGLang's fields and defaults, and the fields that are refused."""
 
 import json
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from gateway import remedies
 from gateway.http import Body, Items, Objects
 from gateway.openai.schemas import ChatBody, Message, Speculation
 from gateway.openai.tools import Tool
+from gateway.sampling_fields import SamplingFields
 
 REFUSED = {
     "input_embeds": "prompts are text or token ids",
@@ -45,26 +46,16 @@ class NativeBody(Body):
         }
 
 
-class NativeSampling(NativeBody):
+class NativeSampling(NativeBody, SamplingFields):
     """sampling_params of /generate, with SGLang's names and defaults."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
-    ignore_eos: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     n: int = 1
-    logit_bias: dict[str, float] | None = None
     sampling_seed: int | None = None
     json_schema: str | dict[str, Any] | bool | None = None
     regex: str | None = None
@@ -74,7 +65,7 @@ class NativeSampling(NativeBody):
     custom_params: Any = None
 
     def grammar(self) -> Grammar | None:
-        """What the text has to look like.
+        """Returns the grammar that the text must follow, None without one.
 
         Raises:
             InvalidRequest: Several grammars are given.
@@ -127,7 +118,7 @@ class GenerateBody(NativeBody):
     timeout: float | None = None
 
     def names(self) -> dict[str, str]:
-        """Our field names, as this body has them."""
+        """Maps internal field names to this body's."""
         names = {
             name: f"sampling_params.{name}"
             for name in NativeSampling.model_fields
@@ -146,6 +137,8 @@ class GenerateBody(NativeBody):
             "seed": "sampling_params.sampling_seed",
             "prompt": "text" if self.input_ids is None else "input_ids",
             "logprobs": "top_logprobs_num",
+            "prompt_logprobs": "top_logprobs_num",
+            "prompt_logprobs_from": "logprob_start_len",
             "request_id": "rid",
         }
 
@@ -164,10 +157,10 @@ class TokenizeBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def chat(self) -> ChatBody | None:
-        """The conversation, None where there is a prompt.
+        """Returns the conversation, None where there is a prompt.
 
         Raises:
-            InvalidRequest: There is neither or both, or a field of a conversation beside a prompt.
+            InvalidRequest: Neither or both are given, or a field of a conversation beside a prompt.
         """
         if self.messages is None:
             for name in ("tools", "add_generation_prompt", "continue_final_message"):

@@ -1,4 +1,4 @@
-"""Cuts a model's answer into the parts that it consists of."""
+"""Cuts a model's answer into its parts: reasoning, text and calls."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,13 +14,13 @@ from gateway.openai.tools import Convention, Function
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How the answers to a request are read.
+    """Settings for parsing the answers to a request.
 
     Attributes:
-        convention: How calls are written, None where none is looked for.
-        style: How reasoning is written, None where it is not set apart.
-        is_open: Whether answers begin inside of reasoning; None where the model decides.
-        functions: Those that may be called.
+        convention: Notation of calls, None where calls are not parsed.
+        style: Notation of reasoning, None where it is not separated.
+        is_open: Whether answers begin inside reasoning; None where the model decides.
+        functions: Functions that may be called.
     """
 
     convention: Convention | None = None
@@ -30,17 +30,17 @@ class AnswerFormat:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the text is the answer, as it stands."""
+        """Whether the text is the answer, without parsing."""
         return self.convention is None and self.style is None
 
     @property
     def keeps_special_tokens(self) -> bool:
-        """Whether special tokens tell the parts apart."""
+        """Whether special tokens separate the parts, so that the text must keep them."""
         return self.is_harmony or self.convention is Convention.MISTRAL
 
     @property
     def is_harmony(self) -> bool:
-        """Whether answers are in channels."""
+        """Whether answers come in gpt-oss's channels."""
         return self.style is ReasoningStyle.GPT_OSS or self.convention is Convention.HARMONY
 
 
@@ -55,8 +55,8 @@ class AnswerParser:
     """Cuts one continuation into pieces as its text streams in.
 
     Attributes:
-        is_plain: Whether the text is the answer, as it stands.
-        num_reasoning_tokens: Tokens of the reasoning so far.
+        is_plain: Whether the text is the answer, without parsing.
+        num_reasoning_tokens: Number of reasoning tokens so far.
     """
 
     def __init__(self, form: AnswerFormat) -> None:
@@ -73,7 +73,7 @@ class AnswerParser:
             self._calls = make_parser(form.convention, form.functions)
 
     def read(self, chunk: Chunk) -> list[Piece]:
-        """The pieces that a chunk makes certain."""
+        """Returns the pieces that a chunk makes certain."""
         if self._splitter is None:
             pieces = self.feed(chunk.text)
         else:
@@ -82,25 +82,25 @@ class AnswerParser:
         return pieces if chunk.completion is None else pieces + self.flush()
 
     def feed_token(self, text: str) -> list[Piece]:
-        """As `feed`, for the text of one token."""
+        """Parses the text of one token like `feed`, and counts reasoning tokens."""
         pieces = self.feed(text)
         if self._splitter is not None and self._splitter.is_reasoning:
             self.num_reasoning_tokens += 1
         return pieces
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that a text makes certain."""
+        """Returns the pieces that more text makes certain."""
         if self._splitter is None:
             return self._find_calls(text)
         return self._followed(self._splitter.feed(text))
 
     def flush(self) -> list[Piece]:
-        """The pieces that were held back; the text has ended."""
+        """Ends the text; returns the pieces that were held back."""
         pieces = [] if self._splitter is None else self._followed(self._splitter.flush())
         return pieces if self._calls is None else pieces + self._calls.flush()
 
     def _followed(self, pieces: list[Piece]) -> list[Piece]:
-        """Pieces, with the calls in their texts found."""
+        """Finds calls in the texts of pieces; returns all pieces."""
         found: list[Piece] = []
         for piece in pieces:
             found += self._find_calls(piece.text) if piece.text else [piece]

@@ -1,49 +1,87 @@
-"""Grammars of the calls that are not JSON between two marks: Mistral's and Qwen3 Coder's, in llguidance's Lark."""
+"""Grammars in llguidance's Lark for Mistral's and Qwen3 Coder's calls and gpt-oss's channels.
+
+Their answers are not JSON between two marks.
+"""
 
 import json
 from typing import Any
 
 from foredraft.errors import InvalidRequest
 from foredraft.text.tokenizer import Tokenizer
-from foredraft.types import Grammar, GrammarKind
+from foredraft.types import JSON_WHITESPACE, Grammar, GrammarKind
+from gateway.openai.harmony import MESSAGE
 from gateway.openai.tools import Convention, Function, ToolUse
 
 ARGS = "[ARGS]"
 TOOL_CALLS, CALL_ID = "[TOOL_CALLS]", "[CALL_ID]"
+CHANNEL = "<|channel|>"
 _TEXT = "TAG_TEXT: /(.|\\n)*/"
-# White space of a model that likes it could go on for ever.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 _DEFINITIONS = ("$defs", "definitions")
-# What grammars of calls begin with; reasoning may be put before it.
+# First line of the grammars of calls; reasoning may be inserted before it.
 START = "start: answer\n"
 
 
 def call_grammar(use: ToolUse, convention: Convention, tokenizer: Tokenizer) -> Grammar | None:
-    """What the verifier holds an answer to in which functions may be called; None where it cannot.
+    """Returns the grammar of answers in which functions may be called.
 
-    Raises:
-        InvalidRequest: A call has to come, and cannot be made to.
+    It is None where gpt-oss may write anything, since no call is required.
     """
     if convention is Convention.HARMONY:
-        if use.is_required:
-            raise InvalidRequest(
-                "tool_choice",
-                "calls cannot be forced with this model's channels; auto can be asked",
-            )
-        return None
+        return _grammar(_harmony_calls(use, tokenizer)) if use.is_required else None
     if convention is Convention.MISTRAL:
-        rules = _mistral(use, tokenizer)
-    elif convention is Convention.QWEN3_CODER:
-        rules = _qwen3_coder(use)
-    else:
-        return use.grammar(convention)
+        return _grammar(_mistral(use, tokenizer))
+    if convention is Convention.QWEN3_CODER:
+        return _grammar(_qwen3_coder(use))
+    return use.grammar(convention)
+
+
+def in_final_channel(schema: dict[str, Any] | bool, tokenizer: Tokenizer) -> Grammar:
+    """Returns the grammar of gpt-oss's answers whose final message is JSON of a schema.
+
+    Messages in other channels may come first.
+
+    Raises:
+        InvalidRequest: The schema's x-guidance is not an object.
+    """
+    head = f'{_token(tokenizer, CHANNEL)} "final" format? {_token(tokenizer, MESSAGE)}'
+    body = _json(schema if isinstance(schema, dict) else {"anyOf": [schema]}, "grammar")
+    return _grammar([f"answer: (thought next)* {head} {body}", *_harmony_messages(tokenizer)])
+
+
+def _grammar(rules: list[str]) -> Grammar:
     # A schema's text must not make this look like another kind of grammar.
     text = START + "\n".join([*rules, _TEXT]).replace("::=", ":\\u003a=")
     return Grammar(GrammarKind.EBNF, text)
 
 
+def _harmony_calls(use: ToolUse, tokenizer: Tokenizer) -> list[str]:
+    """Returns rules for one message to a function, which ends an answer.
+
+    The recipient may stand before or after the channel.
+    """
+    channel = f'{_token(tokenizer, CHANNEL)} "commentary"'
+    calls = []
+    for i, function in enumerate(use.callable):
+        to = _literal(f" to=functions.{function.name}")
+        head = f"({channel} {to} | {to} {channel}) format? {_token(tokenizer, MESSAGE)}"
+        calls.append(f"call_{i}: {head} {_json(_parameters(function))}")
+    names = " | ".join(f"call_{i}" for i in range(len(calls)))
+    return [f"answer: (thought next)* ({names})", *calls, *_harmony_messages(tokenizer)]
+
+
+def _harmony_messages(tokenizer: Tokenizer) -> list[str]:
+    """Returns rules for messages before the last one, and for the mark of a JSON message."""
+    channel, message = _token(tokenizer, CHANNEL), _token(tokenizer, MESSAGE)
+    end, start = _token(tokenizer, "<|end|>"), _token(tokenizer, "<|start|>")
+    return [
+        f'thought: {channel} ("analysis" | "commentary") {message} TAG_TEXT {end}',
+        f'next: {start} "assistant"',
+        f'format: " "? {_token(tokenizer, "<|constrain|>")}? "json"',
+    ]
+
+
 def after_reasoning(text: str, begin: str, end: str, is_open: bool) -> str:
-    """A grammar of this module with reasoning before it."""
+    """Returns a grammar of this module with reasoning inserted before the answer."""
     whole = "thought SPACE?" if is_open else f"({_literal(begin)} thought SPACE?)?"
     return text.replace(
         START,
@@ -55,7 +93,10 @@ def after_reasoning(text: str, begin: str, end: str, is_open: bool) -> str:
 
 
 def _mistral(use: ToolUse, tokenizer: Tokenizer) -> list[str]:
-    """A list of JSON after a token; newer models name the function between two tokens instead."""
+    """Returns rules for Mistral's calls: a list of JSON after a token.
+
+    Newer models write the function's name between two tokens instead.
+    """
     begin, args = _token(tokenizer, TOOL_CALLS), _token(tokenizer, ARGS)
     template = tokenizer.template_for(True)
     source = "" if template is None else template.source
@@ -79,7 +120,10 @@ def _mistral(use: ToolUse, tokenizer: Tokenizer) -> list[str]:
 
 
 def _qwen3_coder(use: ToolUse) -> list[str]:
-    """Tags for the call and for each of its parameters, in the schema's order; texts stand as they are."""
+    """Returns rules for Qwen3 Coder's calls: tags for the call and for each parameter.
+
+    Parameters come in the schema's order, and texts stand unquoted.
+    """
     rules: list[str] = []
     for i, function in enumerate(use.callable):
         schema = _parameters(function)
@@ -112,13 +156,13 @@ def _parameter(rule: str, key: str, value: Any, schema: dict[str, Any]) -> list[
             return [f"{rule}: {begin} ({options}) {end}"]
         return [f"{rule}: {begin} {rule}_text", f"{rule}_text[lazy]: TAG_TEXT {end}"]
     inner = {**value} if isinstance(value, dict) else {}
-    # What it refers to is defined at the top.
+    # References point to definitions at the schema's top.
     inner |= {name: schema[name] for name in _DEFINITIONS if name in schema}
     return [f"{rule}: {begin} {_json(inner)} {end}"]
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a parameter's value is a text, which Qwen3 Coder writes without quotes."""
+    """Returns whether a parameter's value is a text, which Qwen3 Coder writes without quotes."""
     return isinstance(schema, dict) and schema.get("type") == "string"
 
 
@@ -126,11 +170,11 @@ def _parameters(function: Function) -> dict[str, Any]:
     return function.parameters or {"type": "object", "additionalProperties": False}
 
 
-def _json(schema: dict[str, Any]) -> str:
+def _json(schema: dict[str, Any], field: str = "tools") -> str:
     options = schema.get("x-guidance", {})
     if not isinstance(options, dict):
-        raise InvalidRequest("tools", "x-guidance in the parameters of a function is an object")
-    bound = {} if "whitespace_flexible" in options else {"whitespace_pattern": _WHITESPACE}
+        raise InvalidRequest(field, "x-guidance in a schema is an object")
+    bound = {} if "whitespace_flexible" in options else {"whitespace_pattern": JSON_WHITESPACE}
     return f"%json {json.dumps({**schema, 'x-guidance': {**bound, **options}})}"
 
 
@@ -139,12 +183,12 @@ def _literal(text: str) -> str:
 
 
 def _token(tokenizer: Tokenizer, text: str) -> str:
-    """A mark, which is a special token with most models."""
+    """Returns the grammar's form of a mark, which is a special token in most models."""
     token = tokenizer.token_id(text)
     return _literal(text) if token is None else f"<[{token}]>"
 
 
 def properties_of(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schemas of a function's parameters, by name."""
+    """Returns the schemas of a function's parameters by name."""
     found = schema.get("properties")
     return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""The parser of every way to write calls."""
+"""Chooses the parser for each convention of calls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from gateway.openai.tools import Convention, Function
 
 
 def make_parser(convention: Convention, functions: Sequence[Function] = ()) -> CallParser:
-    """A parser of one continuation's calls."""
+    """Creates a parser of one continuation's calls."""
     if convention is Convention.MISTRAL:
         return MistralParser()
     if convention is Convention.QWEN3_CODER:
@@ -19,13 +19,13 @@ def make_parser(convention: Convention, functions: Sequence[Function] = ()) -> C
 
 
 class CallDeltas(DeltaWriter):
-    """The text of one choice in OpenAI's shape."""
+    """Renders the text of one choice in OpenAI's shape."""
 
     def __init__(self, convention: Convention, functions: Sequence[Function] = ()) -> None:
         super().__init__()
         self._parser = make_parser(convention, functions)
 
     def delta(self, text: str, is_last: bool) -> dict[str, Any]:
-        """What more text adds: `content`, `tool_calls`, both or neither."""
+        """Returns what more text adds: `content`, `tool_calls`, both or neither."""
         pieces = self._parser.feed(text)
         return self.render(pieces + self._parser.flush() if is_last else pieces)

@@ -1,13 +1,19 @@
-"""From a conversation to its job: what every API that takes conversations runs."""
+"""Makes jobs from conversations, for every API that takes conversations."""
 
 import json
 from dataclasses import dataclass, replace
 
 from foredraft.errors import InvalidRequest
+from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import Grammar, GrammarKind, SamplingParams
 from gateway.generation import Job
 from gateway.openai.answer_parser import AnswerFormat, AnswerParser
-from gateway.openai.call_grammars import START, after_reasoning, call_grammar
+from gateway.openai.call_grammars import (
+    START,
+    after_reasoning,
+    call_grammar,
+    in_final_channel,
+)
 from gateway.openai.reasoning import (
     BEGIN,
     END,
@@ -16,7 +22,7 @@ from gateway.openai.reasoning import (
     effort_variables,
     opening,
 )
-from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
+from gateway.openai.schemas import ChatBody, GenerationBody
 from gateway.openai.tools import (
     CONVENTIONS,
     Convention,
@@ -29,13 +35,13 @@ from gateway.serving import Serving
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation as the model reads it, and what its answer has to look like.
+    """A conversation as token ids, with the form that its answer must have.
 
     Attributes:
         ids: Token ids.
-        use: The tools that may be called, None without.
-        form: How its answers are read.
-        grammar: What the verifier holds the answer to.
+        use: Tools that may be called, None without.
+        form: Settings for parsing its answers.
+        grammar: Grammar that the verifier makes the answer follow, or None.
     """
 
     ids: list[int]
@@ -46,12 +52,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A checked conversation.
+    """A checked conversation, ready to run.
 
     Attributes:
-        job: What is generated.
-        use: The tools that may be called, None without.
-        form: How its answers are read.
+        job: Job that generates the answers.
+        use: Tools that may be called, None without.
+        form: Settings for parsing its answers.
     """
 
     job: Job
@@ -59,20 +65,22 @@ class Chat:
     form: AnswerFormat
 
     def parser(self) -> AnswerParser:
-        """Reads one continuation of the job."""
+        """Creates a parser of one continuation of the job."""
         return AnswerParser(self.form)
 
 
 async def render(serving: Serving, body: ChatBody) -> Prompt:
-    """The prompt of a conversation.
+    """Renders the prompt of a conversation.
 
     Raises:
-        InvalidRequest: A field is wrong; names it.
+        InvalidRequest: A field is wrong; the error names it.
     """
     serving.check_model(body.model)
     body.check()
     use = body.tool_use()
     template = serving.tokenizer.template_for(use is not None)
+    if template is not None:
+        template.check_roles(message.role for message in body.messages)
     convention = convention_for(serving, use)
     messages, variables = told(
         [message.rendered(f"messages.{i}") for i, message in enumerate(body.messages)],
@@ -97,7 +105,7 @@ async def render(serving: Serving, body: ChatBody) -> Prompt:
         variables["documents"] = body.documents
     ids = body.truncated(await serving.encode_chat(messages, **variables))
     form = _form(serving, body, ids, convention, use)
-    return Prompt(ids, use, form, _after_reasoning(grammar, form))
+    return Prompt(ids, use, form, _after_reasoning(grammar, form, serving.tokenizer))
 
 
 def _form(
@@ -107,9 +115,9 @@ def _form(
     convention: Convention | None,
     use: ToolUse | None,
 ) -> AnswerFormat:
-    """How the answers to a conversation are read."""
+    """Returns the settings for parsing the answers to a conversation."""
     functions = () if use is None else tuple(use.callable)
-    # Channels have to be told apart, whatever is asked.
+    # Answers in channels must be parsed, whatever the request asks for.
     name = serving.config.reasoning_parser or (
         ReasoningStyle.GPT_OSS if convention is Convention.HARMONY else ""
     )
@@ -126,7 +134,7 @@ def _form(
 
 
 def convention_for(serving: Serving, use: ToolUse | None) -> Convention | None:
-    """How the model writes calls: as --tool-call-parser says, else as its chat template tells."""
+    """Returns the model's convention of calls, from --tool-call-parser or the chat template."""
     name = serving.config.tool_call_parser
     template = serving.tokenizer.template_for(use is not None)
     if template is None:
@@ -138,16 +146,24 @@ def convention_for(serving: Serving, use: ToolUse | None) -> Convention | None:
     return convention_of(template.source)
 
 
-def _after_reasoning(grammar: Grammar | None, form: AnswerFormat) -> Grammar | None:
-    """The grammar of an answer whose reasoning comes before what it says.
+def _after_reasoning(
+    grammar: Grammar | None, form: AnswerFormat, tokenizer: Tokenizer
+) -> Grammar | None:
+    """Returns a grammar that allows reasoning before the answer.
 
     Raises:
-        InvalidRequest: There is no telling where that begins.
+        InvalidRequest: The grammar cannot be combined with reasoning.
     """
     if grammar is None or form.style is None or form.is_open is False:
         return grammar
     if form.style is ReasoningStyle.GPT_OSS:
-        raise InvalidRequest("grammar", "cannot be held to by a model that answers in channels")
+        if grammar.kind is GrammarKind.JSON_SCHEMA:
+            return in_final_channel(json.loads(grammar.text), tokenizer)
+        if grammar.text.startswith(START):
+            return grammar
+        raise InvalidRequest(
+            "grammar", "does not go with a model that answers in channels; a JSON schema does"
+        )
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         structure = {"begin": "", "schema": json.loads(grammar.text), "end": ""}
         tags = {"structures": [structure], "at_least_one": True, "stop_after_first": True}
@@ -169,23 +185,32 @@ def _after_reasoning(grammar: Grammar | None, form: AnswerFormat) -> Grammar | N
 
 
 async def prepare(
-    serving: Serving, body: ChatBody, name: str, is_cut_to_context: bool = False
+    serving: Serving,
+    body: ChatBody,
+    name: str,
+    is_cut_to_context: bool = False,
+    may_be_empty: bool = False,
 ) -> Chat:
-    """Makes the job of a conversation; its name is what a client aborts it by.
+    """Makes the job of a conversation.
 
     Args:
-        is_cut_to_context: Whether asking for more tokens than the context leaves gives these, instead of an error.
+        is_cut_to_context: Whether a request for more tokens than the context leaves is cut to
+            these, instead of refused.
+        may_be_empty: Whether a request for zero tokens is allowed.
 
     Raises:
-        InvalidRequest: A field is wrong; names it.
+        InvalidRequest: A field is wrong; the error names it.
     """
     prompt = await render(serving, body)
     given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     room = max(1, serving.info.context_length - len(prompt.ids))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = body.sampling(room if given is None else given, logprobs, prompt.grammar)
+    words = serving.bad_words(body.bad_words)
+    sampling = body.sampling(room if given is None else given, logprobs, prompt.grammar, words)
     must_fit = given is not None and not is_cut_to_context
-    job = make_job(serving, body, prompt.ids, sampling, name, name, must_fit, "messages")
+    job = make_job(
+        serving, body, prompt.ids, sampling, name, name, must_fit, may_be_empty, "messages"
+    )
     if prompt.form.keeps_special_tokens:
         job = replace(job, skip_special_tokens=False)
     return Chat(job, prompt.use, prompt.form)
@@ -199,15 +224,16 @@ def make_job(
     name: str,
     call: str,
     max_given: bool,
+    may_be_empty: bool,
     field: str = "prompt",
 ) -> Job:
-    """The job of one prompt of a request."""
+    """Makes the job of one prompt of a request."""
     return serving.job(
         ids,
         sampling,
         prompt_field=field,
         max_new_tokens_given=max_given,
-        may_be_empty=isinstance(body, CompletionBody),
+        may_be_empty=may_be_empty,
         name=name,
         call=call,
         stop=body.stops,

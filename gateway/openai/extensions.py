@@ -1,22 +1,15 @@
-"""Fields that the newer APIs lack and every request may send beside theirs, as chat completions take them."""
+"""Extension fields that requests of the newer APIs may have, named as in chat completions."""
 
 from typing import Any
 
-from gateway.http import Body, Items
 from gateway.openai.schemas import Speculation
+from gateway.sampling_fields import NEWER_HAVE, MoreSamplingFields
 
 
-class ExtendedBody(Body):
+class ExtendedBody(MoreSamplingFields):
     """A body with the extensions."""
 
     seed: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop_token_ids: Items[int] | None = None
-    ignore_eos: bool | None = None
     min_tokens: int | None = None
     priority: int | None = None
     timeout: float | None = None
@@ -25,6 +18,7 @@ class ExtendedBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def extensions(self) -> dict[str, Any]:
-        """The extensions that were given, by name."""
-        found = {name: getattr(self, name) for name in ExtendedBody.model_fields}
+        """Returns the given extensions and sampling parameters by name."""
+        known = [*ExtendedBody.model_fields, *(NEWER_HAVE & type(self).model_fields.keys())]
+        found = {name: getattr(self, name) for name in known}
         return {name: value for name, value in found.items() if value is not None}

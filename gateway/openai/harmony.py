@@ -1,4 +1,7 @@
-"""gpt-oss's answers: each message has a channel, one channel is reasoning, and calls are addressed to functions."""
+"""Parses gpt-oss's answers, which consist of messages in channels.
+
+One channel is reasoning; calls are messages addressed to functions.
+"""
 
 import re
 
@@ -15,22 +18,22 @@ class HarmonyParser:
     """Cuts one continuation into pieces.
 
     Args:
-        with_calls: Whether functions may be called; else what is addressed to one is text.
+        with_calls: Whether functions may be called; if not, messages to functions are text.
     """
 
     def __init__(self, with_calls: bool) -> None:
         self._with_calls = with_calls
         self._buffer = ""
         self._is_body = False
-        self._kind = "text"  # of the body: a field of Piece
+        self._kind = "text"  # kind of the body: a field of Piece
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, as far as is known."""
+        """Whether the text that comes next is reasoning, as far as known."""
         return self._is_body and self._kind == "reasoning"
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that became certain."""
+        """Takes more text; returns the pieces that became certain."""
         self._buffer += text
         return self._run(is_last=False)
 
@@ -49,7 +52,7 @@ class HarmonyParser:
                 return pieces
 
     def _header(self) -> Piece | None:
-        """What comes before a message; one that was cut tells nothing."""
+        """Reads a message's header, once it is complete."""
         if not self._may_be_header():
             self._is_body, self._kind = True, "text"
             return None
@@ -65,7 +68,7 @@ class HarmonyParser:
         return None
 
     def _may_be_header(self) -> bool:
-        """A model that leaves headers out writes text."""
+        """Returns whether the buffer may be a header; models that leave headers out write text."""
         text = self._buffer.lstrip()
         return any(text.startswith(head) or head.startswith(text) for head in _HEADS)
 

@@ -1,4 +1,7 @@
-"""Mistral's calls in a text that streams in: a list of JSON, or a name and its arguments, after `[TOOL_CALLS]`."""
+"""Parses Mistral's calls in streamed text.
+
+They are a list of JSON, or a name and its arguments, after `[TOOL_CALLS]`.
+"""
 
 import re
 
@@ -11,7 +14,7 @@ _BEGIN = "[TOOL_CALLS]"
 
 
 class MistralParser(CallParser):
-    """Cuts one continuation into pieces. What follows the mark and is no call is left out."""
+    """Cuts one continuation into pieces. Text after the mark that is no call is left out."""
 
     def __init__(self) -> None:
         super().__init__(Convention.MISTRAL, _BEGIN, "}")
@@ -40,7 +43,7 @@ class MistralParser(CallParser):
         return Piece(name=header[1])
 
     def _after(self) -> None:
-        """The rest of a call, behind which another may follow."""
+        """Skips the rest of a call, after which another call may follow."""
         if not self._is_listed:
             self._state, self._is_between = self._text, True
             return

@@ -1,4 +1,7 @@
-"""An answer as a sequence of parts, for the APIs whose answers are lists: reasoning, text and calls as they come."""
+"""Cuts an answer into a sequence of parts: reasoning, texts and calls.
+
+APIs whose answers are lists use it.
+"""
 
 import enum
 import json
@@ -13,7 +16,7 @@ from gateway.openai.pieces import Piece
 
 
 class Kind(enum.Enum):
-    """What a part is."""
+    """The kind of a part."""
 
     REASONING = enum.auto()
     TEXT = enum.auto()
@@ -21,7 +24,7 @@ class Kind(enum.Enum):
 
 
 class Stage(enum.Enum):
-    """What happens to a part."""
+    """A change of a part, as it is streamed."""
 
     OPENED = enum.auto()
     GREW = enum.auto()
@@ -33,11 +36,11 @@ class Part:
     """A part of an answer, as far as it has come.
 
     Attributes:
-        index: Its place in the answer.
-        id: A name that no other part has; a call's results refer to it.
-        name: The function of a call.
-        tokens: Tokens of its text; empty when they are not asked for.
-        is_whole: Whether it has ended by itself, and not where the answer was cut.
+        index: Position in the answer.
+        id: Unique id, which results of a call refer to.
+        name: Name of a call's function.
+        tokens: Tokens of the text; empty unless requested.
+        is_whole: Whether the part ended by itself, and was not cut with the answer.
     """
 
     index: int
@@ -50,21 +53,21 @@ class Part:
 
     @property
     def text(self) -> str:
-        """Its text or reasoning, or the arguments of a call."""
+        """The text or reasoning, or the arguments of a call."""
         return "".join(self._texts)
 
     def add(self, text: str) -> None:
-        """Makes it longer."""
+        """Appends text."""
         self._texts.append(text)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happens to a part.
+    """A change of a part, as it is streamed.
 
     Attributes:
-        text: What it grew by.
-        tokens: Tokens that it grew by, where they are asked for.
+        text: Text that the part grew by.
+        tokens: Tokens that the part grew by; empty unless requested.
     """
 
     stage: Stage
@@ -74,13 +77,13 @@ class Change:
 
 
 class PartReader:
-    """Reads one continuation.
+    """Cuts one continuation into parts.
 
-    White space alone is no part of an answer that has others.
+    An answer with other parts has no part that is only white space.
 
     Args:
-        parser: Cuts its text.
-        with_tokens: Note the tokens of texts, for their log-probabilities.
+        parser: Parser that cuts the text into pieces.
+        with_tokens: Whether parts keep the tokens of texts, for their log-probabilities.
     """
 
     def __init__(self, parser: AnswerParser, with_tokens: bool = False) -> None:
@@ -93,11 +96,11 @@ class PartReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of reasoning so far."""
+        """Number of reasoning tokens so far."""
         return self._parser.num_reasoning_tokens
 
     def read(self, chunk: Chunk) -> Iterator[Change]:
-        """What a chunk changes."""
+        """Yields the changes that a chunk makes."""
         if self._with_tokens:
             # One by one, so that it is known to which part each belongs.
             for token in chunk.tokens:
@@ -144,7 +147,10 @@ class PartReader:
         yield self._grow(text)
 
     def _is_whole(self, end: Completion) -> bool:
-        """Whether the last part has not been cut. A call may be whole before what ends it has come."""
+        """Returns whether the last part was not cut.
+
+        A call may be whole before its end mark has come.
+        """
         if end.reason is FinishReason.STOP or self._open is None:
             return True
         return self._open.kind is Kind.CALL and is_json(self._open.text)
@@ -171,7 +177,7 @@ class PartReader:
 
 
 def is_json(text: str) -> bool:
-    """Whether a text is whole JSON."""
+    """Returns whether a text is complete JSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):

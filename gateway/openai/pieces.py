@@ -1,11 +1,13 @@
-"""What the text of an answer is cut into."""
+"""The pieces that an answer's text is cut into."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer: text, reasoning, the beginning of a call, or more of the latest call's arguments."""
+    """A part of an answer: text, reasoning, the beginning of a call, or more of the latest call's
+    arguments.
+    """
 
     text: str = ""
     name: str | None = None
@@ -14,7 +16,7 @@ class Piece:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Characters at the end of `text` that may be the beginning of `mark`."""
+    """Returns the number of characters at the end of `text` that may begin `mark`."""
     for size in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:size]):
             return size

@@ -1,4 +1,7 @@
-"""Events of a stream that differ in their text alone, from templates: encoding each anew would cost a tenth of a token."""
+"""Renders stream events that differ only in their text, from templates.
+
+Encoding each event anew would cost a tenth of a token's time.
+"""
 
 from collections.abc import Mapping
 from json.encoder import encode_basestring
@@ -10,7 +13,7 @@ from gateway.openai.replies import Reply
 from gateway.openai.schemas import GenerationBody
 
 _MARK = "\x00text\x00"
-# Where one of these is asked for, an event holds more than text and counts.
+# If one of these is requested, an event holds more than text and counts.
 _DETAILS = ("logprobs", "return_provenance", "return_token_ids", "tools")
 
 
@@ -18,7 +21,7 @@ class PlainEvents:
     """Renders the events of one stream.
 
     Args:
-        base: What every event has in common.
+        base: Fields that all events have in common.
     """
 
     def __init__(self, reply: Reply, body: GenerationBody, base: Mapping[str, Any]) -> None:
@@ -30,11 +33,11 @@ class PlainEvents:
         asked = [getattr(body, name, None) for name in _DETAILS]
         is_plain = reply.is_plain and all(value is None or value is False for value in asked)
         self._on = is_plain and not (options is not None and options.continuous_usage_stats)
-        # By index of the choice and number of tokens: what stands before and after the text.
+        # Bytes before and after the text, by index of the choice and number of tokens.
         self._templates: dict[tuple[int, int], tuple[bytes, bytes]] = {}
 
     def render(self, index: int, chunk: Chunk) -> bytes | None:
-        """The event of a chunk that is not a choice's first; None where it holds more than text."""
+        """Renders a chunk that is not a choice's first; None if it holds more than text."""
         if not self._on or chunk.completion is not None or not chunk.text:
             return None
         key = (index, len(chunk.tokens))

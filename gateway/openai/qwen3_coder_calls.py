@@ -1,4 +1,7 @@
-"""Qwen3 Coder's calls in a text that streams in: tags for the call and each parameter; arguments become JSON by their schema."""
+"""Parses Qwen3 Coder's calls in streamed text: tags for the call and for each parameter.
+
+Arguments become JSON by their schema.
+"""
 
 import contextlib
 import json
@@ -18,10 +21,10 @@ _LITERALS = {"True": True, "False": False, "None": None}
 
 
 class Qwen3CoderParser(CallParser):
-    """Cuts one continuation into pieces; a parameter comes when it is whole.
+    """Cuts one continuation into pieces; a parameter is given when it is complete.
 
     Args:
-        functions: Whose parameters say what is a text.
+        functions: Functions whose schemas tell which parameters are texts.
     """
 
     def __init__(self, functions: Sequence[Function]) -> None:
@@ -63,7 +66,7 @@ class Qwen3CoderParser(CallParser):
         return Piece(arguments="}" if self._num_parameters else "{}")
 
     def _json(self, key: str, value: str) -> str:
-        """A parameter's value: without the line breaks around it, a text as it stands."""
+        """Converts a parameter's value to JSON, without the line breaks around it."""
         value = value.removeprefix("\n").removesuffix("\n")
         schema = self._properties.get(self._name, {}).get(key)
         if is_text(schema):

@@ -1,4 +1,4 @@
-"""Reasoning that a model writes before its answer: told apart from it, and asked for as the chat template takes it."""
+"""Separates reasoning from the answer, and sets the chat template's variables for it."""
 
 import enum
 import re
@@ -9,15 +9,16 @@ from foredraft.text.tokenizer import Tokenizer
 from gateway.openai.pieces import Piece, overlap
 
 BEGIN, END = "<think>", "</think>"
-TAIL_TOKENS = 16  # of a prompt, in which an opened answer is looked for
+TAIL_TOKENS = 16  # last tokens of a prompt, in which an opened answer is looked for
 _SWITCHES = ("enable_thinking", "thinking")
 
 
 class ReasoningStyle(enum.StrEnum):
-    """How reasoning stands in a model's text, by SGLang's names.
+    """Notation of reasoning in a model's text, by SGLang's names.
 
-    QWEN3: between `<think>` and `</think>` at the beginning, if at all. DEEPSEEK_R1: as that, and always there: the text begins
-    with it though `<think>` may be missing. GPT_OSS: in a channel of its own.
+    QWEN3: between `<think>` and `</think>` at the beginning, if at all. DEEPSEEK_R1: the same, but
+    always present: the text begins with it even without `<think>`. GPT_OSS: in a channel of its
+    own.
     """
 
     QWEN3 = "qwen3"
@@ -26,7 +27,7 @@ class ReasoningStyle(enum.StrEnum):
 
 
 def opening(style: ReasoningStyle, tokenizer: Tokenizer, prompt: list[int]) -> bool | None:
-    """Whether a prompt ends inside of reasoning; None where the model decides whether it reasons."""
+    """Returns whether a prompt ends inside reasoning; None where that is up to the model."""
     tail = tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False).rstrip()
     if tail.endswith(BEGIN):
         return True
@@ -36,15 +37,15 @@ def opening(style: ReasoningStyle, tokenizer: Tokenizer, prompt: list[int]) -> b
 
 
 def begun(message: str) -> bool:
-    """Whether the beginning of an answer ends inside of reasoning."""
+    """Returns whether the beginning of an answer ends inside reasoning."""
     return message.rfind(BEGIN) > message.rfind(END)
 
 
 def effort_variables(template: str, effort: str) -> dict[str, Any]:
-    """Variables of a chat template for `reasoning_effort`: its own, or the switch that it has.
+    """Returns a chat template's variables for `reasoning_effort`: its own, or its on/off switch.
 
     Raises:
-        InvalidRequest: It has neither.
+        InvalidRequest: The template has neither.
     """
     if "reasoning_effort" in template:
         return {"reasoning_effort": effort}
@@ -57,15 +58,17 @@ def effort_variables(template: str, effort: str) -> dict[str, Any]:
 
 
 def switch_variables(is_on: bool) -> dict[str, Any]:
-    """Variables of a chat template that has a switch for reasoning; others do not look at them."""
+    """Returns variables that switch reasoning on or off in templates that have a switch."""
     return dict.fromkeys(_SWITCHES, is_on)
 
 
 class ThinkSplitter:
-    """Cuts reasoning off the beginning of a text that streams in. Line breaks around it belong to neither.
+    """Cuts reasoning off the beginning of a text that streams in.
+
+    Line breaks around it belong to neither.
 
     Args:
-        is_open: Whether the text begins inside of reasoning; None where `<think>` says so.
+        is_open: Whether the text begins inside reasoning; None where a `<think>` begins it.
     """
 
     def __init__(self, is_open: bool | None) -> None:
@@ -78,16 +81,16 @@ class ThinkSplitter:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, as far as is known."""
+        """Whether the text that comes next is reasoning, as far as known."""
         return self._state == self._thought
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that became certain; text is what follows the reasoning."""
+        """Takes more text; returns the pieces that became certain."""
         self._buffer += text
         return self._run(is_last=False)
 
     def flush(self) -> list[Piece]:
-        """The pieces that were held back; the text has ended."""
+        """Ends the text; returns the pieces that were held back."""
         return self._run(is_last=True)
 
     def _run(self, is_last: bool) -> list[Piece]:

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes."""
+"""Renders answers in OpenAI's shapes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -9,14 +9,15 @@ from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason
 from gateway.decoding import Chunk, Completion, OutputToken, Step
 from gateway.openai.answer_parser import AnswerFormat, AnswerParser
-from gateway.openai.schemas import GenerationBody
+from gateway.openai.prompt_logprobs import PromptLogprobs, by_token, echoed, finite
+from gateway.openai.schemas import CompletionBody, GenerationBody
 from gateway.openai.tool_parser import DeltaWriter
 from gateway.openai.tools import ToolUse
 from gateway.serving import Serving
 
 
 def model(serving: Serving) -> dict[str, Any]:
-    """The model as /v1/models lists it."""
+    """Returns the model's entry of /v1/models."""
     info = serving.info
     return {
         "id": info.model,
@@ -30,7 +31,7 @@ def model(serving: Serving) -> dict[str, Any]:
 def usage(
     ends: Sequence[Completion], num_choices: int, num_reasoning_tokens: int
 ) -> dict[str, Any]:
-    """Token counts over all choices; a prompt counts once, however many choices it has."""
+    """Returns token counts over all choices; a prompt counts once, however many choices it has."""
     prompts = sum(end.account.prompt_tokens for end in ends) // num_choices
     completion = sum(end.completion_tokens for end in ends)
     cached = sum(end.account.cached_tokens for end in ends) // num_choices
@@ -50,7 +51,7 @@ def usage(
 
 
 def usage_so_far(num_prompt_tokens: int, num_tokens: int) -> dict[str, int]:
-    """Token counts in the middle of a stream."""
+    """Returns token counts in the middle of a stream."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,
@@ -59,21 +60,24 @@ def usage_so_far(num_prompt_tokens: int, num_tokens: int) -> dict[str, int]:
 
 
 def finish_reason(completion: Completion | None) -> str | None:
-    """stop, length, or abort for a request that was ended by name (an extension)."""
+    """Returns stop, length, or abort for a request that was aborted by name (an extension)."""
     if completion is None:
         return None
     return "abort" if completion.reason is FinishReason.CANCELLED else completion.reason.value
 
 
-def stop_reason(completion: Completion | None) -> str | int | None:
-    """What stopped it (vLLM's extension): the stop string or token."""
-    if completion is None:
-        return None
-    return completion.stop_text if completion.stop_text is not None else completion.stop_token
+def stop_reason(completion: Completion | None, body: GenerationBody) -> str | int | None:
+    """Returns the stop string or the token of `stop_token_ids` that ended the text.
+
+    It is None for the model's own end token. vLLM's extension.
+    """
+    if completion is None or completion.stop_text is not None:
+        return None if completion is None else completion.stop_text
+    return completion.stop_token if completion.stop_token in (body.stop_token_ids or ()) else None
 
 
 def speculation(completion: Completion) -> dict[str, Any]:
-    """Figures of speculation (an extension)."""
+    """Returns counts of drafted and accepted tokens (an extension)."""
     account = completion.account
     return {
         "verify_steps": account.verify_steps,
@@ -85,18 +89,13 @@ def speculation(completion: Completion) -> dict[str, Any]:
     }
 
 
-def finite(logprob: float) -> float:
-    """JSON has no infinity; like OpenAI's, this says -9999 for a token that cannot be."""
-    return logprob if logprob > -9999.0 else -9999.0
-
-
 def provenance(tokens: Sequence[OutputToken]) -> list[dict[str, Any]]:
-    """Which tokens a draft had proposed (an extension)."""
+    """Lists tokens with a mark whether a draft had proposed each (an extension)."""
     return [{"id": t.id, "text": t.text, "drafted": bool(t.drafted)} for t in tokens]
 
 
 def logprob_entry(token: OutputToken, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The log-probability of a token and of its alternatives, as chats say them."""
+    """Returns the log-probabilities of a token and its alternatives, in chat completions' shape."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.token_bytes(token_id)
@@ -114,13 +113,15 @@ _PLAIN = AnswerFormat()
 
 
 class Reply(ABC):
-    """How one of the routes words its answers.
+    """Renders the answers of one of the routes.
 
     Attributes:
-        is_plain: Whether texts are given as they stand.
+        is_plain: Whether texts are given without parsing.
+        prompt_logprobs: Log-probabilities of the prompt, given beside whole choices; None without.
     """
 
     is_plain = True
+    prompt_logprobs: PromptLogprobs | None = None
     whole_object: str
     chunk_object: str
 
@@ -129,16 +130,16 @@ class Reply(ABC):
 
     @abstractmethod
     def choice(self, index: int, prompt: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
-        """A whole choice."""
+        """Renders a whole choice."""
 
     @abstractmethod
     def deltas(
         self, index: int, prompt: int, chunk: Chunk, body: GenerationBody, is_first: bool
     ) -> list[dict[str, Any]]:
-        """What a chunk adds to a choice."""
+        """Renders what a chunk adds to a choice."""
 
     def num_reasoning_tokens(self) -> int:
-        """Tokens of reasoning in all choices so far."""
+        """Returns the number of reasoning tokens in all choices so far."""
         return 0
 
     def _common(self, index: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
@@ -146,7 +147,7 @@ class Reply(ABC):
         common: dict[str, Any] = {
             "index": index,
             "finish_reason": finish_reason(end),
-            "stop_reason": stop_reason(end),
+            "stop_reason": stop_reason(end, body),
             "num_tokens": len(chunk.tokens),
         }
         if body.return_provenance:
@@ -160,7 +161,7 @@ class Reply(ABC):
         return common
 
     def _step(self, step: Step) -> dict[str, Any]:
-        """What was drafted in a verification, and which of it was accepted (an extension)."""
+        """Returns the drafted tree of a verification and its accepted nodes (an extension)."""
         tree = step.tree or verify_pb2.VerifiedTree()
         return {
             "tokens": step.num_tokens,
@@ -177,38 +178,55 @@ class Reply(ABC):
 
 
 class CompletionReply(Reply):
-    """/v1/completions.
+    """Renders answers of /v1/completions.
 
     Args:
-        echoes: Text of each prompt to put before its choices; empty when not asked for.
+        echoes: Text of each prompt to put before its choices; empty unless requested.
+        prompts: Tokens of each prompt.
     """
 
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer, echoes: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, echoes: Sequence[str], prompts: Sequence[Sequence[int]]
+    ) -> None:
         super().__init__(tokenizer)
         self._echoes = echoes
+        self._prompts = prompts
         self._offsets: dict[int, int] = {}  # characters of each choice given so far
 
     def choice(self, index: int, prompt: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
-        return self.deltas(index, prompt, chunk, body, True)[0]
+        (choice,) = self.deltas(index, prompt, chunk, body, True)
+        if body.prompt_logprobs is not None:
+            ids, found = self._prompts[prompt], chunk.prompt_logprobs
+            choice["prompt_logprobs"] = by_token(ids, found, body.prompt_logprobs, self._tokenizer)
+        return choice
 
     def deltas(
         self, index: int, prompt: int, chunk: Chunk, body: GenerationBody, is_first: bool
     ) -> list[dict[str, Any]]:
-        echo = self._echoes[prompt] if self._echoes and is_first else ""
+        echo, tokens = "", chunk.tokens
+        if self._echoes and is_first:
+            echo = self._echoes[prompt]
+            if isinstance(body, CompletionBody) and body.logprobs is not None:
+                said = echoed(self._prompts[prompt], 0, chunk.prompt_logprobs, self._tokenizer)
+                tokens = [*said, *tokens]
         return [
             {
                 "text": echo + chunk.text,
-                "logprobs": self._logprobs(chunk.tokens, index),
+                "logprobs": self._logprobs(tokens, index, body),
                 **self._common(index, chunk, body),
             }
         ]
 
-    def _logprobs(self, tokens: Sequence[OutputToken], index: int) -> dict[str, Any] | None:
-        if not tokens or tokens[0].logprob is None:
+    def _logprobs(
+        self, tokens: Sequence[OutputToken], index: int, body: GenerationBody
+    ) -> dict[str, Any] | None:
+        """Renders log-probabilities; the first token of an echoed prompt has none."""
+        if not tokens or not isinstance(body, CompletionBody) or body.logprobs is None:
             return None
+        found, count = [token.logprob for token in tokens], body.logprobs
         offsets, offset = [], self._offsets.get(index, 0)
         for token in tokens:
             offsets.append(offset)
@@ -216,20 +234,21 @@ class CompletionReply(Reply):
         self._offsets[index] = offset
         return {
             "tokens": [self._key(token.id) for token in tokens],
-            "token_logprobs": [finite(token.logprob.logprob) for token in tokens if token.logprob],
-            "top_logprobs": [self._top(token.logprob) for token in tokens if token.logprob],
+            "token_logprobs": [None if own is None else finite(own.logprob) for own in found],
+            "top_logprobs": [None if own is None else self._top(own, count) for own in found],
             "text_offset": offsets,
         }
 
-    def _top(self, logprob: verify_pb2.TokenLogprob) -> dict[str, float]:
+    def _top(self, logprob: verify_pb2.TokenLogprob, count: int) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token, value in zip(logprob.top_tokens, logprob.top_logprobs, strict=True):
+        best = zip(logprob.top_tokens[:count], logprob.top_logprobs[:count], strict=True)
+        for token, value in best:
             # Ids without text, which padded vocabularies have, look alike: the likeliest stays.
             top.setdefault(self._key(token), finite(value))
         return top
 
     def _key(self, token: int) -> str:
-        """A token's text; half a character as OpenAI writes it, so that no two of them look alike."""
+        """Returns a token's text; half a character as bytes like OpenAI's, so that keys differ."""
         raw = self._tokenizer.token_bytes(token)
         try:
             return raw.decode()
@@ -238,11 +257,12 @@ class CompletionReply(Reply):
 
 
 class ChatReply(Reply):
-    """/v1/chat/completions.
+    """Renders answers of /v1/chat/completions.
 
     Args:
-        use: The tools that may be called, None without.
-        form: How answers are read.
+        use: Tools that may be called, None without.
+        form: Settings for parsing answers.
+        prompt: Token ids of the conversation.
     """
 
     whole_object = "chat.completion"
@@ -253,8 +273,10 @@ class ChatReply(Reply):
         tokenizer: Tokenizer,
         use: ToolUse | None = None,
         form: AnswerFormat = _PLAIN,
+        prompt: Sequence[int] = (),
     ) -> None:
         super().__init__(tokenizer)
+        self._prompt = prompt
         self.is_plain = form.is_plain
         self._use = use
         self._form = form
@@ -273,6 +295,10 @@ class ChatReply(Reply):
             **{name: content[name] for name in ("reasoning_content",) if name in content},
             **({"tool_calls": calls} if calls else {}),
         }
+        if body.prompt_logprobs is not None:
+            self.prompt_logprobs = by_token(
+                self._prompt, chunk.prompt_logprobs, body.prompt_logprobs, self._tokenizer
+            )
         return {
             "message": message,
             "logprobs": self._logprobs(chunk.tokens),
@@ -288,7 +314,7 @@ class ChatReply(Reply):
         return [{"delta": delta, "logprobs": logprobs, **self._ended(index, chunk, body)}]
 
     def _content(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        """What a chunk adds: reasoning, text, calls, any or none of them."""
+        """Returns what a chunk adds: reasoning, text, calls, any or none of them."""
         if self.is_plain:
             return {"content": chunk.text} if chunk.text else {}
         if index not in self._parsers:

@@ -1,4 +1,4 @@
-"""response_format, and the fields of vLLM and SGLang: what the text of an answer has to look like."""
+"""Converts response_format and vLLM's and SGLang's fields to grammars of the answer."""
 
 import json
 import re
@@ -13,7 +13,10 @@ from gateway.http import Body, Items
 
 
 class JsonSchema(Body):
-    """A schema with its name. It is kept to whether `strict` is asked for or not; name and description change nothing."""
+    """A schema with its name.
+
+    It is kept to whether `strict` is asked for or not; name and description change nothing.
+    """
 
     name: str
     description: str | None = None
@@ -28,10 +31,10 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
     def grammar(self) -> Grammar | None:
-        """What the verifier holds the text to.
+        """Returns the grammar that the text must follow.
 
         Raises:
-            InvalidRequest: There is no schema, or one where none belongs.
+            InvalidRequest: The schema is missing, or given where none belongs.
         """
         if self.type != "json_schema":
             if self.json_schema is not None:
@@ -53,10 +56,10 @@ class StructuredOutputs(Body):
     structural_tag: str | None = None
 
     def compiled_from(self) -> Grammar:
-        """What the verifier holds the text to.
+        """Returns the grammar that the text must follow.
 
         Raises:
-            InvalidRequest: Not exactly one is given, or one that says nothing; names it.
+            InvalidRequest: Not exactly one field is given, or its value is empty; names the field.
         """
         given = [
             (name, value)
@@ -69,7 +72,7 @@ class StructuredOutputs(Body):
         return _grammar(kind, value, f"structured_outputs.{kind}")
 
 
-# What each of the flat fields is called in structured_outputs.
+# The name in structured_outputs of each flat field.
 _FLAT = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -77,6 +80,8 @@ _FLAT = {
     "guided_grammar": "grammar",
     "regex": "regex",
     "ebnf": "grammar",
+    "json_schema": "json",
+    "structural_tag": "structural_tag",
 }
 
 
@@ -92,7 +97,10 @@ class GrammarFields(Body):
     # SGLang's.
     regex: str | None = None
     ebnf: str | None = None
-    # vLLM's backends follow the same grammars, as the one here does: taken and ignored. Their options are not.
+    json_schema: str | dict[str, Any] | bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    # vLLM's backends follow the same grammars, as the one here does: taken and ignored. Their
+    # options are not.
     guided_decoding_backend: (
         Literal["auto", "guidance", "lm-format-enforcer", "outlines", "xgrammar"] | None
     ) = None
@@ -100,14 +108,14 @@ class GrammarFields(Body):
     guided_whitespace_pattern: str | None = None
 
     def grammar_fields(self) -> list[str]:
-        """The names of those that ask for a grammar."""
+        """Returns the names of the given fields that ask for a grammar."""
         return [name for name in ("structured_outputs", *_FLAT) if getattr(self, name) is not None]
 
     def grammar(self) -> Grammar | None:
-        """What the text has to look like.
+        """Returns the grammar that the text must follow, None without one.
 
         Raises:
-            InvalidRequest: It is not said clearly; names the field.
+            InvalidRequest: Several grammars are given, or one is wrong; names the field.
         """
         if self.guided_whitespace_pattern is not None:
             raise InvalidRequest(
@@ -123,7 +131,10 @@ class GrammarFields(Body):
 
 
 def _grammar(kind: str, value: Any, field: str) -> Grammar:
-    """The grammar of what structured_outputs has of a kind. Raises InvalidRequest, naming `field`."""
+    """Returns the grammar for a kind of structured_outputs and its value.
+
+    Raises InvalidRequest, naming `field`.
+    """
     if kind == "json":
         if isinstance(value, str):
             _read_json(value, field)
@@ -134,9 +145,10 @@ def _grammar(kind: str, value: Any, field: str) -> Grammar:
             raise InvalidRequest(field, "has no choices")
         return Grammar(GrammarKind.REGEX, "|".join(map(re.escape, value)))
     if kind == "structural_tag":
-        if not isinstance(_read_json(value, field), dict):
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if not isinstance(_read_json(text, field), dict):
             raise InvalidRequest(field, "must be the text of a JSON object")
-        return Grammar(GrammarKind.STRUCTURAL_TAG, value)
+        return Grammar(GrammarKind.STRUCTURAL_TAG, text)
     if kind == "json_object":
         return ANY_OBJECT
     return Grammar(GrammarKind.REGEX if kind == "regex" else GrammarKind.EBNF, value)
@@ -150,7 +162,7 @@ def _read_json(text: str, field: str) -> Any:
 
 
 def schema_grammar(schema: dict[str, Any] | bool) -> Grammar:
-    """The grammar of JSON of a schema."""
+    """Returns the grammar of JSON that follows a schema."""
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
 
 

@@ -25,7 +25,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request: its jobs (one for each prompt) and how it is answered."""
+    """One HTTP request: its jobs (one for each prompt) and the renderer of its answer."""
 
     id: str
     created: int
@@ -35,17 +35,17 @@ class Call:
 
     @property
     def num_choices(self) -> int:
-        """Choices of one job."""
+        """Number of choices of one job."""
         return self.jobs[0].num_choices
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(len(job.prompt) for job in self.jobs)
 
 
 def make_router(serving: Serving) -> APIRouter:
-    """The routes over one model."""
+    """Creates the routes."""
     router = APIRouter(tags=["OpenAI"])
     bounds = serving.bounds
 
@@ -79,7 +79,8 @@ async def _completion_call(serving: Serving, body: CompletionBody) -> Call:
     prompts = body.prompts()
     check_batch("prompt", len(prompts), 1 if body.n is None else body.n)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling = body.sampling(max_tokens, body.logprobs, body.grammar())
+    words = serving.bad_words(body.bad_words)
+    sampling = body.sampling(max_tokens, body.logprobs, body.grammar(), words)
     call_id = body.request_id or f"cmpl-{uuid.uuid4().hex}"
     jobs, echoes = [], []
     for i, prompt in enumerate(prompts):
@@ -96,31 +97,34 @@ async def _completion_call(serving: Serving, body: CompletionBody) -> Call:
                 f"{call_id}-{i}" if i else call_id,
                 call_id,
                 body.max_tokens is not None,
+                True,
             )
         )
         if body.echo:
             echoes.append(prompt if isinstance(prompt, str) else await serving.decode(ids))
-    reply = replies.CompletionReply(serving.tokenizer, echoes)
+    reply = replies.CompletionReply(serving.tokenizer, echoes, [job.prompt for job in jobs])
     return Call(call_id, int(time.time()), body, jobs, reply)
 
 
 async def _chat_call(serving: Serving, body: ChatBody) -> Call:
     call_id = body.request_id or f"chatcmpl-{uuid.uuid4().hex}"
-    chat = await chats.prepare(serving, body, call_id)
-    reply = replies.ChatReply(serving.tokenizer, chat.use, chat.form)
+    chat = await chats.prepare(serving, body, call_id, may_be_empty=True)
+    reply = replies.ChatReply(serving.tokenizer, chat.use, chat.form, chat.job.prompt)
     return Call(call_id, int(time.time()), body, [chat.job], reply)
 
 
 async def _answer(serving: Serving, request: Request, call: Call) -> Response:
     if call.body.stream_options is not None and not call.body.stream:
         raise InvalidRequest("stream_options", "needs stream: true")
+    if call.body.stream and call.body.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs", "comes with whole answers alone: leave stream out")
     if call.body.stream:
         return await event_stream(request, _events(serving, call))
     return JSONResponse(await unless_disconnected(request, _whole(serving, call)))
 
 
 async def _whole(serving: Serving, call: Call) -> dict[str, Any]:
-    """All choices at once."""
+    """Returns the answer with all choices at once."""
     choices, ends = [], []
     for i, chunks in enumerate(await serving.generator.complete(call.jobs)):
         for chunk in chunks:
@@ -128,7 +132,9 @@ async def _whole(serving: Serving, call: Call) -> dict[str, Any]:
             ends.append(chunk.completion)
             index = i * call.num_choices + chunk.index
             choices.append(call.reply.choice(index, i, chunk, call.body))
+    beside = {} if (of := call.reply.prompt_logprobs) is None else {"prompt_logprobs": of}
     return {
+        **beside,
         "id": call.id,
         "object": call.reply.whole_object,
         "created": call.created,
@@ -140,7 +146,7 @@ async def _whole(serving: Serving, call: Call) -> dict[str, Any]:
 
 
 async def _events(serving: Serving, call: Call) -> AsyncGenerator[dict[str, Any] | bytes, None]:
-    """Chunks of all choices as they come, the plain ones encoded."""
+    """Yields chunks of all choices as they come, plain ones already encoded."""
     options = call.body.stream_options
     include_usage = options is not None and options.include_usage
     continuous = options is not None and bool(options.continuous_usage_stats)

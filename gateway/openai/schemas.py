@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI routes: OpenAI's fields, and the extensions that vLLM's and SGLang's users send beside them."""
+"""Bodies of the OpenAI routes: OpenAI's fields, and extensions of vLLM and SGLang."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from gateway import remedies
 from gateway.http import Body, Items, Objects, refuse
 from gateway.openai.response_format import GrammarFields, ResponseFormat
 from gateway.openai.tools import Choice, Tool, ToolUse, tool_use
+from gateway.sampling_fields import SamplingFields, given_sampling
 from gateway.serving import seed_or_random
 
 
@@ -22,7 +23,7 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """What a request asks of speculation (an extension)."""
+    """Speculation settings of a request (an extension)."""
 
     enabled: bool | None = None
     num_steps: int | None = None
@@ -30,12 +31,12 @@ class Speculation(Body):
     num_draft_tokens: int | None = None
 
     def params(self) -> SpeculationParams:
-        """As the verifier takes it."""
+        """Converts the fields to the verifier's form."""
         return SpeculationParams(self.enabled, self.num_steps, self.topk, self.num_draft_tokens)
 
 
-class GenerationBody(GrammarFields):
-    """What completions and chat completions have in common."""
+class GenerationBody(GrammarFields, SamplingFields):
+    """Fields that completions and chat completions have in common."""
 
     remedies = remedies.OPENAI
 
@@ -43,14 +44,9 @@ class GenerationBody(GrammarFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     n: int | None = None
     stop: str | Items[str] | None = None
     seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     # These cannot change the text: taken and ignored, as other servers of OpenAI's API do.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -62,12 +58,7 @@ class GenerationBody(GrammarFields):
     prompt_cache_retention: str | None = None
     spaces_between_special_tokens: bool | None = None
     # Extensions.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    ignore_eos: bool | None = None
     min_tokens: int | None = None
-    stop_token_ids: Items[int] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
@@ -75,26 +66,34 @@ class GenerationBody(GrammarFields):
     timeout: float | None = None
     return_provenance: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     speculation: Speculation | None = None
     request_id: str | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
+        """The stop strings as a tuple."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def names(self) -> dict[str, str]:
-        """Our field names, as this body has them."""
+        """Maps internal field names to this body's."""
         return {
             "max_new_tokens": "max_tokens",
             "min_new_tokens": "min_tokens",
             "grammar": next(iter(self.grammar_fields()), "structured_outputs"),
         }
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of alternatives for each prompt token; None where no log-probabilities are
+        requested.
+        """
+        return self.prompt_logprobs
+
     def truncated(self, tokens: list[int]) -> list[int]:
-        """The prompt's last tokens, as many as the request says."""
+        """Returns the prompt's last tokens, as many as truncate_prompt_tokens says."""
         most = self.truncate_prompt_tokens
         if most is None:
             return tokens
@@ -103,26 +102,28 @@ class GenerationBody(GrammarFields):
         return tokens[-most:]
 
     def sampling(
-        self, max_new_tokens: int, logprobs: int | None, grammar: Grammar | None
+        self,
+        max_new_tokens: int,
+        logprobs: int | None,
+        grammar: Grammar | None,
+        bad_words: tuple[tuple[int, ...], ...],
     ) -> SamplingParams:
-        """How tokens are chosen; OpenAI's defaults where a field is absent."""
+        """Returns the sampling parameters, with OpenAI's defaults for absent fields."""
+        values = given_sampling(self)
+        # OpenAI's top_p may be 0, which leaves only the likeliest token.
+        if values.get("top_p") == 0:
+            values |= {"top_p": 1.0, "top_k": 1}
+        if values.get("top_k") == 0:
+            del values["top_k"]
         return SamplingParams(
-            temperature=_or(self.temperature, 1.0),
-            # OpenAI's top_p may be 0, which leaves the likeliest token alone.
-            top_k=1 if self.top_p == 0 else -1 if self.top_k in (None, 0) else _or(self.top_k, -1),
-            top_p=_or(self.top_p, 1.0) or 1.0,
-            min_p=_or(self.min_p, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
-            frequency_penalty=_or(self.frequency_penalty, 0.0),
-            presence_penalty=_or(self.presence_penalty, 0.0),
-            logit_bias=logit_bias(self.logit_bias or {}),
+            **values,
             seed=seed_or_random(self.seed),
             max_new_tokens=max_new_tokens,
-            min_new_tokens=_or(self.min_tokens, 0),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
+            min_new_tokens=self.min_tokens or 0,
             logprobs=logprobs,
             grammar=grammar,
+            bad_words=bad_words,
+            prompt_logprobs=self.num_prompt_logprobs,
         )
 
 
@@ -146,11 +147,21 @@ class CompletionBody(GenerationBody):
             raise InvalidRequest(
                 "best_of", "is not supported beyond n: ask for n choices and pick one"
             )
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo", "log-probabilities of the prompt are not computed")
+
+    def names(self) -> dict[str, str]:
+        names = super().names()
+        return (
+            names if self.prompt_logprobs is not None else {**names, "prompt_logprobs": "logprobs"}
+        )
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        asked = [count for count in (echoed, self.prompt_logprobs) if count is not None]
+        return max(asked, default=None)
 
     def prompts(self) -> list[str | list[int]]:
-        """One or several prompts, as text or token ids."""
+        """Returns the prompts, each as text or token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -158,7 +169,7 @@ class CompletionBody(GenerationBody):
         return texts or [[part for part in prompt if isinstance(part, int)]]
 
 
-# What asks for nothing that is not done anyway: prefixes are cached by themselves.
+# Fields that ask for something that is always done: prefixes are cached anyway.
 IGNORED = ("cache_control",)
 
 
@@ -172,7 +183,10 @@ class ContentPart(Body):
     refusal: str | None = None
 
     def words(self, where: str) -> str:
-        """Its text. Raises InvalidRequest, naming the field below `where`, for a part that is something else."""
+        """Returns the part's text.
+
+        Raises InvalidRequest, naming the field below `where`, for a part that is something else.
+        """
         if self.type not in ("text", "refusal"):
             raise InvalidRequest(f"{where}.type", f"only text is taken, not {self.type[:40]!r}")
         for name in self.model_extra or {}:
@@ -194,7 +208,7 @@ class Message(Body):
     content: str | Objects[ContentPart] | None = None
 
     def rendered(self, where: str) -> dict[str, Any]:
-        """As chat templates expect it.
+        """Converts the message to the form that chat templates expect.
 
         Raises:
             InvalidRequest: A part is no text; names the field below `where`.
@@ -203,7 +217,8 @@ class Message(Body):
         if isinstance(content, list):
             parts = (part.words(f"{where}.content.{i}") for i, part in enumerate(content))
             content = "".join(parts)
-        # A message that came in an answer has fields that are null; templates ask whether they are there.
+        # A message that came in an answer has fields that are null; templates ask whether they are
+        # there.
         extra = {k: v for k, v in (self.model_extra or {}).items() if v is not None}
         if not extra.get("tool_calls", True):
             del extra["tool_calls"]
@@ -255,7 +270,7 @@ class ChatBody(GenerationBody):
         return form or other
 
     def tool_use(self) -> ToolUse | None:
-        """What is asked of tools, None where none may be called."""
+        """Returns the requested use of tools, None where none may be called."""
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def check(self) -> None:
@@ -270,7 +285,10 @@ class ChatBody(GenerationBody):
                 "functions": "give tools instead",
                 "function_call": "give tool_choice instead",
                 "audio": "only text can be honoured",
-                "prediction": "predicted output cannot be honoured; n-gram drafting finds repetition by itself",
+                "prediction": (
+                    "predicted output cannot be honoured; n-gram drafting finds repetition by"
+                    " itself"
+                ),
                 "verbosity": "the model has no such setting",
                 "web_search_options": "there is no web search",
             },
@@ -286,17 +304,3 @@ class ChatBody(GenerationBody):
             raise InvalidRequest("top_logprobs", "needs logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise InvalidRequest("max_tokens", "give it or max_completion_tokens, not both")
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def logit_bias(given: dict[str, float]) -> dict[int, float]:
-    """JSON's keys are strings; these are token ids."""
-    biases = {}
-    for key, bias in given.items():
-        if not (key.isascii() and key.isdecimal()) or len(key) > 9:
-            raise InvalidRequest("logit_bias", f"{key!r} is not a token id")
-        biases[int(key)] = bias
-    return biases

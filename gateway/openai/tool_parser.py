@@ -1,4 +1,4 @@
-"""Finds calls of tools in a text that streams in."""
+"""Finds calls of tools in streamed text."""
 
 import re
 import uuid
@@ -20,12 +20,12 @@ _BETWEEN = " \t\r\n;"  # what may stand between calls, and is no text
 
 
 class CallParser(ABC):
-    """Cuts one continuation into pieces: what all conventions have in common.
+    """Cuts one continuation into pieces; the base class of the parsers of all conventions.
 
     Args:
-        convention: How calls are written.
-        begin: What a call begins with.
-        end: What ends it.
+        convention: Convention of calls.
+        begin: Mark that begins a call.
+        end: Mark that ends a call.
     """
 
     def __init__(self, convention: Convention, begin: str, end: str) -> None:
@@ -39,12 +39,12 @@ class CallParser(ABC):
         self._in_string = self._is_escaped = False
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that became certain."""
+        """Takes more text; returns the pieces that became certain."""
         self._buffer += text
         return list(self._run())
 
     def flush(self) -> list[Piece]:
-        """The text has ended: what was held back."""
+        """Ends the text; returns the pieces that were held back."""
         rest, self._buffer = self._buffer, ""
         if self._state == self._after:
             return []
@@ -73,14 +73,14 @@ class CallParser(ABC):
 
     @abstractmethod
     def _call(self) -> Piece | None:
-        """A call's name, once it is there."""
+        """Reads a call's name, once it is complete."""
 
     def _begin_arguments(self) -> None:
         self._depth, self._in_string, self._is_escaped = 0, False, False
         self._state = self._arguments
 
     def _no_call(self) -> Piece | None:
-        """What only began like a call is text."""
+        """Returns text that only began like a call, once its end mark has come."""
         place = self._buffer.find(self._end)
         if place < 0:
             return None
@@ -90,7 +90,7 @@ class CallParser(ABC):
         return Piece(text=text)
 
     def _arguments(self) -> Piece | None:
-        """As much of a JSON value as is there; its end is where its brackets close."""
+        """Reads as much of a JSON value as has come; it ends where its brackets close."""
         for place, character in enumerate(self._buffer):
             if self._in_string:
                 if self._is_escaped:
@@ -114,7 +114,7 @@ class CallParser(ABC):
         return Piece(arguments=text) if text else None
 
     def _after(self) -> None:
-        """The rest of a call."""
+        """Skips the rest of a call."""
         place = self._buffer.find(self._end)
         if place >= 0:
             self._buffer = self._buffer[place + len(self._end) :]
@@ -123,7 +123,7 @@ class CallParser(ABC):
 
 
 def _is_cut_call(text: str) -> bool:
-    """Whether a text is the beginning of a call, which max_tokens cut: no client can do anything with it."""
+    """Returns whether a text is the beginning of a call that was cut, which no client can use."""
     if text.startswith(_LEAST_MARK) and _MARK.startswith(text):
         return True
     if not text.startswith(_MARK):
@@ -133,7 +133,10 @@ def _is_cut_call(text: str) -> bool:
 
 
 class ToolParser(CallParser):
-    """Calls as JSON. What is no call is text; one between marks that was cut short before its name is nothing."""
+    """Parses calls written as JSON.
+
+    Text that is no call stays text. A call between marks that was cut before its name is dropped.
+    """
 
     def __init__(self, convention: Convention) -> None:
         is_llama = convention is Convention.LLAMA
@@ -166,7 +169,7 @@ class DeltaWriter:
         self.num_calls = 0
 
     def render(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Pieces in OpenAI's shape: `reasoning_content`, `content`, `tool_calls`, any or none of them."""
+        """Renders pieces: `reasoning_content`, `content`, `tool_calls`, any or none of them."""
         texts = {
             "reasoning_content": "".join(piece.reasoning for piece in pieces),
             "content": "".join(piece.text for piece in pieces),

@@ -1,4 +1,4 @@
-"""Tools: what a request says of functions, how a prompt tells of them, and the grammar that calls follow."""
+"""Tools of a request: their checks, their form in prompts, and the grammar of calls."""
 
 import enum
 import hashlib
@@ -23,11 +23,14 @@ name and arguments, then a line </tool_call>:
 {"name": "function", "arguments": {"key": "value"}}
 </tool_call>
 The functions:
-"""
+"""  # noqa: E501
 
 
 class Function(Body):
-    """A function that the model may call. Its parameters are kept to whether `strict` is asked for or not."""
+    """A function that the model may call.
+
+    Its parameters are kept to whether `strict` is asked for or not.
+    """
 
     name: str
     description: str | None = None
@@ -56,7 +59,7 @@ class NamedChoice(Body):
 
 
 class AllowedTools(Body):
-    """Those that may be called of the tools that the model is told of."""
+    """The tools that may be called, among those described to the model."""
 
     mode: Literal["auto", "required"]
     tools: Items[NamedChoice]
@@ -73,12 +76,14 @@ Choice = str | NamedChoice | AllowedChoice
 
 
 class Convention(enum.Enum):
-    """How calls are written in a model's text.
+    """The notation of calls in a model's text.
 
-    HERMES: `<tool_call>`, a line of JSON with name and arguments, `</tool_call>` (Qwen, Hermes). LLAMA: JSON with name and
-    parameters and nothing around it (Llama 3.1 and later). OWN: as HERMES, told in the system message, for templates that
-    know nothing of tools. MISTRAL: a list of JSON, or name and arguments, after `[TOOL_CALLS]`. QWEN3_CODER: `<function=name>`
-    with a `<parameter=key>` for each argument. HARMONY: a message of its own, addressed to the function (gpt-oss).
+    HERMES: `<tool_call>`, a line of JSON with name and arguments, `</tool_call>` (Qwen, Hermes).
+    LLAMA: JSON with name and parameters and nothing around it (Llama 3.1 and later). OWN: like
+    HERMES, but described in the system message, for templates that know nothing of tools.
+    MISTRAL: a list of JSON, or name and arguments, after `[TOOL_CALLS]`. QWEN3_CODER:
+    `<function=name>` with a `<parameter=key>` for each argument. HARMONY: a message of its own,
+    addressed to the function (gpt-oss).
     """
 
     HERMES = enum.auto()
@@ -89,7 +94,7 @@ class Convention(enum.Enum):
     HARMONY = enum.auto()
 
 
-# By the names of --tool-call-parser.
+# Conventions by the names of --tool-call-parser.
 CONVENTIONS = {
     "hermes": Convention.HERMES,
     "qwen25": Convention.HERMES,
@@ -101,7 +106,7 @@ CONVENTIONS = {
 
 
 def convention_of(template: str) -> Convention | None:
-    """The convention of a chat template, None where it has another than these."""
+    """Returns the convention of a chat template, None where it is unknown."""
     if "tools" not in template and "tool_call" not in template:
         return Convention.OWN
     if "<|channel|>" in template and "<|call|>" in template:
@@ -119,14 +124,14 @@ def convention_of(template: str) -> Convention | None:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request asks of tools, checked.
+    """A request's checked use of tools.
 
     Attributes:
-        tools: For the template.
-        callable: The functions that may be called; all, or those that were named.
-        is_required: There is at least one call, and nothing but calls.
-        is_single: There is one call at most.
-        is_named: A function was named; the answer then ends with `stop`, as OpenAI's does.
+        tools: Tools that the prompt describes.
+        callable: Functions that may be called: all, or those that were named.
+        is_required: Whether the answer has at least one call, and nothing but calls.
+        is_single: Whether the answer has at most one call.
+        is_named: Whether a function was named; the answer then ends with `stop`, like OpenAI's.
     """
 
     tools: Sequence[Tool]
@@ -136,7 +141,10 @@ class ToolUse:
     is_named: bool
 
     def grammar(self, convention: Convention) -> Grammar:
-        """Text and calls as asked for; calls have the form of their convention and arguments of their schema."""
+        """Returns the grammar of text and calls, in the form of the convention.
+
+        Arguments follow their schema.
+        """
         is_llama = convention is Convention.LLAMA
         key = "parameters" if is_llama else "arguments"
         before, after = ("", "}") if is_llama else ("<tool_call>\n", "}\n</tool_call>")
@@ -162,10 +170,10 @@ def tool_use(
     choice: Choice | None,
     parallel: bool | None,
 ) -> ToolUse | None:
-    """What the fields of a request ask for; None where no function may be called.
+    """Returns the use of tools that a request's fields ask for; None where none may be called.
 
     Raises:
-        InvalidRequest: A field is wrong; names it.
+        InvalidRequest: A field is wrong; the error names it.
     """
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -212,10 +220,13 @@ def _named(functions: Sequence[Function], choices: Sequence[NamedChoice]) -> lis
 def told(
     messages: Sequence[dict[str, Any]], use: ToolUse | None, convention: Convention | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages as the template expects them, calls and their results among them, and variables for it.
+    """Returns messages in the form that the template expects, and variables for the template.
+
+    Calls and their results are converted, too.
 
     Raises:
-        InvalidRequest: A call in a message is not what OpenAI's are, or the template's convention is not known.
+        InvalidRequest: A call in a message has another form than OpenAI's, or the template's
+            convention is unknown.
     """
     if use is not None and convention is None:
         raise InvalidRequest("tools", "the chat template writes calls in a way that is not known")
@@ -238,7 +249,7 @@ def told(
 
 
 def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
-    """gpt-oss's template has another name for reasoning, and takes it with calls alone."""
+    """Renames a message's reasoning for gpt-oss's template, which takes it only with calls."""
     reasoning = message.get("reasoning_content")
     if reasoning and message.get("tool_calls") and not message["content"]:
         return {**message, "thinking": reasoning}
@@ -246,7 +257,7 @@ def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """Mistral's templates take ids of nine letters and digits alone; others become such."""
+    """Replaces call ids by nine letters and digits, the only form Mistral's templates take."""
 
     def short(given: Any) -> str:
         text = str(given)
@@ -265,7 +276,7 @@ def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _calls(message: dict[str, Any]) -> dict[str, Any]:
-    """A message's calls with their arguments as templates expect them."""
+    """Returns a message's calls, with arguments in the form that templates expect."""
     calls = message.get("tool_calls")
     if not calls:
         return {}
@@ -291,7 +302,10 @@ def _calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(given: Any) -> dict[str, Any] | str:
-    """As an object, which templates expect; as they stand where a model wrote something else, or was cut short."""
+    """Returns a call's arguments as an object, which templates expect.
+
+    Text that is no JSON object, or was cut short, is returned unchanged.
+    """
     if given is None or isinstance(given, dict):
         return given or {}
     if not isinstance(given, str):
@@ -304,7 +318,7 @@ def _arguments(given: Any) -> dict[str, Any] | str:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message for a template that knows no tools."""
+    """Converts a message for a template without tools: calls and results become text."""
     content = message["content"]
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}

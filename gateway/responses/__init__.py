@@ -1,1 +1,1 @@
-"""OpenAI's Responses API over what chat completions run."""
+"""OpenAI's Responses API, built on chat completions."""

@@ -1,4 +1,4 @@
-"""A response as JSON, while it grows and at its end."""
+"""Renders a response as JSON, while it grows and at its end."""
 
 import time
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ _PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 @dataclass(slots=True)
 class Answer:
-    """One response.
+    """Renders one response.
 
     Attributes:
-        id: Its id.
-        model: The model's name.
+        id: Id of the response.
+        model: Name of the model.
         body: The request.
-        seed: Seed that is used.
-        is_stored: Whether it can be had later.
-        items: Its output items, each as it was when it ended.
+        seed: Seed of the answer.
+        is_stored: Whether the response is stored for later requests.
+        items: Output items that have ended.
     """
 
     id: str
@@ -37,11 +37,11 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def started(self) -> dict[str, Any]:
-        """The response before there is any output."""
+        """Returns the response before there is any output."""
         return self._render("in_progress", [])
 
     def ended(self, end: Completion, num_reasoning_tokens: int) -> dict[str, Any]:
-        """The whole response."""
+        """Returns the whole response."""
         is_whole = end.reason is FinishReason.STOP
         found = self._render("completed" if is_whole else "incomplete", self.items)
         if end.reason is FinishReason.CANCELLED:
@@ -64,7 +64,7 @@ class Answer:
         return found
 
     def failed(self, code: str, message: str) -> dict[str, Any]:
-        """The response that an error ended."""
+        """Returns the response that an error ended."""
         found = self._render("failed", self.items)
         found["error"] = {"code": code, "message": message}
         return found
@@ -106,30 +106,30 @@ class Answer:
 
 
 def item_id(part: Part) -> str:
-    """The id of a part's item."""
+    """Returns the id of a part's item."""
     return f"{_PREFIXES[part.kind]}_{part.id}"
 
 
 def opened(part: Part) -> dict[str, Any]:
-    """A part's item before there is anything in it."""
+    """Returns a part's item before it has content."""
     return _item(part, "in_progress", "", [])
 
 
 def closed(part: Part, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A part's item at its end."""
+    """Returns a part's item at its end."""
     content = [content_of(part, part.text, logprobs(part.tokens, tokenizer))]
     return _item(part, "completed" if part.is_whole else "incomplete", part.text, content)
 
 
 def content_of(part: Part, text: str, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The one part of a message, or of reasoning."""
+    """Returns the single content part of a message or of reasoning."""
     if part.kind is Kind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": found}
 
 
 def logprobs(tokens: Sequence[OutputToken], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Log-probabilities of tokens, where they have them."""
+    """Returns the log-probabilities of the tokens that have them."""
     return [replies.logprob_entry(token, tokenizer) for token in tokens if token.logprob]
 
 
@@ -144,5 +144,5 @@ def _item(part: Part, status: str, text: str, content: list[dict[str, Any]]) -> 
 
 
 def _given(value: Any) -> dict[str, Any]:
-    """The fields that a client gave, under their own names."""
+    """Returns the fields that a client gave, under the client's names."""
     return {} if value is None else value.model_dump(exclude_unset=True, by_alias=True)

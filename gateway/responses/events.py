@@ -1,4 +1,4 @@
-"""The events of a response that streams."""
+"""Renders the events of a streamed response."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from gateway.responses.answers import Answer
 
 
 class Events:
-    """Renders one response's events, and notes its items.
+    """Renders one response's events, and adds its items to the answer.
 
     Args:
-        answer: Gets the items.
-        reader: Reads the text.
+        answer: Answer that collects the items.
+        reader: Cuts the text into parts.
     """
 
     def __init__(self, answer: Answer, reader: PartReader, tokenizer: Tokenizer) -> None:
@@ -30,11 +30,11 @@ class Events:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of reasoning so far."""
+        """Number of reasoning tokens so far."""
         return self._reader.num_reasoning_tokens
 
     def started(self) -> list[bytes]:
-        """The response has begun."""
+        """Returns the events that begin the response."""
         response = self._answer.started()
         return [
             self._event(f"response.{stage}", response=response)
@@ -42,7 +42,7 @@ class Events:
         ]
 
     def read(self, chunk: Chunk) -> Iterator[bytes]:
-        """What a chunk brings."""
+        """Yields the events of a chunk."""
         for change in self._reader.read(chunk):
             if change.part.kind is Kind.CALL:
                 yield from self._call(change)
@@ -50,14 +50,14 @@ class Events:
                 yield from self._text(change)
 
     def ended(self, response: dict[str, Any]) -> bytes:
-        """The response has ended, one way or the other."""
+        """Returns the event that ends the response, by its status."""
         status = response["status"]
         # There is no event for one that was aborted by its name.
         kind = status if status in ("completed", "failed") else "incomplete"
         return self._event(f"response.{kind}", response=response)
 
     def failed(self, error: Exception) -> bytes:
-        """The response was ended by an error."""
+        """Returns the event of a response that an error ended."""
         found = errors.envelope(error)["error"]
         code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "server_error"
         return self.ended(self._answer.failed(code, found["message"]))

@@ -1,4 +1,4 @@
-"""Input items as the messages of a conversation."""
+"""Converts input items to messages of chat completions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,10 @@ _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reason
 
 
 class Conversation:
-    """Messages of a chat, made from items: calls and reasoning belong to the assistant's message that they are part of."""
+    """Builds messages of chat completions from items.
+
+    Calls and reasoning become parts of the assistant's message that they belong to.
+    """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -19,7 +22,10 @@ class Conversation:
         self._reasoning = ""
 
     def instruct(self, text: str) -> None:
-        """Puts instructions before everything; system messages that begin the conversation follow in the same message."""
+        """Puts instructions before all messages.
+
+        A system message that begins the conversation is joined to them.
+        """
         first = self.messages[0] if self.messages else {"role": ""}
         if first["role"] in ("system", "developer"):
             self.messages[0] = {**first, "content": f"{text}\n\n{first['content']}"}
@@ -30,10 +36,10 @@ class Conversation:
         """Appends items.
 
         Args:
-            field: What the client calls the list; errors name fields below it.
+            field: The client's name of the list; errors name fields below it.
 
         Raises:
-            InvalidRequest: An item cannot be taken.
+            InvalidRequest: An item is not accepted.
         """
         for i, item in enumerate(items):
             where = f"{field}.{i}"
@@ -97,12 +103,15 @@ class Conversation:
         self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
 
     def _think(self, item: Item, where: str) -> None:
-        """Reasoning goes into the message that follows. Its summary counts where it is all there is."""
+        """Keeps reasoning for the message that follows.
+
+        The summary is used only where there is nothing else.
+        """
         text = _text(item.content or [], f"{where}.content")
         self._reasoning = text or _text(item.summary or [], f"{where}.summary")
 
     def _assistant(self) -> dict[str, Any]:
-        """The assistant's message that an item belongs to."""
+        """Returns the assistant's message that an item belongs to."""
         last = self.messages[-1] if self.messages else {"role": ""}
         if last["role"] == "assistant" and not self._reasoning:
             return last
@@ -117,7 +126,7 @@ class Conversation:
 
 
 def _text(content: str | Sequence[ContentPart], where: str) -> str:
-    """The text of parts."""
+    """Joins the texts of parts."""
     if isinstance(content, str):
         return content
     return "".join(_words(part, f"{where}.{i}") for i, part in enumerate(content))

@@ -1,10 +1,10 @@
-"""POST /v1/responses; GET and DELETE of those that are kept."""
+"""POST /v1/responses; GET and DELETE of stored responses."""
 
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -20,6 +20,7 @@ from gateway.openai.schemas import Message
 from gateway.openapi import reads
 from gateway.responses.answers import Answer
 from gateway.responses.events import Events
+from gateway.responses.input_items import input_items, page
 from gateway.responses.items import Conversation
 from gateway.responses.schemas import Item, ResponsesBody
 from gateway.responses.store import ResponseStore, Turn, conversation
@@ -32,12 +33,12 @@ class Call:
     """One request.
 
     Attributes:
-        owner: Who may have the response later.
-        before: The turn that it continues.
-        items: Its input as items.
-        chat: What is generated.
-        answer: The response.
-        events: Renders it as it grows.
+        owner: Name of the caller that may read the response later.
+        before: Turn that the request continues, or None.
+        items: Input as items.
+        chat: Conversation to answer.
+        answer: Renders the response.
+        events: Renders the response's events.
     """
 
     owner: str
@@ -49,7 +50,7 @@ class Call:
 
 
 def make_router(serving: Serving) -> APIRouter:
-    """The routes over one model."""
+    """Creates the routes."""
     router = APIRouter(tags=["OpenAI"])
     config = serving.config
     store = ResponseStore(config.response_store_mb * 2**20, config.response_lifetime)
@@ -74,6 +75,18 @@ def make_router(serving: Serving) -> APIRouter:
             raise UnknownResponse("response_id", f"there is no response {name[:80]!r}")
         return Response(found, media_type="application/json")
 
+    @router.get("/v1/responses/{name}/input_items")
+    async def response_input_items(
+        name: str,
+        limit: int = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> dict[str, Any]:
+        turn = store.turn(current_caller().name, name)
+        if turn is None:
+            raise UnknownResponse("response_id", f"there is no response {name[:80]!r}")
+        return page(input_items(turn), limit, order, after)
+
     @router.delete("/v1/responses/{name}")
     async def delete_response(name: str) -> dict[str, Any]:
         if not store.delete(current_caller().name, name):
@@ -94,8 +107,8 @@ async def _call(serving: Serving, store: ResponseStore, body: ResponsesBody) -> 
         if before is None:
             raise UnknownPrevious(
                 "previous_response_id",
-                f"there is no response {body.previous_response_id[:80]!r}: it was not stored, is too old, or is another "
-                "key's; send the whole conversation as input",
+                f"there is no response {body.previous_response_id[:80]!r}: it was not stored, is"
+                " too old, or is another key's; send the whole conversation as input",
             )
         for turn in conversation(before):
             talk.add([Item.model_validate(item) for item in turn], "previous_response_id")
@@ -128,7 +141,10 @@ async def _whole(serving: Serving, store: ResponseStore, call: Call) -> dict[str
 async def _events(
     serving: Serving, store: ResponseStore, call: Call
 ) -> AsyncGenerator[bytes, None]:
-    """The events; the first of them once there is a token, so that what fails before has a status of its own."""
+    """Yields the events, the first of them once there is a token.
+
+    So an error before that has its own HTTP status.
+    """
     events = call.events
     is_first = True
     async with contextlib.aclosing(serving.generator.stream(call.chat.job)) as chunks:
@@ -144,9 +160,11 @@ async def _events(
 
 
 def _keep(store: ResponseStore, call: Call, end: Completion) -> dict[str, Any]:
-    """The whole response, which is kept unless it must not be."""
+    """Returns the whole response, and stores it unless the request forbids that."""
     response = call.answer.ended(end, call.events.num_reasoning_tokens)
     if call.answer.is_stored:
         items = [*call.items, *call.answer.items]
-        store.put(call.owner, call.answer.id, response, items, call.before)
+        store.put(
+            call.owner, call.answer.id, response, items, call.before, num_inputs=len(call.items)
+        )
     return response

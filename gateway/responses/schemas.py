@@ -21,12 +21,14 @@ from gateway.openai.tools import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
-# What is included is there anyway, or there is nothing to include.
+# Values of `include` that are always included, or for which there is nothing to include.
 _INCLUDED = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 _REFUSED = {
     "background": "answers are not made in the background: wait for it, or stream it",
     "background_options": "answers are not made in the background",
-    "conversation": "conversations are not kept under names of their own: give previous_response_id",
+    "conversation": (
+        "conversations are not kept under names of their own: give previous_response_id"
+    ),
     "prompt": "prompt templates are not kept: give input and instructions",
     "context_management": "nothing is compacted: send a shorter input",
     "moderation": "nothing is moderated",
@@ -55,7 +57,7 @@ class ContentPart(Loose):
     type: str
     text: str | None = None
     refusal: str | None = None
-    # What an answer's parts have beside their text.
+    # Fields of an answer's parts beside their text.
     annotations: Items[Any] | None = None
     logprobs: Items[Any] | None = None
     prompt_cache_breakpoint: dict[str, Any] | None = None
@@ -89,7 +91,7 @@ class FunctionTool(Loose):
     strict: bool | None = None
 
     def converted(self, where: str) -> Tool:
-        """As chat completions take it."""
+        """Converts the object to chat completions' form."""
         if self.type != "function":
             raise InvalidRequest(
                 f"{where}.type", f"only functions are taken, not {self.type[:40]!r}"
@@ -113,7 +115,7 @@ class ToolReference(Loose):
     name: str | None = None
 
     def converted(self, where: str) -> NamedChoice:
-        """As chat completions take it."""
+        """Converts the object to chat completions' form."""
         if self.type != "function":
             raise InvalidRequest(
                 f"{where}.type", f"only functions can be named, not {self.type[:40]!r}"
@@ -130,7 +132,7 @@ class ToolChoice(ToolReference):
     tools: Objects[ToolReference] | None = None
 
     def converted_choice(self) -> Choice:
-        """As chat completions take it."""
+        """Converts the object to chat completions' form."""
         if self.type != "allowed_tools":
             return self.converted("tool_choice")
         tools = [
@@ -141,7 +143,7 @@ class ToolChoice(ToolReference):
 
 
 class TextFormat(Body):
-    """What the text has to look like."""
+    """The form that the text must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -150,7 +152,7 @@ class TextFormat(Body):
     strict: bool | None = None
 
     def converted(self) -> ResponseFormat:
-        """As chat completions take it."""
+        """Converts the object to chat completions' form."""
         if self.type != "json_schema":
             if self.schema_ is not None:
                 raise InvalidRequest("text.format.schema", "needs type: json_schema")
@@ -162,14 +164,14 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """How the text is to be."""
+    """Settings of the text."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class Reasoning(Body):
-    """How much the model is to think."""
+    """Settings of the model's reasoning."""
 
     effort: str | None = None
     summary: Literal["auto"] | None = None
@@ -247,20 +249,17 @@ class ResponsesBody(ExtendedBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the text comes with log-probabilities."""
+        """Whether log-probabilities of the text are requested."""
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
     def chat(self, messages: list[Message]) -> ChatBody:
-        """What chat completions run for it."""
+        """Converts the body to one of chat completions."""
         choice = self.tool_choice
         text = self.text or TextConfig()
         return ChatBody(
             model=self.model,
             messages=messages,
             max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
             stop=self.stop,
             logprobs=self.wants_logprobs or None,
             top_logprobs=self.top_logprobs,
@@ -274,7 +273,7 @@ class ResponsesBody(ExtendedBody):
         )
 
     def field(self, name: str) -> str:
-        """A field of chat completions as this body has it."""
+        """Returns this body's name of a chat completions field."""
         if name.startswith("tools."):
             return name.replace(".function.", ".")
         names = {

@@ -1,4 +1,4 @@
-"""Responses that are kept for a while, in memory: found by their id, and by nobody but who asked for them."""
+"""Keeps responses in memory for a while, found by their id and only by their owner."""
 
 import asyncio
 import json
@@ -10,21 +10,25 @@ from typing import Any
 
 from gateway import metrics
 
-# What an entry takes beside its texts: the objects around them.
+# Estimated bytes of an entry's objects beside its texts.
 OVERHEAD_BYTES = 1024
 
 
 @dataclass(slots=True)
 class Turn:
-    """The items of one response's input and output. A conversation is a chain of turns, which those that continue it share.
+    """The items of one response's input and output.
+
+    A conversation is a chain of turns, which those that continue it share.
 
     Attributes:
         items: JSON of the items.
-        before: The turn that it continues.
-        num_holders: Entries and later turns that need it.
+        num_inputs: Number of leading items that are input.
+        before: Turn that this one continues, or None.
+        num_holders: Number of entries and later turns that need this one.
     """
 
     items: bytes
+    num_inputs: int
     before: "Turn | None"
     num_holders: int = 0
 
@@ -37,18 +41,19 @@ class _Entry:
 
 
 class ResponseStore:
-    """Keeps responses within a number of bytes and of seconds.
+    """Keeps responses for limited seconds, within a limit of bytes.
 
-    Where there are too many, the oldest one goes of the owner who has most, so that nobody pushes out what another has.
-    What a kept response continues stays with it, also when that was deleted under its own id.
+    Where there are too many bytes, the owner with the most loses the oldest response, so that no
+    owner pushes out another's. The turns that a response continues stay with it, also when they
+    were deleted under their own ids.
 
     Args:
         max_bytes: Bytes of all responses together; 0 keeps none.
-        seconds: How long one is kept.
-        clock: Seconds that only grow.
+        seconds: Seconds that a response is kept.
+        clock: Returns monotonic seconds.
 
     Attributes:
-        num_bytes: Bytes that are kept.
+        num_bytes: Bytes of all responses kept.
     """
 
     def __init__(
@@ -67,29 +72,36 @@ class ResponseStore:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is kept."""
+        """Whether responses are kept at all."""
         return self._max_bytes > 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def put(
-        self, owner: str, name: str, body: Any, items: list[Any], before: Turn | None = None
+        self,
+        owner: str,
+        name: str,
+        body: Any,
+        items: list[Any],
+        before: Turn | None = None,
+        num_inputs: int = 0,
     ) -> None:
         """Keeps a response.
 
         Args:
-            owner: Who may have it.
-            name: Its id.
-            body: The response as JSON has it.
-            items: Its input and output items.
-            before: The turn that it continues.
+            owner: Name of the caller that may read it.
+            name: Id of the response.
+            body: The response as a JSON object.
+            items: Input and output items.
+            before: Turn that this one continues, or None.
+            num_inputs: Number of leading items that are input.
         """
         if not self.is_on:
             return
         if (owner, name) in self._entries:
             self._remove(owner, name)
-        turn = Turn(_encode(items), before)
+        turn = Turn(_encode(items), num_inputs, before)
         entry = _Entry(_encode(body), turn, self._clock() + self._seconds)
         self._entries[owner, name] = entry
         self._owned.setdefault(owner, OrderedDict())[name] = None
@@ -103,17 +115,17 @@ class ResponseStore:
         self._wake()
 
     def get(self, owner: str, name: str) -> bytes | None:
-        """JSON of a response; None where the owner has none of this name."""
+        """Returns the JSON of a response; None if the owner has none with this id."""
         entry = self._find(owner, name)
         return None if entry is None else entry.body
 
     def turn(self, owner: str, name: str) -> Turn | None:
-        """The last turn of a conversation; None where the owner has no response of this name."""
+        """Returns a response's turn; None if the owner has none with this id."""
         entry = self._find(owner, name)
         return None if entry is None else entry.turn
 
     def delete(self, owner: str, name: str) -> bool:
-        """Forgets a response; tells whether there was one."""
+        """Deletes a response; returns whether there was one."""
         if self._find(owner, name) is None:
             return False
         self._remove(owner, name)
@@ -134,7 +146,7 @@ class ResponseStore:
             del self._owned[owner], self._owned_bytes[owner]
 
     def _hold(self, owner: str, turn: Turn) -> None:
-        """Counts a holder of a turn, and with its first one the turn."""
+        """Counts a holder of a turn; its first holder also holds the turn before."""
         held: Turn | None = turn
         while held is not None:
             held.num_holders += 1
@@ -169,7 +181,7 @@ class ResponseStore:
         metrics.stored_response_bytes.set(self.num_bytes)
 
     def _wake(self) -> None:
-        """Has what is over its time forgotten though nobody asks any more."""
+        """Schedules the removal of expired responses, so that they go even without requests."""
         if self._timer is None and self._entries:
             expires = next(iter(self._entries.values())).expires
             wait = max(expires - self._clock(), 0.0) + 1.0
@@ -183,7 +195,7 @@ class ResponseStore:
 
 
 def conversation(turn: Turn | None) -> list[list[Any]]:
-    """The items of all turns up to one, the oldest turn first."""
+    """Returns the items of all turns up to a turn, the oldest turn first."""
     turns: list[list[Any]] = []
     while turn is not None:
         turns.append(json.loads(turn.items))

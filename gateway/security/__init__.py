@@ -1,1 +1,1 @@
-"""Who may ask the gateway, and how much: API keys and their limits. Knows no front."""
+"""API keys, their limits, and the other checks of who may use the gateway."""

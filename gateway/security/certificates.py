@@ -1,4 +1,4 @@
-"""TLS of the HTTP port: uvicorn's context, which takes a certificate anew when its files change."""
+"""TLS of the HTTP port; reads the certificate again when its files change."""
 
 import logging
 import ssl
@@ -13,7 +13,8 @@ class HttpContext:
     """A server's context for HTTP/1.1 over TLS 1.2 or newer.
 
     Args:
-        identity: The certificate, and the authorities of clients' if these must show one.
+        identity: The certificate, and the authorities for clients' certificates if these are
+            required.
     """
 
     def __init__(self, identity: Identity) -> None:
@@ -28,7 +29,10 @@ class HttpContext:
             self.context.verify_mode = ssl.CERT_REQUIRED
 
     def reload(self) -> None:
-        """Shows a changed certificate from the next handshake on. Files that do not fit together change nothing."""
+        """Uses a changed certificate from the next handshake on.
+
+        Files that do not fit together change nothing.
+        """
         try:
             version = self._identity.version()
             if version == self._version:

@@ -1,4 +1,7 @@
-"""The gate before both fronts: who asks, and whether there is room. Follows the key file as it changes."""
+"""The gate before both fronts: identifies callers and limits running requests.
+
+Follows the key file as it changes.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -8,10 +11,10 @@ from pathlib import Path
 from foredraft.config import api_keys
 from foredraft.config.api_keys import Limits
 from foredraft.config.services import GatewayConfig
-from foredraft.errors import ConfigError, Unauthenticated, Unavailable
+from foredraft.errors import ConfigError, Overloaded, Unauthenticated
 from gateway import metrics
 from gateway.security.hosts import is_local
-from gateway.security.limits import Caller, acting_for
+from gateway.security.limits import CONCURRENCY_RETRY_SECONDS, Caller, acting_for
 
 logger = logging.getLogger(__name__)
 
@@ -19,10 +22,10 @@ _SCHEME = "bearer "
 
 
 class Gate:
-    """Lets requests in.
+    """Identifies callers and admits their requests.
 
     Args:
-        config: Keys, the limits of each key, and that of all together.
+        config: Keys, the limits of each key, and the limit of all together.
 
     Raises:
         ConfigError: Keys cannot be read.
@@ -48,13 +51,15 @@ class Gate:
 
     @property
     def checks_hosts(self) -> bool:
-        """Whether requests must call the server by a known name: where names are given, or where only being on this machine
-        gives access."""
+        """Whether the Host header of requests is checked.
+
+        It is where names are configured, or where only being on this machine gives access.
+        """
         config = self._config
         return bool(config.allowed_host) or (not self._keys and is_local(config.host))
 
     def identify(self, authorization: str) -> Caller:
-        """Who sends a request with this Authorization header.
+        """Returns the caller that sends this Authorization header.
 
         Raises:
             Unauthenticated: No key, or an unknown one.
@@ -76,15 +81,15 @@ class Gate:
 
     @contextmanager
     def admit(self, authorization: str) -> Iterator[None]:
-        """A request that does work, from here to the end of the block.
+        """Admits a request that does work, until the block ends.
 
         Args:
-            authorization: Its header or metadata; empty without one.
+            authorization: Header or metadata of the request; empty without one.
 
         Raises:
             Unauthenticated: No key, or an unknown one.
-            RateLimited: Its caller has too much.
-            Unavailable: All callers together have.
+            RateLimited: The caller exceeds a limit.
+            Overloaded: All callers together exceed the limit.
         """
         caller = self.identify(authorization)
         with acting_for(caller), self.running(caller):
@@ -92,16 +97,20 @@ class Gate:
 
     @contextmanager
     def running(self, caller: Caller) -> Iterator[None]:
-        """A place among the requests that run, until the block ends.
+        """Counts a running request, until the block ends.
 
         Raises:
-            RateLimited: The caller has too much.
-            Unavailable: All callers together have.
+            RateLimited: The caller exceeds a limit.
+            Overloaded: All callers together exceed the limit.
         """
         most = self._config.max_concurrent_requests
         if most and self._num_running >= most:
             metrics.refused.labels("total", caller.name).inc()
-            raise Unavailable(f"{self._num_running} requests run already; try again in a second")
+            raise Overloaded(
+                f"as many requests run as --max-concurrent-requests allows ({most}); try again in"
+                f" {CONCURRENCY_RETRY_SECONDS:g} s",
+                CONCURRENCY_RETRY_SECONDS,
+            )
         with caller.running():
             self._num_running += 1
             try:
@@ -110,7 +119,7 @@ class Gate:
                 self._num_running -= 1
 
     def reload(self) -> None:
-        """Reads the key file again if it has changed. One that cannot be read changes nothing."""
+        """Reads the key file again if it has changed. If it cannot be read, the keys stay."""
         version = self._file_version()
         if version == self._version:
             return

@@ -1,4 +1,7 @@
-"""Which names a request may call the server by: against pages that give their own name this machine's address (DNS rebinding)."""
+"""Checks the host names in requests, against DNS rebinding.
+
+There, a page gives its own name this machine's address.
+"""
 
 import ipaddress
 from collections.abc import Sequence
@@ -7,7 +10,7 @@ LOCAL_NAME = "localhost"
 
 
 def is_local(host: str) -> bool:
-    """Whether an address or name is this machine's own, which nobody else reaches."""
+    """Returns whether an address or name is this machine's own, which no other machine reaches."""
     name = _bare(host)
     address = _address(name)
     if address is not None:
@@ -16,13 +19,13 @@ def is_local(host: str) -> bool:
 
 
 def is_allowed(host: str, allowed: Sequence[str]) -> bool:
-    """Whether a request with this Host header is to be answered.
+    """Returns whether a request with this Host header may be answered.
 
-    Addresses are: a page has a name, so what a browser sends to an address is no page's. So are this machine's own names, and
-    none, which browsers never send.
+    Addresses are allowed: a page has a name, so no page's request has an address there. This
+    machine's own names are allowed, and an empty header, which browsers never send.
 
     Args:
-        allowed: Names besides, of which `*.name` is every name under one, and `*` all.
+        allowed: Further names; `*.name` allows every name below `name`, and `*` all.
     """
     name = _bare(host)
     if not name or _address(name) is not None or is_local(name):
@@ -34,7 +37,7 @@ def is_allowed(host: str, allowed: Sequence[str]) -> bool:
 
 
 def _bare(host: str) -> str:
-    """A Host header without its port, the brackets of an address and the dot that ends a full name."""
+    """Strips a Host header's port, an address's brackets and a full name's final dot."""
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]

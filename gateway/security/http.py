@@ -1,4 +1,4 @@
-"""The gate as ASGI middleware: what is open to everybody, and what needs a key or counts."""
+"""The gate as ASGI middleware: which paths are open, need a key, or count against limits."""
 
 from contextlib import ExitStack
 
@@ -19,12 +19,13 @@ OPEN = HEALTH | {"/", "/dashboard", "/docs"}
 OPEN_FOLDER = "/web/"
 METRICS = frozenset({"/metrics", "/dashboard/figures", "/dashboard/history"})
 PROBE = "/health_generate"  # generates a token
-# These end work or tell of it; a caller over its limits may use them. So may who looks at what is kept, or deletes it.
+# These end work or tell of it; a caller over its limits may use them. So may who looks at what is
+# kept, or deletes it.
 UNCOUNTED = frozenset({"/abort_request", "/flush_cache"})
 
 
 class GateMiddleware:
-    """Answers 401, 403, 429 and 503 itself; everything behind it acts for a caller."""
+    """Answers 401, 403 and 429 itself; everything behind it acts for a caller."""
 
     def __init__(self, app: ASGIApp, gate: Gate, config: GatewayConfig) -> None:
         self._app = app
@@ -41,17 +42,20 @@ class GateMiddleware:
         host = headers.get("host", "")
         if path not in HEALTH and self._gate.checks_hosts and not is_allowed(host, self._hosts):
             unknown = UnknownHost(
-                f"this server does not go by the name {host[:100]!r}; if it should, start it with --allowed-host NAME"
+                f"this server does not go by the name {host[:100]!r}; if it should, start it with"
+                " --allowed-host NAME"
             )
             await error_response(unknown, path)(scope, receive, send)
             return
         if self.is_open(path):
             await self._app(scope, receive, send)
             return
-        # Browsers say so of what a page of another site sends, which needs no CORS to make a server of this machine work.
+        # Browsers say so of what a page of another site sends, which needs no CORS to make a server
+        # of this machine work.
         if headers.get("sec-fetch-site") == "cross-site" and not self._is_welcome(headers):
             refusal = CrossSite(
-                "pages of other sites may not use this server, unless it was started with --allowed-origin ORIGIN"
+                "pages of other sites may not use this server, unless it was started with"
+                " --allowed-origin ORIGIN"
             )
             await error_response(refusal, path)(scope, receive, send)
             return
@@ -69,7 +73,10 @@ class GateMiddleware:
             await self._app(scope, receive, send)
 
     def _counted(self, receive: Receive, caller: Caller, place: ExitStack) -> Receive:
-        """`receive` of a request that counts once its body is whole: one that never comes takes no place."""
+        """Wraps `receive` so that the request counts once its body is complete.
+
+        A body that never arrives takes no place.
+        """
         is_whole = False
 
         async def received() -> Message:
@@ -84,11 +91,11 @@ class GateMiddleware:
         return received
 
     def _is_welcome(self, headers: Headers) -> bool:
-        """Whether the page that has a request sent is of a named origin."""
+        """Returns whether the request comes from a page of an allowed origin."""
         return "*" in self._origins or headers.get("origin") in self._origins
 
     def is_open(self, path: str) -> bool:
-        """Whether everybody may ask for a path."""
+        """Returns whether a path needs no key."""
         if path in METRICS:
             is_protected = self._protects_metrics
             return not (self._gate.asks_for_keys if is_protected is None else is_protected)
@@ -96,7 +103,7 @@ class GateMiddleware:
 
 
 def _authorization(headers: Headers) -> str:
-    """How a request shows its key; Anthropic's clients have a header of their own for it."""
+    """Returns a request's Authorization header, or one made of Anthropic's x-api-key."""
     given = headers.get("authorization", "")
     key = headers.get("x-api-key", "")
     return given or (f"Bearer {key}" if key else "")

@@ -1,4 +1,7 @@
-"""How much one caller may have running, ask and generate: counters and token buckets. Knows no keys."""
+"""Limits of one caller's running requests, request rate and tokens: counters and token buckets.
+
+Knows no keys.
+"""
 
 import math
 import time
@@ -17,11 +20,11 @@ SECONDS = 60.0  # the limits are per minute
 
 
 class Bucket:
-    """A token bucket: `per_minute` things at once when it is full, and as many again in a minute.
+    """A token bucket: a full one gives `per_minute` at once, and it refills within a minute.
 
     Args:
-        per_minute: 0 lets everything through.
-        clock: Seconds that only grow.
+        per_minute: Size and refill rate; 0 lets everything through.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,9 +34,9 @@ class Bucket:
         self._updated = clock()
 
     def take(self, amount: float) -> float:
-        """Takes what is there and returns 0; otherwise takes nothing and returns the seconds to wait.
+        """Takes an amount and returns 0; if it is not there, returns the seconds to wait.
 
-        What is more than a minute's worth is let through by a full bucket.
+        A full bucket lets more than a minute's worth through.
         """
         if not self.per_minute:
             return 0.0
@@ -49,7 +52,7 @@ class Bucket:
         return 0.0
 
     def give_back(self, amount: float) -> None:
-        """Returns what was taken and not used; a negative amount takes more than there is."""
+        """Gives back an unused amount; a negative amount takes more than there is."""
         self._level += amount
 
 
@@ -57,8 +60,9 @@ class Caller:
     """A key's holder, or everybody where there are no keys.
 
     Args:
-        name: Label in metrics, and whose text may feed whose drafts; empty where there are no keys.
-        limits: What it may have.
+        name: Label in metrics, also sent to drafts to keep callers' texts apart; empty without
+            keys.
+        limits: Limits of the key.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class Caller:
         self._tokens = Bucket(limits.tokens, clock)
 
     def change(self, limits: Limits) -> None:
-        """Takes other limits; what runs goes on."""
+        """Changes the limits; running requests go on."""
         if limits.requests != self.limits.requests:
             self._requests = Bucket(limits.requests, self._clock)
         if limits.tokens != self.limits.tokens:
@@ -81,17 +85,19 @@ class Caller:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """One request, from here to the end of the block.
+        """Counts one request as running, until the block ends.
 
         Raises:
-            RateLimited: There are too many.
+            RateLimited: Too many requests run, or too many came in the last minute.
         """
         if self.limits.concurrent and self._num_running >= self.limits.concurrent:
             self._refuse(
-                "concurrent", f"{self._num_running} requests run", CONCURRENCY_RETRY_SECONDS
+                "concurrent",
+                _counted(self.limits.concurrent, "request") + " at a time",
+                CONCURRENCY_RETRY_SECONDS,
             )
         if wait := self._requests.take(1):
-            self._refuse("requests", f"{self.limits.requests} requests a minute", wait)
+            self._refuse("requests", _counted(self.limits.requests, "request") + " a minute", wait)
         self._num_running += 1
         try:
             yield
@@ -103,11 +109,11 @@ class Caller:
         """Reserves a request's tokens until the block ends, then gives back what was not generated.
 
         Raises:
-            RateLimited: They are not there now.
+            RateLimited: The tokens are not available now.
         """
         reserved = num_prompt_tokens + max_output_tokens
         if wait := self._tokens.take(reserved):
-            self._refuse("tokens", f"{self.limits.tokens} tokens a minute", wait)
+            self._refuse("tokens", _counted(self.limits.tokens, "token") + " a minute", wait)
         charge = Charge()
         try:
             yield charge
@@ -125,9 +131,13 @@ class Caller:
         )
 
 
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 @dataclass(slots=True)
 class Charge:
-    """Output tokens of a request so far; whoever generates them counts them here."""
+    """Counts the output tokens of a request, as they are generated."""
 
     num_tokens: int = 0
 
@@ -137,13 +147,13 @@ _current: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
 
 
 def current_caller() -> Caller:
-    """Who sent the request that is being handled."""
+    """Returns the caller whose request is being handled."""
     return _current.get()
 
 
 @contextmanager
 def acting_for(caller: Caller) -> Iterator[None]:
-    """Requests handled inside the block are the caller's."""
+    """Sets the current caller inside the block."""
     token = _current.set(caller)
     try:
         yield

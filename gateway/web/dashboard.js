@@ -213,12 +213,24 @@ function showStep() {
   const own = recentRatio("draft_seconds_sum", "draft_seconds_count");
   const drafting = own === null ? "" : `the draft itself computes ${duration(own)}, in its own process`;
   split(at("split"), at("split_keys"), [
-    ["the model's forward pass", forward, duration(forward)],
+    ["the model's forward pass", forward, duration(forward), ranksOf(recent("step_seconds_count"))],
     ["planning, and standing still for the draft", wait, duration(wait), drafting],
     ["choosing tokens, walking trees", verify, duration(verify)],
     ["the rest", rest, duration(rest)],
   ]);
   at("step_foot").textContent = `mean of ${short(recent("step_seconds_count"))} steps`;
+}
+
+/** What each rank of a shared model does in a step; empty where there is one. */
+function ranksOf(numSteps) {
+  const words = { products: "computes", all_reduce: "sums", waiting: "waits" };
+  const ranks = new Map();
+  for (const [key, seconds] of recentByLabel("rank_seconds_total")) {
+    const [rank, part] = key.split(" ");
+    if (!ranks.has(rank)) ranks.set(rank, []);
+    if (numSteps) ranks.get(rank).push(`${words[part]} ${duration(seconds / numSteps)}`);
+  }
+  return [...ranks].map(([rank, parts]) => `rank ${rank} ${parts.join(", ")}`).join("; ");
 }
 
 function showKv({ metrics, load, page_size: pageSize }) {

@@ -69,17 +69,28 @@ export function compare([drafted, plain], { mode, stopped, repeated, server, loa
 function parted(where, isLossy, server) {
   const title = `The texts part at token ${where + 1}`;
   if (isLossy) return { state: "parted", title, detail: "This server accepts drafts by a threshold below 1, which may change the text." };
-  if (server && server.dtype !== "float32") return { state: "parted", title, detail: equalityOf(server) };
+  if (equalityOf(server)) return { state: "parted", title, detail: equalityOf(server) };
+  if (isStrict(server)) return { state: "differs", title, detail: "This server computes every row in one order of its own (--exactness strict), so that this should not happen: please report it." };
   return { state: "differs", title, detail: "In float32 that takes two tokens within rounding of each other. If it happens often, please report it." };
 }
 
 /** What equality to expect of a server's arithmetic; empty where the texts are equal. */
 export function equalityOf(server) {
-  if (!server || server.dtype === "float32") return "";
+  if (!server || levelOf(server) !== "off") return "";
   return (
-    `This server computes in ${server.dtype}, which rounds one row and several rows differently: both texts are the model's own, ` +
-    "but may part where two tokens are almost equally likely. In float32 they are equal."
+    `This server computes in ${server.dtype} with exactness off, and may round one row and several rows differently: both texts ` +
+    "are the model's own, but may part where two tokens are almost equally likely. Where its level is float32 or strict, they are equal."
   );
+}
+
+function isStrict(server) {
+  return Boolean(server) && levelOf(server) === "strict";
+}
+
+/** What holds for texts; by the type alone where several verifiers say different things, or nothing. */
+function levelOf(server) {
+  if (server.exactness && server.exactness.level) return server.exactness.level;
+  return server.dtype === "float32" ? "float32" : "off";
 }
 
 function ratioInTurn(drafted, plain) {

@@ -1,4 +1,4 @@
-"""Requests whose right answers are known, and one way to ask for each of them: gRPC, HTTP streamed, HTTP whole."""
+"""Requests with known right answers, and ways to send them: gRPC, HTTP streamed, HTTP whole."""
 
 import asyncio
 import dataclasses
@@ -43,14 +43,14 @@ class Case:
 
 @dataclass(slots=True)
 class Result:
-    """How one request went.
+    """Result of one request.
 
     Attributes:
-        outcome: "right", "wrong", "unavailable", "deadline", "overloaded", "broken" (the connection ended), "late"
-            (nothing by the deadline), or what else the server said.
-        num_seen: Tokens that had come.
+        outcome: "right", "wrong", "unavailable", "deadline", "overloaded", "broken" (the connection
+            ended), "late" (nothing by the deadline), or what else the server said.
+        num_seen: Number of tokens that had come.
         started, ended: Seconds of time.monotonic().
-        is_retryable: The error said that trying again makes sense.
+        is_retryable: Whether the error said that a retry makes sense.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class Result:
 
 
 def make_cases(rng: random.Random) -> list[Case]:
-    """Greedy and sampled requests of several lengths."""
+    """Returns greedy and sampled requests of several lengths."""
     return [
         Case(prompt, rng.choice((12, 24, 40)), temperature, rng.randrange(2**31))
         for prompt in PROMPTS
@@ -74,7 +74,7 @@ def make_cases(rng: random.Random) -> list[Case]:
 
 
 class Asker:
-    """Asks one stack.
+    """Sends requests to one stack.
 
     Args:
         http: Base URL.
@@ -90,7 +90,7 @@ class Asker:
         self._grace = grace
 
     async def answered(self, case: Case) -> Case:
-        """The case with its answer, decoded without a draft.
+        """Returns the case with its answer, decoded without a draft.
 
         Raises:
             Unavailable: It was not answered.
@@ -109,7 +109,7 @@ class Asker:
         return dataclasses.replace(case, answer=tuple(tokens))
 
     async def ask(self, kind: str, case: Case, result: Result) -> None:
-        """Sends one request and fills in how it went. Each opens a connection of its own."""
+        """Sends one request over a connection of its own, and fills in its result."""
         try:
             async with asyncio.timeout(self.deadline + self._grace):
                 if kind == "grpc":
@@ -209,7 +209,7 @@ def _judge(result: Result, case: Case, is_complete: bool) -> None:
 
 
 def is_prefix(result: Result) -> bool:
-    """Whether what had come of an answer, all or part of it, is its beginning."""
+    """Returns whether the received tokens are the beginning of the right answer, or all of it."""
     return tuple(result.tokens) == result.case.answer[: len(result.tokens)]
 
 

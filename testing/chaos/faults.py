@@ -1,4 +1,4 @@
-"""The faults: what each does to the stack, for how long, and what clients may notice of it."""
+"""Faults: their effect on the stack, their duration, and what clients may notice."""
 
 import asyncio
 import os
@@ -12,21 +12,21 @@ from testing.chaos import processes
 from testing.chaos.rig import MARK, Rig
 from testing.chaos.room import SHM
 
-# The supervisor replaces what answers no health check for so long (foredraft/cli/supervisor.py), and some more for a
-# machine that is busy.
+# The supervisor replaces what answers no health check for so long (foredraft/cli/supervisor.py),
+# and some more for a machine that is busy.
 HANG_SECONDS = {"draft": 30.0, "verify": 60.0, "gateway": 60.0}
 GONE_SECONDS = 10.0
-STOP_SECONDS = 150.0  # for a drain too
+STOP_SECONDS = 150.0  # maximum time of a stop, with a drain
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a fault did.
+    """Effect of a fault.
 
     Attributes:
-        replaced: Pids that must not be there any more, by service.
-        reattached: The link was broken, so that the draft must be attached anew.
-        complaint: What went wrong while it was done.
+        replaced: Processes that must be gone, as pids by service.
+        reattached: Whether the link was broken, so that the draft must be attached again.
+        complaint: Problem while the fault was injected; empty without one.
     """
 
     replaced: dict[str, int]
@@ -42,13 +42,13 @@ class Fault:
     """A kind of fault.
 
     Attributes:
-        name: Whom it hits, and how.
-        inject: Does it, waits, and undoes what does not end by itself.
-        weight: How often it comes in a round.
+        name: Name of the process that it hits, and of the effect.
+        inject: Function that injects the fault, waits, and undoes what does not end by itself.
+        weight: Number of times that it comes in a round.
         allowed: Outcomes that a request may have beside "right".
-        survivors: Requests that were there before and must be answered all the same: "none", "unseen" (nothing of
-            them had been streamed) or "all".
-        needs_room: It fills a file system.
+        survivors: Earlier requests that must still be answered: "none", "unseen" (no token had been
+            streamed) or "all".
+        needs_room: Whether it fills a file system.
     """
 
     name: str
@@ -112,7 +112,7 @@ def _descriptors(service: str) -> Inject:
         pid = rig.pids()[service]
         processes.limit_descriptors(pid, processes.footprint(pid).descriptors + rng.randint(0, 2))
         try:
-            # Whoever connects the two anew finds that one of them has no descriptor left.
+            # Connecting the two again fails, since one of them has no descriptor left.
             if service != "gateway":
                 await rig.link.cut()
             await asyncio.sleep(rng.uniform(0.5, 3.0))
@@ -121,7 +121,8 @@ def _descriptors(service: str) -> Inject:
                 processes.limit_descriptors(pid, None)
         if service == "gateway":
             return Outcome({})
-        # A draft that could not map shared memory was attached without; the next attach finds descriptors again.
+        # A draft that could not map shared memory was attached without; the next attach finds
+        # descriptors again.
         await rig.link.cut()
         return Outcome({}, reattached=True)
 
@@ -156,7 +157,7 @@ def _delay(shortest: float, longest: float) -> Inject:
 async def _stall(rig: Rig, rng: random.Random) -> Outcome:
     rig.link.stalls = True
     await asyncio.sleep(rng.uniform(0.3, 3.0))
-    # Bytes were lost, so what comes after them means nothing.
+    # Bytes were lost, so the following ones are meaningless.
     await rig.link.cut()
     rig.link.reset()
     return Outcome({}, reattached=True)
@@ -188,7 +189,8 @@ async def _full_memory(rig: Rig, rng: random.Random) -> Outcome:
         await asyncio.sleep(rng.uniform(0.5, 2.0))
     finally:
         rig.room.free(SHM)
-    # A draft that was attached without shared memory is served as well; the next attach finds memory again.
+    # A draft that was attached without shared memory is served as well; the next attach finds
+    # memory again.
     await rig.link.cut()
     return Outcome({}, reattached=True)
 
@@ -229,7 +231,9 @@ async def _kill_supervisor(rig: Rig, rng: random.Random) -> Outcome:
 
 
 async def _left(rig: Rig) -> str:
-    """Waits until nothing of a stack that ended lives; else says what does."""
+    """Waits until all processes of an ended stack are gone; else returns a message about the
+    survivors.
+    """
     deadline = time.monotonic() + GONE_SECONDS
     while found := processes.marked(MARK, rig.mark):
         if time.monotonic() > deadline:
@@ -302,7 +306,7 @@ def plan(names: Sequence[str] | None, count: int, seed: int) -> list[Fault]:
     """The faults of a run in order: rounds shuffled by the seed.
 
     Args:
-        names: Those that come once in a round; None for all, as often as their weights say.
+        names: Faults that come once in a round; None for all, as often as their weights say.
     """
     if names is None:
         deck = [fault for fault in FAULTS for _ in range(fault.weight)]

@@ -1,4 +1,6 @@
-"""What must be as before once all is quiet: processes, descriptors, threads, segments, sockets, pages, the arena."""
+"""Checks that resources are as before once a stack is quiet: processes, descriptors, threads,
+segments, sockets, pages, the arena.
+"""
 
 import asyncio
 import time
@@ -9,23 +11,25 @@ from testing.chaos import processes
 from testing.chaos.processes import Footprint
 from testing.chaos.rig import MARK, SERVICES, Rig
 
-# A draft that reads hidden states is tried on prompts of the verifier's own once it is attached, which takes a while.
+# A draft that reads hidden states is tried on prompts of the verifier's own once it is attached,
+# which takes a while.
 SETTLE_SECONDS = 60.0
 _POLL_SECONDS = 0.1
-# gRPC and thread pools open a few more when they are first needed; what leaks grows with every fault.
+# gRPC and thread pools open a few more when they are first needed; what leaks grows with every
+# fault.
 SLACK_DESCRIPTORS = 8
 SLACK_THREADS = 8
 
 
 @dataclass(slots=True)
 class Baseline:
-    """What a quiet stack holds.
+    """Resources of a quiet stack.
 
     Attributes:
-        footprints: Of each service and of "serve".
-        arena_bytes: Of the draft's attach.
-        names: Processes by what they run; services may have helpers.
-        sockets: In the directory of the stack.
+        footprints: Footprints of each service and of "serve".
+        arena_bytes: Size of the arena of the draft's attach.
+        names: Number of processes by what they run; services may have helpers.
+        sockets: Sockets in the directory of the stack.
     """
 
     footprints: dict[str, Footprint] = field(default_factory=dict)
@@ -47,7 +51,7 @@ async def measure(rig: Rig) -> Baseline:
 
 
 async def check(rig: Rig, baseline: Baseline, seconds: float = SETTLE_SECONDS) -> list[str]:
-    """What is left over; it is given some time to go."""
+    """Returns what is left over after some time to disappear."""
     deadline = time.monotonic() + seconds
     while found := await _look(rig, baseline):
         if time.monotonic() > deadline:
@@ -76,7 +80,7 @@ async def _look(rig: Rig, baseline: Baseline) -> list[str]:
 
 
 def _names(rig: Rig) -> Counter[str]:
-    """All that runs below the stack, or was started for it and has lost its parent."""
+    """Returns all processes below the stack, and those it started that have lost their parent."""
     own = {*processes.descendants(rig.pid), *processes.marked(MARK, rig.mark)}
     return Counter(processes.service_of(pid) for pid in own)
 
@@ -102,7 +106,7 @@ def _grown(name: str, pid: int, baseline: Baseline) -> list[str]:
 
 
 async def _held(rig: Rig, baseline: Baseline) -> list[str]:
-    """What the services say of themselves."""
+    """Returns problems in the services' own metrics."""
     verify, draft = await rig.page("verify"), await rig.page("draft")
     wanted = {
         "foredraft_kv_pages_used": 0.0,

@@ -1,4 +1,6 @@
-"""A draft that lies: passes a real draft's messages on, and replaces answers by nonsense of many kinds."""
+"""A lying draft: passes on a real draft's messages, and replaces some answers by nonsense of
+many kinds.
+"""
 
 import random
 from collections.abc import Callable
@@ -9,7 +11,7 @@ import grpc
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.rpc.channel import aio_channel
 
-SHARE = 0.3  # of the answers that are lies
+SHARE = 0.3  # share of answers that are lies
 _UINT32 = 2**32 - 1
 Lie = Callable[[draft_pb2.SpeculateResponse, draft_pb2.SpeculateRequest, random.Random], None]
 
@@ -77,7 +79,7 @@ def _nothing(response, request, rng) -> None:  # type: ignore[no-untyped-def]
     response.Clear()
 
 
-# Those after the first nine break the protocol, so that the verifier has to give the stream up.
+# Lies after the first nine break the protocol, so that the verifier must end the stream.
 LIES: tuple[Lie, ...] = (
     _unknown_tokens,
     _wrong_tokens,
@@ -117,7 +119,7 @@ class Liar(draft_pb2_grpc.DraftServiceServicer):
         self._lies = LIES
 
     async def start(self) -> None:
-        """Listens. Each time it tells other lies."""
+        """Listens. Each start selects other lies."""
         self._lies = tuple(self._rng.sample(LIES, 4))
         self._server = grpc.aio.server()
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, self._server)

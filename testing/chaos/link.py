@@ -14,14 +14,14 @@ class Link:
 
     Args:
         listen: Path of its socket.
-        upstream: Gives the path of the socket to connect to, asked for each connection.
-        rng: For what is garbled.
+        upstream: Function that returns the socket to connect to, called for each connection.
+        rng: Random numbers of garbled bytes.
 
     Attributes:
-        refuses: New connections are closed at once.
-        delay: Seconds that each read is held back.
-        stalls: Nothing is passed on.
-        garbles: Part of the reads in which a byte is changed.
+        refuses: Whether new connections are closed at once.
+        delay: Seconds by which each read is delayed.
+        stalls: Whether nothing is passed on.
+        garbles: Share of reads in which a byte is changed.
     """
 
     def __init__(self, listen: Path, upstream: Callable[[], Path], rng: random.Random) -> None:
@@ -33,13 +33,13 @@ class Link:
         self.reset()
 
     def reset(self) -> None:
-        """From now on it is a good link again."""
+        """Makes the link good again."""
         self.refuses = self.stalls = False
         self.delay = self.garbles = 0.0
 
     @property
     def num_open(self) -> int:
-        """Connections that are open now."""
+        """Number of connections that are open."""
         return len(self._tasks)
 
     async def start(self) -> None:
@@ -54,7 +54,7 @@ class Link:
         self.listen.unlink(missing_ok=True)
 
     async def cut(self) -> None:
-        """Breaks all connections off."""
+        """Closes all connections."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -102,7 +102,7 @@ class Link:
 
 
 def garble(data: bytes, rng: random.Random) -> bytes:
-    """The same bytes, but for one to four of them."""
+    """Returns the bytes with one to four of them changed."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         changed[rng.randrange(len(changed))] ^= rng.randint(1, 255)

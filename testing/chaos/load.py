@@ -1,4 +1,4 @@
-"""Clients that ask one thing after another while something breaks."""
+"""Clients that send one request after another while something breaks."""
 
 import asyncio
 import random
@@ -11,13 +11,13 @@ PAUSE_SECONDS = 0.05
 
 
 class Load:
-    """A few clients at once.
+    """Runs a few clients at once.
 
     Args:
         asker: Sends requests.
-        cases: What to ask for.
-        rng: Chooses.
-        num_clients: Requests at a time.
+        cases: Requests to send.
+        rng: Random choice of requests.
+        num_clients: Number of concurrent requests.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Load:
         ]
 
     async def stop(self) -> list[Result]:
-        """Sends no more; returns all results once the last request has ended."""
+        """Sends no more requests; returns all results once the last has ended."""
         self._stop.set()
         await asyncio.gather(*self._tasks)
         return self.results
@@ -50,6 +50,7 @@ class Load:
             self.results.append(result)
             await self._asker.ask(kind, result.case, result)
             result.ended = time.monotonic()
-            # Where each is refused at once, as while a gateway restarts, clients would only burn time.
+            # Where each is refused at once, as while a gateway restarts, clients would only burn
+            # time.
             pause = PAUSE_SECONDS if result.outcome == "right" else 5 * PAUSE_SECONDS
             await asyncio.sleep(pause)

@@ -1,4 +1,4 @@
-"""What the kernel says of processes: descendants, descriptors, threads, memory. Linux only."""
+"""Reads processes from the kernel: descendants, descriptors, threads, memory. Linux only."""
 
 import os
 import re
@@ -12,10 +12,10 @@ _SEGMENT = re.compile(r"/dev/shm/foredraft-")
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one process holds.
+    """Resources of one process.
 
     Attributes:
-        segments: Mapped shared-memory segments of Foredraft's.
+        segments: Number of mapped shared-memory segments of Foredraft.
     """
 
     descriptors: int
@@ -25,7 +25,7 @@ class Footprint:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, their children and so on, zombies included."""
+    """Returns children of a process, their children and so on, zombies included."""
     parents: dict[int, int] = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -41,7 +41,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def service_of(pid: int) -> str:
-    """ "gateway", "verify" or "draft"; else the command line, which is empty for a zombie."""
+    """Returns "gateway", "verify" or "draft"; else the command line, which is empty for a
+    zombie.
+    """
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -53,7 +55,9 @@ def service_of(pid: int) -> str:
 
 
 def marked(variable: str, value: str) -> list[int]:
-    """Processes that were started with a variable in their environment, whoever is their parent by now."""
+    """Returns the processes that were started with a variable in their environment, whatever
+    their parent is now.
+    """
     needle, found = f"{variable}={value}".encode(), []
     for path in Path("/proc").iterdir():
         if not path.name.isdigit():
@@ -67,18 +71,27 @@ def marked(variable: str, value: str) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs; a zombie does not."""
+    """Returns whether a process runs; a zombie does not."""
     try:
         return _fields(pid)[0] not in "ZX"
     except OSError:
         return False
 
 
+def cpu_seconds(pid: int) -> float:
+    """Returns user and system time of a process with its descendants, from proc_pid_stat(5)."""
+    ticks = 0
+    for one in (pid, *descendants(pid)):
+        fields = _fields(one)
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def footprint(pid: int) -> Footprint:
-    """What it holds now.
+    """Returns the present resources of a process.
 
     Raises:
-        OSError: It is gone.
+        OSError: The process is gone.
     """
     status = Path(f"/proc/{pid}/status").read_text()
     maps = Path(f"/proc/{pid}/maps").read_text()
@@ -97,7 +110,7 @@ def limit_descriptors(pid: int, number: int | None) -> None:
 
 
 def _fields(pid: int) -> list[str]:
-    """From the state on, as proc_pid_stat(5) numbers them."""
+    """Returns the fields of proc_pid_stat(5) from the state on."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 

@@ -23,7 +23,7 @@ TITLES = (
 
 
 def table(reports: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table by fault, with a last row for all."""
+    """Returns a Markdown table by fault, with a last row for all."""
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for report in reports:
         groups[report["fault"]].append(report)
@@ -34,7 +34,7 @@ def table(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def write(path: Path, about: dict[str, Any], reports: Sequence[dict[str, Any]]) -> None:
-    """The run as JSON."""
+    """Writes the run as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(report) for report in reports)
     path.write_text(
@@ -43,7 +43,9 @@ def write(path: Path, about: dict[str, Any], reports: Sequence[dict[str, Any]]) 
 
 
 def draw(path: Path, reports: Sequence[dict[str, Any]]) -> None:
-    """How long each kind of fault took to recover from, and the memory of each process over the run."""
+    """Draws the recovery time of each kind of fault, and the memory of each process over the
+    run.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

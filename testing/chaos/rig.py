@@ -1,4 +1,4 @@
-"""The stack under test: started as users start it, watched from outside, with the suite's link before its draft."""
+"""The stack under test, started as users start it, with the suite's link before its draft."""
 
 import asyncio
 import random
@@ -29,19 +29,19 @@ _POLL_SECONDS = 0.2
 
 
 class NotHealthy(Exception):
-    """The stack did not become healthy in time."""
+    """Raised where the stack did not become healthy in time."""
 
 
 class Rig:
-    """One `foredraft serve` and what stands around it.
+    """Runs one `foredraft serve` and its surroundings.
 
     Args:
         algorithm: NGRAM, STANDALONE or EAGLE3.
-        room: Where it may fill file systems.
-        log: File that all its lines go to in the end.
-        deadline: --request-timeout.
-        num_threads: Of each model.
-        rng: For the link and the liar.
+        room: Room in which it may fill file systems.
+        log: File that gets all its lines in the end.
+        deadline: Value of --request-timeout.
+        num_threads: Number of threads of each model.
+        rng: Random numbers of the link and the liar.
     """
 
     def __init__(
@@ -83,24 +83,24 @@ class Rig:
 
     @property
     def pid(self) -> int:
-        """Of `foredraft serve`."""
+        """Pid of `foredraft serve`."""
         assert self.process is not None
         return self.process.pid
 
     def draft_socket(self) -> Path:
-        """Where the draft listens."""
+        """Path of the socket that the draft listens on."""
         found = list(self.room.disk.glob("foredraft-*/draft.sock"))
         return found[0] if found else self.room.disk / "none"
 
     async def start(self) -> None:
-        """Starts it; `wait_healthy` waits for it."""
+        """Starts the stack; `wait_healthy` waits for it."""
         if self.process is None:
             await self.link.start()
         environment = child_environment()
         environment |= {
             MARK: self.mark,
             LINK_VARIABLE: str(self.link.listen),
-            # Where its sockets go, and its lines: the small disk.
+            # Its sockets and its log go to the small disk.
             "XDG_RUNTIME_DIR": str(self.room.disk),
             "TMPDIR": str(self.room.disk),
             "COLUMNS": "200",
@@ -111,7 +111,7 @@ class Rig:
             )
 
     async def stop(self) -> int:
-        """Stops it as Ctrl-C does; its exit status."""
+        """Stops it as Ctrl-C does; returns its exit status."""
         assert self.process is not None
         if self.process.returncode is None:
             self.process.terminate()
@@ -127,7 +127,7 @@ class Rig:
         self.keep_log()
 
     def pids(self) -> dict[str, int]:
-        """Live services by name."""
+        """Returns pids of live services by name."""
         found: dict[str, int] = {}
         for pid in processes.descendants(self.pid):
             name = processes.service_of(pid)
@@ -136,7 +136,9 @@ class Rig:
         return found
 
     async def page(self, service: str) -> dict[str, float]:
-        """Samples of a service's metrics, summed over labels; empty where it does not answer."""
+        """Returns samples of a service's metrics, summed over labels; empty where it does not
+        answer.
+        """
         url = f"http://127.0.0.1:{self._pages[service]}/metrics"
         try:
             async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
@@ -152,7 +154,9 @@ class Rig:
         return sums
 
     async def is_healthy(self) -> bool:
-        """Whether all three serve and the draft is attached, as the gateway and each service say."""
+        """Returns whether all three services serve and the draft is attached, by the gateway
+        and each service.
+        """
         if len(self.pids()) < len(SERVICES):
             return False
         try:
@@ -170,7 +174,7 @@ class Rig:
         return all(state == "SERVING" for state in states)
 
     async def wait_healthy(self, seconds: float) -> None:
-        """Returns once it is.
+        """Waits until the stack is healthy.
 
         Raises:
             NotHealthy: It was not within `seconds`, or `foredraft serve` ended.

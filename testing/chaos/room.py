@@ -1,4 +1,6 @@
-"""A mount namespace of the suite's own, with a small /dev/shm and a small disk that may be filled without harm to others."""
+"""A mount namespace of the suite's own, with a small /dev/shm and a small disk that may be filled
+without harm to others.
+"""
 
 import os
 import subprocess
@@ -39,7 +41,10 @@ def enter(arguments: Sequence[str]) -> str:
 
 
 class Room:
-    """The two small file systems. Outside a namespace a plain directory stands for the disk, and nothing may be filled."""
+    """The two small file systems.
+
+    Outside a namespace a plain directory stands for the disk, and nothing may be filled.
+    """
 
     def __init__(self) -> None:
         self.is_private = VARIABLE in os.environ
@@ -55,7 +60,7 @@ class Room:
             self.disk.rmdir()
 
     def fill(self, folder: Path) -> None:
-        """Leaves no byte and no inode on one of the two.
+        """Fills one of the two file systems to the last byte and inode.
 
         Raises:
             RuntimeError: It is not the suite's own.
@@ -81,7 +86,9 @@ class Room:
             path.unlink()
 
     def segments(self) -> list[str]:
-        """Names of shared-memory segments of Foredraft's; those of others are only left out where the room is private."""
+        """Returns names of Foredraft's shared-memory segments; excludes other stacks' only
+        where the room is private.
+        """
         return [path.name for path in SHM.glob("foredraft-*")] if self.is_private else []
 
 

@@ -1,6 +1,8 @@
-"""`foredraft serve` as the chaos suite runs it: the verifier reaches its draft through the suite's link.
+"""`foredraft serve` as the chaos suite runs it: the verifier reaches its draft through the suite's
+link.
 
-Also it never gives up: here it is the suite that kills, far more often than `foredraft serve` bears before it ends.
+Also it never gives up: here it is the suite that kills, far more often than `foredraft serve` bears
+before it ends.
 """
 
 import os
@@ -24,7 +26,7 @@ def _service(*, name: str, command: tuple[str, ...], **settings: Any) -> Service
 
 
 def main() -> int:
-    """Takes the flags of `foredraft serve` and gives its exit status."""
+    """Takes the flags of `foredraft serve` and returns its exit status."""
     exit_with_parent()
     vars(stack)["Service"] = _service
     return serve.main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""One fault from load to quiet: what clients got, how long it took to recover, what was left over."""
+"""Runs one fault from load to quiet, and checks answers, recovery time and leaks."""
 
 import asyncio
 import random
@@ -14,21 +14,22 @@ from testing.chaos.leaks import Baseline
 from testing.chaos.load import Load
 from testing.chaos.rig import START_SECONDS, NotHealthy, Rig
 
-GRACE_SECONDS = 4.0  # after a deadline, until its end must be told
+GRACE_SECONDS = 4.0  # time after a deadline until its end must be reported
 _POLL_SECONDS = 0.05
 
 
 @dataclass(slots=True)
 class Report:
-    """What one fault brought.
+    """Results of one fault.
 
     Attributes:
-        recovered: Seconds from the end of the fault until the stack was healthy and answered right; None if never.
-        outcomes: Requests by outcome.
-        lost: Requests that got an error of a class that the fault allows.
+        recovered: Seconds from the end of the fault until the stack was healthy and answered right;
+            None if never.
+        outcomes: Number of requests by outcome.
+        lost: Number of requests with an error of a class that the fault allows.
         wrong: Answers that differ, errors of another class, and requests that should have survived.
-        leaks: What was left over.
-        complaint: What else went wrong.
+        leaks: Resources that were left over.
+        complaint: Other problem; empty without one.
         memory: MiB of each process afterwards.
     """
 
@@ -46,11 +47,11 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        """Whether all was as it must be."""
+        """Whether there was no problem."""
         return not (self.wrong or self.leaks or self.complaint) and self.recovered is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the report for JSON."""
         return asdict(self)
 
 
@@ -59,11 +60,12 @@ class Trial:
 
     Args:
         rig: A healthy stack.
-        asker: To ask it.
-        cases: With their answers.
-        baseline: Of the quiet stack.
-        num_clients: Requests at a time.
-        margin: A request that began fewer seconds before a fault may not have been with the service yet.
+        asker: Sends requests to the stack.
+        cases: Requests with their answers.
+        baseline: Resources of the quiet stack.
+        num_clients: Number of concurrent requests.
+        margin: Seconds before a fault within which a new request may not have reached the service
+            yet.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Trial:
         self._margin = margin
 
     async def run(self, number: int, fault: Fault, rng: random.Random) -> Report:
-        """Puts load on the stack, does one fault at a random moment, and looks at everything."""
+        """Puts load on the stack, injects one fault at a random moment, and checks everything."""
         report = Report(number, fault.name, self._rig.algorithm)
         load = Load(self._asker, self._cases, rng, self._num_clients)
         attaches, pids = await self._attaches(), self._rig.pids()
@@ -156,14 +158,14 @@ class Trial:
 def assess(
     fault: Fault, results: list[Result], struck: float, deadline: float, margin: float
 ) -> tuple[int, list[str]]:
-    """Requests that the fault may cost, and what no fault may do, in words.
+    """Returns the number of requests that the fault may cost, and forbidden results in words.
 
     Args:
-        fault: What was done.
-        results: Of all requests around it.
-        struck: When, by time.monotonic().
-        deadline: Seconds of a request.
-        margin: As `Trial` has it.
+        fault: The fault that was injected.
+        results: Results of all requests around it.
+        struck: Time of the fault by time.monotonic().
+        deadline: Deadline of a request in seconds.
+        margin: See `Trial`.
     """
     lost, wrong = 0, []
     for result in results:
@@ -174,7 +176,7 @@ def assess(
         elif result.outcome == "right":
             continue
         elif fault.allowed and result.outcome == "deadline" and seconds > deadline - 1:
-            # Whoever waits for what has died waits until it is back, or until his deadline.
+            # A request to a dead service waits until it is back, or until the deadline.
             lost += 1
         elif result.outcome not in fault.allowed:
             wrong.append(f"{about}: {result.outcome} {result.detail}".strip())
@@ -188,7 +190,9 @@ def assess(
 
 
 def _should_survive(fault: Fault, result: Result, by: float, struck: float) -> bool:
-    """Whether it was with the service before the fault, having begun by then, and the fault may not cost it."""
+    """Returns whether the request reached the service before the fault, and the fault must not
+    cost it.
+    """
     if not (result.started < by and result.ended > struck):
         return False
     return fault.survivors == "all" or (fault.survivors == "unseen" and result.num_seen == 0)

@@ -1,4 +1,4 @@
-"""Which device models run on."""
+"""Selection of the device that models run on."""
 
 import logging
 

@@ -1,4 +1,5 @@
-"""A cache of 8-bit floats: what is written, and attention over it, against float64 over numbers rounded by torch's own cast.
+"""A cache of 8-bit floats: what is written, and attention over it, against float64 over numbers
+rounded by torch's own cast.
 
 The CPU's operations everywhere; the kernels on a GPU or in Triton's interpreter.
 """
@@ -13,7 +14,7 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused
 from testing.attention_spans import SCALE, batch_of, brute_force, random_span, slots_of
 from testing.triton_device import DEVICE, INTERPRETED, needs_triton, true_casts
-from verify_service.executor.triton_trees import commit_paths
+from verify_service.executor.kernels.trees import commit_paths
 
 TYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
 SCALES = ((0.5, 2.0), (0.037, 0.11))
@@ -27,14 +28,16 @@ def casts(monkeypatch):
 
 
 def rounded(rows, scales, dtype):
-    """What is read of float64 rows [n, 2 * KV_HEADS, d] that were written with a layer's scales."""
+    """Returns float64 rows [n, 2 * KV_HEADS, d] after writing with a layer's scales and reading."""
     factors = torch.tensor([scales[0]] * KV_HEADS + [scales[1]] * KV_HEADS).double().view(-1, 1)
     limit = torch.finfo(dtype).max
     return (rows / factors).clamp(-limit, limit).to(dtype).double() * factors
 
 
 def nearly_all_close(got, want, tolerance):
-    """Numbers between two that are kept may fall to either side by another type's rounding: one in a thousand."""
+    """Numbers between two that are kept may fall to either side by another type's rounding: one in
+    a thousand.
+    """
     far = (got - want).abs() > tolerance * (1 + want.abs())
     assert float(far.double().mean()) < 1e-3, (got - want).abs().max()
 

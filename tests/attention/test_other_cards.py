@@ -1,4 +1,6 @@
-"""The kernels with large tiles on cards with less shared memory than an H200: compiled for them, which needs none of them."""
+"""The kernels with large tiles on cards with less shared memory than an H200: compiled for them,
+which needs none of them.
+"""
 
 import importlib.util
 
@@ -48,8 +50,8 @@ def test_attention_fits(monkeypatch, capability, head_dim, kept, rows):
     monkeypatch.setattr(triton_kernels, "attend", recorder)
     for module, name in (
         (triton_kernels, "combine"),
-        (triton_kernels, "combine_shares"),
-        (split_kv_kernels, "share_out"),
+        (triton_kernels, "combine_items"),
+        (split_kv_kernels, "build_work_lists"),
     ):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name)))
     kv = PagedKV(1, 40, 16, 2, head_dim, kept, torch.device("cpu"))

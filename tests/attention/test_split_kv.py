@@ -1,4 +1,5 @@
-"""Keys shared out on the device: each is read once, by programs of equal work; attention over them as over any parts.
+"""Split-KV work lists: programs of equal work read each key once, and attention over a list equals
+attention by torch.
 
 On a GPU or in Triton's interpreter.
 """
@@ -12,7 +13,7 @@ import torch
 
 from foredraft.attention.base import SequenceSpan
 from foredraft.attention.paged_triton import TritonAttention
-from foredraft.attention.split_kv import Balance, Lengths, share_out, spare_shares
+from foredraft.attention.split_kv import Balance, Lengths, build_work_lists, spare_items
 from foredraft.kvcache.paged_kv import PagedKV
 from testing.attention_spans import SCALE, batch_of, random_span, slots_of
 from testing.triton_device import DEVICE, INTERPRETED, needs_triton, true_casts
@@ -23,10 +24,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 SEQUENCE, BLOCK, BEGIN, END, FIRST_ROW, NUM_ROWS, PREFIX_LEN, PARTS, FIRST_PART = range(9)
 
 
-def shared(
+def work_list(
     num_rows, prefix_start, prefix_len, max_rows, group, splits, *, window=None, masked=False
 ):
-    """Shares of sequences whose rows lie one after another; tiles of 16 rows and 32 keys."""
+    """Builds a work list for sequences whose rows lie one after another; tiles of 16 x 32."""
 
     def ints(values):
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
@@ -42,7 +43,7 @@ def shared(
         torch.stack((ints(num_rows), ints(prefix_len))),
         torch.tensor([[0] * len(positions), positions], device=DEVICE),
     )
-    levels = share_out(
+    levels = build_work_lists(
         lengths,
         max_rows=max_rows,
         group=group,
@@ -74,7 +75,7 @@ def wanted(num_rows, prefix_start, prefix_len, group, window, masked):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_key_is_in_one_share(seed):
+def test_every_key_is_in_one_item(seed):
     rng = np.random.default_rng(seed)
     batch, max_rows, group = (
         int(rng.integers(2, 90)),
@@ -89,22 +90,22 @@ def test_every_key_is_in_one_share(seed):
     prefix_start = [
         int(rng.integers(0, length)) if rng.random() < 0.3 else 0 for length in prefix_len
     ]
-    made = shared(
+    made = work_list(
         num_rows, prefix_start, prefix_len, max_rows, group, splits, window=window, masked=masked
     )
-    shares, pairs = made.shares.cpu().numpy(), made.pairs.cpu().numpy()
+    items, pairs = made.items.cpu().numpy(), made.pairs.cpu().numpy()
     want = wanted(num_rows, prefix_start, prefix_len, group, window, masked)
-    used = shares[shares[:, PARTS] > 0]
-    assert not shares[len(used) :, PARTS].any(), "programs without work come last"
+    used = items[items[:, PARTS] > 0]
+    assert not items[len(used) :, PARTS].any(), "programs without work come last"
     assert not made.counters.any()
     read = {pair: [] for pair in want}
-    for place, share in enumerate(used):
-        sequence = share[SEQUENCE]
-        read[sequence, share[BLOCK]].append((share[BEGIN], share[END]))
-        assert share[FIRST_ROW] == sequence * max_rows
-        assert share[NUM_ROWS] == num_rows[sequence]
-        assert share[PREFIX_LEN] == prefix_len[sequence]
-        assert 0 <= place - share[FIRST_PART] < share[PARTS]
+    for place, item in enumerate(used):
+        sequence = item[SEQUENCE]
+        read[sequence, item[BLOCK]].append((item[BEGIN], item[END]))
+        assert item[FIRST_ROW] == sequence * max_rows
+        assert item[NUM_ROWS] == num_rows[sequence]
+        assert item[PREFIX_LEN] == prefix_len[sequence]
+        assert 0 <= place - item[FIRST_PART] < item[PARTS]
     row_blocks = len(pairs) // batch
     for pair, (begin, end) in want.items():
         parts = read[pair]
@@ -113,14 +114,14 @@ def test_every_key_is_in_one_share(seed):
         assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
         assert all(a < b for a, b in parts)
         first = [pair[0], pair[1]]
-        place = next(i for i, share in enumerate(used) if list(share[[SEQUENCE, BLOCK]]) == first)
+        place = next(i for i, item in enumerate(used) if list(item[[SEQUENCE, BLOCK]]) == first)
         assert pairs[pair[0] * row_blocks + pair[1]].tolist() == [len(parts), place]
     several = used[:, PARTS] > 1
     assert several.sum() <= made.num_parts
     assert not several[int(several.sum()) :].any()
-    # No shorter share would do.
+    # No shorter item would do.
     tiles = [-(-(end - begin) // 32) for begin, end in want.values()]
-    limit = len(tiles) + spare_shares(len(pairs), splits)
+    limit = len(tiles) + spare_items(len(pairs), splits)
     floor = max(1, -(-sum(tiles) // max(1, len(tiles) * splits)))
     if splits == 1 and 2 * max(tiles, default=1) <= 3 * floor:
         floor = max(tiles, default=1)
@@ -135,32 +136,34 @@ def test_every_key_is_in_one_share(seed):
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_even_contexts_are_cut_as_before(splits):
-    made = shared([1] * 8, [0] * 8, [512 - 1] * 8, 1, 4, splits)
-    shares = made.shares.cpu().numpy()
-    assert (shares[:, PARTS] > 0).sum() == 8 * splits
-    used = shares[: 8 * splits]
+    made = work_list([1] * 8, [0] * 8, [512 - 1] * 8, 1, 4, splits)
+    items = made.items.cpu().numpy()
+    assert (items[:, PARTS] > 0).sum() == 8 * splits
+    used = items[: 8 * splits]
     assert set(used[:, PARTS].tolist()) == {splits}
     assert set((used[:, END] - used[:, BEGIN]).tolist()) == {512 // splits}
 
 
 def test_one_long_context_is_cut_and_the_others_are_not():
-    made = shared([1] * 8, [0] * 8, [40] * 3 + [8191] + [40] * 4, 1, 4, 1)
-    shares = made.shares.cpu().numpy()
-    assert len(shares) == 16
-    used = shares[shares[:, PARTS] > 0]
+    made = work_list([1] * 8, [0] * 8, [40] * 3 + [8191] + [40] * 4, 1, 4, 1)
+    items = made.items.cpu().numpy()
+    assert len(items) == 16
+    used = items[items[:, PARTS] > 0]
     assert used[:8, SEQUENCE].tolist() == [3] * 8
     assert set((used[:8, END] - used[:8, BEGIN]).tolist()) == {1024}
     assert sorted(used[8:, SEQUENCE].tolist()) == [0, 1, 2, 4, 5, 6, 7]
 
 
-def test_a_batch_of_padding_has_no_share():
-    made = shared([0] * 4, [0] * 4, [5] * 4, 2, 4, 1)
-    assert not made.shares[:, PARTS].any()
+def test_a_batch_of_padding_has_no_items():
+    made = work_list([0] * 4, [0] * 4, [5] * 4, 2, 4, 1)
+    assert not made.items[:, PARTS].any()
     assert not made.pairs[:, 0].any()
 
 
 def spans_of(rng, kind, lengths, page_size, max_rows):
-    """Trees, draft's scratch rows or rows one after another, behind as many keys as said, on pages in any order."""
+    """Trees, draft's scratch rows or rows one after another, behind as many keys as said, on pages
+    in any order.
+    """
     spans, first_row = [], 0
     num_pages = sum(-(-(length + 2 * max_rows + 8) // page_size) for length in lengths)
     free = list(rng.permutation(num_pages))
@@ -263,7 +266,7 @@ def check(kv, spans, num_heads, window, splits, dtype):
         plan, num_rows=num_rows, num_splits=splits, is_causal=None, balance=Balance(dtype)
     )
     plan = backend.plan(batch, kv, (window,), group)
-    assert bool((plan.balance.shares[window][0].shares[:, PARTS] > 1).any())
+    assert bool((plan.balance.work_lists[window][0].items[:, PARTS] > 1).any())
     for layer in (0, 1):
         out = torch.full((batch.num_rows, num_heads * head_dim), 7.0, dtype=dtype, device=DEVICE)
         backend.attend(plan, queries, layer, window, SCALE, out)

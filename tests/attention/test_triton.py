@@ -1,4 +1,6 @@
-"""Attention by Triton kernels against a float64 loop over rows and keys; on a GPU or in Triton's interpreter."""
+"""Attention by Triton kernels against a float64 loop over rows and keys; on a GPU or in Triton's
+interpreter.
+"""
 
 import dataclasses
 

@@ -1,4 +1,6 @@
-"""Every benchmark can still be imported, with what it takes from packages and from the tests' support, and says its flags."""
+"""Every benchmark can still be imported, with what it takes from packages and from the tests'
+support, and says its flags.
+"""
 
 import importlib
 import runpy

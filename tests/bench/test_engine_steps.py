@@ -1,4 +1,4 @@
-"""What is told of an engine's steps, where they run one by one and where they run ahead of the host."""
+"""Records of an engine's steps, run one by one and overlapped."""
 
 from pathlib import Path
 

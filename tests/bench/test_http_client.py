@@ -17,7 +17,8 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class RawServer:
-    """Answers each request with the next list of pieces, sent one by one; None closes the connection.
+    """Answers each request with the next list of pieces, sent one by one; None closes the
+    connection.
 
     Attributes:
         requests: Heads and bodies that came.

@@ -3,10 +3,13 @@
 import asyncio
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from foredraft.bench import peers
@@ -18,20 +21,51 @@ from foredraft.bench.statistics import summarize
 from foredraft.bench.stream import AnswerReader
 from foredraft.cli import bench, stack
 from testing.peer_server import PeerServer
-from testing.stack import running_stack
+from testing.stack import make_model, running_stack
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def urls() -> Iterator[dict[str, str]]:
     """The bundled model, drafted from n-grams."""
     with running_stack(Path(stack.resolve_models({})["model_path"])) as services:
-        yield services.urls["http"]
+        yield dict(services.urls)
+
+
+@pytest.fixture(scope="module")
+def url(urls: dict[str, str]) -> str:
+    return urls["http"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     code = bench.main(["serve", "--disable-tqdm", *argv])
     caught = capsys.readouterr()
     return code, caught.out + caught.err
+
+
+def test_ranks_are_told_by_parts_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "found.jsonl"
+    argv = ["--num-prompts", "3", "--output-len", "24", "--max-concurrency", "1"]
+    model = make_model(tmp_path / "model")
+    with running_stack(model, speculative_algorithm="NONE", tensor_parallel_size=2) as services:
+        url = services.urls["http"]
+        code, text = run(capsys, "--base-url", url, *argv, "--output-file", str(output))
+        figures = httpx.get(f"{url}/dashboard/figures").json()["metrics"]
+    assert code == 0, text
+    (found,) = lines(output)
+    parts = {"products", "all_reduce", "waiting"}
+    assert {rank: set(own) for rank, own in found["rank_step_ms"].items()} == {
+        "0": parts,
+        "1": parts,
+    }
+    for rank, own in found["rank_step_ms"].items():
+        assert f"rank {rank} in a step: " in text
+        # A step of this model has some milliseconds, on a busy machine too.
+        assert 0 < own["products"] < 1000
+        assert 0 < own["all_reduce"] < 1000
+    whole = figures["step_seconds_sum"] / figures["step_seconds_count"]
+    assert sum(found["rank_step_ms"]["0"].values()) < 2e3 * whole
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -136,7 +170,9 @@ def test_random_prompts_have_the_wanted_number_of_tokens(
 
 
 def test_latency_counts_from_when_a_request_was_due() -> None:
-    """A server that works on one request at a time: who is due while it works waits, whether sent or not."""
+    """A server that works on one request at a time: who is due while it works waits, whether sent
+    or not.
+    """
 
     async def ask(url: str, limit: int | None) -> StageResult:
         client = HttpClient(url)
@@ -233,3 +269,117 @@ def test_commands_are_taught(capsys: pytest.CaptureFixture[str]) -> None:
     assert "speculative" in capsys.readouterr().out
     assert bench.main(["serv"]) == 2
     assert "did you mean serve?" in capsys.readouterr().err
+
+
+def test_two_servers_under_one_load(url: str, tmp_path: Path) -> None:
+    """`benchmarks.http_load`: several processes, real answers, and a table that an earlier run
+    joins.
+    """
+    kept = tmp_path / "kept.jsonl"
+    argv = [sys.executable, "-m", "benchmarks.http_load", "--concurrency", "3", "--requests", "2"]
+    argv += [
+        "--processes",
+        "2",
+        "--prompt-words",
+        "5",
+        "--output-tokens",
+        "8",
+        "--append",
+        str(kept),
+    ]
+    for name in ("one", "two"):
+        done = subprocess.run(
+            [*argv, "--server", f"{name}={url}"], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+    first, second = lines(kept)
+    assert (first["server"], second["server"]) == ("one", "two")
+    assert first["failed"] == 0
+    assert 5 <= first["prompt_tokens"] <= 60
+    ratio = first["tokens_per_second"] / second["tokens_per_second"]
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith("| 3 | ")
+    assert last.endswith(f" {ratio:.2f} |")
+
+
+def test_streams_over_grpc_beside_http(urls: dict[str, str], tmp_path: Path) -> None:
+    kept = tmp_path / "kept.jsonl"
+    argv = [sys.executable, "-m", "benchmarks.http_load", "--concurrency", "3", "--requests", "2"]
+    argv += ["--processes", "2", "--prompt-words", "5", "--output-tokens", "8"]
+    argv += ["--server", f"http={urls['http']}", "--server", f"grpc=grpc://{urls['grpc']}"]
+    done = subprocess.run(
+        [*argv, "--append", str(kept)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    for found in lines(kept):
+        assert found["failed"] == 0
+        assert 5 <= found["prompt_tokens"] <= 60
+        assert 0 < found["ttft_p50"] <= found["ttft_max"]
+        assert found["tokens_per_second"] > 0
+    refused = subprocess.run(
+        [*argv, "--system-words", "5"], capture_output=True, text=True, timeout=120
+    )
+    assert refused.returncode == 2
+    assert "--system-words: conversations are sent over HTTP" in refused.stderr
+
+
+CONVERSATIONS = ["--concurrency", "2", "--processes", "2", "--prompt-words", "3"]
+CONVERSATIONS += ["--output-tokens", "4", "--system-words", "30"]
+
+
+def conversations(url: str, *argv: str) -> str:
+    command = [sys.executable, "-m", "benchmarks.http_load", "--server", f"one={url}"]
+    done = subprocess.run(
+        [*command, *CONVERSATIONS, *argv], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_each_turn_of_a_conversation_has_the_ones_before() -> None:
+    """`benchmarks.http_load --system-words` against a server of another make."""
+    with PeerServer(0.0, 0.0).running() as peer:
+        conversations(peer.url, "--requests", "3")
+    # The unmeasured load of one turn each, then two conversations of three turns.
+    talks = [body["messages"] for body in peer.bodies]
+    assert [len(talk) for talk in talks[:2]] == [2, 2]
+    measured = talks[2:]
+    assert sorted(len(talk) for talk in measured) == [2, 2, 4, 4, 6, 6]
+    (system,) = {talk[0]["content"] for talk in measured}
+    assert (measured[0][0]["role"], len(system.split())) == ("system", 30)
+    assert system != talks[0][0]["content"]  # the first load left nothing of use in a cache
+    whole = [talk for talk in measured if len(talk) == 6]
+    assert whole[0][1] != whole[1][1]
+    for talk in whole:
+        assert [message["role"] for message in talk[1:]] == ["user", "assistant"] * 2 + ["user"]
+        assert talk[2]["content"] == talk[4]["content"] == "word " * 4
+        assert talk[:2] in measured
+        assert talk[:4] in measured
+
+
+def test_conversations_find_what_was_said_in_the_cache(url: str, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.jsonl"
+    text = conversations(url, "--requests", "3", "--append", str(kept))
+    (found,) = lines(kept)
+    assert (found["failed"], found["load"]["system_words"]) == (0, 30)
+    # The second and third turns find almost all that was said before them.
+    assert 0.5 < found["cached_tokens"] / found["prompt_tokens"] < 1
+    assert found["later_ttft_p50"] > 0
+    assert "TTFT p50 of later turns" in text
+
+
+def test_the_ceiling_of_a_gateway(tmp_path: Path) -> None:
+    """`benchmarks.gateway_ceiling`: every chunk is counted, on each front."""
+    kept = tmp_path / "kept.jsonl"
+    command = [sys.executable, "-m", "benchmarks.gateway_ceiling", "--streams", "6"]
+    command += ["--seconds", "1", "--chunks-per-second", "300", "--out", str(kept)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = lines(kept)
+    assert [one["load"]["front"] for one in found] == ["completions", "chat", "grpc"]
+    for one in found:
+        assert one["load"]["chunks"] == 50
+        # A late gateway joins chunks, and HTTP may end an answer with an event that has no token.
+        assert 0.9 < one["tokens_in_a_chunk"] < 2
+        assert 1 < one["microseconds"] < 10_000
+        assert one["ceiling"] == pytest.approx(1e6 / one["microseconds"])

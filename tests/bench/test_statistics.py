@@ -172,7 +172,7 @@ def test_usage_that_grows_tells_when_tokens_came() -> None:
 
 
 def test_a_usage_beside_the_finish_reason_is_no_arrival() -> None:
-    """As `transformers serve` closes its streams."""
+    """`transformers serve` closes its streams in this way."""
     words = [event({"choices": [{"text": text}]}) for text in ("aa", "bb")]
     usage = {"prompt_tokens": 4, "completion_tokens": 2}
     end = {"choices": [{"text": "", "finish_reason": "length"}], "usage": usage}

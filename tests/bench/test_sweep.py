@@ -1,4 +1,6 @@
-"""The search for the best speculation: its grid, its choice, its memory, and a real one on a tiny model."""
+"""The search for the best speculation: its grid, its choice, its memory, and a real one on a tiny
+model.
+"""
 
 import contextlib
 import json
@@ -69,15 +71,17 @@ def test_the_grid_holds_every_tree_that_has_a_sense_once() -> None:
     for setting in settings:
         SpeculationConfig(**setting.values)
     heads = [(s.num_steps, s.topk, s.num_draft_tokens) for s in settings if s.algorithm == "EAGLE3"]
-    # 1/2 makes two candidates and 3/2 ten: 4 and 64 rows are too many for the one, 64 for the other.
+    # 1/2 makes two candidates and 3/2 ten: 4 and 64 rows are too many for the one, 64 for the
+    # other.
     assert heads == [(1, 1, 2), (3, 1, 4), (3, 2, 4)]
     assert [s.num_draft_tokens for s in settings if s.algorithm == "NGRAM"] == [4, 64]
 
 
 def test_flags_are_those_of_serve() -> None:
-    assert Setting("EAGLE3", "head", 3, 1, 4).flags == (
-        "--speculative-algorithm EAGLE3 --speculative-draft-model-path head --speculative-num-steps 3 "
-        "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+    assert (
+        Setting("EAGLE3", "head", 3, 1, 4).flags
+        == "--speculative-algorithm EAGLE3 --speculative-draft-model-path head"
+        " --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
     )
 
 

@@ -1,4 +1,6 @@
-"""A short run of the chaos suite on the real stack, and the suite's own judgement on made-up results."""
+"""A short run of the chaos suite on the real stack, and the suite's own judgement on made-up
+results.
+"""
 
 import json
 import os

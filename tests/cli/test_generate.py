@@ -48,7 +48,7 @@ def generate(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[st
 
 
 def in_terminal(*arguments: str) -> str:
-    """What a terminal shows of both streams."""
+    """Returns what a terminal shows of both streams."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
     environment.pop("NO_COLOR", None)

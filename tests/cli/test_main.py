@@ -1,4 +1,6 @@
-"""The command `foredraft`: its help, its version, and what it says of mistakes before anything starts."""
+"""The command `foredraft`: its help, its version, and what it says of mistakes before anything
+starts.
+"""
 
 import subprocess
 import sys
@@ -56,7 +58,7 @@ def test_the_help_of_serve_has_groups_examples_and_no_wiring(
         (["--listen", "unix:/x"], "unrecognized arguments: --listen"),
         (["--model-path", "/nowhere"], "--model-path /nowhere: no such directory"),
         (["--modelpath=x"], "--modelpath=x\n  did you mean --model-path?\n"),
-        (["--tp-size", "2"], "\n  --tp-size: a model runs on one device here"),
+        (["--pp-size", "2"], "\n  instead of --pp-size give --tensor-parallel-size\n"),
         (["--max-model-len=99"], "\n  instead of --max-model-len give --context-length\n"),
         (["--bogus", "-v", "3"], "unrecognized arguments: --bogus -v 3\nforedraft serve --help"),
     ],

@@ -1,4 +1,6 @@
-"""The MPS daemon of `foredraft serve --mps`, with a program in its place that does what it does: fork, wait for quit."""
+"""The MPS daemon of `foredraft serve --mps`, with a program in its place that does what it does:
+fork, wait for quit.
+"""
 
 import os
 import stat
@@ -15,7 +17,7 @@ DAEMON = f"""#!{sys.executable}
 import os, sys, pathlib
 folder = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
 if sys.argv[1:] == ["-d"]:
-    (folder / "control").write_text("up")
+    (folder / "control").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 elif sys.stdin.read() == "quit -t 5\\n" and (folder / "control").exists():
     pathlib.Path(os.environ["LOG"]).write_text("quit")
 else:
@@ -41,6 +43,17 @@ def test_it_runs_in_a_private_directory_and_is_told_to_quit(daemon):
         assert not daemon.exists()
     assert daemon.read_text() == "quit"
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(("visible", "numbers"), [("3", "0"), ("2,5", "0,1"), ("GPU-8c", "0")])
+def test_clients_name_cards_by_the_daemons_numbers(daemon, monkeypatch, visible, numbers):
+    """A daemon that may see card 3 alone calls it 0: a client that asks for 3 would find none."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with mps.running(True) as variables:
+        assert variables["CUDA_VISIBLE_DEVICES"] == numbers
+        folder = Path(variables["CUDA_MPS_PIPE_DIRECTORY"])
+        assert (folder / "control").read_text() == visible
+    assert daemon.read_text() == "quit"
 
 
 def test_the_daemon_of_a_process_that_was_killed_is_ended_by_the_next(

@@ -1,4 +1,6 @@
-"""Ports that are chosen for services: nobody's outgoing connection can take one before the service listens."""
+"""Ports that are chosen for services: nobody's outgoing connection can take one before the service
+listens.
+"""
 
 import socket
 

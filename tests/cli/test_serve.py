@@ -195,7 +195,8 @@ def test_a_missing_tokenizer_or_template_is_told(checkpoint: Path, tmp_path: Pat
         with serving(*arguments, "--speculative-algorithm=NONE") as process:
             _, log = process.communicate(timeout=120)
         assert process.returncode == status
-        # What flags name is looked at before anything starts, what belongs to the model is the gateway's to read.
+        # What flags name is looked at before anything starts, what belongs to the model is the
+        # gateway's to read.
         assert ("gateway exited with status 1" in log) == (status == 1)
         assert log.count(said) == 1 if status == 2 else said in log
         assert "Traceback" not in log

@@ -1,4 +1,4 @@
-"""What `foredraft serve` would start: services, their flags, ports, directories and models."""
+"""Services that `foredraft serve` would start: flags, ports, directories and models."""
 
 import os
 import socket
@@ -13,7 +13,9 @@ import pytest
 from foredraft.cli import stack
 from foredraft.cli.serve import Terminal
 from foredraft.errors import CheckpointError, ConfigError
-from foredraft.models.registry import resolve_model_path
+from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
+from testing.block_drafts import tiny_block, tiny_peagle
+from testing.draft_heads import save_head, tiny_head
 
 FREE = {"port": 0, "grpc_port": 0}
 
@@ -84,6 +86,14 @@ def test_without_drafting_there_is_no_draft() -> None:
     assert "--draft=" in by_name["verify"]
 
 
+def test_a_further_host_of_ranks_has_a_verifier_process_alone() -> None:
+    where = {"nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.5:50054"}
+    by_name = commands(device="cpu", tensor_parallel_size=4, **where)
+    assert list(by_name) == ["verify"]
+    assert "--node-rank=1" in by_name["verify"]
+    assert "--draft=" in by_name["verify"]
+
+
 def test_each_of_several_drafts_is_a_service() -> None:
     supervisor = stack.make_supervisor(
         FREE
@@ -114,7 +124,9 @@ def test_each_of_several_drafts_is_a_service() -> None:
 def test_each_of_several_models_goes_to_its_own_draft() -> None:
     values = FREE | {
         "speculative_algorithm": "EAGLE3,STANDALONE,NGRAM",
-        "speculative_draft_model_path": "standalone=foredraft-demo-draft,EAGLE3=foredraft-demo-eagle3",
+        "speculative_draft_model_path": (
+            "standalone=foredraft-demo-draft,EAGLE3=foredraft-demo-eagle3"
+        ),
     }
     resolved = stack.resolve_models(values)
     supervisor = stack.make_supervisor(resolved)
@@ -150,6 +162,12 @@ def test_a_port_in_use_is_refused_before_anything_starts(busy_port: int, runtime
         ({"model_path": "/nowhere/model"}, "--model-path /nowhere/model: no such"),
         ({"model_path": "nowhere.gguf"}, "--model-path nowhere.gguf: no such"),
         ({"speculative_algorithm": "STANDALONE"}, "--speculative-draft-model-path"),
+        ({"quantization": "fp8", "device": "cpu"}, "--quantization fp8 does not go with a CPU"),
+        (
+            {"quantization_group_size": "64"},
+            "--quantization-group-size 64 has no use with --quantization unquant: give",
+        ),
+        ({"mps": True, "tensor_parallel_size": 2}, "--mps does not go with --tensor-parallel-size"),
         (
             {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "./nowhere"},
             r"--speculative-draft-model-path \./nowhere: no such",
@@ -254,3 +272,46 @@ def test_a_wrong_certificate_is_named(tmp_path: Path) -> None:
             ConfigError, match=f"{key}: No such file" if key == missing else "--ssl-"
         ):
             stack.check({**FREE, "ssl_certfile": str(empty), "ssl_keyfile": str(key)})
+
+
+DRAFTS = {
+    "EAGLE": tiny_head("EAGLE", 1),
+    "EAGLE3": tiny_head("EAGLE3", 2),
+    "MTP": tiny_head("MTP", 3),
+    "PEAGLE": tiny_peagle(4),
+    "DFLASH": tiny_block("DFLASH", 5),
+    "DSPARK": tiny_block("DSPARK", 6, layout="modelopt"),
+}
+
+
+@pytest.mark.parametrize("algorithm", DRAFTS)
+def test_a_drafts_files_say_its_algorithm(algorithm: str, tmp_path: Path) -> None:
+    given = {"speculative_draft_model_path": str(save_head(DRAFTS[algorithm], tmp_path))}
+    values, found = stack.settle_draft(given)
+    assert values == given | {"speculative_algorithm": algorithm}
+    assert f"a draft for {algorithm}" in found
+    asked = given | {"speculative_algorithm": "NONE"}
+    assert stack.settle_draft(asked) == (asked, "")
+
+
+def test_a_whole_model_drafts_by_itself_and_bundled_heads_are_found() -> None:
+    for algorithm, name in BUNDLED_DRAFTS.items():
+        values, _ = stack.settle_draft({"speculative_draft_model_path": name})
+        assert values["speculative_algorithm"] == algorithm
+
+
+def test_a_draft_that_names_its_target_is_enough(tmp_path: Path) -> None:
+    head = tiny_block("DSPARK", 7, layout="speculators")
+    head.config["speculators_config"] = {"verifier": {"name_or_path": "organisation/target"}}
+    given = {"speculative_draft_model_path": str(save_head(head, tmp_path))}
+    values, found = stack.settle_draft(given)
+    assert values["model_path"] == "organisation/target"
+    assert found.endswith("of the target organisation/target")
+    named, _ = stack.settle_draft(given | {"model_path": "mine"})
+    assert named["model_path"] == "mine"
+
+
+def test_what_is_no_draft_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(CheckpointError, match="is not a draft head"):
+        stack.settle_draft({"speculative_draft_model_path": str(tmp_path)})

@@ -167,7 +167,7 @@ starter.join()
 supervisor.wait_healthy(30)
 print(supervisor.states()[0].pid, flush=True)
 supervisor.wait(threading.Event())
-"""
+"""  # noqa: E501
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert process.stdout
     with process, process.stdout:

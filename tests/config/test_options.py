@@ -34,6 +34,7 @@ class Sample:
     wait: float | None = option(None, "Seconds.", least=0)
     shy: bool = option(False, "Hide.")
     colour: str = option("Red", "A colour.", choices=("Red", "Blue"))
+    border: str = option("", "A border, if any.", choices=("", "thick", "dotted"))
     head_path: str = option("", "A place.")
     peers: tuple[str, ...] = option((), "Peers.", internal=True)
 
@@ -98,6 +99,7 @@ def test_repeated_flags_and_listed_variables_give_tuples() -> None:
         (["--size", "many"], {}, "--size: 'many' is not an int"),
         (["--share", "half"], {}, "--share: 'half' is not a float"),
         (["--colour", "green"], {}, "--colour: 'green' is not one of Red, Blue"),
+        (["--border", "thin"], {}, "--border: 'thin' is not one of thick, dotted"),
         ([], {"size": "1.5"}, "FOREDRAFT_SIZE: '1.5' is not an int"),
         ([], {"shy": "maybe"}, "FOREDRAFT_SHY: 'maybe' is neither true nor false"),
         ([], {"colour": ""}, "FOREDRAFT_COLOUR: '' is not one of"),

@@ -1,4 +1,6 @@
-"""The configuration of the services: every field by flag and variable, and what cannot be served."""
+"""The configuration of the services: every field by flag and variable, and what cannot be
+served.
+"""
 
 import argparse
 import dataclasses
@@ -376,10 +378,16 @@ def test_a_service_started_by_flags_gets_the_same_configuration(config: type) ->
 @pytest.mark.parametrize(
     "line",
     [
-        "--model m --speculative-algo EAGLE --speculative-draft d --speculative-num-steps 5 --speculative-eagle-topk 8 "
-        "--speculative-num-draft-tokens 64 --mem-fraction 0.7 --cuda-graph-max-bs 2 --dtype float16 --log-level warning",
-        "--model-path m --host 0.0.0.0 --trust-remote-code --speculative-algorithm EAGLE --speculative-num-steps 1 "
-        "--speculative-eagle-topk 1 --speculative-num-draft-tokens 2 --mem-fraction 0.5",
+        (
+            "--model m --speculative-algo EAGLE --speculative-draft d --speculative-num-steps 5"
+            " --speculative-eagle-topk 8 --speculative-num-draft-tokens 64 --mem-fraction 0.7"
+            " --cuda-graph-max-bs 2 --dtype float16 --log-level warning"
+        ),
+        (
+            "--model-path m --host 0.0.0.0 --trust-remote-code --speculative-algorithm EAGLE"
+            " --speculative-num-steps 1 --speculative-eagle-topk 1 --speculative-num-draft-tokens 2"
+            " --mem-fraction 0.5"
+        ),
     ],
 )
 def test_command_lines_of_sglangs_pages_are_read(line: str) -> None:

@@ -1,4 +1,6 @@
-"""docker-compose.yml as Docker Compose itself reads it (its loader holds the published schema); no engine is used."""
+"""docker-compose.yml as Docker Compose itself reads it (its loader holds the published schema); no
+engine is used.
+"""
 
 import json
 from pathlib import Path

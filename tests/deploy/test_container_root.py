@@ -1,4 +1,6 @@
-"""The services as our containers run them: another user, no capabilities, nothing to write to but three folders."""
+"""The services as our containers run them: another user, no capabilities, nothing to write to but
+three folders.
+"""
 
 import json
 import os
@@ -48,7 +50,7 @@ for process in running:
     codes.append(process.wait(40))
 print(json.dumps({"uid": os.getuid(), "usage": answer["usage"], "codes": codes,
                   "left": os.listdir("/run/foredraft")}))
-"""
+"""  # noqa: E501
 
 
 def _runtime_environment() -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""The Dockerfile: linted, consistent, and its steps run on this machine. No container engine is needed or used."""
+"""The Dockerfile: linted, consistent, and its steps run on this machine.
+
+No container engine is needed or used.
+"""
 
 import json
 import os
@@ -75,7 +78,10 @@ def test_the_gateway_image_has_no_torch_and_starts(tmp_path: Path) -> None:
     assert _python(environment, "-m", "gateway", "--help").startswith("usage: python -m gateway")
     assert "usage:" in _python(environment, "-m", "foredraft.rpc.healthcheck", "--help")
     _python(environment, "-c", "import foredraft.cli.serve, gateway.__main__")
-    absent = "import importlib.util as u, sys; sys.exit(any(map(u.find_spec, ['torch', 'transformers'])))"
+    absent = (
+        "import importlib.util as u, sys; sys.exit(any(map(u.find_spec, ['torch',"
+        " 'transformers'])))"
+    )
     _python(environment, "-c", absent)
     size = sum(
         f.stat().st_size for f in environment.rglob("*") if f.is_file() and not f.is_symlink()

@@ -1,7 +1,9 @@
-"""The manifests as `kubectl kustomize` renders them: published schemas, flags, and what belongs together.
+"""The manifests as `kubectl kustomize` renders them: published schemas, flags, and what belongs
+together.
 
-Kubernetes' own kinds are checked against its published schemas (kubernetes-validate), those of KEDA and the Prometheus
-operator against models generated from their resource definitions (cloudcoil), an InferencePool by the schema below.
+Kubernetes' own kinds are checked against its published schemas (kubernetes-validate), those of KEDA
+and the Prometheus operator against models generated from their resource definitions (cloudcoil), an
+InferencePool by the schema below.
 """
 
 import os
@@ -17,13 +19,15 @@ from testing import command_lines, tools
 from testing.dockerfile import stages
 
 KUBERNETES = "1.34"  # the first with DRA in v1
+ON_CPUS = ("cpu", "cpu-ranks", "leader-worker-set")
 OVERLAYS = sorted(path.name for path in (tools.ROOT / "k8s" / "overlays").iterdir())
 CUSTOM = {
     ("keda.sh/v1alpha1", "ScaledObject"): "cloudcoil.models.keda.v1alpha1",
     ("monitoring.coreos.com/v1", "PodMonitor"): "cloudcoil.models.prometheus_operator.v1",
     ("monitoring.coreos.com/v1", "PrometheusRule"): "cloudcoil.models.prometheus_operator.v1",
 }
-# After the API reference of inference.networking.k8s.io/v1; no package here carries the definition itself.
+# After the API reference of inference.networking.k8s.io/v1; no package here carries the definition
+# itself.
 INFERENCE_POOL = {
     "type": "object",
     "additionalProperties": False,
@@ -67,6 +71,44 @@ INFERENCE_POOL = {
     },
 }
 
+# After the API reference of leaderworkerset.x-k8s.io/v1; pods are checked as those of Deployments.
+LEADER_WORKER_SET = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["leaderWorkerTemplate"],
+    "properties": {
+        "replicas": {"type": "integer", "minimum": 0},
+        "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+        "rolloutStrategy": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["type"],
+            "properties": {
+                "type": {"const": "RollingUpdate"},
+                "rollingUpdateConfiguration": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {
+                        "maxUnavailable": {"type": "integer"},
+                        "maxSurge": {"type": "integer"},
+                    },
+                },
+            },
+        },
+        "leaderWorkerTemplate": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["workerTemplate", "size"],
+            "properties": {
+                "leaderTemplate": {"type": "object"},
+                "workerTemplate": {"type": "object"},
+                "size": {"type": "integer", "minimum": 1},
+                "restartPolicy": {"enum": ["RecreateGroupOnPodRestart", "None"]},
+            },
+        },
+    },
+}
+
 Resource = dict[str, Any]
 
 
@@ -91,7 +133,31 @@ def named(resources: list[Resource], kind: str, name: str) -> Resource:
 
 
 def deployments(resources: list[Resource]) -> list[Resource]:
-    return [resource for resource in resources if resource["kind"] == "Deployment"]
+    """Returns deployments, and the pods of a LeaderWorkerSet as two of them: the leader is the
+    verifier.
+    """
+    found = [resource for resource in resources if resource["kind"] == "Deployment"]
+    for one in resources:
+        if one["kind"] == "LeaderWorkerSet":
+            templates = one["spec"]["leaderWorkerTemplate"]
+            for name, part in (("foredraft-verifier", "leader"), ("foredraft-rank", "worker")):
+                template = templates[f"{part}Template"]
+                found.append(
+                    {
+                        "apiVersion": "apps/v1",
+                        "kind": "Deployment",
+                        "metadata": {"name": name},
+                        "spec": {
+                            "template": template,
+                            "selector": {"matchLabels": template["metadata"]["labels"]},
+                        },
+                    }
+                )
+    return found
+
+
+def verifier_pod(resources: list[Resource], name: str = "foredraft-verifier") -> dict[str, Any]:
+    return named(deployments(resources), "Deployment", name)["spec"]["template"]["spec"]
 
 
 def containers(resource: Resource) -> list[dict[str, Any]]:
@@ -107,6 +173,11 @@ def test_every_resource_fits_its_published_schema(resources: list[Resource]) -> 
         if kind[1] == "InferencePool":
             assert kind[0] == "inference.networking.k8s.io/v1"
             jsonschema.validate(resource["spec"], INFERENCE_POOL)
+        elif kind[1] == "LeaderWorkerSet":
+            assert kind[0] == "leaderworkerset.x-k8s.io/v1"
+            jsonschema.validate(resource["spec"], LEADER_WORKER_SET)
+            for pods in deployments([resource]):
+                validate.validate(pods, KUBERNETES, strict=True)
         elif kind in CUSTOM:
             model = getattr(pytest.importorskip(CUSTOM[kind]), kind[1])
             assert_known(model, resource)
@@ -239,7 +310,7 @@ def test_verifier_and_draft_share_what_they_must(resources: list[Resource], over
         (server,) = containers(named(resources, "Deployment", "foredraft-server"))
         assert server["resources"]["limits"]["nvidia.com/gpu"] == 1
         return
-    pod = named(resources, "Deployment", "foredraft-verifier")["spec"]["template"]["spec"]
+    pod = verifier_pod(resources)
     assert pod["shareProcessNamespace"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     verifier = next(c for c in pod["containers"] if c["name"] == "verifier")
@@ -250,7 +321,7 @@ def test_verifier_and_draft_share_what_they_must(resources: list[Resource], over
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in verifier["volumeMounts"]}
     for path in ("/run/foredraft", "/dev/shm"):
         assert mounts[path]["emptyDir"]["medium"] == "Memory"
-    if overlay == "cpu":
+    if overlay in ON_CPUS:
         assert "resourceClaims" not in pod
         return
     assert verifier["resources"]["claims"] == draft["resources"]["claims"] == [{"name": "gpu"}]
@@ -274,9 +345,9 @@ def test_a_verifier_whose_draft_is_away_keeps_its_address(
 
 def test_gpu_pods_keep_what_they_compiled(resources: list[Resource], overlay: str) -> None:
     name = "foredraft-server" if overlay == "gpu-device-plugin" else "foredraft-verifier"
-    pod = named(resources, "Deployment", name)["spec"]["template"]["spec"]
+    pod = verifier_pod(resources, name)
     (cache,) = (volume for volume in pod["volumes"] if volume["name"] == "cache")
-    if overlay == "cpu":
+    if overlay in ON_CPUS:
         assert cache == {"name": "cache", "emptyDir": {}}
         return
     assert cache == {
@@ -304,8 +375,12 @@ def test_selectors_find_pods(resources: list[Resource]) -> None:
             "InferencePool",
             "PodMonitor",
         ):
-            selector = selector["matchLabels"]
-        if selector:
+            selector = selector.get("matchLabels", selector)
+        expressions = (selector or {}).get("matchExpressions", ())
+        for wanted in expressions:
+            for value in wanted["values"]:
+                assert any(labels.get(wanted["key"]) == value for labels in pods), value
+        if selector and not expressions:
             found = [labels for labels in pods if selector.items() <= labels.items()]
             assert found, f"{resource['kind']} {resource['metadata']['name']} selects nothing"
 
@@ -319,6 +394,23 @@ def test_images_are_targets_of_the_dockerfile(resources: list[Resource]) -> None
                 assert tag == "dev"
             else:
                 assert tag.rpartition("-")[2] in targets
+
+
+def test_ranks_are_as_many_in_all_pods_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pod takes part, and has the same flags; the gateways' Service finds leaders alone."""
+    resources = render("leader-worker-set")
+    [group] = [one for one in resources if one["kind"] == "LeaderWorkerSet"]
+    size = group["spec"]["leaderWorkerTemplate"]["size"]
+    environ = {"LWS_LEADER_ADDRESS": "a.b", "LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": "0"}
+    for name, container in (("foredraft-verifier", "verifier"), ("foredraft-rank", "rank")):
+        [found] = [c for c in verifier_pod(resources, name)["containers"] if c["name"] == container]
+        config = command_lines.check([*found["command"], *found["args"]], {}, monkeypatch)
+        assert isinstance(config, VerifyConfig)
+        assert config.tensor_parallel_size == 2
+        assert config.nodes(environ).count == size
+    selector = named(resources, "Service", "foredraft-verifier")["spec"]["selector"]
+    worker = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["metadata"]["labels"]
+    assert not selector.items() <= worker.items()
 
 
 def test_replicas_scale_and_are_picked_by_metrics_that_exist() -> None:

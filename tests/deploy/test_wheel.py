@@ -1,4 +1,6 @@
-"""A wheel that is built from the sdist, installed where the repository is not, serves the bundled model."""
+"""A wheel that is built from the sdist, installed where the repository is not, serves the bundled
+model.
+"""
 
 import contextlib
 import os
@@ -16,12 +18,17 @@ import pytest
 from testing.stack import eventually, free_port
 from testing.tools import ROOT
 
-PROMPT = "class Point:\n    @property\n    def x(self):\n        return self._x\n\n    @property\n    def y(self):\n"
+PROMPT = (
+    "class Point:\n    @property\n    def x(self):\n        return self._x\n\n    @property\n   "
+    " def y(self):\n"
+)
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the wheel alone; what it depends on is borrowed from this interpreter's."""
+    """A virtual environment with the wheel alone; what it depends on is borrowed from this
+    interpreter's.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     _copy_sources(folder / "source")
     _run(sys.executable, "-m", "build", "--no-isolation", f"--outdir={folder}", folder / "source")
@@ -45,7 +52,8 @@ def test_an_installed_wheel_serves(environment: Path, tmp_path: Path) -> None:
     found = _run(
         *(environment / "bin" / "python", "-c"),
         "import foredraft, gateway, verify_service, draft_service.ngram._ngram as c; "
-        "print(foredraft.__file__, gateway.__file__, verify_service.__file__, c.__file__)",
+        "import foredraft.layers._tiles as t; "
+        "print(*(m.__file__ for m in (foredraft, gateway, verify_service, c, t)))",
         cwd=tmp_path,
     )
     assert all(path.startswith(str(environment)) for path in found.split())
@@ -87,7 +95,9 @@ def _is_healthy(http: httpx.Client) -> bool:
 
 
 def _copy_sources(target: Path) -> None:
-    """Copies what git knows or would take, so that no leftover of an earlier build gets into this one."""
+    """Copies what git knows or would take, so that no leftover of an earlier build gets into this
+    one.
+    """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""What pages name is there: links, files, modules, flags and metrics."""
+"""Checks that everything pages name exists: links, files, modules, flags and metrics."""
 
 import importlib.util
 import re
@@ -90,7 +90,9 @@ def test_every_benchmark_is_listed() -> None:
 
 
 def test_manual_stays_short() -> None:
-    """The manual has at most 15,000 words; code, generated pages, the lab book and the decisions do not count."""
+    """The manual has at most 15,000 words; code, generated pages, the lab book and the decisions do
+    not count.
+    """
     pages = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
     manual = "\n".join(page for page in pages if "<!-- Written by" not in page)
     prose = re.sub(r"^```.*?^```", "", manual, flags=re.DOTALL | re.MULTILINE)

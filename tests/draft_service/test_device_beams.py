@@ -50,7 +50,8 @@ def test_the_same_trees(
     on_device = None if token_map is None else token_map.to(DEVICE)
     for level in range(steps):
         width = topk if level else 1
-        # Values that are so different that rounding cannot order them otherwise; of noise that is very likely.
+        # Values that are so different that rounding cannot order them otherwise; of noise that is
+        # very likely.
         order = torch.stack(
             [torch.randperm(vocab, generator=generator) for _ in range(batch * width)]
         )

@@ -1,4 +1,6 @@
-"""Steps that stay on the device: the trees and the KV that steps by value give, whatever came between them."""
+"""Steps that stay on the device: the trees and the KV that steps by value give, whatever came
+between them.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,7 +61,7 @@ def driver(
 
 
 def proposer_of(made: Driver) -> PagedProposer:
-    """Whose steps it takes."""
+    """Returns the proposer behind a driver."""
     return made.step.__self__  # type: ignore[attr-defined]
 
 
@@ -131,7 +133,9 @@ def test_nothing_committed_changes_nothing(drafters: dict[str, PagedDrafter], ta
 def test_a_path_beyond_the_page_table_is_cut(
     drafters: dict[str, PagedDrafter], target: Path
 ) -> None:
-    """A sequence that has ended may be told of once more; one that goes on for ever writes nothing outside."""
+    """A sequence that has ended may be told of once more; one that goes on for ever writes nothing
+    outside.
+    """
     with driver(drafters["standalone"], target, SHAPES["tree"]) as made:
         request = draft_pb2.StepRequest(step=1)
         message = request.sequences.add(slot=2, tokens=[5, 6, 7], new_pages=range(60))

@@ -1,4 +1,6 @@
-"""Attention of a draft step's batches: the kernels, with keys shared out among sequences, against plain torch over the same plan."""
+"""Attention of a draft step's batches: the kernels, with keys shared out among sequences, against
+plain torch over the same plan.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from draft_service.steps import plan as plans
 from draft_service.steps.batches import DraftBatches
 from draft_service.steps.hand_on import HandedOn
 from draft_service.steps.plan import DraftPlan, Known
-from draft_service.steps.records import HEADER, NUM_ROWS, SLOT, START, VALID_FROM, DraftShape
+from draft_service.steps.records import STEP, DraftShape
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.kvcache.paged_kv import PagedKV
 from testing.plan_attention import PlanAttention
@@ -26,10 +28,13 @@ def batches_on(device: torch.device, shape: DraftShape, seed: int) -> tuple[Draf
     scratch = (shape.max_slots + 1) * shape.scratch_pages(page_size)
     kv = PagedKV(1, 200, page_size, KV_HEADS, HEAD_DIM, torch.float32, device, scratch)
     kv.data.copy_(torch.randn(kv.data.shape, generator=generator))
-    records = torch.zeros(batch, HEADER + 2 * shape.num_rows, dtype=torch.int32)
-    records[:, SLOT] = torch.arange(batch)
-    records[:, START], records[:, NUM_ROWS] = torch.tensor(STARTS), torch.tensor(COUNTS)
-    records[1, VALID_FROM] = 40
+    records = torch.zeros(batch, STEP.size + 2 * shape.num_rows, dtype=torch.int32)
+    records[:, STEP["slot"]] = torch.arange(batch)
+    records[:, STEP["start"]], records[:, STEP["num_rows"]] = (
+        torch.tensor(STARTS),
+        torch.tensor(COUNTS),
+    )
+    records[1, STEP["valid_from"]] = 40
     tables = torch.randint(200, (shape.max_slots + 1, shape.max_pages), generator=generator).int()
     num_keys = torch.zeros(shape.max_slots + 1, dtype=torch.int32, device=device)
     plan = DraftPlan.empty(shape, kv, batch)

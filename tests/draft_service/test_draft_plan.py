@@ -1,28 +1,22 @@
-"""What a draft step's plan and its trees become on the device, against plain Python: by torch, and by kernels on a GPU or
-interpreted."""
+"""A draft step's plan and trees on the device, against plain Python: by torch, and by kernels
+on a GPU or interpreted.
+"""
 
 import random
-import struct
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from draft_service.steps import hand_on, plan, uploads
 from draft_service.steps.hand_on import HandedOn
 from draft_service.steps.plan import DraftPlan, Known
-from draft_service.steps.records import (
-    HEADER,
-    NUM_ROWS,
-    ROW,
-    SAMPLING,
-    SLOT,
-    START,
-    VALID_FROM,
-    DraftShape,
-)
+from draft_service.steps.records import STEP, DraftShape
 from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.sampling.columns import FLOATS, SAMPLING
+from foredraft.types import SamplingParams
 from testing.triton_device import DEVICE, needs_triton
 
 BATCH, SLOTS, PAGE, MAX_PAGES, NUM_PAGES = 7, 9, 4, 300, 50
@@ -76,18 +70,23 @@ def test_a_plan(code: Any, num_rows: int, num_steps: int, topk: int) -> None:
     for row in accepted:
         row[0] = rng.randrange(num_rows + 1)
     accepted[2][0], accepted[4][0] = 10**9, -5
-    records = [[rng.randrange(1, 50) for _ in range(HEADER + 2 * num_rows)] for _ in range(BATCH)]
+    records = [
+        [rng.randrange(1, 50) for _ in range(STEP.size + 2 * num_rows)] for _ in range(BATCH)
+    ]
     rows = rng.sample(range(BATCH), BATCH)
     samplings = []
     for i, record in enumerate(records):
-        record[SLOT] = [*range(0, 2 * BATCH, 2)][i] % SLOTS if i < BATCH - 1 else SLOTS
-        record[ROW], record[VALID_FROM] = rows[i], rng.randrange(60)
-        record[NUM_ROWS] = rng.randrange(num_rows + 1) if i % 2 else -1
-        record[START] = -1 if i % 4 == 0 else rng.randrange(MAX_KEYS - num_rows)
-        sampling = (0.25 * i, 0.5, 0.125, i - 1, rng.randrange(2**64))
-        record[SAMPLING] = struct.unpack("<6i", struct.pack("<fffiQ", *sampling))
+        record[STEP["slot"]] = [*range(0, 2 * BATCH, 2)][i] % SLOTS if i < BATCH - 1 else SLOTS
+        record[STEP["row"]], record[STEP["valid_from"]] = rows[i], rng.randrange(60)
+        record[STEP["num_rows"]] = rng.randrange(num_rows + 1) if i % 2 else -1
+        record[STEP["start"]] = -1 if i % 4 == 0 else rng.randrange(MAX_KEYS - num_rows)
+        sampling = SamplingParams(
+            temperature=0.25 * i, top_p=0.5, min_p=0.125, top_k=i - 1, seed=rng.randrange(2**64)
+        )
+        packed = SAMPLING.pack([sampling]).view(np.int32).tolist()
+        record[STEP["temperature"] : STEP["temperature"] + len(packed)] = packed
         samplings.append(sampling)
-    records[2][START], records[1][NUM_ROWS] = MAX_KEYS - 1, 0
+    records[2][STEP["start"]], records[1][STEP["num_rows"]] = MAX_KEYS - 1, 0
     known = Known(
         words(tables, code.device),
         words(all_keys, code.device),
@@ -100,11 +99,16 @@ def test_a_plan(code: Any, num_rows: int, num_steps: int, topk: int) -> None:
     level_slots = plan.level_slots.view(num_steps - 1, BATCH, topk).tolist()
     level_positions = plan.level_positions.view(num_steps - 1, BATCH, topk).tolist()
     for i, (record, sampling) in enumerate(zip(records, samplings, strict=True)):
-        slot, row, start, count = record[SLOT], record[ROW], record[START], record[NUM_ROWS]
+        slot, row, start, count = (
+            record[STEP["slot"]],
+            record[STEP["row"]],
+            record[STEP["start"]],
+            record[STEP["num_rows"]],
+        )
         if start < 0:
             start = all_keys[slot]
-        tokens = record[HEADER : HEADER + num_rows]
-        places = record[HEADER + num_rows :]
+        tokens = record[STEP.size : STEP.size + num_rows]
+        places = record[STEP.size + num_rows :]
         if count < 0:
             count = min(max(accepted[row][0], 0), num_rows, MAX_KEYS - start)
             tokens = accepted[row][1 : 1 + count] + [0] * (num_rows - count)
@@ -124,12 +128,12 @@ def test_a_plan(code: Any, num_rows: int, num_steps: int, topk: int) -> None:
         assert plan.slots[part].tolist() == expected + [DUMP] * (num_rows - count)
         assert plan.last[i] == i * num_rows + max(count - 1, 0)
         assert (plan.start[i], plan.num_rows[i]) == (start, count)
-        assert plan.prefix_start[i] == min(record[VALID_FROM], start)
+        assert plan.prefix_start[i] == min(record[STEP["valid_from"]], start)
         table = plan.tables[i].tolist()
         assert table[: len(pages) + per_slot] == (pages + scratch)
         assert plan.num_keys[i] == known.num_keys[slot] == num_keys
         assert plan.num_beams[i] == (topk if count else 0)
-        assert plan.valid_from[i] == min(record[VALID_FROM], num_keys)
+        assert plan.valid_from[i] == min(record[STEP["valid_from"]], num_keys)
         for level in range(num_steps - 1):
             first = num_keys + level * topk
             assert plan.level_first[level, i] == first
@@ -137,9 +141,9 @@ def test_a_plan(code: Any, num_rows: int, num_steps: int, topk: int) -> None:
             assert level_slots[level][i] == [place(first + beam) for beam in range(topk)]
             tail = plan.tail_positions[i, level * topk : (level + 1) * topk].tolist()
             assert tail == [num_keys + level] * topk
-        found = (plan.temperature[i], plan.top_p[i], plan.min_p[i], plan.top_k[i])
-        assert found == sampling[:4]
-        assert int(plan.seed[i]) % 2**64 == sampling[4]
+        assert plan.floats[:, i].tolist() == [getattr(sampling, name) for name in FLOATS]
+        assert plan.top_k[i] == sampling.top_k
+        assert int(plan.seed[i]) % 2**64 == sampling.seed
         assert plan.position[i] == num_keys + shape.shift
     assert all(getattr(plan, name).is_contiguous() for name in DraftPlan.__slots__)
 
@@ -148,8 +152,8 @@ def test_a_plan(code: Any, num_rows: int, num_steps: int, topk: int) -> None:
 def test_trees_go_to_their_rows(code: Any, num_nodes: int) -> None:
     rng = random.Random(num_nodes)
     rows = rng.sample(range(9), BATCH)
-    records = torch.zeros(BATCH, HEADER + 2, dtype=torch.int32, device=code.device)
-    records[:, ROW] = words(rows, code.device)
+    records = torch.zeros(BATCH, STEP.size + 2, dtype=torch.int32, device=code.device)
+    records[:, STEP["row"]] = words(rows, code.device)
     results = torch.randint(0, 99, (BATCH, 2, num_nodes), dtype=torch.int32)
     expected = [[[-7] * num_nodes] * 2 for _ in range(9)]
     for i, row in enumerate(rows):

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from draft_service.steps.records import HEADER, ROW, SLOT, DraftShape
+from draft_service.steps.records import STEP, DraftShape
 from draft_service.steps.uploads import PAGE_UPDATES, Uploads, apply_updates
 
 SLOTS, MAX_PAGES, SPARE = 5, 900, 77
@@ -25,7 +25,9 @@ def made(num_blocks: int = 2) -> Uploads:
 
 
 def test_page_updates_of_every_size() -> None:
-    """Few, none, more than a block holds, and several for one entry, of which the last one counts."""
+    """Few, none, more than a block holds, and several for one entry, of which the last one
+    counts.
+    """
     uploads, rng = made(), random.Random(3)
     tables = torch.zeros(SLOTS, MAX_PAGES, dtype=torch.int32)
     for count in (1, 0, 3, 0, 0, 40, PAGE_UPDATES, 5, 2 * PAGE_UPDATES + 9, 0, 1):
@@ -60,25 +62,25 @@ def test_a_block_is_left_alone_while_others_are_filled() -> None:
     filled = []
     for value in range(1, 4):
         records = uploads.records(2, 4)
-        records.header[:], records.tokens[:], records.places[:] = value, 10 * value, 20 * value
+        records["start"], records["tokens"], records["places"] = value, 10 * value, 20 * value
         filled.append(records)
         assert uploads.is_free
     for value, records in enumerate(filled, 1):
-        assert (records.header == value).all()
-        assert (records.tokens == 10 * value).all()
-        assert (records.places == 20 * value).all()
+        assert (records["start"] == value).all()
+        assert (records["tokens"] == 10 * value).all()
+        assert (records["places"] == 20 * value).all()
 
 
 def test_padding_belongs_to_nobody() -> None:
     uploads = made()
     for count in (4, 1, 3):
         records = uploads.records(count, 4)
-        assert (records.header[:, ROW] == SPARE).all()
-        records.header[:, SLOT], records.tokens[:] = 2, 9
+        assert (records["row"] == SPARE).all()
+        records["slot"], records["tokens"] = 2, 9
         uploads.send(4)
         sent = uploads.on_device(4)
-        assert sent[:count, SLOT].eq(2).all()
-        assert sent[count:, SLOT].eq(SLOTS).all()
-        assert sent[count:, ROW].eq(SPARE).all()
-        assert sent[count:, 1:ROW].eq(0).all()
-        assert sent[count:, HEADER:].eq(0).all()
+        assert sent[:count, STEP["slot"]].eq(2).all()
+        assert sent[count:, STEP["slot"]].eq(SLOTS).all()
+        assert sent[count:, STEP["row"]].eq(SPARE).all()
+        assert sent[count:, 1 : STEP["row"]].eq(0).all()
+        assert sent[count:, STEP.size :].eq(0).all()

@@ -1,4 +1,6 @@
-"""A draft service on a GPU whose steps stay there: the trees of steps by value, and an end to every wait."""
+"""A draft service on a GPU whose steps stay there: the trees of steps by value, and an end to every
+wait.
+"""
 
 import time
 from collections.abc import Iterator
@@ -70,14 +72,16 @@ SERVICES = (
 
 @pytest.fixture(scope="module")
 def drafts() -> Iterator[dict[tuple[str, ...], DraftProcess]]:
-    """All drafts, which load side by side, and the memory that they have mapped as long as they live."""
+    """All drafts, which load side by side, and the memory that they have mapped as long as they
+    live.
+    """
     with ExitStack() as stack:
         made = {}
         for algorithm, *flags in SERVICES:
             draft = DraftProcess(
                 "--model-path", str(resolve_model_path("foredraft-demo")),
                 "--speculative-algorithm", algorithm,
-                "--speculative-draft-model-path", str(resolve_model_path(BUNDLED_DRAFTS[algorithm])),
+                "--speculative-draft-model-path", str(resolve_model_path(BUNDLED_DRAFTS[algorithm])),  # noqa: E501
                 "--device", "cuda", "--dtype", "float32", *flags,
             )  # fmt: skip
             draft.start(ready=False)
@@ -227,7 +231,7 @@ def test_a_verifier_that_leaves_in_the_middle(
 
 
 def refusal(draft: DraftProcess) -> grpc.StatusCode:
-    """What a verifier of another target hears."""
+    """Returns the status that a verifier of another target gets."""
     attach = draft_pb2.SpeculateRequest(attach=attach_request(epoch=2))
     with channel(draft.target) as connection:
         call = draft_pb2_grpc.DraftServiceStub(connection).Speculate(iter([attach]), timeout=20)

@@ -38,7 +38,9 @@ def make(algorithm: str, device: str, **flags: Any) -> PagedDrafter:
 
 
 def trees(drafter: PagedDrafter, shape: tuple[int, int, int], ordering: str) -> list[Any]:
-    """What a few sequences are answered, from random hidden states, which are the same every time."""
+    """Returns the trees for a few sequences, from random hidden states that are the same every
+    time.
+    """
     target = ModelConfig.from_dir(Path(resolve_model_path("foredraft-demo")))
     info = drafter.info()
     proposer, _ = drafter.attach(

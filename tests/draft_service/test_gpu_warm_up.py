@@ -1,4 +1,6 @@
-"""No kernel is compiled while a draft serves: what the warm-up has launched is all that extensions launch, on a GPU."""
+"""No kernel is compiled while a draft serves: what the warm-up has launched is all that extensions
+launch, on a GPU.
+"""
 
 import random
 import time
@@ -27,7 +29,9 @@ def fill(model: nn.Module) -> None:
 
 
 def told() -> list[tuple[list[int], list[int], list[bool]]]:
-    """Of each sequence rows, keys before them, and whether a tree is wanted: what serving has brought, and every few rows."""
+    """Returns rows, earlier keys and tree requests of sequences: steps seen in serving, and
+    small numbers of rows.
+    """
     found = [
         ([65] + [64] * 15, [0] * 16, [True] * 16),  # 1,025 tokens of 16 sequences
         ([38], [5585], [True]),

@@ -1,4 +1,6 @@
-"""Steps of fixed shape, run operation by operation: the trees that the ordinary path gives, whatever came before."""
+"""Steps of fixed shape, run operation by operation: the trees that the ordinary path gives,
+whatever came before.
+"""
 
 import random
 from collections.abc import Iterator

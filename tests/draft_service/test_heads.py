@@ -1,4 +1,6 @@
-"""Heads as drafters against their equations in float64: the same trees, whatever the batch, the chunks and the pages."""
+"""Heads as drafters against their equations in float64: the same trees, whatever the batch, the
+chunks and the pages.
+"""
 
 import random
 from collections.abc import Callable
@@ -66,7 +68,8 @@ def test_trees_of_a_batch_of_eight_that_grows(kind: str, make: Make, target: Pat
             messages = []
             for slot, shape in enumerate(shapes):
                 seed = 10 * round_number + slot
-                # What was accepted last time, and one more token: as many as the tree is deep, at most.
+                # What was accepted last time, and one more token: as many as the tree is deep, at
+                # most.
                 count = lengths[slot] if round_number == 0 else 1 + (slot + round_number) % shape[0]
                 messages.append(verifier.news(slot, text(seed, count), shape))
             trees = verifier.step(*messages)
@@ -170,7 +173,7 @@ PARAMS = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=
 
 
 def chosen(scores: np.ndarray, position: int, params: SamplingParams = PARAMS) -> int:
-    """What the sampling rule gives for these logits."""
+    """Returns the token that the sampling rule chooses by these logits."""
     noise = gumbel(
         torch.tensor([to_int64(params.seed)]), torch.tensor([position]), torch.arange(len(scores))
     )[0].numpy()
@@ -252,7 +255,8 @@ def test_modules_by_chunks_and_after_a_rewind(make: Make, target: Path) -> None:
             for start in range(0, 19, chunk):
                 verifier.step(verifier.news(0, text(start, min(chunk, 19 - start))))
             tokens = verifier.tokens[0]
-            # Sent again from slot 16 on: deeper modules fall back on what they keep of the slots before.
+            # Sent again from slot 16 on: deeper modules fall back on what they keep of the slots
+            # before.
             message = draft_pb2.SequenceStep(slot=0, position=17, tokens=tokens[17:])
             verifier.add_hidden(message, 16, 18)
             verifier.step(message)

@@ -1,4 +1,6 @@
-"""The draft's end of the arena: mapped with the session, refused by field, released with the stream."""
+"""The draft's end of the arena: mapped with the session, refused by field, released with the
+stream.
+"""
 
 import os
 import threading

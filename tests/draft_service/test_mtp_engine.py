@@ -1,4 +1,6 @@
-"""MTP layers that lie in their target's checkpoint, behind a real engine: no token changes, whatever happens to the pages."""
+"""MTP layers that lie in their target's checkpoint, behind a real engine: no token changes,
+whatever happens to the pages.
+"""
 
 import json
 import random

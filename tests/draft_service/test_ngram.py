@@ -1,4 +1,6 @@
-"""A draft service that drafts by n-grams, as a process: its proposals, its sessions, and how it ends."""
+"""A draft service that drafts by n-grams, as a process: its proposals, its sessions, and how it
+ends.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""The n-gram store: SGLang's vectors, and the same trees and evictions as a slow reference on any input."""
+"""The n-gram store: SGLang's vectors, and the same trees and evictions as a slow reference on any
+input.
+"""
 
 import random
 import subprocess
@@ -260,5 +262,8 @@ def test_memory_follows_use_and_stays_bounded() -> None:
 
 
 def test_the_module_needs_no_torch() -> None:
-    code = "import sys, draft_service.ngram.trie; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = (
+        "import sys, draft_service.ngram.trie; sys.exit('torch' in sys.modules or 'numpy' in"
+        " sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

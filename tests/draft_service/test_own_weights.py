@@ -1,5 +1,6 @@
-"""A draft with the target's own weights is accepted completely, whatever happens to its pages: the test of everything
-that lies between an engine's commits and a draft's KV."""
+"""A draft with the target's own weights is accepted completely, whatever happens to its pages: the
+test of everything that lies between an engine's commits and a draft's KV.
+"""
 
 import random
 from collections.abc import Iterator

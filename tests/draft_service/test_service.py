@@ -1,4 +1,6 @@
-"""The service around a drafter that does as it is told: what goes on during a step, and how sessions end."""
+"""The service around a drafter that does as it is told: what goes on during a step, and how
+sessions end.
+"""
 
 import asyncio
 import queue

@@ -1,4 +1,6 @@
-"""STANDALONE with a part of its vocabulary, another tokenizer, and a target that pads the same tokens to more."""
+"""STANDALONE with a part of its vocabulary, another tokenizer, and a target that pads the same
+tokens to more.
+"""
 
 import random
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""After its warm-up a draft launches no variant of a kernel that was not launched before, whatever it has to read."""
+"""After its warm-up a draft launches no variant of a kernel that was not launched before, whatever
+it has to read.
+"""
 
 import random
 from collections.abc import Hashable
@@ -7,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from draft_service.drafters.beam_proposer import Run, forwards
 from draft_service.drafters.module_chain import ModuleChainProposer
-from draft_service.drafters.paged import GPU_CHUNK_ROWS, Run, forwards
+from draft_service.drafters.paged import GPU_CHUNK_ROWS
 from draft_service.drafters.paged_sequences import PagedSequence
 from foredraft.trees.draft_tree import EMPTY
 from foredraft.types import SamplingParams
@@ -17,7 +20,7 @@ from testing.published_drafts import DRAFTS, make_proposer, some_extensions
 
 
 class FixedTree:
-    """Of logits that are on no device nothing can be chosen."""
+    """Stands for beams, since no token can be chosen from logits on the meta device."""
 
     def __init__(self, batch: int, *_: Any) -> None:
         self._batch = batch
@@ -47,7 +50,8 @@ def test_nothing_is_launched_that_was_not_before(
                 if isinstance(proposer, ModuleChainProposer):
                     proposer._draft(wishes)
                 assert met <= warmed, met - warmed
-    # Each that the graphs have not launched takes Triton most of a second while the verifier waits for the attach.
+    # Each that the graphs have not launched takes Triton most of a second while the verifier waits
+    # for the attach.
     assert 4 <= len(warmed) <= 8
 
 

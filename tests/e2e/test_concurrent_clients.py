@@ -22,7 +22,9 @@ SLACK_DESCRIPTORS, SLACK_THREADS = 4, 4
 
 @dataclass
 class Task:
-    """A request; `cut` characters end it from the client's side, `expected` is its whole text alone."""
+    """A request; `cut` characters end it from the client's side, `expected` is its whole text
+    alone.
+    """
 
     body: dict[str, object]
     expected: str = ""
@@ -40,7 +42,7 @@ def tasks() -> list[Task]:
     draw = random.Random(8)
     found = []
     for number in range(NUM_CLIENTS * NUM_ROUNDS):
-        words = " ".join(draw.choices(["one", "two", "three", "night", "river"], k=draw.choice((2, 20, 60))))  # fmt: skip
+        words = " ".join(draw.choices(["one", "two", "three", "night", "river"], k=draw.choice((2, 20, 60))))  # fmt: skip  # noqa: E501
         body: dict[str, object] = {
             "prompt": words,
             "max_tokens": draw.choice((5, 40, 150)),
@@ -87,7 +89,7 @@ def footprints(stack: LocalStack) -> dict[str, processes.Footprint]:
 
 
 def left_over(stack: LocalStack, before: dict[str, processes.Footprint]) -> list[str]:
-    """What is in use though nobody asks for anything."""
+    """Returns resources in use although no request runs."""
     verify, gateway = page(stack.urls["verify_metrics"]), page(stack.urls["metrics"])
     found = [
         f"{name} {values[name]}"
@@ -113,7 +115,7 @@ def left_over(stack: LocalStack, before: dict[str, processes.Footprint]) -> list
         found.append(f"services {sorted(now)}")
     for name in now.keys() & before.keys():
         if now[name].descriptors > before[name].descriptors + SLACK_DESCRIPTORS:
-            found.append(f"{name}: {now[name].descriptors} of {before[name].descriptors} descriptors")  # fmt: skip
+            found.append(f"{name}: {now[name].descriptors} of {before[name].descriptors} descriptors")  # fmt: skip  # noqa: E501
         if now[name].threads > before[name].threads + SLACK_THREADS:
             found.append(f"{name}: {now[name].threads} of {before[name].threads} threads")
         if now[name].segments > before[name].segments:
@@ -137,7 +139,7 @@ def test_eight_clients_get_what_each_gets_alone(
     began, together_tokens = time.perf_counter(), 0
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         before = footprints(stack)  # a warm stack's
-        for task, (text, tokens, _) in zip(work, pool.map(lambda t: run(url, t), work), strict=True):  # fmt: skip
+        for task, (text, tokens, _) in zip(work, pool.map(lambda t: run(url, t), work), strict=True):  # fmt: skip  # noqa: E501
             assert text == task.expected
             together_tokens += tokens
     together_rate = together_tokens / (time.perf_counter() - began)
@@ -173,7 +175,8 @@ def test_eight_clients_get_what_each_gets_alone(
     assert page_now["foredraft_accepted_tokens_total"] > 0
     with capsys.disabled():
         print(
-            f"\n{NUM_CLIENTS} clients: {together_rate:.0f} tokens/s; one client: {alone_rate:.0f} tokens/s"
+            f"\n{NUM_CLIENTS} clients: {together_rate:.0f} tokens/s; one client: {alone_rate:.0f}"
+            " tokens/s"
         )
 
 

@@ -1,4 +1,6 @@
-"""Speculation changes no token under a cache of 8-bit floats either: on the CPU in float32, against transformers with such a cache."""
+"""Speculation changes no token under a cache of 8-bit floats either: on the CPU in float32, against
+transformers with such a cache.
+"""
 
 import random
 from pathlib import Path
@@ -31,7 +33,8 @@ PRESSURE = {"page_size": 8, "max_total_tokens": 8 * 24, "max_running_requests": 
 class RoundedReference(Reference):
     """The rule in float64 over keys and values of 8 bits.
 
-    A number between two of 8 bits falls to one of them by its last bits of float32, which differ between steps of other widths.
+    A number between two of 8 bits falls to one of them by its last bits of float32, which differ
+    between steps of other widths.
     """
 
     tie_gap = 5e-3
@@ -112,7 +115,7 @@ def test_the_same_memory_holds_more_tokens(
         flags = {"kv_cache_dtype": name, "max_total_tokens": None, "page_size": 8}
         with running_engine(directory / "target", **flags) as harness:
             pages[name] = harness.engine.limits.num_pages
-            kv = harness.engine._target._runner.kv
+            kv = harness.engine._executor._runner.kv
             assert kv.scales == (((1.0, 1.0),) * 3 if kv.data.element_size() > 1 else SCALES32)
     assert pages["bfloat16"] // 2 == pages["auto"]
     assert pages["fp8_e4m3"] // 4 == pages["auto"]

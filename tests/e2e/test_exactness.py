@@ -1,4 +1,6 @@
-"""Speculation changes no token: greedy and seeded output against transformers and the rule in float64."""
+"""Speculation changes no token: greedy and seeded output against transformers and the rule in
+float64.
+"""
 
 import contextlib
 import random
@@ -38,29 +40,37 @@ TREES = {
 
 @dataclass(slots=True)
 class Case:
-    """A target of one architecture: what transformers says of it, and engines on it, by algorithm."""
+    """A target of one architecture: what transformers says of it, and engines on it, by
+    algorithm.
+    """
 
     name: str
     reference: Reference
     engines: dict[str, Harness]
 
 
-@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+# The last: two ranks share the model.
+CASES = [*((name, 1) for name in ARCHITECTURES), ("LlamaForCausalLM", 2)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-tp{case[1]}")
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Case]:
-    directory = tmp_path_factory.mktemp(request.param)
-    target = make_checkpoint(directory / "target", request.param)
+    name, size = request.param
+    directory = tmp_path_factory.mktemp(name)
+    target = make_checkpoint(directory / "target", name)
     # A draft that is sometimes right: the target with its weights disturbed a little.
-    draft = make_checkpoint(directory / "draft", request.param, noise=0.05)
+    draft = make_checkpoint(directory / "draft", name, noise=0.05)
     engines: dict[str, Harness] = {}
     failures, attaches = _of_drafts("failures"), _of_drafts("attaches")
     with contextlib.ExitStack() as stack:
         for algorithm, flags in TREES.items():
             path = {"speculative_draft_model_path": str(draft)} if "STAND" in algorithm else {}
-            engine = running_engine(target, algorithm, **PRESSURE, **flags, **path)
+            flags = {**PRESSURE, **flags, **path, "tensor_parallel_size": size}
+            engine = running_engine(target, algorithm, **flags)
             engines[algorithm] = stack.enter_context(engine)
-        yield Case(request.param, Reference(target), engines)
+        yield Case(name, Reference(target), engines)
     # A draft that is lost and attached again changes no token, so only the counters would show it.
     assert _of_drafts("failures") == failures
     assert _of_drafts("attaches") == [count + 1 for count in attaches]
@@ -123,7 +133,8 @@ def test_greedy_output_is_transformers(case: Case, algorithm: str) -> None:
     assert (drafted > 0) == (algorithm != "NONE")
     assert (accepted > 0) == (algorithm != "NONE")
     print(
-        f"{case.name} {algorithm}: {ties} ties, {num_preempted} preemptions, {accepted}/{drafted} accepted"
+        f"{case.name} {algorithm}: {ties} ties, {num_preempted} preemptions, {accepted}/{drafted}"
+        " accepted"
     )
 
 
@@ -140,7 +151,42 @@ SAMPLINGS = [
         max_new_tokens=NUM_TOKENS,
     ),
     SamplingParams(temperature=0.0, repetition_penalty=1.3, max_new_tokens=NUM_TOKENS),
+    SamplingParams(
+        allowed_token_ids=tuple(range(2, VOCAB_SIZE, 3)),
+        bad_words=((2,), (5, 8), (8, 5, 5)),
+        max_new_tokens=NUM_TOKENS,
+    ),
 ]
+
+
+def test_bad_words_are_not_produced_with_any_draft(case: Case) -> None:
+    rng = random.Random(5)
+    plain = SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS)
+    jobs = [Job(prompt, plain) for prompt in prompts(13, 24)]
+    engine = case.engines["NONE"]
+    for length in (1, 2, 3):
+        # Words that the model says: of what is left, the next round forbids more.
+        said = [result.tokens for result in run(engine, jobs, 8)]
+        jobs = [
+            Job(
+                job.prompt,
+                replace(job.sampling, bad_words=(*job.sampling.bad_words, word)),
+            )
+            for job, tokens in zip(jobs, said, strict=True)
+            for at in [rng.randrange(max(1, len(tokens) - length))]
+            for word in [tuple(tokens[at : at + length])]
+        ]
+    outputs = {}
+    for algorithm, engine in case.engines.items():
+        outputs[algorithm] = [result.tokens for result in run(engine, jobs, 8)]
+        for job, tokens in zip(jobs, outputs[algorithm], strict=True):
+            text = "".join(map(chr, tokens))
+            assert not any("".join(map(chr, word)) in text for word in job.sampling.bad_words)
+    cases = [(j.prompt, o, j.sampling) for j, o in zip(jobs, outputs["NONE"], strict=True)]
+    ties = case.reference.check_all(cases, ENDS)
+    for algorithm in ("NGRAM", "STANDALONE"):
+        same = sum(a == b for a, b in zip(outputs[algorithm], outputs["NONE"], strict=True))
+        assert same >= len(jobs) - ties, f"{algorithm}: {same} of {len(jobs)} equal"
 
 
 def test_seeded_sampling_is_the_same_with_any_draft(case: Case) -> None:

@@ -1,4 +1,7 @@
-"""A draft that goes wrong while it attaches, or with a step half done: no token differs. On a GPU: `test_gpu_faults`."""
+"""A draft that goes wrong while it attaches, or with a step half done: no token differs.
+
+On a GPU: `test_gpu_faults`.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

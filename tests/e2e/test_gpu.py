@@ -1,4 +1,6 @@
-"""The GPU path against the CPU's: captured graphs, Triton kernels and drafts on the device, in float32."""
+"""The GPU path against the CPU's: captured graphs, Triton kernels and drafts on the device, in
+float32.
+"""
 
 from pathlib import Path
 
@@ -56,6 +58,15 @@ def test_steps_that_run_ahead_change_no_token(demo, expected_of_long, algorithm,
     # Sequences end one after the other, and each end is found out one step late.
     assert OVERLAPPED_STEPS._value.get() - before > 20
     assert_same(demo, got, expected_of_long, work)
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "inline"])
+def test_features_by_the_verifier_change_no_token(demo, expected_of_long, transport):
+    work = plain_jobs(demo, 64, 8)
+    flags = {**draft_flags("EAGLE3", (3, 1, 4)), "require_transport": transport}
+    for where in ("verifier", "draft"):
+        got = texts_of(demo, "EAGLE3", "cuda", work, draft_projection=where, **flags)
+        assert_same(demo, got, expected_of_long, work)
 
 
 @pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE3"])

@@ -1,4 +1,6 @@
-"""A cache of 8-bit keys and values on a GPU: kernels, graphs, trees and moves of KV together, and the CPU's beside them."""
+"""A cache of 8-bit keys and values on a GPU: kernels, graphs, trees and moves of KV together, and
+the CPU's beside them.
+"""
 
 import pytest
 import torch
@@ -20,8 +22,9 @@ def demo():
 class RoundedReference(Reference):
     """The rule in float64 over keys and values of 8 bits.
 
-    A number between two of 8 bits falls to one of them by its last bits of float32, which differ between kernels; noise of 3e-6 of a
-    row before it is written changes 3 of 10 texts of the bundled model on a CPU, at races as close as 0.13.
+    A number between two of 8 bits falls to one of them by its last bits of float32, which differ
+    between kernels; noise of 3e-6 of a row before it is written changes 3 of 10 texts of the
+    bundled model on a CPU, at races as close as 0.13.
     """
 
     tie_gap = 0.5

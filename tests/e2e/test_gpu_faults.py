@@ -1,4 +1,6 @@
-"""Drafts on the verifier's GPU that die or stand still with rows on their way: no token differs, and no memory is lost."""
+"""Drafts on the verifier's GPU that die or stand still with rows on their way: no token differs,
+and no memory is lost.
+"""
 
 import contextlib
 import json
@@ -84,7 +86,7 @@ def harness(
     blocks: BlockCount,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Harness]:
-    """One engine for all faults: each of them has to leave it as it was."""
+    """An engine for all faults: each of them must leave it unchanged."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAULT_FILE", str(tmp_path_factory.mktemp("fault") / "fault"))
         patch.setattr(engines, "DraftProcess", FaultyDraft)
@@ -214,7 +216,9 @@ def test_a_stack_under_mps_serves_again_by_itself(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A fault on the GPU takes all clients of MPS along, and whoever finds his GPU dead says so by his exit status."""
+    """A fault on the GPU takes all clients of MPS along, and whoever finds his GPU dead says so by
+    his exit status.
+    """
     eventually(served.has_draft, 60)
     expected = served.ask()
     faults = FaultFile(tmp_path / "fault", served.pid_of("draft"))

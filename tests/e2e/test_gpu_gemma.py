@@ -1,4 +1,6 @@
-"""Gemma's shapes on a GPU in float32: heads of 256, layers with windows; every token is the rule's over transformers' logits."""
+"""Gemma's shapes on a GPU in float32: heads of 256, layers with windows; every token is the rule's
+over transformers' logits.
+"""
 
 from pathlib import Path
 
@@ -34,7 +36,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model that is much like the target, with windows of its own, and a head that knows nothing."""
+    """A model that is much like the target, with windows of its own, and a head that knows
+    nothing.
+    """
     standalone = tmp_path_factory.mktemp("draft")
     make_checkpoint(standalone, "Gemma3ForCausalLM", noise=0.03, **SHAPE)
     eagle3 = save_head(tiny_head("EAGLE3"), tmp_path_factory.mktemp("eagle3"))

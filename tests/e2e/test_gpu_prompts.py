@@ -1,4 +1,6 @@
-"""Prompts on a GPU, in captured forwards beside sequences that decode, against the CPU's texts in float32."""
+"""Prompts on a GPU, in captured forwards beside sequences that decode, against the CPU's texts in
+float32.
+"""
 
 import json
 from pathlib import Path
@@ -11,7 +13,7 @@ from foredraft.types import SamplingParams
 from testing.engines import Job
 from testing.family_texts import assert_same, texts_of
 from testing.triton_device import needs_gpu
-from verify_service.executor.mixed_graphs import MixedGraphs
+from verify_service.executor.captured.mixed import MixedGraphs
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 TEXTS = Path(__file__).parents[2] / "benchmarks" / "accept_length_prompts.json"

@@ -1,18 +1,21 @@
-"""Several drafts of a target on a GPU: one or two that follow there, and n-grams from the host; texts are those of plain
-decoding."""
+"""Several drafts of a target on a GPU: one or two that follow there, and n-grams from the host;
+texts are those of plain decoding.
+"""
 
+from collections.abc import Sequence as Wants
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from testing.engines import Harness, running_engine
 from testing.family_texts import assert_same, plain_jobs, texts_of
 from testing.triton_device import needs_gpu
+from verify_service.controller.messages import Want
 from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.run import Run
 from verify_service.metrics import OVERLAPPED_STEPS
-from verify_service.policy.choice import ChoiceHistory
 from verify_service.scheduler.request import Sequence
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -31,22 +34,18 @@ def expected(demo: Path) -> list[list[int]]:
 
 def change_often(harness: Harness) -> None:
     """Gives every sequence to another draft now and then, all at a time or one by one."""
-    choice, num_steps = harness.engine._sizes._choice, 0
-    num_drafts = len(harness.drafts)
-    stepped = choice.stepped
+    num_drafts, num_steps = len(harness.drafts), 0
 
-    def count(seconds: float) -> None:
+    def values(wanted: Wants[Want], plain: float) -> np.ndarray:
         nonlocal num_steps
         num_steps += 1
-        stepped(seconds)
+        found = np.ones((num_drafts, len(wanted)))
+        for i, want in enumerate(wanted):
+            shift = id(want.history) // 64 % 2 if num_steps % 60 > 40 else 0
+            found[(num_steps // 12 + shift) % num_drafts, i] = 2.0
+        return found
 
-    def goodput(history: ChoiceHistory, draft: int, batch: int) -> float:
-        shift = id(history) // 64 % 2 if num_steps % 60 > 40 else 0
-        history.stay = 0
-        history.drafts[draft].count = 10.0
-        return 1.0 + ((num_steps // 12 + shift) % num_drafts == draft)
-
-    choice.stepped, choice.goodput = count, goodput
+    harness.engine._sizes.controller._goodput.of_drafts = values
 
 
 @pytest.mark.parametrize(
@@ -89,16 +88,18 @@ def test_whichever_drafts_the_texts_are_those_of_plain_decoding(
     with running_engine(demo, names, **flags) as harness:
         got = [result.tokens for result in harness.run(work, timeout=300)]
         assert_same(demo, got, expected, work)
-        pools = harness.engine._sizes._choice._pools
-        assert min(pool.count for pool in pools) > 1  # all were asked
-        # Beside so small a target n-grams may be the better draft all along, behind which no step is started.
+        acceptance = harness.engine._sizes.controller._acceptance
+        assert min(one.num_outcomes for one in acceptance) > 1  # all were asked
+        # Beside so small a target n-grams may be the better draft all along, behind which no step
+        # is started.
         change_often(harness)
         before = OVERLAPPED_STEPS._value.get()
         num_cut = 0
         got = [result.tokens for result in harness.run(work, timeout=300)]
         assert_same(demo, got, expected, work)
         assert OVERLAPPED_STEPS._value.get() - before > 5
-        # A head whose turn it is not is given what it misses, also of steps that another one follows.
+        # A head whose turn it is not is given what it misses, also of steps that another one
+        # follows.
         assert num_cut <= len(work)
         harness.check_nothing_left()
 
@@ -117,6 +118,6 @@ def test_the_one_that_follows_is_killed(demo: Path, expected: list[list[int]]) -
         harness.drafts["EAGLE3"].kill()
         got = [result.tokens for result in harness.run(work, timeout=300)]
         assert_same(demo, got, expected, work)
-        assert not harness.engine._drafting.each[0].available
-        assert harness.engine._drafting.each[1].available
+        assert not harness.engine._drafts.each[0].epoch
+        assert harness.engine._drafts.each[1].epoch
         harness.check_nothing_left()

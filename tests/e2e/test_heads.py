@@ -1,5 +1,7 @@
-"""The bundled heads behind a real engine: no token changes whatever happens to pages and draft, and as many drafted tokens are
-accepted as the same weights get in the trainer's own modules, with the prefix cache, without it, and in any batch."""
+"""The bundled heads behind a real engine: no token changes whatever happens to pages and draft, and
+as many drafted tokens are accepted as the same weights get in the trainer's own modules, with the
+prefix cache, without it, and in any batch.
+"""
 
 import json
 import threading
@@ -41,12 +43,13 @@ PRESSURE = {
     "max_running_requests": 4,
 }
 STORY = (
-    "Once upon a time there was a little girl named Lily. She lived with her mother and her father in a small house at the "
-    "edge of a big forest. Every morning she put on her red shoes and went to the garden to feed the birds. "
-    "One day a blue bird with a hurt wing sat on the fence and did not eat. Lily was sad and wanted to help it. She asked "
-    "her mother for some bread and a soft blanket. The bird looked at Lily and said, thank you. Then it began to rain, and "
-    "they all went into the house, where it was warm and dry. The next day the bird could fly again. It came back every "
-    "week and sang a song for her. "
+    "Once upon a time there was a little girl named Lily. She lived with her mother and her father"
+    " in a small house at the edge of a big forest. Every morning she put on her red shoes and went"
+    " to the garden to feed the birds. One day a blue bird with a hurt wing sat on the fence and"
+    " did not eat. Lily was sad and wanted to help it. She asked her mother for some bread and a"
+    " soft blanket. The bird looked at Lily and said, thank you. Then it began to rain, and they"
+    " all went into the house, where it was warm and dry. The next day the bird could fly again. It"
+    " came back every week and sang a song for her. "
 )
 PROMPT, NEW = 44, 32
 LONG = 96  # more output than admission keeps room for, so that pages run out
@@ -76,7 +79,7 @@ def family(text: list[int]) -> list[Job]:
 
 @pytest.fixture(scope="module")
 def plain(text: list[int]) -> list[list[int]]:
-    """What plain decoding gives for `family`."""
+    """Returns plain decoding's continuation of `family`."""
     with running_engine(TARGET, page_size=8) as harness:
         return [result.tokens for result in harness.run(family(text))]
 
@@ -127,7 +130,9 @@ def test_no_token_changes(algorithm: str, text: list[int], plain: list[list[int]
 
 
 def accepted(result: Result) -> list[int]:
-    """Accepted tokens of every verify: the runs of drafted tokens, each before a token of the target's own."""
+    """Accepted tokens of every verify: the runs of drafted tokens, each before a token of the
+    target's own.
+    """
     counts, run = [], 0
     for drafted in result.drafted[1:]:
         if drafted:
@@ -176,7 +181,8 @@ def test_acceptance_is_the_trainers_in_every_batch_and_with_prefix_hits(
         batch = harness.run(jobs)
         assert min(result.finish.cached_tokens for result in batch) > 0
     assert [result.tokens for result in batch] == [result.tokens for result in alone]
-    # The server's last drafts are cut to the output that is left, so the trainer sees a little less text.
+    # The server's last drafts are cut to the output that is left, so the trainer sees a little less
+    # text.
     texts = [(job.prompt + result.tokens)[:-2] for job, result in zip(jobs, alone, strict=True)]
     measured = list(trainers_measure(algorithm, texts, topk))
     num_verifies = sum(len(counts) for counts in measured)
@@ -184,12 +190,14 @@ def test_acceptance_is_the_trainers_in_every_batch_and_with_prefix_hits(
     for results in (alone, batch):
         served = [accepted(r)[: len(m)] for r, m in zip(results, measured, strict=True)]
         lengths.append(1 + sum(map(sum, served)) / num_verifies)
-        # Nothing but rounding tells them apart: nearly every verify accepts as many tokens as the trainer's.
+        # Nothing but rounding tells them apart: nearly every verify accepts as many tokens as the
+        # trainer's.
         num_same = sum(one == other for one, other in zip(served, measured, strict=True))
         assert num_same >= len(jobs) - 1
     print(
-        f"{algorithm}, topk {topk}, {num_verifies} verifies: accept length {lengths[0]:.4f} by the trainer,"
-        f" {lengths[1]:.4f} at batch 1, {lengths[2]:.4f} at batch {len(jobs)} with prefix hits"
+        f"{algorithm}, topk {topk}, {num_verifies} verifies: accept length {lengths[0]:.4f} by the"
+        f" trainer, {lengths[1]:.4f} at batch 1, {lengths[2]:.4f} at batch {len(jobs)} with prefix"
+        " hits"
     )
     assert lengths[0] > 1.5
     assert lengths[1:] == pytest.approx([lengths[0]] * 2, rel=0.02)

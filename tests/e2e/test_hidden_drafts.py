@@ -28,9 +28,10 @@ TREE = {
     "draft_step_timeout": 20.0,
 }
 STORY = (
-    "Once upon a time there was a little girl named Lily. She lived with her mother and her father in a small house at the "
-    "edge of a big forest. Every morning she put on her red shoes and went to the garden to feed the birds. "
-    "One day a blue bird with a hurt wing sat on the fence and did not eat. "
+    "Once upon a time there was a little girl named Lily. She lived with her mother and her father"
+    " in a small house at the edge of a big forest. Every morning she put on her red shoes and went"
+    " to the garden to feed the birds. One day a blue bird with a hurt wing sat on the fence and"
+    " did not eat. "
 )
 NEW = 40
 ENDINGS = (
@@ -57,7 +58,7 @@ def jobs() -> list[Job]:
 
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
-    """What plain decoding gives."""
+    """Returns the texts of plain decoding."""
     with running_engine(TARGET, **FLAGS) as harness:
         return [result.tokens for result in harness.run(jobs())]
 
@@ -148,7 +149,7 @@ def test_kills_change_nothing_and_leave_nothing(plain: list[list[int]]) -> None:
                 assert num_mapped() <= 1
                 descriptors.append(len(os.listdir("/proc/self/fd")))
         harness.check_nothing_left()
-        assert harness.engine._drafting._hidden._runs == {}
+        assert harness.engine._drafts.each[0]._session.hidden._runs == {}
     assert load.outputs
     assert all(outputs == plain for outputs in load.outputs)
     assert load.num_accepted > 0

@@ -50,6 +50,7 @@ def test_a_hundred_streams(
     ends = [stream.last for stream in result.streams]
     with capsys.disabled():
         print(
-            f"\n{CONNECTIONS} streams: {result.microseconds_per_token:.0f} us of the gateway's CPU per token, "
-            f"{result.peak('gateway'):.0f} MiB at most; ends after {min(ends):.1f} to {max(ends):.1f} s"
+            f"\n{CONNECTIONS} streams: {result.microseconds_per_token:.0f} us of the gateway's CPU"
+            f" per token, {result.peak('gateway'):.0f} MiB at most; ends after {min(ends):.1f} to"
+            f" {max(ends):.1f} s"
         )

@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stack(models: Path, request: pytest.FixtureRequest) -> Iterator[LocalStack]:
-    """Of the algorithm that is the parameter, for all tests with it."""
+    """A stack of the parameter's algorithm, for all tests with it."""
     values = {
         "model_path": str(models / "target"),
         "speculative_algorithm": request.param,

@@ -1,4 +1,6 @@
-"""`foredraft serve` with two models and n-grams as drafts of the bundled model: one text whichever drafts, and a name for who did."""
+"""`foredraft serve` with two models and n-grams as drafts of the bundled model: one text whichever
+drafts, and a name for who did.
+"""
 
 import json
 import os
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from foredraft.cli.stack import LocalStack
+from foredraft.models.provenance import checksum
 from testing.stack import eventually, running_stack
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -32,7 +35,7 @@ def ask(stack: LocalStack, path: str, body: dict[str, Any] | None = None) -> Any
 
 
 def choices(stack: LocalStack) -> list[dict[str, Any]]:
-    """One greedy and one seeded continuation of each prompt, all at a time."""
+    """Returns a greedy and a seeded continuation of each prompt, all requested at once."""
     bodies = [
         {
             "model": "tiny",
@@ -86,11 +89,14 @@ def test_each_draft_is_a_service_with_a_name(stack: LocalStack, plain: list[str]
     assert names == ["gateway", "verify", "draft-eagle3", "draft-standalone", "draft-ngram"]
     info = ask(stack, "/get_server_info")
     assert info["speculative_algorithm"] == "EAGLE3,STANDALONE,NGRAM"
-    assert info["drafts"] == [
-        {"name": "EAGLE3", "model": HEAD.name},
-        {"name": "STANDALONE", "model": SMALL.name},
-        {"name": "NGRAM", "model": ""},
+    assert info["checksum"] == checksum(TARGET)
+    told = [(draft["name"], draft["model"], draft["checksum"]) for draft in info["drafts"]]
+    assert told == [
+        ("EAGLE3", HEAD.name, checksum(HEAD)),
+        ("STANDALONE", SMALL.name, checksum(SMALL)),
+        ("NGRAM", "", ""),
     ]
+    assert info["drafts"][0]["quantization"] == "unquant"
     found = choices(stack)
     assert texts(found) == plain
     proposers = {step["draft"] for choice in found for step in choice["steps"] if step["drafted"]}

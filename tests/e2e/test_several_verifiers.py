@@ -1,4 +1,6 @@
-"""Several verifiers behind one gateway, all real processes: one is killed under load, all are restarted under load."""
+"""Several verifiers behind one gateway, all real processes: one is killed under load, all are
+restarted under load.
+"""
 
 import contextlib
 import json
@@ -177,7 +179,7 @@ def test_a_rolling_restart_under_load_fails_nothing(cluster: Cluster) -> None:
 def test_a_draft_that_is_away_degrades_health_and_nothing_else(model: Path, tmp_path: Path) -> None:
     where, drafts = f"unix:{tmp_path}/verify", f"unix:{tmp_path}/draft"
     flags = {"speculative_algorithm": "NGRAM", "model_path": str(model), "device": "cpu"}
-    verifier = processes.verifier(model, where, draft=drafts, draft_wait=0.2, max_total_tokens=4096, **flags)  # fmt: skip
+    verifier = processes.verifier(model, where, draft=drafts, draft_wait=0.2, max_total_tokens=4096, **flags)  # fmt: skip  # noqa: E501
     draft = ServiceProcess("draft_service", drafts, listen=drafts, **flags)
     with verifier, processes.gateway([where], log_level="warning") as (_, url, grpc):
         cluster = Cluster(url, grpc, [verifier])

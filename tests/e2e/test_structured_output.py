@@ -1,4 +1,6 @@
-"""Structured output by the official openai client from the stack that `foredraft serve` starts, drafting on and off."""
+"""Structured output by the official openai client from the stack that `foredraft serve` starts,
+drafting on and off.
+"""
 
 import concurrent.futures
 import json
@@ -90,7 +92,8 @@ def test_a_hundred_of_a_hundred_are_valid_and_equal_without_drafts(client: opena
 
 
 def test_any_json_object(client: openai.OpenAI) -> None:
-    # The end is asked for, since this small model knows none; what is left of the object is the grammar's.
+    # The end is asked for, since this small model knows none; what is left of the object is the
+    # grammar's.
     answer = client.chat.completions.create(
         messages=ASKED,
         response_format={"type": "json_object"},

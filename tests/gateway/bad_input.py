@@ -17,11 +17,11 @@ class Bad:
     """A request and its answer.
 
     Attributes:
-        path: Where it is posted.
-        body: As an object, or as raw bytes.
-        status: Of the answer.
+        path: Path of the route.
+        body: Body as an object, or as raw bytes.
+        status: HTTP status of the answer.
         param: The field that the answer names.
-        message: Of the answer; empty where the request is right after all.
+        message: Error message of the answer; empty where the request is valid after all.
     """
 
     path: str
@@ -32,7 +32,7 @@ class Bad:
 
     @property
     def content(self) -> bytes:
-        """What is sent."""
+        """Bytes that are sent."""
         return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
 
     @property
@@ -108,16 +108,16 @@ TABLE: dict[str, list[Bad]] = {
     "Ranges": [
         Bad(COMPLETIONS, completion(prompt=[]), 400, "prompt", "prompt: it has no tokens"),
         Bad(COMPLETIONS, completion(prompt=[[]]), 400, "prompt", "prompt: it has no tokens"),
-        Bad(COMPLETIONS, completion(prompt=[-1]), 400, "prompt", "prompt: token id -1 is not in the vocabulary"),
-        Bad(COMPLETIONS, completion(prompt=[600]), 400, "prompt", "prompt: token id 600 is not in the vocabulary"),
-        Bad(COMPLETIONS, completion(prompt=[10**30]), 400, "prompt", "prompt: token id 1000000000000000000000000000000 is not in the vocabulary"),
+        Bad(COMPLETIONS, completion(prompt=[-1]), 400, "prompt", "prompt: token id -1 is not in the vocabulary, which has ids 0 to 599"),
+        Bad(COMPLETIONS, completion(prompt=[600]), 400, "prompt", "prompt: token id 600 is not in the vocabulary, which has ids 0 to 599"),
+        Bad(COMPLETIONS, completion(prompt=[10**30]), 400, "prompt", "prompt: token id 1000000000000000000000000000000 is not in the vocabulary, which has ids 0 to 599"),
         Bad(COMPLETIONS, completion(prompt=[5] * 600), 400, "prompt", "prompt: it has 600 tokens; this model's maximum context length is 512 tokens, with the output"),
         Bad(COMPLETIONS, completion(prompt="word " * 30_000), 400, "prompt", "prompt: it has 150000 characters; this model's maximum context length is 512 tokens, which no more than 7680 can fit"),
         Bad(COMPLETIONS, completion(prompt=["x"] * 300), 400, "prompt", "prompt: at most 256 continuations in one call, not 300"),
         Bad(COMPLETIONS, completion(prompt=["x"] * 100, n=3), 400, "prompt", "prompt: at most 256 continuations in one call, not 300"),
-        Bad(COMPLETIONS, completion(max_tokens=-1), 400, "max_tokens", "max_tokens: must be in [1, 2147483647], not -1"),
-        Bad(COMPLETIONS, completion(max_tokens=0, min_tokens=2), 400, "min_tokens", "min_tokens: must be in [0, 1], not 2"),
-        Bad(COMPLETIONS, completion(max_tokens=10**12), 400, "max_tokens", "max_tokens: must be in [1, 2147483647], not 1000000000000"),
+        Bad(COMPLETIONS, completion(max_tokens=-1), 400, "max_tokens", "max_tokens: must be in [0, 2147483647], not -1"),
+        Bad(COMPLETIONS, completion(max_tokens=0, min_tokens=2), 400, "min_tokens", "min_tokens: must be 0 where no tokens are asked for"),
+        Bad(COMPLETIONS, completion(max_tokens=10**12), 400, "max_tokens", "max_tokens: must be in [0, 2147483647], not 1000000000000"),
         Bad(COMPLETIONS, completion(min_tokens=5), 400, "min_tokens", "min_tokens: must be in [0, 2], not 5"),
         Bad(COMPLETIONS, completion(temperature=-0.1), 400, "temperature", "temperature: must be in [0, 100], not -0.1"),
         Bad(COMPLETIONS, completion(temperature=101), 400, "temperature", "temperature: must be in [0, 100], not 101.0"),
@@ -138,25 +138,32 @@ TABLE: dict[str, list[Bad]] = {
         Bad(COMPLETIONS, completion(logprobs=21), 400, "logprobs", "logprobs: must be in [0, 20], not 21"),
         Bad(COMPLETIONS, completion(logprobs=-1), 400, "logprobs", "logprobs: must be in [0, 20], not -1"),
         Bad(COMPLETIONS, completion(logit_bias={"x": 1}), 400, "logit_bias", "logit_bias: 'x' is not a token id"),
-        Bad(COMPLETIONS, completion(logit_bias={"600": 1}), 400, "logit_bias", "logit_bias: 600 is not in the vocabulary"),
+        Bad(COMPLETIONS, completion(logit_bias={"600": 1}), 400, "logit_bias", "logit_bias: token id 600 is not in the vocabulary, which has ids 0 to 599"),
         Bad(COMPLETIONS, completion(logit_bias={"5": 101}), 400, "logit_bias", "logit_bias: must be in [-100, 100], not 101.0"),
         Bad(COMPLETIONS, completion(logit_bias={"\u0665": 1}), 400, "logit_bias", "logit_bias: '\u0665' is not a token id"),
         Bad(COMPLETIONS, completion(stop=""), 400, "stop", "stop: a stop string has 1 to 1024 characters"),
         Bad(COMPLETIONS, completion(stop=["a"] * 33), 400, "stop", "stop: at most 32 stop strings, not 33"),
         Bad(COMPLETIONS, completion(stop="a" * 2000), 400, "stop", "stop: a stop string has 1 to 1024 characters"),
-        Bad(COMPLETIONS, completion(stop_token_ids=[600]), 400, "stop_token_ids", "stop_token_ids: 600 is not in the vocabulary"),
+        Bad(COMPLETIONS, completion(stop_token_ids=[600]), 400, "stop_token_ids", "stop_token_ids: token id 600 is not in the vocabulary, which has ids 0 to 599"),
         Bad(COMPLETIONS, completion(stop_token_ids=[5] * 601), 400, "stop_token_ids", "stop_token_ids: there are more than the vocabulary has"),
-        Bad(COMPLETIONS, completion(stop_token_ids=[-1]), 400, "stop_token_ids", "stop_token_ids: -1 is not in the vocabulary"),
+        Bad(COMPLETIONS, completion(stop_token_ids=[-1]), 400, "stop_token_ids", "stop_token_ids: token id -1 is not in the vocabulary, which has ids 0 to 599"),
+        Bad(COMPLETIONS, completion(bad_words=["", "a"]), 400, "bad_words", "bad_words: a word has 1 to 128 characters beside spaces"),
+        Bad(COMPLETIONS, completion(bad_words=["a"] * 513), 400, "bad_words", "bad_words: at most 512 words, not 513"),
+        Bad(COMPLETIONS, completion(allowed_token_ids=[]), 400, "allowed_token_ids", "allowed_token_ids: give at least one, or leave it out to allow all"),
+        Bad(COMPLETIONS, completion(allowed_token_ids=[600]), 400, "allowed_token_ids", "allowed_token_ids: token id 600 is not in the vocabulary, which has ids 0 to 599"),
         Bad(COMPLETIONS, completion(speculation={"num_steps": 0}), 400, "speculation.num_steps", "speculation.num_steps: must be in [1, 1024], not 0"),
         Bad(COMPLETIONS, completion(request_id="x" * 1000), 400, "request_id", "request_id: must have at most 128 characters, all printable"),
         Bad(COMPLETIONS, completion(request_id="a\nINFO b"), 400, "request_id", "request_id: must have at most 128 characters, all printable"),
-        Bad(COMPLETIONS, b'{"prompt": "x", "max_tokens": ' + b"9" * 320 + b"}", 400, "max_tokens", "max_tokens: must be in [1, 2147483647], not 99999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999"),
+        Bad(COMPLETIONS, b'{"prompt": "x", "max_tokens": ' + b"9" * 320 + b"}", 400, "max_tokens", "max_tokens: must be in [0, 2147483647], not 99999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999999"),
         Bad(COMPLETIONS, b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", 400, "body", "body: is not valid JSON: number out of range at line 1 column 4332"),
     ],
     "Fields that cannot be honoured, or that nobody knows": [
         Bad(COMPLETIONS, completion(best_of=3), 400, "best_of", "best_of: is not supported beyond n: ask for n choices and pick one"),
         Bad(COMPLETIONS, completion(suffix="after"), 400, "suffix", "suffix: models here complete text; they do not insert"),
-        Bad(COMPLETIONS, completion(echo=True, logprobs=1), 400, "echo", "echo: log-probabilities of the prompt are not computed"),
+        Bad(COMPLETIONS, completion(echo=True, logprobs=1, n=2), 400, "n", "n: must be 1 where log-probabilities of the prompt are asked for"),
+        Bad(COMPLETIONS, completion(echo=True, logprobs=21), 400, "logprobs", "logprobs: must be in [0, 20], not 21"),
+        Bad(COMPLETIONS, completion(prompt_logprobs=-1), 400, "prompt_logprobs", "prompt_logprobs: must be in [0, 20], not -1"),
+        Bad(COMPLETIONS, completion(prompt_logprobs=1, stream=True), 400, "prompt_logprobs", "prompt_logprobs: comes with whole answers alone: leave stream out"),
         Bad(COMPLETIONS, completion(stream_options={}), 400, "stream_options", "stream_options: needs stream: true"),
         Bad(COMPLETIONS, completion(temprature=1), 400, "temprature", "temprature: is not a field of this request, or not one that can be honoured; did you mean temperature?"),
         Bad(COMPLETIONS, completion(maxTokens=1), 400, "maxTokens", "maxTokens: is not a field of this request, or not one that can be honoured; did you mean max_tokens?"),
@@ -164,15 +171,15 @@ TABLE: dict[str, list[Bad]] = {
         Bad(COMPLETIONS, completion(**{"": 1}), 400, "body", "body: is not a field of this request, or not one that can be honoured"),
         Bad(COMPLETIONS, completion(**{"ü" * 100: 1}), 400, "ü" * 64, f"{'ü' * 64}: is not a field of this request, or not one that can be honoured"),
         Bad(COMPLETIONS, completion(stream=True, stream_options={"includeUsage": True}), 400, "stream_options.includeUsage", "stream_options.includeUsage: is not a field of this request, or not one that can be honoured; did you mean include_usage?"),
-        Bad(COMPLETIONS, completion(bad_words=["a"]), 400, "bad_words", "bad_words: is not a field of this request, or not one that can be honoured; give logit_bias: -100 for each of their token ids (/tokenize has them) instead"),
         Bad(COMPLETIONS, completion(messages=USER), 400, "messages", "messages: is not a field of this request, or not one that can be honoured; send it to /v1/chat/completions"),
-        Bad(COMPLETIONS, completion(model="other"), 404, "model", "model: the model 'other' does not exist"),
+        Bad(COMPLETIONS, completion(model="other"), 404, "model", "model: the model 'other' does not exist: this server has 'tiny'"),
     ],
     "Chats": [
         Bad(CHAT, {}, 400, "messages", "messages: Field required"),
         Bad(CHAT, chat(messages=[]), 400, "messages", "messages: it has no messages"),
         Bad(CHAT, chat(messages="Hi"), 400, "messages", "messages: Input should be a valid array"),
         Bad(CHAT, chat(messages=[{"content": "Hi"}]), 400, "messages.0.role", "messages.0.role: Field required"),
+        Bad(CHAT, chat(messages=[*USER, {"role": "wizard", "content": "Hi"}]), 400, "messages.1.role", "messages.1.role: must be 'system', 'developer', 'user', 'assistant' or 'tool'; the model's chat template does not know 'wizard'"),
         Bad(CHAT, chat(messages=[{"role": "user", "content": 5}]), 400, "messages.0.content", "messages.0.content: Input should be a valid string or a valid array"),
         Bad(CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]), 400, "messages.0.content.0.type", "messages.0.content.0.type: only text is taken, not 'image_url'"),
         Bad(CHAT, chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}]), 200, None, ""),
@@ -224,7 +231,7 @@ TABLE: dict[str, list[Bad]] = {
         Bad(CHAT, chat(top_logprobs=2), 400, "top_logprobs", "top_logprobs: needs logprobs: true"),
         Bad(CHAT, chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", "top_logprobs: must be in [0, 20], not 21"),
         Bad(CHAT, chat(max_completion_tokens=3), 400, "max_tokens", "max_tokens: give it or max_completion_tokens, not both"),
-        Bad(CHAT, {"messages": USER, "max_completion_tokens": 0}, 400, "max_completion_tokens", "max_completion_tokens: must be in [1, 2147483647], not 0"),
+        Bad(CHAT, {"messages": USER, "max_completion_tokens": -1}, 400, "max_completion_tokens", "max_completion_tokens: must be in [0, 2147483647], not -1"),
         Bad(CHAT, chat(chat_template_kwargs={"messages": 1}), 400, "chat_template_kwargs", "chat_template_kwargs: messages is not for requests to set"),
         Bad(CHAT, chat(chat_template_kwargs={"self": 1}), 400, "chat_template_kwargs", "chat_template_kwargs: self is not for requests to set"),
         Bad(CHAT, chat(chat_template_kwargs={"function": 1, "args": 2}), 200, None, ""),
@@ -235,11 +242,11 @@ TABLE: dict[str, list[Bad]] = {
         Bad(GENERATE, {"text": []}, 400, "text", "text: give at least one prompt"),
         Bad(GENERATE, {"text": ""}, 200, None, ""),
         Bad(GENERATE, {"input_ids": []}, 400, "input_ids", "input_ids: it has no tokens"),
-        Bad(GENERATE, {"input_ids": [600]}, 400, "input_ids", "input_ids: token id 600 is not in the vocabulary"),
+        Bad(GENERATE, {"input_ids": [600]}, 400, "input_ids", "input_ids: token id 600 is not in the vocabulary, which has ids 0 to 599"),
         Bad(GENERATE, {"input_ids": [[1], [5] * 600]}, 400, "input_ids", "input_ids: it has 600 tokens; this model's maximum context length is 512 tokens, with the output"),
         Bad(GENERATE, {"text": "word " * 30_000}, 400, "text", "text: it has 150000 characters; this model's maximum context length is 512 tokens, which no more than 7680 can fit"),
         Bad(GENERATE, native(temperature=-1), 400, "sampling_params.temperature", "sampling_params.temperature: must be in [0, 100], not -1.0"),
-        Bad(GENERATE, native(max_new_tokens=-1), 400, "sampling_params.max_new_tokens", "sampling_params.max_new_tokens: must be in [1, 2147483647], not -1"),
+        Bad(GENERATE, native(max_new_tokens=-1), 400, "sampling_params.max_new_tokens", "sampling_params.max_new_tokens: must be in [0, 2147483647], not -1"),
         Bad(GENERATE, native(sampling_seed=2**70), 400, "sampling_params.sampling_seed", "sampling_params.sampling_seed: must fit 64 bits"),
         Bad(GENERATE, native(regex="a("), 400, "sampling_params.regex", "sampling_params.regex: invalid regex \"a(\" (in regex): regex parse error: a( ^ error: unclosed group"),
         Bad(GENERATE, native(regex="a", ebnf="root ::= \"a\""), 400, "sampling_params.ebnf", "sampling_params.ebnf: does not go with regex: give one grammar"),
@@ -253,7 +260,8 @@ TABLE: dict[str, list[Bad]] = {
         Bad(GENERATE, {"text": "x", "sampling_params": [{}, {}]}, 400, "sampling_params", "sampling_params: 2 given for 1 prompts"),
         Bad(GENERATE, {"text": ["x", "y"], "rid": ["a"]}, 400, "rid", "rid: 1 given for 2 prompts"),
         Bad(GENERATE, {"text": ["x", "y"], "rid": ["a", "a"]}, 400, "rid", "rid: 'a' is running already"),
-        Bad(GENERATE, {"text": "x", "return_logprob": True, "logprob_start_len": 0}, 400, "logprob_start_len", "logprob_start_len: log-probabilities of the prompt are not computed"),
+        Bad(GENERATE, {"text": "x", "return_logprob": True, "logprob_start_len": -2}, 400, "logprob_start_len", "logprob_start_len: must be -1 (the output alone) or more, not -2"),
+        Bad(GENERATE, {"text": "x", "return_logprob": True, "logprob_start_len": 9}, 400, "logprob_start_len", "logprob_start_len: must be less than the prompt's 2 tokens, not 9"),
         Bad(GENERATE, {"text": "x", "return_logprob": True, "top_logprobs_num": 99}, 400, "top_logprobs_num", "top_logprobs_num: must be in [0, 20], not 99"),
         Bad(GENERATE, {"text": "x", "image_data": "x"}, 400, "image_data", "image_data: only text can be honoured"),
         Bad(GENERATE, {"text": "x", "lora_path": "x"}, 400, "lora_path", "lora_path: LoRA adapters are not served"),
@@ -261,15 +269,16 @@ TABLE: dict[str, list[Bad]] = {
         Bad("/tokenize", {"prompt": "x" * 150_000}, 400, "prompt", "prompt: it has 150000 characters; this model's maximum context length is 512 tokens, which no more than 7680 can fit"),
         Bad("/tokenize", {"prompt": []}, 400, "prompt", "prompt: give at least one prompt"),
         Bad("/tokenize", {"prompt": ["x"] * 300}, 400, "prompt", "prompt: at most 256 continuations in one call, not 300"),
-        Bad("/tokenize", {"prompt": "x", "model": "other"}, 404, "model", "model: the model 'other' does not exist"),
-        Bad("/detokenize", {"tokens": [2**70]}, 400, "tokens", "tokens: 1180591620717411303424 is not in the vocabulary"),
+        Bad("/tokenize", {"prompt": "x", "model": "other"}, 404, "model", "model: the model 'other' does not exist: this server has 'tiny'"),
+        Bad("/detokenize", {"tokens": [2**70]}, 400, "tokens", "tokens: token id 1180591620717411303424 is not in the vocabulary, which has ids 0 to 599"),
         Bad("/detokenize", {"tokens": [[5]] * 300}, 400, "tokens", "tokens: at most 256 continuations in one call, not 300"),
-        Bad("/detokenize", {"tokens": [5], "model": "other"}, 404, "model", "model: the model 'other' does not exist"),
-        Bad("/detokenize", {"tokens": [-1]}, 400, "tokens", "tokens: -1 is not in the vocabulary"),
+        Bad("/detokenize", {"tokens": [5], "model": "other"}, 404, "model", "model: the model 'other' does not exist: this server has 'tiny'"),
+        Bad("/detokenize", {"tokens": [-1]}, 400, "tokens", "tokens: token id -1 is not in the vocabulary, which has ids 0 to 599"),
         Bad("/detokenize", {"tokens": [[1], 2]}, 400, "tokens.0", "tokens.0: Input should be a valid integer"),
         Bad("/abort_request", {}, 400, "rid", "rid: give a request's id, or abort_all: true"),
     ],
     "Routes": [
+        Bad("/v1/responses", {"input": "x", "max_tokens": 2}, 400, "max_tokens", "max_tokens: is not a field of this request, or not one that can be honoured; give max_output_tokens instead"),
         Bad("/v1/nothing", {}, 404, None, "POST /v1/nothing: Not Found; /openapi.json has all routes"),
         Bad("/health", {}, 405, None, "POST /health: Method Not Allowed"),
     ],
@@ -282,12 +291,24 @@ def page() -> str:
     lines = [
         "# Errors",
         "",
-        "<!-- Written by `make docs` from gateway/errors.py and tests/gateway/bad_input.py, which the tests hold against",
+        (
+            "<!-- Written by `make docs` from gateway/errors.py and tests/gateway/bad_input.py,"
+            " which the tests hold against"
+        ),
         "a running server; edit these instead. -->",
         "",
-        'HTTP answers have OpenAI\'s envelope, `{"error": {"message", "type", "param", "code", "retryable"}}`; `param` names',
-        "the field at fault. gRPC statuses carry `google.rpc.ErrorInfo`, and `BadRequest` with the field or `RetryInfo` where",
-        "these apply. What goes wrong after the first token of a stream comes as the stream's last event.",
+        (
+            'HTTP answers have OpenAI\'s envelope, `{"error": {"message", "type", "param", "code",'
+            ' "retryable"}}`; `param` names'
+        ),
+        (
+            "the field at fault. gRPC statuses carry `google.rpc.ErrorInfo`, and `BadRequest` with"
+            " the field or `RetryInfo` where"
+        ),
+        (
+            "these apply. What goes wrong after the first token of a stream comes as the stream's"
+            " last event."
+        ),
         "",
         "## Statuses",
         "",
@@ -298,15 +319,25 @@ def page() -> str:
         when = (kind.__doc__ or "").splitlines()[0].replace("|", "\\|")
         again = "yes, after `Retry-After`" if http.retryable else "no"
         lines.append(
-            f"| {http.status} | `{http.grpc}` | {_name(http.code)} | `{http.kind}` | {when} | {again} |"
+            f"| {http.status} | `{http.grpc}` | {_name(http.code)} | `{http.kind}` | {when} |"
+            f" {again} |"
         )
     lines += [
-        "| 500 | `INTERNAL` | `internal_error` | `server_error` | A defect; the log has it under the request's id. | no |",
+        (
+            "| 500 | `INTERNAL` | `internal_error` | `server_error` | A defect; the log has it"
+            " under the request's id. | no |"
+        ),
         "",
         "## Bad input",
         "",
-        f"{sum(row.status != 200 for row in ROWS)} kinds, each sent to a server whose model has 600 tokens in its vocabulary,",
-        "a context of 512, and which takes bodies of 200,000 bytes. None of them costs the others anything.",
+        (
+            f"{sum(row.status != 200 for row in ROWS)} kinds, each sent to a server whose model has"
+            " 600 tokens in its vocabulary,"
+        ),
+        (
+            "a context of 512, and which takes bodies of 200,000 bytes. None of them costs the"
+            " others anything."
+        ),
     ]
     for title, rows in TABLE.items():
         lines += ["", f"### {title}", "", "| to | request | | `param` | message |"]

@@ -1,4 +1,4 @@
-"""One running stack for all tests of the gateway."""
+"""Starts one running stack for all tests of the gateway."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +12,10 @@ from testing import stack as stacks
 
 # As Qwen's, with the names of functions alone.
 TOOL_TEMPLATE = (
-    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}{% for"
+    " message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}{% for call in"
+    " message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor"
+    " %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -32,7 +32,7 @@ def stack(model: Path) -> Iterator[LocalStack]:
 
 @pytest.fixture(scope="session")
 def tool_url(stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A second gateway to the same verifier, whose chat template tells of tools in few tokens."""
+    """Starts a second gateway to the same verifier, whose chat template describes tools briefly."""
     template = tmp_path_factory.mktemp("tools") / "tools.jinja"
     template.write_text(TOOL_TEMPLATE)
     verifier = next(service.health for service in stack.services if service.name == "verify")

@@ -1,26 +1,25 @@
-"""Request fields of OpenAI's Responses and Anthropic's Messages, and what becomes of them: data for tests and docs/request-fields.md."""
+"""Request fields of OpenAI's Responses and Anthropic's Messages, and what becomes of them: data for
+tests and docs/request-fields.md.
+"""
 
 from typing import Any
 
-from tests.gateway.request_fields import Fate, Field
+from tests.gateway.request_fields import EXTRA_SAMPLING, Fate, Field
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 _TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 
 
-def _rows(route: str, origin: Any, fate: Fate, *rows: tuple[str, Any, str]) -> tuple[Field, ...]:
+def _rows(route: str, origin: Any, fate: Fate, *rows: tuple[Any, ...]) -> tuple[Field, ...]:
     return tuple(Field((route,), name, origin, fate, how, example) for name, example, how in rows)
 
 
 def _extensions(route: str) -> tuple[Field, ...]:
-    """What chat completions take beside OpenAI's fields."""
+    """Returns the extension fields of chat completions."""
     return (
         *_rows(
             route, "vLLM", "honoured",
-            ("min_p", 0.5, "0 to 1"),
-            ("repetition_penalty", 1.5, "above 0, to 2"),
-            ("stop_token_ids", [97], "ids that end the text"),
-            ("ignore_eos", True, "the end token does not end the text"),
+            *(row[:3] for row in EXTRA_SAMPLING),
             ("min_tokens", 2, "neither stop strings nor the end before"),
             ("priority", 3, "higher runs first"),
             ("request_id", "a-name", "a name for /abort_request"),

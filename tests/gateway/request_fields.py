@@ -1,4 +1,6 @@
-"""Every request field of OpenAI, SGLang's native API and vLLM, and what becomes of it: data for tests and docs/request-fields.md."""
+"""Every request field of OpenAI, SGLang's native API and vLLM, and what becomes of it: data for
+tests and docs/request-fields.md.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,14 +17,14 @@ BOTH = (COMPLETIONS, CHAT)
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field.
+    """A field of a request, and how to test it.
 
     Attributes:
-        routes: Where it may be sent.
-        name: As the client writes it.
-        origin: Whose field it is.
-        fate: What becomes of it.
-        how: What that means, for a reader.
+        routes: Routes that the field may be sent to.
+        name: The client's name of the field.
+        origin: API or server that the field comes from.
+        fate: Outcome of sending the field.
+        how: Explanation of the outcome for readers.
         example: A value that asks for something; what is refused is refused for it.
         beside: Fields that have to be sent with it.
     """
@@ -45,12 +47,23 @@ def _rows(
     )
 
 
+# Sampling parameters that every API takes, beyond OpenAI's and Anthropic's own: name, example, how,
+# fields beside it.
+EXTRA_SAMPLING: tuple[tuple[Any, ...], ...] = (
+    ("min_p", 1.0, "0 to 1", (("temperature", 2.0),)),
+    ("repetition_penalty", 2.0, "above 0, to 2"),
+    ("stop_token_ids", [97], "ids that end the text"),
+    ("ignore_eos", True, "the end token does not end the text"),
+    ("bad_words", ["a"], "up to 512 texts that the output does not hold, inside words and at their beginning, by their tokens"),
+    ("allowed_token_ids", [66, 67], "no other token is chosen; an end is one if it is among them"),
+)  # fmt: skip
+
 FIELDS: tuple[Field, ...] = (
     # OpenAI's.
     *_rows(
         (COMPLETIONS,), "OpenAI", "honoured",
         ("prompt", "ab", "a text, a list of texts, token ids, or a list of these"),
-        ("echo", True, "the prompt stands before the text; not together with logprobs"),
+        ("echo", True, "the prompt stands before the text; with logprobs, its tokens have theirs too"),
         ("logprobs", 2, "0 to 20 alternatives of each token"),
         ("best_of", 1, "as much as n, which changes nothing; more is refused"),
     ),
@@ -116,7 +129,7 @@ FIELDS: tuple[Field, ...] = (
         ("stream", True, "events, each with the whole answer so far; large ones less often than tokens come"),
         ("rid", "a-name", "a name for /abort_request, of all prompts, or one for each prompt"),
         ("return_logprob", True, "output_token_logprobs in meta_info"),
-        ("logprob_start_len", -1, "-1, the output alone; others are refused", (("return_logprob", True),)),
+        ("logprob_start_len", 1, "-1, the output alone; from 0 on, input_token_logprobs of the prompt from this token on", (("return_logprob", True),)),
         ("top_logprobs_num", 2, "0 to 20", (("return_logprob", True),)),
         ("return_text_in_logprobs", True, "each token's text, too", (("return_logprob", True),)),
         ("priority", 3, "higher runs first"),
@@ -154,16 +167,13 @@ FIELDS: tuple[Field, ...] = (
         ("max_new_tokens", 3, "400 for more than the context leaves; 128 when absent, fewer where the context ends"),
         ("min_new_tokens", 6, "neither stop strings nor the end before", (("stop", "a"),)),
         ("stop", "a", "a string or several"),
-        ("stop_token_ids", [97], "ids that end the text"),
         ("temperature", 2.0, "0 to 100"),
         ("top_p", 0.01, "above 0, to 1", (("temperature", 2.0),)),
         ("top_k", 1, "-1 is all", (("temperature", 2.0),)),
-        ("min_p", 1.0, "0 to 1", (("temperature", 2.0),)),
         ("frequency_penalty", 2.0, "-2 to 2"),
         ("presence_penalty", 2.0, "-2 to 2"),
-        ("repetition_penalty", 2.0, "above 0, to 2"),
+        *EXTRA_SAMPLING,
         ("n", 2, "choices, each with a seed of its own"),
-        ("ignore_eos", True, "the end token does not end the text"),
         ("skip_special_tokens", False, "special tokens stay in the text"),
         ("no_stop_trim", True, "the stop string stays in the text", (("stop", "a"),)),
         ("logit_bias", {"65": 100}, "token ids to -100 to 100"),
@@ -183,17 +193,15 @@ FIELDS: tuple[Field, ...] = (
     *_rows(
         BOTH, "vLLM", "honoured",
         ("top_k", 1, "0 and -1 are all", (("temperature", 2.0),)),
-        ("min_p", 1.0, "0 to 1", (("temperature", 2.0),)),
-        ("repetition_penalty", 2.0, "above 0, to 2"),
-        ("stop_token_ids", [97], "ids that end the text"),
+        *EXTRA_SAMPLING,
         ("include_stop_str_in_output", True, "the stop string stays in the text", (("stop", "a"),)),
-        ("ignore_eos", True, "the end token does not end the text"),
         ("min_tokens", 6, "neither stop strings nor the end before", (("stop", "a"),)),
         ("skip_special_tokens", False, "special tokens stay in the text"),
         ("truncate_prompt_tokens", 2, "the prompt's last so many tokens"),
         ("priority", 3, "higher runs first (vLLM's is the other way round)"),
         ("request_id", "a-name", "a name for /abort_request; it is the answer's id"),
         ("return_token_ids", True, "token_ids in each choice"),
+        ("prompt_logprobs", 1, "0 to 20 alternatives of each token of the prompt, in all at most 262,144; not with stream or n; at the top of a chat's answer"),
     ),
     *_rows(
         (COMPLETIONS,), "vLLM", "honoured",
@@ -221,9 +229,6 @@ FIELDS: tuple[Field, ...] = (
         BOTH, "vLLM", "refused",
         ("use_beam_search", True, "ask for n choices"),
         ("length_penalty", 0.5, "there is no beam search"),
-        ("prompt_logprobs", 1, "log-probabilities of the prompt are not computed"),
-        ("allowed_token_ids", [5], "use logit_bias"),
-        ("bad_words", ["a"], "use logit_bias"),
         ("logits_processors", ["x"], "code in requests is not run"),
         ("return_tokens_as_token_ids", True, "return_token_ids gives them"),
         ("cache_salt", "x", "the prefix cache is not divided by requests"),
@@ -284,6 +289,8 @@ GRAMMARS: tuple[Field, ...] = (
         BOTH, "SGLang", "honoured",
         ("regex", _WORD, "as structured_outputs' regex"),
         ("ebnf", _EBNF, "as structured_outputs' grammar"),
+        ("json_schema", '{"enum": ["yes", "no"]}', "as structured_outputs' json; its text, or the schema"),
+        ("structural_tag", _TAGS, "as structured_outputs' structural_tag; its text, or the object"),
     ),
     *_rows(
         BOTH, "vLLM", "ignored",

@@ -9,11 +9,20 @@ def page() -> str:
     lines = [
         "# Request fields",
         "",
-        "<!-- Written by `make docs` from tests/gateway/request_fields.py and newer_fields.py, which the tests hold",
+        (
+            "<!-- Written by `make docs` from tests/gateway/request_fields.py and newer_fields.py,"
+            " which the tests hold"
+        ),
         "against a running server; edit these instead. -->",
         "",
-        "Every field of OpenAI's, Anthropic's, SGLang's native and vLLM's requests, and what becomes of it. *Refused* is a 400 that",
-        "names the field in `param`; so is every field that is in none of the tables: nothing is half applied, and a",
+        (
+            "Every field of OpenAI's, Anthropic's, SGLang's native and vLLM's requests, and what"
+            " becomes of it. *Refused* is a 400 that"
+        ),
+        (
+            "names the field in `param`; so is every field that is in none of the tables: nothing"
+            " is half applied, and a"
+        ),
         "misspelt name is told. A field that is `null` counts as absent.",
     ]
     for route in (COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE, SAMPLING):

@@ -1,4 +1,4 @@
-"""What the verifier counted, and what is measured of a continuation, as each answer and the metrics say it."""
+"""Tests that answers and metrics report the verifier's counts and the measured times."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -108,7 +108,7 @@ NAMES = {
 
 
 class Measured:
-    """A stopwatch with a clock of the test's own, and what the metrics have gained since."""
+    """A stopwatch with the test's own clock, and the growth of the metrics since its start."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0

@@ -1,4 +1,6 @@
-"""/v1/messages by the official anthropic client; its own types say whether answers and events have the right form."""
+"""/v1/messages by the official anthropic client; its own types say whether answers and events have
+the right form.
+"""
 
 import inspect
 import json
@@ -48,14 +50,14 @@ class Answer(BaseModel):
 
 @pytest.fixture(scope="module")
 def claude(tool_url: str) -> Iterator[anthropic.Anthropic]:
-    """The client, unchanged, of a model whose template knows tools."""
+    """Returns Anthropic's unchanged client of a model whose template knows tools."""
     with anthropic.Anthropic(base_url=tool_url, api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def chats(tool_url: str) -> Iterator[openai.OpenAI]:
-    """Chat completions of the same model."""
+    """Returns a client of the same model's chat completions."""
     with openai.OpenAI(base_url=tool_url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -66,7 +68,7 @@ def create(claude: anthropic.Anthropic, messages: Any = HI, **fields: Any) -> Me
 
 
 def told(message: Message) -> tuple[str, int]:
-    """The text and the number of prompt tokens."""
+    """Returns the text and the number of prompt tokens."""
     usage = message.usage
     cached = usage.cache_read_input_tokens or 0
     return "".join(b.text for b in message.content if b.type == "text"), usage.input_tokens + cached
@@ -279,7 +281,10 @@ USED = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [USE]
         ({"stop": "x"}, "stop: is not a field"),
         (
             {"guided_json": {}},
-            "guided_json: is not a field of this request, or not one that can be honoured; give output_config",
+            (
+                "guided_json: is not a field of this request, or not one that can be honoured; give"
+                " output_config"
+            ),
         ),
         ({"max_tokens": -1}, "max_tokens: must be in"),
     ],

@@ -1,4 +1,6 @@
-"""Clients that want the server to fail: they get an answer and lose their connection, and others are served."""
+"""Clients that want the server to fail: they get an answer and lose their connection, and others
+are served.
+"""
 
 import contextlib
 import re
@@ -35,7 +37,7 @@ def many_sockets() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def impatient(stack: LocalStack) -> Iterator[str]:
-    """The URL of a gateway that waits one second for its clients."""
+    """Returns the URL of a gateway that waits one second for its clients."""
     verifier = next(service.health for service in stack.services if service.name == "verify")
     with stacks.running_gateway(verifier, client_timeout=1.0, max_body_bytes=BODY) as (url, _):
         eventually(lambda: httpx.get(url + "/health").status_code == 200)
@@ -48,7 +50,7 @@ def connect(url: str) -> socket.socket:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the server closes."""
+    """Reads until the server closes."""
     found = b""
     with contextlib.suppress(ConnectionResetError):
         while piece := connection.recv(65536):
@@ -65,7 +67,7 @@ def exchange(url: str, *pieces: bytes) -> bytes:
 
 
 def statuses(answers: bytes) -> list[int]:
-    """Of all answers, in order."""
+    """Returns the status codes of all answers, in order."""
     return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) [A-Z]", answers)]
 
 
@@ -264,7 +266,10 @@ def test_bodies_that_are_too_many_together(impatient: str) -> None:
 
 def test_trailers_are_no_headers(impatient: str) -> None:
     body = b"e\r\n" + b'{"prompt":"a"}' + b"\r\n0\r\nx-request-id: trailer\r\n\r\n"
-    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = (
+        b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ntransfer-encoding:"
+        b" chunked\r\n\r\n"
+    )
     answer = exchange(impatient, head + body)
     assert statuses(answer) == [200]
     assert b"x-request-id: trailer" not in answer

@@ -1,4 +1,7 @@
-"""Kinds of bad input, each with its status and the field that the answer names. Never 500, never a hang."""
+"""Kinds of bad input, each with its status and the field that the answer names.
+
+Never 500, never a hang.
+"""
 
 import contextlib
 import gzip
@@ -94,7 +97,8 @@ def test_bad_http(http: httpx.Client, raw: bytes) -> None:
     where = urlsplit(str(http.base_url))
     with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
         answer = b""
-        # What the server did not want to read resets the connection, while it is still being sent or later.
+        # What the server did not want to read resets the connection, while it is still being sent
+        # or later.
         with contextlib.suppress(OSError):
             connection.sendall(raw)
             connection.shutdown(socket.SHUT_WR)

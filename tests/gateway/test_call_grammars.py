@@ -1,4 +1,6 @@
-"""Calls by model family: what grammars let models write, and what clients get of it from a real verifier."""
+"""Calls by model family: what grammars let models write, and what clients get of it from a real
+verifier.
+"""
 
 import json
 from collections.abc import Iterator
@@ -15,8 +17,8 @@ from foredraft.cli.stack import LocalStack
 from foredraft.errors import InvalidRequest
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import Grammar
-from gateway.openai.call_grammars import after_reasoning, call_grammar
-from gateway.openai.tools import Convention, Tool, tool_use
+from gateway.openai.call_grammars import after_reasoning, call_grammar, in_final_channel
+from gateway.openai.tools import Convention, NamedChoice, Tool, tool_use
 from testing import stack as stacks
 from testing import tiny_tokenizers
 from tests.gateway.conftest import TOOL_TEMPLATE
@@ -45,6 +47,7 @@ G = "<tool_call>\n<function=g>\n</function>\n</tool_call>"
 S, E_Y = "<parameter=s>\na\n b::=\n</parameter>\n", "<parameter=e>\ny\n</parameter>\n"
 R = "<parameter=r>\ntrue\n</parameter>\n"
 M, N = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {}}'
+CHANNEL_TOKENS = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>"]
 NEW = "{{ tools }}[TOOL_CALLS][ARGS]"
 
 
@@ -53,7 +56,7 @@ class Language:
 
     def __init__(self, folder: Path, template: str) -> None:
         backend = tiny_tokenizers.byte_level()
-        backend.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
+        backend.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", *CHANNEL_TOKENS])
         tiny_tokenizers.save(backend, folder, template)
         self.tokenizer = Tokenizer.from_dir(folder)
         eos = frozenset([self.tokenizer.encode("</s>", False)[0]])
@@ -70,13 +73,13 @@ class Language:
 @pytest.mark.parametrize(
     ("convention", "template", "choice", "parallel", "good", "bad"),
     [
-        (CODER, "x", "auto", None, ["hm", F.format(""), f"so: {F.format(S + E_Y + R)}\n{G} well"], [F.format("<parameter=z>\n1\n</parameter>\n"), G.replace("g", "h"), F.replace("1", "12").format("")]),
-        (CODER, "x", "required", None, [F.format(S), f"{G}\n{F.format(R)}"], ["hm", f"so {G}", F.format("<parameter=e>\nz\n</parameter>\n"), F.format(R.replace("true", "1"))]),
+        (CODER, "x", "auto", None, ["hm", F.format(""), f"so: {F.format(S + E_Y + R)}\n{G} well"], [F.format("<parameter=z>\n1\n</parameter>\n"), G.replace("g", "h"), F.replace("1", "12").format("")]),  # noqa: E501
+        (CODER, "x", "required", None, [F.format(S), f"{G}\n{F.format(R)}"], ["hm", f"so {G}", F.format("<parameter=e>\nz\n</parameter>\n"), F.format(R.replace("true", "1"))]),  # noqa: E501
         (CODER, "x", "required", False, [G], [f"{G}\n{G}"]),
-        (MISTRAL, "x", "auto", None, ["hm", f"[TOOL_CALLS] [{M}, {N}]", f"so[TOOL_CALLS][{N}]"], [f"[TOOL_CALLS][{M.replace('f', 'h')}]", "[TOOL_CALLS]f[ARGS]{}", f"[TOOL_CALLS][{M.replace('1', '12')}]"]),
-        (MISTRAL, "x", "required", False, [f"[TOOL_CALLS][{M}]"], ["hm", f"[TOOL_CALLS][{M}, {M}]"]),
-        (MISTRAL, NEW, "auto", None, ["hm", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'], ["[TOOL_CALLS]h[ARGS]{}", f"[TOOL_CALLS][{M}]"]),
-        (MISTRAL, NEW, "required", None, ['[TOOL_CALLS]f[ARGS]{"a": 1}'], ["hm", "[TOOL_CALLS]f[ARGS]{}"]),
+        (MISTRAL, "x", "auto", None, ["hm", f"[TOOL_CALLS] [{M}, {N}]", f"so[TOOL_CALLS][{N}]"], [f"[TOOL_CALLS][{M.replace('f', 'h')}]", "[TOOL_CALLS]f[ARGS]{}", f"[TOOL_CALLS][{M.replace('1', '12')}]"]),  # noqa: E501
+        (MISTRAL, "x", "required", False, [f"[TOOL_CALLS][{M}]"], ["hm", f"[TOOL_CALLS][{M}, {M}]"]),  # noqa: E501
+        (MISTRAL, NEW, "auto", None, ["hm", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'], ["[TOOL_CALLS]h[ARGS]{}", f"[TOOL_CALLS][{M}]"]),  # noqa: E501
+        (MISTRAL, NEW, "required", None, ['[TOOL_CALLS]f[ARGS]{"a": 1}'], ["hm", "[TOOL_CALLS]f[ARGS]{}"]),  # noqa: E501
     ],
 )  # fmt: skip
 def test_what_may_be_written(
@@ -100,15 +103,48 @@ def test_what_may_be_written(
             assert language.has(thoughtful, good[0]) == (not is_open)
 
 
-def test_calls_in_channels_are_not_forced(tmp_path: Path) -> None:
-    tokenizer = Language(tmp_path, "x").tokenizer
+THOUGHT = "<|channel|>analysis<|message|>Is it {?\n<|end|><|start|>assistant"
+TOLD = "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant"
+CALL_F = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
+CALL_G = " to=functions.g<|channel|>commentary json<|message|>{}"
+ANSWER = '<|channel|>final<|message|>{"a": 1}'
+
+
+def test_calls_in_channels(tmp_path: Path) -> None:
+    """gpt-oss's published format: a message to the function, after its reasoning."""
+    language = Language(tmp_path, "x")
     tools = [Tool.model_validate(tool) for tool in TOOLS]
     free, forced = tool_use(tools, "auto", None), tool_use(tools, "required", None)
+    named: Any = NamedChoice.model_validate({"type": "function", "function": {"name": "g"}})
+    only_g = tool_use(tools, named, None)
     assert free is not None
     assert forced is not None
-    assert call_grammar(free, Convention.HARMONY, tokenizer) is None
-    with pytest.raises(InvalidRequest, match="auto can be asked"):
-        call_grammar(forced, Convention.HARMONY, tokenizer)
+    assert only_g is not None
+    assert call_grammar(free, Convention.HARMONY, language.tokenizer) is None
+    grammar = call_grammar(forced, Convention.HARMONY, language.tokenizer)
+    assert grammar is not None
+    for text in (CALL_F, CALL_G, THOUGHT + CALL_F, THOUGHT + TOLD + CALL_G):
+        assert language.has(grammar, text), text
+    wrong = CALL_F.replace("1", "12"), CALL_F.replace("functions.f", "functions.h"), "hm"
+    for text in (*wrong, THOUGHT, ANSWER, CALL_F + CALL_G, CALL_F.replace("<|message|>", "")):
+        assert not language.has(grammar, text), text
+    grammar = call_grammar(only_g, Convention.HARMONY, language.tokenizer)
+    assert grammar is not None
+    assert language.has(grammar, THOUGHT + CALL_G)
+    assert not language.has(grammar, CALL_F)
+
+
+def test_a_schema_in_the_final_channel(tmp_path: Path) -> None:
+    language = Language(tmp_path, "x")
+    grammar = in_final_channel(SCHEMA, language.tokenizer)
+    formatted = ANSWER.replace("final", "final <|constrain|>json")
+    for text in (ANSWER, formatted, THOUGHT + ANSWER, THOUGHT + TOLD + ANSWER):
+        assert language.has(grammar, text), text
+    for text in ('{"a": 1}', THOUGHT, ANSWER.replace("1", "12"), ANSWER + "\n", CALL_F):
+        assert not language.has(grammar, text), text
+    assert language.has(in_final_channel(True, language.tokenizer), ANSWER)
+    with pytest.raises(InvalidRequest, match="grammar: x-guidance"):
+        in_final_channel({"x-guidance": 5}, language.tokenizer)
 
 
 @pytest.mark.parametrize("convention", [CODER, MISTRAL])
@@ -139,7 +175,7 @@ def test_strange_schemas_are_refused_or_taken(
 def family(
     request: pytest.FixtureRequest, stack: LocalStack, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[openai.OpenAI]:
-    """A client of a gateway that is told how the model writes calls."""
+    """Returns a client of a gateway whose flag names the convention of calls."""
     template = tmp_path_factory.mktemp("family") / "tools.jinja"
     template.write_text(TOOL_TEMPLATE)
     verifier = next(service.health for service in stack.services if service.name == "verify")

@@ -7,7 +7,7 @@ from gateway.http_server.connections import Connections, Seat, network_of, share
 
 
 class Clients:
-    """Clients that note who of them was closed."""
+    """Clients that record which of them were closed."""
 
     def __init__(self, most: int, most_per_address: int) -> None:
         self.places = Connections(most, most_per_address)

@@ -19,7 +19,7 @@ WORDS = "a b aa ab ba é 🙂 dog 你好"
 def run(
     decoder: SequenceDecoder, messages: list[list[int]]
 ) -> tuple[str, list[OutputToken], list[str]]:
-    """Text, tokens and the text of every message."""
+    """Returns text, tokens and the text of every message."""
     pieces, tokens = [], []
     for message in messages:
         text, final = decoder.feed([verify_pb2.SequenceOutput(tokens=message)])
@@ -32,7 +32,7 @@ def run(
 def fewest_tokens(
     tokenizer: Tokenizer, prompt: list[int], tokens: list[int], stops: list[str]
 ) -> int:
-    """How many tokens it takes until one of the stop strings is there."""
+    """Returns the number of tokens until the text contains one of the stop strings."""
     for count in range(1, len(tokens)):
         text = run(SequenceDecoder(tokenizer, prompt, [], 0, False, True), [tokens[:count]])[0]
         if any(stop in text for stop in stops):

@@ -45,7 +45,8 @@ def test_verifiers_come_and_go_with_their_name(monkeypatch: pytest.MonkeyPatch) 
                 raise answer
             return set(answer)
 
-        # Nobody here can give a name of this machine several addresses; the look-up itself is tested above.
+        # Nobody here can give a name of this machine several addresses; the look-up itself is
+        # tested above.
         monkeypatch.setattr(discovery, "resolve", resolve)
         monkeypatch.setattr(discovery, "LOOKUP_SECONDS", 0.05)
         async with verifier("127.0.0.1") as (first, port), verifier("127.0.0.2", port) as (_, _):

@@ -1,4 +1,4 @@
-"""What the dashboard says of a draft, from counters as the services give them."""
+"""Tests the dashboard's state of a draft, from counters in the services' form."""
 
 import pytest
 
@@ -78,7 +78,7 @@ def test_some_of_several_verifiers_may_have_lost_it() -> None:
 
 
 def test_the_newest_verifications_count() -> None:
-    """What was drafted before it was suspended is left out as soon as enough came since."""
+    """Verifications from before a suspension are left out once there are enough newer ones."""
     before = sample(4.0, verifies=500, trees=500, accepted=900)
     assert state(START, before, sample(5.0, verifies=540, trees=501, accepted=900)) == "suspended"
     told = describe("NGRAM", [START, before], True)

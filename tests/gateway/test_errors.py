@@ -1,4 +1,6 @@
-"""Errors as HTTP and the metrics say them: every kind its own status, and nothing of what nobody foresaw."""
+"""Errors as HTTP and the metrics say them: every kind its own status, and nothing of what nobody
+foresaw.
+"""
 
 import asyncio
 
@@ -9,7 +11,7 @@ from gateway import errors
 
 # kind: status, code, Retry-After, label of the metric
 SAID: dict[BaseException, tuple[int, str | None, str | None, str]] = {
-    errors.UnknownModel("x"): (404, "model_not_found", None, "invalid"),
+    errors.UnknownModel("x", "y"): (404, "model_not_found", None, "invalid"),
     common.PromptTooLong("prompt", "x"): (400, "context_length_exceeded", None, "invalid"),
     common.InvalidRequest("top_p", "x"): (400, None, None, "invalid"),
     errors.BodyTooLarge("x"): (413, "body_too_large", None, "internal"),

@@ -1,4 +1,4 @@
-"""What a verifier does only when it fails, or never on demand: scripted, behind the real gateway process."""
+"""Tests failures of a verifier, which a scripted one produces behind the real gateway process."""
 
 import contextlib
 import json
@@ -46,7 +46,7 @@ class Rig:
         return metric(self.http.get("/metrics").text, line)
 
     def stream(self, **fields: Any) -> tuple[str, dict[str, Any]]:
-        """The text of a streamed completion, and its last event."""
+        """Returns the text of a streamed completion, and its last event."""
         text, last = "", {}
         with self.http.stream(
             "POST", "/v1/completions", json={**BODY, **fields, "stream": True}
@@ -85,7 +85,7 @@ def rig(shared: Rig) -> Rig:
 
 
 async def answer(talk: Conversation, submit: Submit) -> None:
-    """Token by token, then the end."""
+    """Answers token by token, then with the end."""
     for token in TOKENS:
         await talk.say(submit.id, [token])
     await talk.say(submit.id, reason=LENGTH, prompt_tokens=2, completion_tokens=len(TOKENS))
@@ -246,7 +246,7 @@ def test_a_slow_client_is_dropped_and_nobody_else(rig: Rig) -> None:
     where = urlsplit(str(rig.http.base_url))
     # SGLang's streams repeat the whole text each time, which fills the sockets soon.
     body = json.dumps({"text": "x", "rid": "slow", "stream": True}).encode()
-    head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()  # noqa: E501
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((where.hostname, where.port))
@@ -388,9 +388,31 @@ def test_two_verifiers_and_a_drain(files: Path, tmp_path: Path) -> None:
 
 def test_the_gateway_never_reaches_torch() -> None:
     code = (
-        "import sys, gateway.__main__, foredraft.cli.main, foredraft.cli.generate, foredraft.cli.serve\n"
-        "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'transformers'}))"
+        "import sys, gateway.__main__, foredraft.cli.main, foredraft.cli.generate,"
+        " foredraft.cli.serve\nprint(sorted({name.split('.')[0] for name in sys.modules} &"
+        " {'torch', 'transformers'}))"
     )
     python = sys.executable
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_client_that_waits_is_not_one_that_takes_nothing(files: Path, tmp_path: Path) -> None:
+    async def script(talk: Conversation, submit: Submit) -> None:
+        for token in TOKENS[:3]:
+            await talk.say(submit.id, [token])
+            await talk.wait(lambda: False, seconds=0.9)
+        await talk.say(submit.id, reason=LENGTH, prompt_tokens=2, completion_tokens=3)
+
+    verifier = ScriptedVerifier(files, TOKENIZER.vocab_size)
+    verifier.script = script
+    address = f"unix:{tmp_path}/v.sock"
+    with (
+        serving(verifier, address),
+        stacks.running_gateway(address, client_timeout=0.4) as (url, where),
+        grpc.insecure_channel(where) as channel,
+    ):
+        stacks.eventually(lambda: httpx.get(url + "/health").status_code == 200)
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        chunks = list(stub.Generate(inference_pb2.GenerateRequest(text="x")))
+    assert "".join(chunk.text for chunk in chunks) == TOKENIZER.decode(TOKENS[:3])

@@ -38,7 +38,7 @@ def stub(channel: grpc.Channel) -> inference_pb2_grpc.InferenceServiceStub:
 
 
 def request(**fields: Any) -> inference_pb2.GenerateRequest:
-    """A request from its JSON form."""
+    """Builds a request from its JSON form."""
     sampling = {"temperature": 0.8, "seed": 7, "max_new_tokens": 30, **fields.pop("sampling", {})}
     return json_format.ParseDict(
         {"text": TEXT, "sampling": sampling, **fields}, inference_pb2.GenerateRequest()
@@ -82,6 +82,20 @@ def test_every_form_of_prompt(stub: Any) -> None:
     assert completion.prompt_tokens == len(templated)
 
 
+def test_a_long_name_of_a_model_is_cut(stub: Any) -> None:
+    """Details of a status travel as headers, which have little room."""
+    with pytest.raises(grpc.RpcError) as unknown:
+        list(stub.Generate(request(model="m" * 50_000)))
+    assert unknown.value.code() == grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+    assert "'tiny'" in str(unknown.value)
+
+
+def test_a_role_that_the_template_does_not_know_is_refused(stub: Any) -> None:
+    asked = request(chat={"messages": [{"role": "wizard", "content": "ab"}]}, text=None)
+    with pytest.raises(grpc.RpcError, match=r"chat\.messages\.0\.role: must be 'system'"):
+        list(stub.Generate(asked))
+
+
 def test_a_message_can_be_continued(stub: Any, http: httpx.Client) -> None:
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ab a"}]
     asked = request(chat={"messages": messages, "continueFinalMessage": True}, text=None)
@@ -107,6 +121,16 @@ def test_provenance_and_log_probabilities(stub: Any) -> None:
     assert all(len(token.alternatives) == 2 and token.logprob <= 0 for token in tokens)
     _, plain, _ = collected(stub.Generate(request()))
     assert not any(token.provenance or token.HasField("logprob") for token in plain)
+
+
+def test_forbidden_tokens(stub: Any) -> None:
+    (word,) = TOKENIZER.encode("q", add_special_tokens=False)
+    forced = {"logit_bias": {word: 100}, "max_new_tokens": 6}
+    assert {token.id for token in collected(stub.Generate(request(sampling=forced)))[1]} == {word}
+    asked = request(sampling={**forced, "bad_words": ["q"]})
+    assert word not in {token.id for token in collected(stub.Generate(asked))[1]}
+    asked = request(sampling={"allowed_token_ids": [66, 67], "max_new_tokens": 6})
+    assert {token.id for token in collected(stub.Generate(asked))[1]} <= {66, 67}
 
 
 def test_choices_and_stop(stub: Any) -> None:
@@ -271,6 +295,17 @@ def test_bytes_that_are_no_message(channel: grpc.Channel, method: str) -> None:
     call: Any = made(f"/{SERVICE}/{method}")
     with pytest.raises(grpc.RpcError) as refused:
         list(call(b"\xff\xff\xff"))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    assert "no message" in refused.value.details()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_bytes_in_a_stream_that_are_no_message(channel: grpc.Channel, version: str) -> None:
+    call: Any = channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+    )
+    with pytest.raises(grpc.RpcError) as refused:
+        list(call(iter([b"\xff\xff\xff"])))
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
     assert "no message" in refused.value.details()  # type: ignore[attr-defined]
 

@@ -1,4 +1,6 @@
-"""Any message at all to the public gRPC: a status that says what is wrong, never a defect, a hang or something left behind."""
+"""Any message at all to the public gRPC: a status that says what is wrong, never a defect, a hang
+or something left behind.
+"""
 
 from typing import Any
 
@@ -43,7 +45,7 @@ def scalars(field: Any) -> st.SearchStrategy[Any]:
 
 
 def values(field: Any) -> st.SearchStrategy[Any]:
-    """What a field may be set to, as the message's constructor takes it."""
+    """Generates values of a field in the form that the message's constructor takes."""
     message = field.message_type
     if message is not None and message.GetOptions().map_entry:
         key, value = (message.fields_by_name[name] for name in ("key", "value"))

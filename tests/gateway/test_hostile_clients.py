@@ -1,4 +1,6 @@
-"""Clients that are slow, that stop reading, or that send nothing but bad requests: they are cut off, and others do not notice."""
+"""Clients that are slow, that stop reading, or that send nothing but bad requests: they are cut
+off, and others do not notice.
+"""
 
 import concurrent.futures
 import contextlib
@@ -27,7 +29,7 @@ SHORT = {"prompt": "ab", "max_tokens": 4, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def impatient(stack: LocalStack) -> Iterator[tuple[httpx.Client, str]]:
-    """A gateway that waits one second for its clients; and the address of its gRPC."""
+    """Starts a gateway that waits one second for its clients; also returns its gRPC address."""
     verifier = next(service.health for service in stack.services if service.name == "verify")
     with (
         stacks.running_gateway(verifier, client_timeout=1.0) as (url, grpc_address),
@@ -184,8 +186,8 @@ def test_a_flood_of_bad_requests(http: httpx.Client, stack: LocalStack) -> None:
     eventually(lambda: nothing_runs(http))
     seconds = [statistics.median(seconds for _, seconds in found) for found in (quiet, loud)]
     print(
-        f"median of a good request: {seconds[0] * 1000:.0f} ms alone, {seconds[1] * 1000:.0f} ms beside "
-        f"{sent[0]} bad ones (clients and server share this machine's cores)"
+        f"median of a good request: {seconds[0] * 1000:.0f} ms alone, {seconds[1] * 1000:.0f} ms"
+        f" beside {sent[0]} bad ones (clients and server share this machine's cores)"
     )
 
 

@@ -1,4 +1,6 @@
-"""Names that requests call the server by: of pages that give their own name this machine's address, none is answered."""
+"""Names that requests call the server by: of pages that give their own name this machine's address,
+none is answered.
+"""
 
 import asyncio
 from http.client import HTTPConnection

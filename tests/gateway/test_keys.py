@@ -35,7 +35,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
-    """What the services log."""
+    """Returns the lines that the services log."""
     return []
 
 

@@ -41,7 +41,7 @@ class Held:
 
     @contextlib.contextmanager
     def running(self, name: str, **fields: Any) -> Iterator[None]:
-        """A stream whose first token has come."""
+        """Opens a stream and waits for its first token."""
         body = {**LONG, **fields}
         with self.web.stream("POST", "/v1/completions", json=body, headers=bearer(name)) as got:
             assert got.status_code == 200
@@ -95,7 +95,8 @@ def test_concurrent_requests(held: Held) -> None:
         assert answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["code"] == "rate_limit_exceeded"
         assert "alice" in answer.json()["error"]["message"]
-        # Looking and aborting are free, and what one aborts is one's own; others have limits of their own.
+        # Looking and aborting are free, and what one aborts is one's own; others have limits of
+        # their own.
         assert held.web.get("/v1/models", headers=bearer("alice")).status_code == 200
         assert held.ask("dave").status_code == 200
         assert held.ask("dave", "/abort_request", **everything).json() == {"aborted": 0}
@@ -127,16 +128,23 @@ def test_a_name_belongs_to_its_caller(held: Held) -> None:
 def test_limits_of_all_together(held: Held) -> None:
     with held.running("dave"), held.running("dave"), held.running("dave"):
         full = held.ask("carol")
-        assert full.status_code == 503
+        assert full.status_code == 429
         assert full.headers["retry-after"] == "1"
-        assert full.json()["error"]["retryable"]
+        assert full.json()["error"] == {
+            "message": "as many requests run as --max-concurrent-requests allows (3); try again in"
+            " 1 s",
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "overloaded",
+            "retryable": True,
+        }
         assert held.web.get("/v1/models", headers=bearer("dave")).status_code == 200
         with grpc.insecure_channel(held.grpc_address) as channel:
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
             metadata = (("authorization", f"Bearer {SECRETS['dave']}"),)
             with pytest.raises(grpc.RpcError) as busy:
                 list(stub.Generate(inference_pb2.GenerateRequest(text="ab"), metadata=metadata))
-        assert busy.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+        assert busy.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
     eventually(lambda: held.ask("dave").status_code == 200)
 
 
@@ -158,7 +166,10 @@ def test_connections_that_all_work(held: Held) -> None:
 
 def test_half_sent_requests_take_no_place(held: Held) -> None:
     where = urlsplit(str(held.web.base_url))
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {SECRETS['dave']}\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer"
+        f" {SECRETS['dave']}\r\n"
+    )
     with contextlib.ExitStack() as opened:
         for _ in range(5):
             connection = socket.create_connection((where.hostname, where.port), timeout=30)
@@ -260,7 +271,7 @@ def test_who_is_refused_takes_no_place() -> None:
     with caller.running():
         pass
     for _ in range(3):
-        with pytest.raises(RateLimited, match="1 requests a minute"), caller.running():
+        with pytest.raises(RateLimited, match="1 request a minute;"), caller.running():
             pass
     caller.change(Limits(concurrent=2))
     with caller.running(), caller.running():

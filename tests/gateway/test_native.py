@@ -3,6 +3,7 @@
 import itertools
 import json
 import threading
+import time
 from typing import Any
 
 import httpx
@@ -218,7 +219,9 @@ def test_server_info(http: httpx.Client, path: str) -> None:
     info = http.get(path).json()
     assert info["speculative_algorithm"] == "NGRAM"
     assert info["max_total_num_tokens"] == 8192
-    assert len(info["verifiers"]) == 1
+    [verifier] = info["verifiers"].values()
+    assert verifier["draft_available"] is True
+    assert 0 < time.time() - verifier["drafting_since"] < 3600
 
 
 def test_health(http: httpx.Client) -> None:
@@ -307,6 +310,11 @@ def test_no_tokens_at_all(http: httpx.Client) -> None:
     streamed = http.post("/v1/completions", json={**asked, "stream": True}).text
     assert streamed.endswith("data: [DONE]\n\n")
     assert streamed.count('"finish_reason":"length"') == 2
+    chat = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 0}
+    found = http.post("/v1/chat/completions", json=chat).json()
+    assert found["choices"][0]["message"]["content"] == ""
+    assert found["choices"][0]["finish_reason"] == "length"
+    assert found["usage"]["completion_tokens"] == 0
     native = {"text": TEXT, "sampling_params": {"max_new_tokens": 0}}
     answer = http.post("/generate", json=native).json()
     assert answer["text"] == ""

@@ -12,6 +12,7 @@ import pytest
 from foredraft.text.tokenizer import Tokenizer
 from gateway.openai.schemas import Message
 from testing import tiny_tokenizers
+from testing.checkpoints import EOS
 from testing.stack import CONTEXT_LENGTH, eventually, is_idle
 
 TOKENIZER = Tokenizer(tiny_tokenizers.byte_level())
@@ -186,8 +187,8 @@ def test_stop_strings_never_leak_and_usage_ends_there(client: openai.OpenAI, str
     asked = {**FIXED, "max_tokens": 120, "temperature": 0}
     extra = {"return_token_ids": True, "return_provenance": True}
     whole: Any = client.completions.create(prompt=PROMPT, **asked, extra_body=extra).choices[0]
-    # A stop string that spans tokens, after the first third. Whether half a character is one is only
-    # known with the next token, so the count below could not tell.
+    # A stop string that spans tokens, after the first third. Whether half a character is one is
+    # only known with the next token, so the count below could not tell.
     start = len(whole.text) // 3
     spans = (whole.text[i : i + 5] for i in range(start, len(whole.text) - 5))
     stop = next(span for span in spans if "�" not in span)
@@ -236,6 +237,16 @@ def test_stop_tokens(client: openai.OpenAI) -> None:
     assert cut.token_ids == whole.token_ids[: first + 1]
     assert cut.text == TOKENIZER.decode(whole.token_ids[:first])
     assert cut.stop_reason == stop
+
+
+def test_an_end_token_is_no_stop_reason(client: openai.OpenAI) -> None:
+    """Like vLLM's, stop_reason names an end token only if the client gave it."""
+    asked = {**FIXED, "temperature": 0, "logit_bias": {str(EOS): 100}}
+    ended: Any = client.completions.create(prompt=PROMPT, **asked).choices[0]
+    assert (ended.finish_reason, ended.stop_reason, ended.text) == ("stop", None, "")
+    extra = {"stop_token_ids": [EOS]}
+    given: Any = client.completions.create(prompt=PROMPT, extra_body=extra, **asked).choices[0]
+    assert (given.finish_reason, given.stop_reason) == ("stop", EOS)
 
 
 def test_min_tokens_and_ignore_eos(client: openai.OpenAI) -> None:

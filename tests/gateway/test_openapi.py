@@ -1,4 +1,6 @@
-"""The OpenAPI document tells what the gateway takes; whatever fits it, or nearly does, gets an answer that is no defect."""
+"""The OpenAPI document tells what the gateway takes; whatever fits it, or nearly does, gets an
+answer that is no defect.
+"""
 
 import json
 from collections.abc import Callable
@@ -109,7 +111,8 @@ def fuzzed(method: str, path: str) -> Callable[..., None]:
     return test
 
 
-# Each has a name of its own: of tests with one id, as schemathesis gives them under pytest 9.2, xdist runs a single one.
+# Each has a name of its own: of tests with one id, as schemathesis gives them under pytest 9.2,
+# xdist runs a single one.
 for route, operations in DOCUMENT["paths"].items():
     for verb, described in operations.items():
         globals()[f"test_fuzzed_{described['operationId']}"] = fuzzed(verb, route)

@@ -1,4 +1,6 @@
-"""Clients that are not ours: Node with the .proto files, and the programs of docs/clients.md as they stand there."""
+"""Clients that are not ours: Node with the .proto files, and the programs of docs/clients.md as
+they stand there.
+"""
 
 import base64
 import json
@@ -30,7 +32,7 @@ BLOCKS = [
 
 @pytest.fixture(scope="module")
 def node(pytestconfig: pytest.Config) -> dict[str, str]:
-    """An environment in which `node` finds the packages."""
+    """Returns an environment in which `node` finds the packages."""
     assert pytestconfig.cache is not None
     packages = node_packages.node_path(pytestconfig.cache.mkdir("node"))
     return {**os.environ, "NODE_PATH": str(packages)}

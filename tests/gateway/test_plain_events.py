@@ -20,7 +20,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
 def bodies(**fields: Any) -> list[tuple[Reply, GenerationBody]]:
     return [
-        (CompletionReply(TOKENIZER, []), CompletionBody(model="m", prompt="x", **fields)),
+        (CompletionReply(TOKENIZER, [], [[]]), CompletionBody(model="m", prompt="x", **fields)),
         (ChatReply(TOKENIZER), ChatBody(**{**CHAT, **fields})),
     ]
 

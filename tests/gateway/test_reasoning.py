@@ -1,4 +1,6 @@
-"""Reasoning in answers: set apart in every API, streamed and not, whatever the model's way to write it."""
+"""Reasoning in answers: set apart in every API, streamed and not, whatever the model's way to write
+it.
+"""
 
 import json
 import random
@@ -32,7 +34,7 @@ HARMONY = "<|channel|>analysis<|message|>Let me\nsee.<|end|><|start|>assistant<|
 HARMONY_CALL = 'commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
 # Style, whether the prompt opens reasoning, convention, text, reasoning, content, calls.
 CASES: list[tuple[Any, Any, Any, str, str, str, list[tuple[str, str]]]] = [
-    (QWEN3, None, None, "<think>\nLet me\nsee.\n</think>\n\nIt is 4.\n", "Let me\nsee.", "It is 4.\n", []),
+    (QWEN3, None, None, "<think>\nLet me\nsee.\n</think>\n\nIt is 4.\n", "Let me\nsee.", "It is 4.\n", []),  # noqa: E501
     (QWEN3, None, None, "It is <think>4</think>.", "", "It is <think>4</think>.", []),
     (QWEN3, None, None, "\n<think></think>\n4", "", "4", []),
     (QWEN3, None, None, "<think>only thoughts </thin", "only thoughts </thin", "", []),
@@ -45,13 +47,13 @@ CASES: list[tuple[Any, Any, Any, str, str, str, list[tuple[str, str]]]] = [
     (R1, True, None, "Let me see.\n</think>\n\n4", "Let me see.", "4", []),
     (R1, True, None, "<think>\nLet me see.</think>4", "Let me see.", "4", []),
     (R1, True, None, "never ends", "never ends", "", []),
-    (GPT_OSS, None, None, HARMONY.format(rest="final<|message|>It is 4."), "Let me\nsee.", "It is 4.", []),
+    (GPT_OSS, None, None, HARMONY.format(rest="final<|message|>It is 4."), "Let me\nsee.", "It is 4.", []),  # noqa: E501
     (GPT_OSS, None, None, "<|channel|>final<|message|>4 < 5<|", "", "4 < 5<|", []),
     (GPT_OSS, None, None, "no channels <|x|>", "", "no channels <|x|>", []),
     (GPT_OSS, None, None, "<|channel|>analysis<|message|>cut", "cut", "", []),
     (GPT_OSS, None, None, "<|channel|>ana", "", "", []),
     (GPT_OSS, None, HERMES, HARMONY.format(rest=HARMONY_CALL), "Let me\nsee.", "", F),
-    (GPT_OSS, None, HERMES, HARMONY.format(rest="commentary<|message|>I call.<|end|><|start|>assistant to=functions.f<|channel|>commentary<|message|>{\"a\": 1}"), "Let me\nsee.", "I call.", F),
+    (GPT_OSS, None, HERMES, HARMONY.format(rest="commentary<|message|>I call.<|end|><|start|>assistant to=functions.f<|channel|>commentary<|message|>{\"a\": 1}"), "Let me\nsee.", "I call.", F),  # noqa: E501
     (GPT_OSS, None, None, HARMONY.format(rest=HARMONY_CALL), "Let me\nsee.", '{"a": 1}', []),
 ]  # fmt: skip
 
@@ -108,14 +110,17 @@ def test_where_a_begun_answer_is() -> None:
 
 SPECIAL = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>"]
 THINKING = (
-    "{% for message in messages %}{{ message.role }}: {{ message.reasoning_content or '' }}{{ message.content }}\n"
-    "{% endfor %}{{ '<tool_call>' if tools else '' }}assistant: "
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.reasoning_content or '' }}{{"
+    " message.content }}\n{% endfor %}{{ '<tool_call>' if tools else '' }}assistant: {% if"
+    " enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 )
 TEXTS = {
     QWEN3: "<think>\nLet me see.\n</think>\n\nIt is 4.",
     R1: "Let me see.\n</think>\n\nIt is 4.",
-    GPT_OSS: "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>final<|message|>It is 4.",
+    GPT_OSS: (
+        "<|channel|>analysis<|message|>Let me"
+        " see.<|end|><|start|>assistant<|channel|>final<|message|>It is 4."
+    ),
 }
 SAID = ("Let me see.", "It is 4.")
 USER: Any = [{"role": "user", "content": "2+2?"}]
@@ -124,7 +129,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """A gateway whose verifier says what it is told to."""
+    """A gateway whose verifier answers with a given text."""
 
     verifier: ScriptedVerifier
     tokenizer: Tokenizer
@@ -132,7 +137,7 @@ class Rig:
     url: str
 
     def say(self, text: str) -> int:
-        """Sets what is said to every request; the number of its tokens."""
+        """Sets the text that answers every request; returns the number of its tokens."""
         tokens = self.tokenizer.encode(text, False)
 
         async def script(talk: Conversation, submit: Submit) -> None:
@@ -146,7 +151,7 @@ class Rig:
 
     @property
     def prompt(self) -> str:
-        """The prompt of the last request."""
+        """Returns the prompt of the last request."""
         return self.tokenizer.decode(self.verifier.submitted[-1].prompt, False)
 
 
@@ -306,11 +311,16 @@ def test_calls_after_reasoning(rig: Rig, client: openai.OpenAI) -> None:
     assert message.reasoning_content == "Let me see."
     assert message.tool_calls[0].function.arguments == '{"a": 1}'
     grammar = rig.verifier.submitted[-1].sampling.grammar
+    forced: Any = {"messages": USER, "tools": tools, "tool_choice": "required"}
     if rig.style is GPT_OSS:
-        return  # its calls are not held to a grammar
+        # Its calls are held to a grammar where one has to come.
+        assert not grammar.ByteSize()
+        answer = client.chat.completions.create(model="scripted", **forced)
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert "to=functions.f" in rig.verifier.submitted[-1].sampling.grammar.ebnf
+        return
     # Free text may be reasoning, too, unless its end is still to come.
     assert ('"reasoning"' in grammar.structural_tag) == (rig.style is R1)
-    forced: Any = {"messages": USER, "tools": tools, "tool_choice": "required"}
     client.chat.completions.create(model="scripted", **forced)
     assert '"reasoning"' in rig.verifier.submitted[-1].sampling.grammar.structural_tag
 
@@ -323,13 +333,18 @@ def test_a_schema_that_is_no_json_is_told(rig: Rig, client: openai.OpenAI, kind:
 
 
 def test_structured_output_comes_after_reasoning(rig: Rig, client: openai.OpenAI) -> None:
-    if rig.style is GPT_OSS:
-        pytest.skip("refused by name, below")
     rig.say(TEXTS[rig.style].replace("It is 4.", "4"))
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
     asked: Any = {"model": "scripted", "messages": USER}
     answer = client.chat.completions.create(**asked, response_format=form)
     assert answer.choices[0].message.content == "4"
+    if rig.style is GPT_OSS:
+        assert '"final"' in rig.verifier.submitted[-1].sampling.grammar.ebnf
+        regex = {"structured_outputs": {"regex": "4"}}
+        with pytest.raises(openai.BadRequestError, match="answers in channels; a JSON") as told:
+            client.chat.completions.create(**asked, extra_body=regex)
+        assert told.value.param == "structured_outputs"
+        return
     tags = json.loads(rig.verifier.submitted[-1].sampling.grammar.structural_tag)
     assert tags["reasoning"] == {
         "begin": "<think>",

@@ -1,4 +1,7 @@
-"""What docs/request-fields.md says of every field holds: honoured fields do something, others are refused by name or change nothing."""
+"""Tests what docs/request-fields.md says of every field.
+
+Honoured fields have an effect; others are refused by name or change nothing.
+"""
 
 import inspect
 import json
@@ -56,7 +59,7 @@ class Ask:
         return self.http.post(path, json=body)
 
     def all(self, **fields: Any) -> list[dict[str, Any]]:
-        """Every choice."""
+        """Returns every choice."""
         answer = self.post(**fields)
         assert answer.status_code == 200, answer.text
         found = answer.json()
@@ -78,7 +81,7 @@ class Ask:
         return str(found["text"])
 
     def whole(self, **fields: Any) -> dict[str, Any]:
-        """The whole answer, or SGLang's meta_info."""
+        """Returns the whole answer, or SGLang's meta_info."""
         found: dict[str, Any] = self.post(**fields).json()
         return found["meta_info"] if self.is_native else found
 
@@ -94,7 +97,7 @@ def changes(ask: Ask, value: Field) -> bool:
 
 
 def first_of(text: str) -> str:
-    """A character that stands early in a text."""
+    """Returns a character that stands early in a text."""
     return text[2]
 
 
@@ -154,6 +157,12 @@ def biases(ask: Ask, field: Field) -> bool:
     return ask.ids(logit_bias={"65": 100}) == [65] * 8
 
 
+def never_says(ask: Ask, field: Field) -> bool:
+    always = {"logit_bias": {"65": 100}}
+    word = ask.http.post("/detokenize", json={"tokens": [65]}).json()["text"]
+    return ask.ids(**always) == [65] * 8 and 65 not in ask.ids(bad_words=[word], **always)
+
+
 def streams(ask: Ask, field: Field) -> bool:
     events = ask.events(stream=True)
     if ask.is_native:
@@ -187,12 +196,21 @@ def has_logprobs(ask: Ask, field: Field) -> bool:
     )
 
 
+def scores_prompt(ask: Ask, field: Field) -> bool:
+    found = ask.whole(**dict(field.beside), **{field.name: field.example})
+    if ask.is_native:
+        num_tokens = found["prompt_tokens"]
+        return len(found["input_token_logprobs"]) == num_tokens - 1
+    holder = found if ask.route == CHAT else found["choices"][0]
+    return len(holder["prompt_logprobs"]) == found["usage"]["prompt_tokens"]
+
+
 def is_name(ask: Ask, field: Field) -> bool:
     return bool(ask.whole(**{field.name: "a-name"})["id"] == "a-name")
 
 
 def is_taken(ask: Ask, field: Field) -> bool:
-    """Honoured where it cannot be seen in one answer; wrong values are refused."""
+    """Checks a field whose effect one answer does not show: right values pass, wrong ones do not."""
     return ask.ids(**{field.name: field.example}) == ask.ids()
 
 
@@ -275,6 +293,7 @@ def calls_once(ask: Ask, field: Field) -> bool:
     return len(ask.one(parallel_tool_calls=False, **asked)["message"]["tool_calls"]) == 1
 
 
+# What is not here changes the tokens.
 PROOFS: dict[str, Callable[[Ask, Field], bool]] = {
     "prompt": other_prompt,
     "messages": other_prompt,
@@ -287,14 +306,14 @@ PROOFS: dict[str, Callable[[Ask, Field], bool]] = {
     "return_logprob": has_logprobs,
     "return_text_in_logprobs": has_logprobs,
     "top_logprobs_num": has_logprobs,
-    "logprob_start_len": refuses_others(0, 5),
+    "logprob_start_len": scores_prompt,
+    "prompt_logprobs": scores_prompt,
     "best_of": refuses_others(2, 0),
     "modalities": refuses_others(["audio"], []),
     "model": refuses_others("other"),
-    "frequency_penalty": changes,
-    "presence_penalty": changes,
-    "repetition_penalty": changes,
     "logit_bias": biases,
+    "bad_words": never_says,
+    "allowed_token_ids": lambda ask, field: set(ask.ids(allowed_token_ids=[66, 67])) <= {66, 67},
     "max_tokens": shorter,
     "max_completion_tokens": shorter,
     "max_new_tokens": shorter,
@@ -311,7 +330,6 @@ PROOFS: dict[str, Callable[[Ask, Field], bool]] = {
     "skip_special_tokens": shows_special,
     "stream": streams,
     "stream_options": tells_usage,
-    "temperature": changes,
     "top_p": is_greedy,
     "top_k": is_greedy,
     "min_p": is_greedy,
@@ -349,7 +367,7 @@ def test_field(http: httpx.Client, route: str, field: Field) -> None:
     ask = Ask(http, route)
     given = {**dict(field.beside), field.name: field.example}
     if field.fate == "honoured":
-        assert PROOFS[field.name](ask, field)
+        assert PROOFS.get(field.name, changes)(ask, field)
         return
     answer = ask.post(**given)
     if field.fate == "ignored":

@@ -1,4 +1,4 @@
-"""What is kept of responses: within its bytes and its time, and for its owner alone."""
+"""Tests that responses are kept within bytes and time, and only for their owner."""
 
 import asyncio
 import functools
@@ -19,12 +19,12 @@ class Clock:
 
 
 def in_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """The store has a timer, which needs one."""
+    """Runs the test in an event loop, which the store's timer needs."""
     return functools.wraps(test)(lambda: asyncio.run(test()))
 
 
 async def size_of(body: Any, items: list[Any]) -> int:
-    """What one response takes that continues none."""
+    """Returns the bytes of one response that continues no other."""
     store = ResponseStore(2**30, 60.0, Clock())
     store.put("", "x", body, items)
     return store.num_bytes

@@ -1,4 +1,6 @@
-"""/v1/responses by the official openai client; its own types say whether answers and events have the right form."""
+"""/v1/responses by the official openai client; its own types say whether answers and events have
+the right form.
+"""
 
 import inspect
 import json
@@ -43,7 +45,7 @@ CALLING: Any = {
 
 @pytest.fixture(scope="module")
 def caller(tool_url: str) -> Iterator[openai.OpenAI]:
-    """A client of a model whose template knows tools."""
+    """Returns a client of a model whose template knows tools."""
     with openai.OpenAI(base_url=tool_url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -58,7 +60,7 @@ def create(client: openai.OpenAI, said: Any = "Hi é", **fields: Any) -> Respons
 
 
 def chat_text(client: openai.OpenAI, messages: Any) -> tuple[str | None, int]:
-    """The text and the number of prompt tokens that chat completions have for a conversation."""
+    """Returns text and number of prompt tokens of chat completions for a conversation."""
     found = client.chat.completions.create(
         model="tiny", messages=messages, max_tokens=24, temperature=0.8, seed=7
     )
@@ -128,7 +130,7 @@ def events_of(client: openai.OpenAI, **fields: Any) -> list[Any]:
 
 
 def without_names(response: Response) -> dict[str, Any]:
-    """A response without what differs each time."""
+    """Returns a response without fields that differ each time."""
     found = response.to_dict()
     for name in ("id", "created_at", "completed_at", "usage", "speculation"):
         found.pop(name)
@@ -300,7 +302,7 @@ USER = {"role": "user", "content": "x"}
         ({"input": [{"type": "computer_call"}]}, "input.0.type", "only messages, function calls"),
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "input.0.name", "required"),
         (
-            {"input": [USER, CALL, {"type": "function_call_output", "call_id": "d", "output": "1"}]},
+            {"input": [USER, CALL, {"type": "function_call_output", "call_id": "d", "output": "1"}]},  # noqa: E501
             "input.2.call_id",
             "no function_call before it",
         ),
@@ -377,3 +379,29 @@ def test_a_kept_response_is_not_replayed(http: httpx.Client) -> None:
     answer = http.get("/v1/responses/resp_x", params={"stream": "true"})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "stream"
+
+
+def test_input_items_come_in_pages(client: openai.OpenAI) -> None:
+    first = create(client, "one", max_output_tokens=4)
+    said: Any = [{"role": "user", "content": "two"}, {"role": "user", "content": "three"}]
+    second = create(client, said, max_output_tokens=4, previous_response_id=first.id)
+    of = client.responses.input_items
+    items = of.list(second.id, order="asc", limit=100).data
+    answered = [item.to_dict() for item in first.output]
+    assert [item.to_dict() for item in items][1:-2] == answered
+    texts = [item.content[0].text for item in items if item.type == "message"]
+    assert texts == ["one", first.output_text, "two", "three"]
+    assert [item.role for item in items if item.type == "message"] == [
+        "user", "assistant", "user", "user",
+    ]  # fmt: skip
+    # One item at a time, the newest first, as the client's own pager asks for them.
+    paged = list(of.list(second.id, limit=1))
+    assert [item.id for item in paged] == [item.id for item in items][::-1]
+    assert len({item.id for item in items}) == len(items)
+    assert [item.content[0].text for item in of.list(first.id)] == ["one"]
+    for limit, order, after in ((0, "asc", None), (101, "asc", None), (1, "asc", "x")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            of.list(first.id, limit=limit, order=order, after=after or openai.omit)
+        assert refused.value.param in ("limit", "after")
+    with pytest.raises(openai.NotFoundError):
+        of.list("resp_none")

@@ -1,4 +1,6 @@
-"""The choice of a verifier: by prefix, by load, bounded; and a pool that follows health and the loss of caches."""
+"""The choice of a verifier: by prefix, by load, bounded; and a pool that follows health and the
+loss of caches.
+"""
 
 import asyncio
 import random
@@ -114,7 +116,7 @@ def test_memory_is_bounded_and_the_oldest_goes() -> None:
 
 @asynccontextmanager
 async def verifier() -> AsyncIterator[tuple[health.aio.HealthServicer, str]]:
-    """One with the health service, as the real one has."""
+    """Starts a verifier with the health service, like the real one."""
     server, servicer = grpc.aio.server(), health.aio.HealthServicer()
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(Verifier(), server)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -213,7 +215,7 @@ def test_a_stream_that_broke_forgets_what_was_cached_there() -> None:
 
 
 class Deaf:
-    """A connection that takes what a ticket says and answers nothing."""
+    """A connection that accepts a ticket's messages and never answers."""
 
     def cancel(self, number: int) -> None:
         return

@@ -8,7 +8,7 @@ from gateway.stops import StopMatcher
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """What stands before the stop string that is complete first, by brute force."""
+    """Finds the text before the stop string that is complete first, by brute force."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:

@@ -1,4 +1,4 @@
-"""What a job asks for reaches the verifier under the same names."""
+"""Tests that a job's fields reach the verifier under the same names."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -7,19 +7,21 @@ import pytest
 
 from foredraft.config.api_keys import Limits
 from foredraft.sampling.seeds import derive_seed
-from foredraft.types import Grammar, GrammarKind, SamplingParams, SpeculationParams
+from foredraft.types import RANGES, Grammar, GrammarKind, Range, SamplingParams, SpeculationParams
 from gateway.generation import Job, _submit_request
 from gateway.security.limits import Caller
 
+
+def number(allowed: Range, index: int) -> float:
+    """Returns a number that float32 has exactly, different for each index."""
+    if allowed.most > 1000:
+        return 50 + index
+    return allowed.least + (allowed.most - allowed.least) * (2 * index + 1) / 64
+
+
 # No two alike, and none a default.
 SAMPLING: dict[str, Any] = {
-    "temperature": 0.75,
-    "top_k": 7,
-    "top_p": 0.5,
-    "min_p": 0.25,
-    "repetition_penalty": 1.25,
-    "frequency_penalty": 1.5,
-    "presence_penalty": -0.5,
+    **{name: number(allowed, i) for i, (name, allowed) in enumerate(RANGES.items())},
     "logit_bias": {3: -2.0, 9: 4.0},
     "seed": 11,
     "max_new_tokens": 40,
@@ -27,19 +29,27 @@ SAMPLING: dict[str, Any] = {
     "stop_token_ids": (5, 6),
     "ignore_eos": True,
     "logprobs": 4,
+    "prompt_logprobs": 3,
+    "bad_words": ((8, 9), (7,)),
+    "allowed_token_ids": (8, 12, 5),
 }
 SPECULATION: dict[str, Any] = {"enabled": False, "num_steps": 3, "topk": 2, "num_draft_tokens": 8}
 JOB = Job("the-name", [1, 2, 3], SamplingParams(**SAMPLING))
 
 
 def plain(value: Any) -> Any:
-    """A field of a message as the dataclasses hold it."""
+    """Returns a message's field in the dataclasses' form."""
+    if hasattr(value, "add"):
+        return tuple(tuple(each.ids) for each in value)
     if hasattr(value, "items"):
         return dict(value)
     return tuple(value) if hasattr(value, "__len__") and not isinstance(value, str) else value
 
 
 def test_every_sampling_parameter() -> None:
+    values = [value for value in SAMPLING.values() if isinstance(value, float | int)]
+    assert len(set(values)) == len(values)
+    assert all(getattr(SamplingParams(), name) != value for name, value in SAMPLING.items())
     assert {field.name for field in fields(SamplingParams)} == {*SAMPLING, "grammar"}
     sent = _submit_request(JOB, 0).sampling
     assert {name: plain(getattr(sent, name)) for name in SAMPLING} == SAMPLING

@@ -34,9 +34,9 @@ CASES: list[tuple[Convention, str, str, list[tuple[str, str]]]] = [
     (Convention.HERMES, "no call <tool_cal at all", "no call <tool_cal at all", []),
     (Convention.HERMES, "", "", []),
     (Convention.HERMES, ONE, "", [("f", ARGUMENTS)]),
-    (Convention.OWN, f"Let me see.\n{ONE}\n{TWO}", "Let me see.\n", [("f", ARGUMENTS), ("g_2", "{}")]),
+    (Convention.OWN, f"Let me see.\n{ONE}\n{TWO}", "Let me see.\n", [("f", ARGUMENTS), ("g_2", "{}")]),  # noqa: E501
     (Convention.HERMES, f"{TWO} and then {TWO}\n", "and then ", [("g_2", "{}"), ("g_2", "{}")]),
-    (Convention.HERMES, f"a <tool_call>nonsense</tool_call> b{TWO}", "a <tool_call>nonsense</tool_call> b", [("g_2", "{}")]),
+    (Convention.HERMES, f"a <tool_call>nonsense</tool_call> b{TWO}", "a <tool_call>nonsense</tool_call> b", [("g_2", "{}")]),  # noqa: E501
     (Convention.HERMES, ONE[:-30], "", [("f", ONE[ONE.index('{"a"') : -30])]),
     (Convention.HERMES, '<tool_call>\n{"na', "", []),
     (Convention.HERMES, "a<tool_call>", "a", []),
@@ -50,20 +50,20 @@ CASES: list[tuple[Convention, str, str, list[tuple[str, str]]]] = [
     (Convention.LLAMA, 'Hm: {"name" is not one', 'Hm: {"name" is not one', []),
     (Convention.MISTRAL, "no call [TOOL at all", "no call [TOOL at all", []),
     (Convention.MISTRAL, f'[TOOL_CALLS] [{MISTRAL}]', "", [("f", ARGUMENTS)]),
-    (Convention.MISTRAL, f'So:[TOOL_CALLS][{MISTRAL}, {MISTRAL}]\nwell', "So:well", [("f", ARGUMENTS)] * 2),
-    (Convention.MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": [{}]}[TOOL_CALLS]g[CALL_ID]abc[ARGS]{}', "", [("f", '{"a": [{}]}'), ("g", "{}")]),
-    (Convention.MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
+    (Convention.MISTRAL, f'So:[TOOL_CALLS][{MISTRAL}, {MISTRAL}]\nwell', "So:well", [("f", ARGUMENTS)] * 2),  # noqa: E501
+    (Convention.MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": [{}]}[TOOL_CALLS]g[CALL_ID]abc[ARGS]{}', "", [("f", '{"a": [{}]}'), ("g", "{}")]),  # noqa: E501
+    (Convention.MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),  # noqa: E501
     (Convention.MISTRAL, '[TOOL_CALLS] [{"na', "", []),
     (Convention.QWEN3_CODER, "no call <tool_cal at all", "no call <tool_cal at all", []),
     (Convention.QWEN3_CODER, f"So:\n{CODER}\n{CODER}", "So:\n", [("f", CODED), ("f", CODED)]),
-    (Convention.QWEN3_CODER, "<tool_call>\n<function=g>\n</function>\n</tool_call>", "", [("g", "{}")]),
+    (Convention.QWEN3_CODER, "<tool_call>\n<function=g>\n</function>\n</tool_call>", "", [("g", "{}")]),  # noqa: E501
     (Convention.QWEN3_CODER, "<tool_call>none</tool_call> b", "<tool_call>none</tool_call> b", []),
     (Convention.QWEN3_CODER, CODER[:-50], "", [("f", '{"a": 12, "b": "x\\ny"')]),
 ]  # fmt: skip
 
 
 def joined(deltas: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
-    """What a client makes of deltas."""
+    """Joins deltas like a client."""
     content, calls = "", []
     for delta in deltas:
         content += delta.get("content", "")
@@ -201,7 +201,7 @@ def test_the_grammar_says_what_was_asked_for() -> None:
 
 
 def test_qwen3_coders_texts_stand_as_they_are() -> None:
-    """What looks like a number is a text where the schema says so."""
+    """A value that looks like a number is a text if the schema says so."""
     properties = {"a": {"type": "string"}, "c": {"type": "string"}}
     use = tool_use([tool(parameters={"type": "object", "properties": properties})], "auto", None)
     assert use is not None

@@ -1,4 +1,6 @@
-"""Requests that offer another protocol, as Java's HTTP client does with HTTP/2, are answered as if they did not."""
+"""Requests that offer another protocol, as Java's HTTP client does with HTTP/2, are answered as if
+they did not.
+"""
 
 import json
 import socket

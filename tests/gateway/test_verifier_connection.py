@@ -1,4 +1,4 @@
-"""What a gateway's log says of a verifier that is not there: yet, any more, or at all."""
+"""Tests the gateway's log of a verifier that has not started, has stopped, or never existed."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ LOGGER = verifier_connection.logger.name
 
 
 def said(log: pytest.LogCaptureFixture, where: str) -> list[tuple[str, str]]:
-    """Level and beginning of each line about a verifier."""
+    """Returns level and beginning of each line about a verifier."""
     records = [record for record in log.records if record.name == LOGGER]
     return [
         (record.levelname, record.getMessage().partition(where)[0].rstrip()) for record in records

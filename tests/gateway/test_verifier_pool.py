@@ -19,7 +19,7 @@ PROMPT = list(range(BLOCK_TOKENS * 2))
 
 
 class Verifier(verify_pb2_grpc.VerifyServiceServicer):
-    """Says what it is told of its model and load, notes what it is asked, and never answers a request."""
+    """A verifier that reports a given model and load, records calls, and answers no request."""
 
     def __init__(self, vocab_size: int = 8, model: str = "m", **load: int) -> None:
         self.info = verify_pb2.GetModelInfoResponse(model=model, vocab_size=vocab_size)
@@ -51,7 +51,7 @@ class Verifier(verify_pb2_grpc.VerifyServiceServicer):
 
 @asynccontextmanager
 async def pool_of(*verifiers: Verifier) -> AsyncIterator[VerifierPool]:
-    """A pool whose connections are in the order of the verifiers."""
+    """Creates a pool whose connections are in the order of the verifiers."""
     async with AsyncExitStack() as stack:
         targets = []
         for verifier in verifiers:

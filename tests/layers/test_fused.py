@@ -10,7 +10,7 @@ from foredraft.layers import fused
 from foredraft.layers.mlp import ACTIVATIONS
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.rotary import Rotary, rotate
-from testing.triton_device import DEVICE, needs_triton
+from testing.triton_device import DEVICE, needs_gpu, needs_triton
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 
@@ -141,7 +141,8 @@ def test_angles(kind):
     frequencies = Rotary(config, 40, DEVICE)._frequencies
     got = fused.angles(positions.to(DEVICE), frequencies, config.attention_factor)
     for one, other in zip(got, want, strict=True):
-        # The frequencies' last bit may differ between devices; times the largest position that is the angle's error.
+        # The frequencies' last bit may differ between devices; times the largest position that is
+        # the angle's error.
         torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0.02)
         torch.testing.assert_close(one.cpu()[:3], other[:3], rtol=0, atol=2e-5)
 
@@ -207,3 +208,30 @@ def test_gated_product(dtype, kind):
     both = random(3, 2 * size, dtype=dtype) * 3
     want = ACTIVATIONS[kind](both[:, :size].float()) * both[:, size:].float()
     close(fused.gated(both.to(DEVICE), kind), want, dtype)
+
+
+@needs_gpu
+@pytest.mark.parametrize("norms", [False, True])
+def test_a_row_is_rotated_to_the_same_bits_beside_any_number(norms):
+    """The order of a head norm's sum follows the layout of a block of heads."""
+    q_heads, kv_heads, head_dim, most = 8, 2, 128, 100
+    heads = random(most, q_heads + 2 * kv_heads, head_dim, dtype=torch.bfloat16).to(DEVICE)
+    frequencies = random(head_dim // 2).abs().to(DEVICE)
+    angles = fused.angles(torch.arange(most, device=DEVICE), frequencies, 1.0)
+    weights = random_norm(head_dim, False, torch.bfloat16).weight.to(DEVICE)
+    given = (weights, weights, 1e-6, False) if norms else None
+
+    def rotated(count):
+        caches = torch.zeros(2, kv_heads, most, head_dim, dtype=torch.bfloat16, device=DEVICE)
+        slots = torch.arange(count, device=DEVICE)
+        own = tuple(part[:count] for part in angles)
+        queries = fused.rotate_and_store(
+            heads[:count].clone(), q_heads, own, given, caches[0], caches[1], slots
+        )
+        return queries, caches[:, :, :count]
+
+    queries, caches = rotated(most)
+    for count in (1, 4, 5, 64, 65):
+        found, stored = rotated(count)
+        assert torch.equal(found, queries[:count]), count
+        assert torch.equal(stored, caches[:, :, :count]), count

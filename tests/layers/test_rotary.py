@@ -1,4 +1,6 @@
-"""Frequencies of every kind of rotary embedding against transformers, with some in each part of the ramps."""
+"""Frequencies of every kind of rotary embedding against transformers, with some in each part of the
+ramps.
+"""
 
 from typing import Any
 

@@ -108,7 +108,9 @@ def build(name, directory):
 
 
 def add_mtp_layers(directory):
-    """Makes a Qwen2 checkpoint look like MiMo's: other name, and layers that the decoder does not use."""
+    """Makes a Qwen2 checkpoint look like MiMo's: other name, and layers that the decoder does not
+    use.
+    """
     config = json.loads((directory / "config.json").read_text())
     config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     config["num_nextn_predict_layers"] = 1

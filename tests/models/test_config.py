@@ -83,7 +83,9 @@ def test_the_tokenizer_names_the_eos_token_where_no_config_does(tmp_path):
 
 
 def test_yarn_stretches_the_context():
-    """Qwen's models are stretched by adding the scaling alone; other kinds' lengths are already the stretched ones."""
+    """Qwen's models are stretched by adding the scaling alone; other kinds' lengths are already the
+    stretched ones.
+    """
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8000}
     assert parse(rope_scaling=yarn).max_position_embeddings == 32000
     assert parse(rope_scaling=yarn, max_position_embeddings=40000).max_position_embeddings == 40000
@@ -139,7 +141,8 @@ def test_gemma3_with_old_and_new_keys():
     assert old.tie_word_embeddings
     assert old.embedding_scale == 8.0
     assert old.activation == "gelu_tanh"
-    # As transformers: Gemma's activation has a key of its own, and scaling in the old key is the full layers'.
+    # As transformers: Gemma's activation has a key of its own, and scaling in the old key is the
+    # full layers'.
     assert parse(**gemma, hidden_act="silu").activation == "gelu_tanh"
     assert parse(**gemma, hidden_activation="silu", hidden_act="gelu").activation == "silu"
     mixed = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
@@ -246,8 +249,8 @@ def test_the_type_must_be_the_architectures(tmp_path):
             {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"a": 1}},
             "vision",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantized checkpoints \(awq\)"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"\(fp8\)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, r"quantized checkpoints \(hqq\)"),
+        ({"compression_config": {"quant_method": "aqlm"}}, r"\(aqlm\)"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_scaling": {"rope_type": "linear"}}, "no factor"),
         ({"rope_scaling": LLAMA3 | {"factor": 0}}, "factor must be above 0"),
@@ -318,7 +321,10 @@ def test_broken_files(tmp_path):
 
 
 def test_torch_free():
-    code = "import sys, foredraft.models.config, foredraft.models.registry; print('torch' in sys.modules)"
+    code = (
+        "import sys, foredraft.models.config, foredraft.models.registry; print('torch' in"
+        " sys.modules)"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

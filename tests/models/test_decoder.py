@@ -1,4 +1,6 @@
-"""The decoder over the paged cache against transformers, in float32: the same logits however the rows are cut."""
+"""The decoder over the paged cache against transformers, in float32: the same logits however the
+rows are cut.
+"""
 
 import pytest
 import torch
@@ -49,7 +51,9 @@ def test_prefill(variant):
 
 
 def test_chunks_and_decoding_of_several_sequences(variant):
-    """Chunks of one sequence run beside decoding rows of others, on scattered pages, past every window."""
+    """Chunks of one sequence run beside decoding rows of others, on scattered pages, past every
+    window.
+    """
     _, directory, model = variant
     runner = make_runner(directory)
     lengths = (30, 41, 23)
@@ -78,7 +82,9 @@ def test_chunks_and_decoding_of_several_sequences(variant):
 
 
 def test_tree_rows_equal_their_paths(variant):
-    """Each node's logits are those of a sequence that goes straight to it; the accepted path can be committed."""
+    """Each node's logits are those of a sequence that goes straight to it; the accepted path can be
+    committed.
+    """
     _, directory, model = variant
     runner, prefix = make_runner(directory), tokens_of(22)
     pages = [9, 2, 3, 40, 41, 42, 43, 7, 8, 20]
@@ -121,7 +127,9 @@ def test_sequences_share_prefix_pages(checkpoints):
 
 @pytest.mark.parametrize("chunks", [(10,), (24,), (7, 17), (16, 1, 13)])
 def test_dynamic_rope_follows_the_length(tmp_path, chunks):
-    """A prompt beyond the trained length is stretched by all of its length, then each new token by its own."""
+    """A prompt beyond the trained length is stretched by all of its length, then each new token by
+    its own.
+    """
     import transformers
 
     config = transformers.LlamaConfig(

@@ -1,4 +1,6 @@
-"""Draft heads that are not exactly what they have to be: what is wrong is named, and nothing in a file is run."""
+"""Draft heads that are not exactly what they have to be: what is wrong is named, and nothing in a
+file is run.
+"""
 
 import json
 import math
@@ -82,7 +84,7 @@ def test_what_does_not_fit_exactly_is_named(wrong: str, target: Path, tmp_path: 
         (with_(EAGLE3, {"architectures": ["LlamaForCausalLM"]}), "EAGLE", "EAGLE3, not EAGLE"),
         (MTP, "EAGLE", "a head for --speculative-algorithm MTP, not EAGLE"),
         (with_(MTP, {"architectures": ["GPT2LMHeadModel"]}), "MTP", "'GPT2LMHeadModel' is not a"),
-        (speculators(EAGLE3, speculators_model_type="dflash"), "EAGLE3", "'dflash'"),
+        (speculators(EAGLE3, speculators_model_type="hydra"), "EAGLE3", "'hydra'"),
     ],
 )
 def test_another_kind_of_head_is_refused(

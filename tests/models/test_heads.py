@@ -223,7 +223,9 @@ def test_every_layout_gives_the_same_head(layout: str, target: Path, tmp_path: P
 
 
 def test_biases_are_those_of_the_checkpoint(target: Path, tmp_path: Path) -> None:
-    """EAGLE's own layers never have one behind attention; a key says whether queries, keys and values have."""
+    """EAGLE's own layers never have one behind attention; a key says whether queries, keys and
+    values have.
+    """
     biased = tiny_head("EAGLE", 3, architecture="Qwen2ForCausalLMEagle")
     plain = KINDS["eagle"]
     tokens, hidden = text(5, HIDDEN)

@@ -26,12 +26,13 @@ def git_sha(content: bytes) -> str:
 
 
 class Hub(ThreadingHTTPServer):
-    """One repository, `org/tiny`, with two commits.
+    """A hub with a repository `org/tiny`, which has two commits.
 
     Attributes:
         files: Contents by commit and name.
         requests: (method, path, Range header) of every request.
-        cut_after: The next answer with weights breaks off after so many bytes; None lets it through.
+        cut_after: The next answer with weights breaks off after so many bytes; None lets it
+            through.
         broken: Files that cannot be had now.
         is_down: Whether connections are closed without an answer.
         serve_instead: Contents that are served, under the checksums of the right ones.
@@ -186,7 +187,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with Hub() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        # The library reads its variables when it is imported; a service's process has them from its start.
+        # The library reads its variables when it is imported; a service's process has them from its
+        # start.
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"

@@ -104,7 +104,7 @@ def test_integer_weights_are_refused(copy):
     [("nan", "float32"), ("inf", "bfloat16"), ("-inf", "float32"), ("1e5", "float16")],
 )
 def test_weights_that_are_not_finite_are_named(copy, value, dtype):
-    """One that a smaller type cannot hold is infinite in it."""
+    """A weight that a smaller type cannot hold becomes infinite in it."""
     directory, tensors = copy
     name = "model.layers.1.mlp.down_proj.weight"
     tensors[name][7, 9] = float(value)
@@ -233,7 +233,9 @@ print((peak - before) / weights)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peak_memory_is_near_the_weights(copy, dtype):
-    """Resident memory, mapped file pages included, stays under 1.3 times the weights, whatever the file's type."""
+    """Resident memory, mapped file pages included, stays under 1.3 times the weights, whatever the
+    file's type.
+    """
     directory, _ = copy
     config = json.loads((directory / "config.json").read_text())
     config |= {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000}

@@ -1,4 +1,6 @@
-"""The config.json of published heads, word for word where it matters, at their own sizes: what is made of them."""
+"""The config.json of published heads, word for word where it matters, at their own sizes: what is
+made of them.
+"""
 
 from typing import Any
 
@@ -57,7 +59,9 @@ SPECULATORS = {
 
 
 def test_eagle_of_its_authors() -> None:
-    """yuhuili/EAGLE-LLaMA3.1-Instruct-8B: the architecture is the target's, so the flag says what it is."""
+    """yuhuili/EAGLE-LLaMA3.1-Instruct-8B: the architecture is the target's, so the flag says what
+    it is.
+    """
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "bias": False,
@@ -80,7 +84,9 @@ def test_eagle_of_its_authors() -> None:
 
 
 def test_eagle3_of_its_authors() -> None:
-    """yuhuili/EAGLE3-*: only the draft vocabulary tells it from EAGLE-2; the layers are the usual three."""
+    """yuhuili/EAGLE3-*: only the draft vocabulary tells it from EAGLE-2; the layers are the usual
+    three.
+    """
     config = {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000, **LLAMA}
     head = HeadConfig.from_dict(config, "EAGLE3")
     assert (head.draft_vocab_size, head.num_streams) == (32000, 3)
@@ -90,7 +96,9 @@ def test_eagle3_of_its_authors() -> None:
 
 
 def test_eagle3_of_sglang() -> None:
-    """jamesliu1/sglang-EAGLE3-* and SpecForge: an architecture of their own, layer ids where the trainer chose them."""
+    """jamesliu1/sglang-EAGLE3-* and SpecForge: an architecture of their own, layer ids where the
+    trainer chose them.
+    """
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": 32000,
@@ -107,7 +115,9 @@ def test_eagle3_of_sglang() -> None:
 
 @pytest.mark.parametrize("name", ["Eagle3LlamaForCausalLM", "Eagle3LLamaforCausalLM"])
 def test_eagle3_of_angelslim(name: str) -> None:
-    """Heads for small Qwen3 targets say that the LM head is tied, as their targets do, and bring one."""
+    """Heads for small Qwen3 targets say that the LM head is tied, as their targets do, and bring
+    one.
+    """
     config = {
         "architectures": [name],
         "draft_vocab_size": 32000,
@@ -143,7 +153,9 @@ def test_eagle3_of_the_speculators_library() -> None:
 
 
 def test_mimo() -> None:
-    """XiaomiMiMo/MiMo-7B: the layers lie in the target's own checkpoint, whose config.json this is."""
+    """XiaomiMiMo/MiMo-7B: the layers lie in the target's own checkpoint, whose config.json this
+    is.
+    """
     config = {
         "architectures": ["MiMoForCausalLM"],
         "attention_bias": True,

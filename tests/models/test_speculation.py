@@ -1,4 +1,4 @@
-"""What flags mean for a target: EAGLE or MTP, trees by architecture, depths by modules."""
+"""Flags completed for a target: EAGLE or MTP, trees by architecture, depths by modules."""
 
 import json
 import subprocess
@@ -24,8 +24,8 @@ def write(folder: Path, config: dict[str, Any]) -> str:
 @pytest.fixture
 def models(tmp_path: Path) -> dict[str, str]:
     """Directories of targets and heads; nothing but config.json is read."""
-    base = {**tiny_head("EAGLE").config, "max_position_embeddings": 64}
-    mimo = base | {"architectures": ["MiMoForCausalLM"], "num_hidden_layers": 4}
+    base = {**tiny_head("EAGLE").config, "max_position_embeddings": 64, "num_hidden_layers": 4}
+    mimo = base | {"architectures": ["MiMoForCausalLM"]}
     configs = {
         "llama": base | {"architectures": ["LlamaForCausalLM"]},
         "qwen": base | {"architectures": ["Qwen2ForCausalLM"]},

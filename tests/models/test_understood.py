@@ -1,4 +1,6 @@
-"""Checkpoints of many kinds, written by transformers: each is served with transformers' logits, or refused by name."""
+"""Checkpoints of many kinds, written by transformers: each is served with transformers' logits, or
+refused by name.
+"""
 
 import json
 import logging
@@ -86,7 +88,9 @@ WITHOUT_TRACE = {"gemma", "ernie4_5"}
 
 
 def build(directory, model_type, **changes):
-    """Writes a random checkpoint; its config.json's content and transformers' logits of some tokens."""
+    """Writes a random checkpoint; its config.json's content and transformers' logits of some
+    tokens.
+    """
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING[model_type](**BASE | changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -106,10 +110,10 @@ def tokens():
 
 
 def served(directory, raw):
-    """What is computed with a checkpoint whose config.json is `raw`.
+    """Computes with a checkpoint whose config.json is `raw`.
 
     Raises:
-        CheckpointError: It is refused.
+        CheckpointError: The checkpoint is refused.
     """
     (directory / "config.json").write_text(json.dumps(raw))
     model = load_model(directory, torch.float32)
@@ -126,7 +130,9 @@ def check_equal(got, want):
 
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_another_model_is_not_taken_for_a_llama(tmp_path, model_type):
-    """With the architecture of another alone it is refused; with its type too, unless it is the same arithmetic."""
+    """With the architecture of another alone it is refused; with its type too, unless it is the
+    same arithmetic.
+    """
     raw, want = build(tmp_path, model_type, **OTHERS[model_type])
     for name, architecture in SERVED.items():
         with pytest.raises(CheckpointError, match=r"config\.json: .*(model_type|not supported)"):

@@ -1,4 +1,6 @@
-"""Recording rules and alerts, by promtool's own rule tests, and against the metrics that the code declares."""
+"""Recording rules and alerts, by promtool's own rule tests, and against the metrics that the code
+declares.
+"""
 
 import re
 import subprocess

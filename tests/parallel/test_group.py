@@ -1,4 +1,6 @@
-"""Models shared by ranks: each rank's weights are its share, and together they compute what one rank computes."""
+"""Models shared by ranks: each rank's weights are its share, and together they compute what one
+rank computes.
+"""
 
 from pathlib import Path
 
@@ -24,17 +26,25 @@ PROMPT = [5, 3, 8, 1, 9, 2, 6, 4, 7, 11, 13]
 def logits_of(model: DecoderModel, group: Group) -> torch.Tensor:
     """Logits of all rows of a prompt."""
     config = model.config
-    heads = share(config.num_kv_heads, group, "heads")
-    kv = PagedKV(config.num_layers, 8, 4, heads, config.head_dim, torch.float32, CPU)
+    kv = PagedKV(config.num_layers, 8, 4, model.num_kv_heads, config.head_dim, torch.float32, CPU)
     runner = ModelRunner(model, kv, SdpaAttention())
     return runner.forward([SequenceRows.chunk([1, 2, 3], 0, PROMPT, "all")]).logits
 
 
+def shapes_of(model: DecoderModel) -> list[int]:
+    """Sizes of which each rank has a part."""
+    layer = model.decoder_layers[0]
+    return [
+        layer.attention.qkv.weight.shape[0],
+        layer.mlp.down.weight.shape[1],
+        model.embedding.weight.shape[0],
+    ]
+
+
 def compute(group: Group, model: str, out: str) -> None:
-    """What one rank does: load its share, compute, and write down the logits and the shapes of its share."""
+    """Runs a rank: loads its share, computes, and writes the logits and the shapes of its share."""
     loaded = load_model(model, torch.float32, group=group)
-    layer = loaded.decoder_layers[0]
-    shapes = torch.tensor([layer.attention.qkv.weight.shape[0], layer.mlp.down.weight.shape[1]])
+    shapes = torch.tensor(shapes_of(loaded))
     save_file(
         {"logits": logits_of(loaded, group).contiguous(), "shapes": shapes},
         f"{out}/{group.rank}.safetensors",
@@ -50,12 +60,50 @@ def test_two_ranks_compute_what_one_computes(tmp_path: Path, name: str) -> None:
     whole = load_model(model, torch.float32)
     expected = logits_of(whole, SINGLE)
     run_ranks(2, out, compute, str(model), str(out))
-    layer = whole.decoder_layers[0]
-    halves = [layer.attention.qkv.weight.shape[0] // 2, layer.mlp.down.weight.shape[1] // 2]
+    halves = [size // 2 for size in shapes_of(whole)]
     found = [load_file(out / f"{rank}.safetensors") for rank in range(2)]
     assert torch.equal(found[0]["logits"], found[1]["logits"])
     torch.testing.assert_close(found[0]["logits"], expected, atol=1e-4, rtol=1e-4)
     assert [each["shapes"].tolist() for each in found] == [halves, halves]
+
+
+def test_few_key_heads_and_a_vocabulary_that_ranks_cannot_share_equally(tmp_path: Path) -> None:
+    """Four ranks: two hold the same key head, and the last has fewer tokens than the others."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    out.mkdir()
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 101}
+    make_checkpoint(model, **sizes)
+    whole = load_model(model, torch.float32)
+    expected = logits_of(whole, SINGLE)
+    run_ranks(4, out, compute, str(model), str(out))
+    head_dim = whole.config.head_dim
+    own = [(2 + 1 + 1) * head_dim, shapes_of(whole)[1] // 4, 26]
+    for rank in range(4):
+        found = load_file(out / f"{rank}.safetensors")
+        torch.testing.assert_close(found["logits"], expected, atol=1e-4, rtol=1e-4)
+        assert found["shapes"].tolist() == own
+
+
+def add_up(group: Group, out: str) -> None:
+    """Sums numbers of which every order gives another sum."""
+    generator = torch.Generator().manual_seed(group.rank)
+    own = torch.randn(1000, generator=generator) * 10.0 ** (3 * group.rank)
+    sums = {"float": group.all_reduce(own), "half": group.all_reduce(own.bfloat16())}
+    save_file({"own": own, **sums}, f"{out}/{group.rank}.safetensors")
+
+
+def test_sums_are_in_the_order_of_the_ranks_and_rounded_once(tmp_path: Path) -> None:
+    run_ranks(3, tmp_path, add_up, str(tmp_path))
+    found = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(3)]
+    first, second, third = (each["own"].numpy() for each in found)
+    want = torch.from_numpy((first + second) + third)
+    other = torch.from_numpy(first + (second + third))
+    assert not torch.equal(want, other)
+    halves = [each["own"].bfloat16().float() for each in found]
+    rounded = ((halves[0] + halves[1]) + halves[2]).bfloat16()
+    for each in found:
+        assert torch.equal(each["float"], want)
+        assert torch.equal(each["half"], rounded)
 
 
 @pytest.mark.parametrize("split", ["none", "outputs", "inputs"])

@@ -1,4 +1,6 @@
-"""The STANDARD rules of buf lint and a comment on everything, checked on descriptors: buf itself is no Python package."""
+"""The STANDARD rules of buf lint and a comment on everything, checked on descriptors: buf itself is
+no Python package.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -33,7 +35,7 @@ def compile_protos(root: Path, folder: Path) -> FileDescriptorSet:
 
 
 def lint(descriptors: FileDescriptorSet) -> list[str]:
-    """One line per broken rule: `path: name: rule`."""
+    """Returns a line per broken rule: `path: name: rule`."""
     found = [line for file in descriptors.file for line in lint_file(file)]
     uses: dict[str, list[str]] = {}
     for file in descriptors.file:

@@ -9,7 +9,7 @@ from foredraft.rpc.errors import DETAILS_KEY, from_rpc_error, internal_status, t
 
 
 class FailedCall(grpc.RpcError):
-    """What a client sees of a status, as grpc.Call offers it."""
+    """A status as a client sees it, in the form of grpc.Call."""
 
     def __init__(
         self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, bytes], ...] = ()

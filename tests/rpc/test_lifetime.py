@@ -1,4 +1,4 @@
-"""How a service's process ends: by signals, with its parent, or with its GPU."""
+"""Ends of a service's process: by signals, with its parent, or with its GPU."""
 
 import os
 import signal
@@ -64,7 +64,10 @@ def test_a_second_signal_ends_it_at_once() -> None:
 
 
 def test_the_environment_names_this_process() -> None:
-    assert child_environment({"A": "b"}) == {"A": "b", PARENT_VARIABLE: str(os.getpid())}
+    added = {"GRPC_ENABLE_FORK_SUPPORT": "0", PARENT_VARIABLE: str(os.getpid())}
+    assert child_environment({"A": "b"}) == {"A": "b", **added}
+    chosen = {"GRPC_ENABLE_FORK_SUPPORT": "1"}  # by whoever started this process
+    assert child_environment(chosen) == {**added, **chosen}
 
 
 def test_a_lost_gpu_ends_a_service_at_once() -> None:

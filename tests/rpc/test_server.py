@@ -336,7 +336,9 @@ def literal(name: bytes, value: bytes) -> bytes:
 
 
 def send_path(where: Address, path: bytes) -> None:
-    """Makes a call by hand, since no client of gRPC's would send such a path, and waits for what comes of it."""
+    """Makes a call by hand, since no client of gRPC's would send such a path, and waits for what
+    comes of it.
+    """
     fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x"}
     fields |= {b"te": b"trailers", b"content-type": b"application/grpc"}
     headers = b"".join(literal(name, value) for name, value in fields.items())

@@ -18,7 +18,9 @@ PAGE_SIZE = 4
 
 @pytest.fixture(scope="module")
 def runner():
-    """A small Qwen3 with windows, weights large enough that every key matters, and scratch pages."""
+    """A small Qwen3 with windows, weights large enough that every key matters, and scratch
+    pages.
+    """
     config = ModelConfig.from_dict(
         {
             "architectures": ["Qwen3ForCausalLM"],
@@ -50,7 +52,9 @@ def close(got, want):
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 50])
 def test_number_of_rows_changes_nothing(runner, num_rows):
-    """Products take different ways for different numbers of rows; each gives what single rows give."""
+    """Products take different ways for different numbers of rows; each gives what single rows
+    give.
+    """
     tokens = [(7 * i) % 61 for i in range(num_rows)]
     pages = list(range(16))
     output = runner.forward([SequenceRows.chunk(pages, 0, tokens, "all")])
@@ -62,7 +66,9 @@ def test_number_of_rows_changes_nothing(runner, num_rows):
 
 
 def test_scratch_rows_behind_a_hole(runner):
-    """A draft's beams: KV of two levels on scratch pages, where the last pool page is only part full."""
+    """A draft's beams: KV of two levels on scratch pages, where the last pool page is only part
+    full.
+    """
     prefix = [3, 9, 27, 20, 60, 58, 52, 34, 41, 1]
     pages = [4, 7, 5]
     runner.forward([SequenceRows.chunk(pages, 0, prefix, "none")])

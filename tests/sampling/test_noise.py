@@ -125,8 +125,13 @@ def test_seeds_of_choices_differ() -> None:
     }
     assert len(derived) == 150
     assert all(0 <= seed < 2**64 for seed in derived)
-    assert 0 <= seeds.random_seed() < 2**64
-    assert seeds.random_seed() != seeds.random_seed()
+
+
+def test_drawn_seeds_are_numbers_that_javascript_keeps() -> None:
+    drawn = {seeds.random_seed() for _ in range(50)}
+    assert len(drawn) == 50
+    assert all(0 <= seed < 2**53 for seed in drawn)
+    assert max(drawn) > 2**46  # so that two requests hardly ever share one
 
 
 def test_seeds_of_choices_stay_what_they_are() -> None:

@@ -1,4 +1,6 @@
-"""The sampling rule: filters against numpy, its distribution, its exact shortcut, its independence of the batch."""
+"""The sampling rule: filters against numpy, its distribution, its exact shortcut, its independence
+of the batch.
+"""
 
 import itertools
 import math
@@ -43,7 +45,8 @@ def test_filters_match_numpy(tied: bool) -> None:
     got = sampling.probabilities(logits, SamplingRows.from_params(GRID, [0] * len(GRID)))
     for row, params in enumerate(GRID):
         want = distribution(logits[row].numpy(), params)
-        # Two probabilities that are equal in exact arithmetic may be cut either way by p only where p falls between them.
+        # Two probabilities that are equal in exact arithmetic may be cut either way by p only where
+        # p falls between them.
         assert np.array_equal(got[row].numpy() > 0, want > 0), params
         np.testing.assert_allclose(got[row].numpy(), want, rtol=2e-5, atol=1e-9)
 
@@ -117,7 +120,8 @@ def test_consecutive_tokens_are_independent_and_a_broken_rule_is_caught() -> Non
 
 
 def test_acceptance_that_reuses_the_noise_is_caught() -> None:
-    # A tempting mistake: accept the draft by a coin made of its own noise, else fall back to the rule with that noise.
+    # A tempting mistake: accept the draft by a coin made of its own noise, else fall back to the
+    # rule with that noise.
     n, params, draft = 20000, SamplingParams(temperature=1.0), 1
     logits = torch.tensor([0.5, 0.0, -0.5, 1.0])
     probs = distribution(logits.numpy(), params)

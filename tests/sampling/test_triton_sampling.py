@@ -1,7 +1,10 @@
-"""The rule, the check, the walk and the move of KV in Triton, against the Python versions; on a GPU or interpreted."""
+"""The rule, the check, the walk and the move of KV in Triton, against the Python versions; on a GPU
+or interpreted.
+"""
 
 import itertools
 import math
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -19,8 +22,8 @@ from foredraft.trees.draft_tree import DraftTree
 from foredraft.types import NO_TOKEN, SamplingParams
 from testing.static_trees import ancestors
 from testing.triton_device import DEVICE, INTERPRETED, needs_triton
-from verify_service.executor import verification
-from verify_service.executor.triton_trees import commit_paths, prepare_trees, walk_trees
+from verify_service.executor.choice import verification
+from verify_service.executor.kernels.trees import commit_paths, prepare_trees, walk_trees
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 
@@ -43,7 +46,9 @@ def test_noise_is_that_of_the_recipe():
 
 
 def test_noise_at_both_ends_of_the_hash():
-    """The seeds are found by search: what matters is that the extremes of w are exact enough too."""
+    """The seeds are found by search: what matters is that the extremes of w are exact enough
+    too.
+    """
     k0, k1 = noise.row_keys(torch.tensor([3]), torch.tensor([5]))
     tokens = torch.arange(2_000_000)
     h32 = noise.hash_tokens(k0, k1, tokens.to(torch.int32)).to(torch.int64) & 0xFFFFFFFF
@@ -59,19 +64,24 @@ def test_noise_at_both_ends_of_the_hash():
 def rows_of(temperatures, seed=0):
     generator = torch.Generator().manual_seed(seed)
     count = len(temperatures)
-    return SamplingRows(
-        temperature=torch.tensor(temperatures, dtype=torch.float32),
-        top_p=torch.ones(count),
-        min_p=torch.zeros(count),
+    asked = [SamplingParams(temperature=each, top_k=-1) for each in temperatures]
+    return replace(
+        SamplingRows.from_params(asked, [0] * count),
         top_k=torch.zeros(count, dtype=torch.int64),
         seed=torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator),
         position=torch.randint(0, 10_000, (count,), generator=generator),
+        any_filtered=False,
     )
 
 
+def moved(rows):
+    values = ((each.name, getattr(rows, each.name)) for each in fields(rows))
+    tensors = {name: v.to(DEVICE) for name, v in values if isinstance(v, torch.Tensor)}
+    return replace(rows, **tensors)
+
+
 def chosen_by_kernel(logits, rows):
-    moved = [x.to(DEVICE) for x in (logits, rows.temperature, rows.seed, rows.position)]
-    return choose_tokens(*moved).cpu()
+    return choose_tokens(logits.to(DEVICE), moved(rows)).cpu()
 
 
 @pytest.mark.parametrize("vocab", [5, 1000, 4099, 32_000])
@@ -92,7 +102,7 @@ def test_chooses_as_the_rule(vocab, dtype):
 
 
 def test_rows_in_parts_with_any_filters():
-    """As the steps that are not captured whole choose, on a GPU."""
+    """Steps that are not captured as a whole choose in this way on a GPU."""
     count = sampling._KERNEL_ROWS + 3
     params = [
         SamplingParams(
@@ -156,12 +166,12 @@ def filtered_rows(temperatures, filters, seed=0):
 
 
 def filtered_by_kernel(logits, rows):
-    fields = (rows.temperature, rows.seed, rows.position, rows.top_k, rows.top_p, rows.min_p)
-    return choose_tokens(logits.to(DEVICE), *(x.to(DEVICE) for x in fields)).cpu()
+    return choose_tokens(logits.to(DEVICE), moved(replace(rows, any_filtered=True))).cpu()
 
 
 def chooses_as_filtered(logits, rows):
-    """Whether each row's choice is one that the rule allows, by sorting in float64; else what is known of it, for a look.
+    """Whether each row's choice is one that the rule allows, by sorting in float64; else what is
+    known of it, for a look.
 
     Rounding may decide between two noisy scores, and at the end of what top-p and min-p keep.
     """
@@ -188,10 +198,11 @@ def chooses_as_filtered(logits, rows):
         if token not in may_be or noisy[row, token] < noisy[row, surely].max() - 1e-5:
             place = (order == token).nonzero().flatten().tolist()
             wrong.append(
-                f"row {row}: T={rows.temperature[row]} k={k} p={p} min-p={least}: chose {token} of score "
-                f"{scores[row, token]} + noise = {noisy[row, token]}, placed {place} of {len(order)}, mass before it "
-                f"{before[place].tolist()}, wanted {wanted}; best surely kept "
-                f"{surely[noisy[row, surely].argmax()]}, {len(surely)} to {len(may_be)} kept"
+                f"row {row}: T={rows.temperature[row]} k={k} p={p} min-p={least}: chose {token} of"
+                f" score {scores[row, token]} + noise = {noisy[row, token]}, placed {place} of"
+                f" {len(order)}, mass before it {before[place].tolist()}, wanted {wanted}; best"
+                f" surely kept {surely[noisy[row, surely].argmax()]}, {len(surely)} to"
+                f" {len(may_be)} kept"
             )
     assert not wrong, "\n".join(map(str, wrong[:5]))
     return chosen
@@ -215,7 +226,9 @@ def dominated(x):
 
 
 def masked(x):
-    """As a grammar leaves it: one token in twenty, in the last rows fewer, in the very last one."""
+    """Masks like a grammar: leaves one token in twenty, in the last rows fewer, in the very
+    last one.
+    """
     x[torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) > 0.05] = -math.inf
     x[-3:, 3:] = -math.inf
     x[-1] = -math.inf
@@ -296,10 +309,9 @@ def test_filters_of_rows_without_numbers():
 
 def test_rows_may_lie_apart():
     wide = torch.randn(3, 3000, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    rows = rows_of([0.0, 1.0, 0.0])
-    moved = [x.to(DEVICE) for x in (rows.temperature, rows.seed, rows.position)]
+    rows = moved(rows_of([0.0, 1.0, 0.0]))
     assert torch.equal(
-        choose_tokens(wide[:, :2000], *moved), choose_tokens(wide[:, :2000].contiguous(), *moved)
+        choose_tokens(wide[:, :2000], rows), choose_tokens(wide[:, :2000].contiguous(), rows)
     )
 
 
@@ -372,7 +384,8 @@ def test_what_a_draft_sent_is_checked_as_sanitize_does(proposals):
                 )
                 child = next(children, None)
                 if child is None:
-                    # It is the child of the later of two equal siblings, which sanitize makes one; the walk takes the first.
+                    # It is the child of the later of two equal siblings, which sanitize makes one;
+                    # the walk takes the first.
                     assert len(set(proposals[i])) < len(proposals[i])
                     break
                 row, followed = child, followed + 1

@@ -78,7 +78,8 @@ def test_connections_that_say_nothing_take_neither_threads_nor_the_page() -> Non
                 silent = stack.enter_context(socket.create_connection(address, timeout=5))
                 silent.sendall(b"GET /metr"[: number % 9])
             assert scrape(server.url)["foredraft_testing_depth[]"] >= 0
-            # The last of them was taken before the scrape; those that gave way to others end by themselves.
+            # The last of them was taken before the scrape; those that gave way to others end by
+            # themselves.
             deadline = time.monotonic() + 20
             while threading.active_count() > before + MOST_CONNECTIONS:
                 assert time.monotonic() < deadline

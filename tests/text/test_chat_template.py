@@ -67,12 +67,23 @@ def test_a_developer_is_the_system_where_the_template_knows_none() -> None:
     assert messages[0]["role"] == "developer"
 
 
+def test_roles_are_those_of_openai_and_those_that_the_template_names() -> None:
+    knows_more = ChatTemplate("{% if messages[0].role in ('ipython', \"model\") %}{% endif %}", {})
+    knows_more.check_roles(["system", "developer", "user", "assistant", "tool", "ipython", "model"])
+    for role in ("wizard", "User", "", "message", "role'"):
+        with pytest.raises(
+            InvalidRequest, match=r"^messages\.1\.role: must be 'system', .* or 'tool'"
+        ):
+            knows_more.check_roles(["user", role])
+
+
 @pytest.mark.parametrize("content", ["", "a", "So <b> & ", " é\n\n", "a\ue000"])
 @pytest.mark.parametrize("trim", ["", " | trim"])
 def test_the_last_message_can_be_continued(content: str, trim: str) -> None:
     template = ChatTemplate(
-        "{% for m in messages %}<{{ m.role }}>{{ m.content" + trim + " }}</>{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content"
+        + trim
+        + " }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
         {},
     )
     messages = [*USER, {"role": "assistant", "content": content}]
@@ -105,7 +116,10 @@ def test_bos_is_not_doubled(tmp_path: pathlib.Path) -> None:
         "{{ messages.append(1) }}",
         "{{ 'x' * 1000000000 }}",
         "{{ 9 ** 99999999 }}",
-        "{% for i in range(100000) %}{% for j in range(100000) %}{{ 'x' * 100 }}{% endfor %}{% endfor %}",
+        (
+            "{% for i in range(100000) %}{% for j in range(100000) %}{{ 'x' * 100 }}{% endfor %}{%"
+            " endfor %}"
+        ),
         "{{ undefined_function() }}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         "{{ 1 / 0 }}",

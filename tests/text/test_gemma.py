@@ -1,4 +1,6 @@
-"""The detokenizer on a real tokenizer: Gemma's, where the demo model has been converted on this machine."""
+"""The detokenizer on a real tokenizer: Gemma's, where the demo model has been converted on this
+machine.
+"""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""What is put around a text: exactly what transformers' AutoTokenizer puts there for the same files."""
+"""Tokens around a text: exactly those of transformers' AutoTokenizer for the same files."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,8 @@ def test_bos_and_eos_are_transformers(family: str, processor: str, tmp_path: Pat
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         expected = transformers.AutoTokenizer.from_pretrained(tmp_path)
         tokenizer = Tokenizer.from_dir(tmp_path)
-        # Behind a token in the text, transformers' class of Llama 2 leaves out the space that the file asks for.
+        # Behind a token in the text, transformers' class of Llama 2 leaves out the space that the
+        # file asks for.
         within = "<s>" if family == "llama_2" else "<s>The dog"
         for text in ("The dog", "", within):
             assert tokenizer.encode(text) == expected(text)["input_ids"], (added, text)

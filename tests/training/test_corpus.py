@@ -50,9 +50,10 @@ def test_tables_of_numbers_are_not_readable() -> None:
 def test_html_keeps_the_text_and_code_and_drops_navigation() -> None:
     pytest.importorskip("lxml")
     html = (
-        "<html><head><title>t</title></head><body><nav>menu</nav><h1>Title<a class='headerlink'>#</a></h1>"
-        "<p>Some <b>bold</b>\n  text.</p><ul><li>one</li><li>two</li></ul><pre>if x:\n    y()</pre>"
-        "<div class='sphinxsidebar'>links</div></body></html>"
+        "<html><head><title>t</title></head><body><nav>menu</nav><h1>Title<a"
+        " class='headerlink'>#</a></h1><p>Some <b>bold</b>\n "
+        " text.</p><ul><li>one</li><li>two</li></ul><pre>if x:\n    y()</pre><div"
+        " class='sphinxsidebar'>links</div></body></html>"
     )
     text = html_to_text(html)
     assert text.startswith("# Title\n")

@@ -1,4 +1,6 @@
-"""Draft heads: what training unrolls is what drafting does, checkpoints keep their names, and training pays."""
+"""Draft heads: what training unrolls is what drafting does, checkpoints keep their names, and
+training pays.
+"""
 
 import dataclasses
 import itertools
@@ -22,6 +24,7 @@ from training.draft.acceptance import (
     summarize,
     walk,
 )
+from training.draft.config import DraftTrainingConfig
 from training.draft.heads import (
     ALGORITHMS,
     DraftHead,
@@ -33,10 +36,9 @@ from training.draft.heads import (
     save_head,
 )
 from training.draft.target import Target
-from training.draft.trainer import DraftTrainer, DraftTrainingConfig
+from training.draft.trainer import DraftTrainer
 from training.draft.unroll import DraftInputs, draft_loss, unroll
 from training.lm.model import LlamaShape
-from training.lm.trainer import LMTrainer, LMTrainingConfig
 
 LAYER = LlamaShape(
     vocab_size=50,
@@ -83,7 +85,10 @@ def random_inputs(
 def draft_one_by_one(
     head: DraftHead, inputs: DraftInputs, output: torch.Tensor, slot: int
 ) -> list[torch.Tensor]:
-    """Logits of one sequence's drafting steps from `slot`, each step running every row again with plain attention."""
+    """Computes logits of one sequence's drafting steps from `slot`.
+
+    Each step runs every row again with plain attention.
+    """
     features = head.fuse(inputs.hidden, inputs.captured)[:, : slot + 1]
     logits = []
     for step in range(STEPS):
@@ -112,7 +117,9 @@ def test_every_row_of_the_unrolled_pass_drafts_like_a_server(algorithm: str) -> 
 
 
 def test_the_loss_compares_each_draft_with_what_the_target_says_there() -> None:
-    """Row i of step k says what comes at position i + k + 2, which the target says at position i + k + 1."""
+    """Row i of step k says what comes at position i + k + 2, which the target says at position i +
+    k + 1.
+    """
     steps, length, decay = 3, 9, 0.5
     generator = torch.Generator().manual_seed(2)
     rows = length - steps - 1
@@ -145,7 +152,8 @@ def test_a_head_that_says_what_the_target_says_agrees_everywhere() -> None:
     inputs, _, _, output = random_inputs(2, 14)
     results = unroll(head, inputs, output, STEPS)
     rows = results[0][0].shape[1]
-    # A target whose distribution at i + k + 1 is the head's at row i of step k, for one k at a time.
+    # A target whose distribution at i + k + 1 is the head's at row i of step k, for one k at a
+    # time.
     for k in range(STEPS):
         probs = torch.zeros(2, 14, 50, dtype=torch.float64)
         probs[:, k + 1 : k + 1 + rows] = results[k][1].softmax(-1)
@@ -261,51 +269,6 @@ def test_default_layers_follow_the_published_rule() -> None:
     assert default_aux_layers(2) == (1, 1, 2)
 
 
-@pytest.fixture(scope="module")
-def toy_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("toy")
-    generator = np.random.default_rng(0)
-    (folder / "train").mkdir()
-    (folder / "heldout").mkdir()
-    nouns = [
-        "config",
-        "value",
-        "index",
-        "result",
-        "buffer",
-        "token",
-        "state",
-        "queue",
-        "item",
-        "path",
-    ]
-    for index in range(60):
-        lines = []
-        for _ in range(10):
-            noun, other = generator.choice(nouns, 2)
-            lines.append(
-                f"def get_{noun}(self, {other}):\n    if self.{noun} is None:\n        return {other}\n"
-                f"    return self.{noun}[{other}]\n\n"
-            )
-        split = "heldout" if index % 10 == 0 else "train"
-        (folder / split / f"{index}.py").write_text("".join(lines))
-    shape = LlamaShape(300, 64, 2, 4, 2, 16, 128, 128)
-    config = LMTrainingConfig(
-        data=(folder / "train",),
-        out=folder / "target",
-        shape=shape,
-        steps=150,
-        warmup=10,
-        batch=8,
-        micro_batch=8,
-        lr=1e-2,
-        compile=False,
-    )
-    LMTrainer(config).run()
-    return folder, folder / "target"
-
-
 def draft_config(toy: tuple[Path, Path], out: Path, **changes: object) -> DraftTrainingConfig:
     folder, target = toy
     config = DraftTrainingConfig(
@@ -374,7 +337,6 @@ def test_a_resumed_run_ends_with_the_same_head_bit_for_bit(
     whole = DraftTrainer(draft_config(toy_target, tmp_path / "whole", steps=6, validation=()))
     whole.run()
     first = DraftTrainer(draft_config(toy_target, tmp_path / "parts", steps=6, validation=()))
-    first.draft_index = first.draft_ids
     for _ in range(2):
         first._train_step()
     first._save_checkpoint()

@@ -30,7 +30,9 @@ def model(tokenizer: Tokenizer) -> Llama:
 
 @torch.no_grad()
 def nats(model: Llama, ids: list[int], first: int) -> float:
-    """Of ids[first:], given what stands before them: without padding, without a batch, in float64."""
+    """Returns the nats of ids[first:] given the ids before them: without padding, without a
+    batch, in float64.
+    """
     hidden, _ = model(torch.tensor([ids[:-1]]))
     log_probs = F.log_softmax(model.logits(hidden)[0].double(), -1)
     return -sum(float(log_probs[i - 1, ids[i]]) for i in range(first, len(ids)))

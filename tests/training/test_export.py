@@ -1,4 +1,6 @@
-"""Checkpoints as they are written: what was given, and readable by whoever the folder's owner lets read."""
+"""Checkpoints as they are written: what was given, and readable by whoever the folder's owner lets
+read.
+"""
 
 import os
 import stat

@@ -1,4 +1,6 @@
-"""`train lm` end to end on the CPU: the loss falls, a resumed run is the same run, the export is a transformers model."""
+"""`train lm` end to end on the CPU: the loss falls, a resumed run is the same run, the export is a
+transformers model.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,6 @@
-"""The state of a run comes back exactly, from files of bounded size, also after a save that was cut off."""
+"""The state of a run comes back exactly, from files of bounded size, also after a save that was cut
+off.
+"""
 
 from pathlib import Path
 from typing import Any

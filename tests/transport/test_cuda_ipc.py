@@ -1,4 +1,6 @@
-"""Rows in GPU memory between two processes: the same bytes, in order, whoever dies, and no byte of memory left behind."""
+"""Rows in GPU memory between two processes: the same bytes, in order, whoever dies, and no byte of
+memory left behind.
+"""
 
 import contextlib
 import itertools
@@ -184,7 +186,8 @@ def test_100_attaches_leave_nothing(draft: PipeProcess) -> None:
         for _ in range(25):
             cycle(next(epochs))
         lost.append(before - free_memory(draft))
-    # What leaks does so in every round; other processes may use the GPU in some. The first round sets up much.
+    # What leaks does so in every round; other processes may use the GPU in some. The first round
+    # sets up much.
     assert min(lost[1:]) <= 0, lost
 
 

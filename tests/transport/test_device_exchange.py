@@ -1,4 +1,6 @@
-"""Steps between two processes on one GPU: what was committed and trees arrive in order, and no wait is for ever."""
+"""Steps between two processes on one GPU: what was committed and trees arrive in order, and no wait
+is for ever.
+"""
 
 import contextlib
 import os
@@ -28,7 +30,9 @@ SIZES = StepSizes(max_batch=5, num_tokens=4, num_nodes=7)
 
 
 def serve(pipe: Any) -> None:
-    """A draft whose trees are made of what was committed: tokens one higher, and the sum of the hidden states."""
+    """A draft whose trees are made of what was committed: tokens one higher, and the sum of the
+    hidden states.
+    """
     torch.zeros(1, device=GPU)
     pipe.send(own_identity().SerializeToString())
     end: Any = None

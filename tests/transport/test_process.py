@@ -66,7 +66,9 @@ def test_watching_costs_no_descriptor_in_the_end() -> None:
 
 
 def test_nothing_is_known_without_descriptors_and_much_with_many() -> None:
-    """Who took a draft for gone because there was no descriptor left would free memory that it uses."""
+    """Who took a draft for gone because there was no descriptor left would free memory that it
+    uses.
+    """
     identity = own_identity()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from foredraft.runner.batch import ancestor_mask
 from foredraft.trees.draft_tree import NO_PARENT, ROOT, depths, sanitize
 from testing import static_trees
-from verify_service.executor.verification import walk
+from verify_service.executor.choice.verification import walk
 
 VOCAB = 4
 

@@ -1,4 +1,6 @@
-"""Draft trees as data: what arrives from outside is checked, depths, paths and masks are derived."""
+"""Draft trees as data: what arrives from outside is checked, depths, paths and masks are
+derived.
+"""
 
 import torch
 from hypothesis import given

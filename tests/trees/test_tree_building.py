@@ -1,4 +1,6 @@
-"""Beam drafting: EAGLE-2's worked example, a brute-force search, and a draft that equals the target."""
+"""Beam drafting: EAGLE-2's worked example, a brute-force search, and a draft that equals the
+target.
+"""
 
 import hashlib
 import itertools
@@ -12,7 +14,7 @@ from foredraft.sampling.rows import SamplingRows
 from foredraft.trees.draft_tree import EMPTY, DraftTree, depths, paths
 from foredraft.trees.tree_building import BeamTree, Ordering
 from foredraft.types import SamplingParams
-from verify_service.executor.verification import walk
+from verify_service.executor.choice.verification import walk
 
 NAMES = "ABCDEFGHKL"
 A, B, C, D, E, F, G, H, K, L = range(10)

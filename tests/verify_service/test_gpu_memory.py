@@ -50,7 +50,7 @@ def test_no_memory_for_the_kv_cache(demo, leave):
 
 
 def test_no_memory_for_the_graphs(demo, leave, monkeypatch):
-    from verify_service.executor.decode_graphs import DecodeGraphs
+    from verify_service.executor.captured.graphs import DecodeGraphs
 
     warm_up = DecodeGraphs.warm_up
 

@@ -1,4 +1,6 @@
-"""No kernel is compiled while a verifier serves: prompts of any length behind any prefix, beside trees and without, on a GPU."""
+"""No kernel is compiled while a verifier serves: prompts of any length behind any prefix, beside
+trees and without, on a GPU.
+"""
 
 import random
 from collections import Counter
@@ -16,7 +18,7 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 CONTEXT = 12_000
 # Of requests that come together.
 LENGTHS = (
-    (5,), (1100,), (3000,), (5000, 5), (9000,), (700, 800, 900), (2100, 1, 40), (4000, 4000, 64, 65),
+    (5,), (1100,), (3000,), (5000, 5), (9000,), (700, 800, 900), (2100, 1, 40), (4000, 4000, 64, 65),  # noqa: E501
     (11_000, 300), tuple(range(1, 9)), (2049,) * 8,
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Which type the cache gets, and what is refused by name."""
+"""Types of the cache, and refusals by name."""
 
 import json
 from types import SimpleNamespace

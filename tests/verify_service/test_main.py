@@ -1,4 +1,4 @@
-"""How a verifier's process ends when it cannot start, and when its engine can serve no more."""
+"""Ends of a verifier's process that cannot start, or whose engine cannot serve any more."""
 
 import asyncio
 import subprocess

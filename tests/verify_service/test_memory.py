@@ -1,4 +1,6 @@
-"""How much of a GPU is left for KV, and what is said when nothing is."""
+"""GPU memory left for KV, and the error when none is left."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -26,6 +28,15 @@ def test_the_workspace_holds_every_row_of_logits(tmp_path):
     most = workspace_bytes(config, 2, 512, 48, 3, 48)
     assert most > workspace_bytes(config, 2, 512, 48, 0, 48)
     assert most > workspace_bytes(config, 2, 512, 48, 3, 1)
+
+
+def test_the_workspace_counts_keys_and_values_of_every_head(tmp_path):
+    config = ModelConfig.from_dir(make_checkpoint(tmp_path))
+    more = dataclasses.replace(config, num_kv_heads=config.num_kv_heads * 2)
+    grown = workspace_bytes(more, 2, 512, 48, 0, 48) - workspace_bytes(config, 2, 512, 48, 0, 48)
+    # A row's keys and values, each in two layers' worth of projections.
+    least = (512 + 48) * 2 * config.num_kv_heads * config.head_dim * 2
+    assert grown >= 2 * least
 
 
 def test_a_card_that_is_too_small_is_refused_with_the_flags_that_help():
@@ -68,7 +79,7 @@ def test_less_than_a_page_of_tokens_is_refused():
 
 
 def broken_off_capture() -> RuntimeError:
-    """As torch reports it: the end of the capture fails because of what happened in it."""
+    """Returns torch's error where an error inside a capture makes its end fail."""
     error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
     error.__context__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     return error

@@ -1,4 +1,6 @@
-"""Requests on their way from the gateway to the engine, and what the engine says on its way back."""
+"""Requests on their way from the gateway to the engine, and what the engine says on its way
+back.
+"""
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
         SamplingParams(repetition_penalty=0.5, frequency_penalty=-2, presence_penalty=1.5),
         SamplingParams(logit_bias={3: -100, 5: 0.5}, stop_token_ids=(4, 2), ignore_eos=True),
         SamplingParams(max_new_tokens=3, min_new_tokens=2, logprobs=0),
+        SamplingParams(bad_words=((4, 5), (6,)), allowed_token_ids=(9, 7)),
         SamplingParams(grammar=Grammar(GrammarKind.REGEX, "a+"), logprobs=5),
     ],
 )
@@ -140,9 +143,10 @@ def test_the_load_arrives_under_its_names() -> None:
     load = response([], LOAD).load
     assert (load.waiting, load.running, load.free_pages, load.total_pages) == (1, 2, 3, 4)
     assert load.draft_available
+    assert load.drafting_since == 1234.5
 
 
-LOAD = Load(waiting=1, running=2, free_pages=3, total_pages=4, draft_available=True)
+LOAD = Load(1, 2, 3, 4, draft_available=True, drafting_since=1234.5)
 
 
 def _sent(sampling: SamplingParams) -> SamplingParams:

@@ -11,12 +11,14 @@ import grpc
 import pytest
 
 from foredraft import __version__
+from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
 from foredraft.errors import InvalidRequest, Unavailable
 from foredraft.types import Grammar
 from verify_service import service as service_module
+from verify_service.exactness import Exactness
 from verify_service.outputs import Load, StepOutput
-from verify_service.service import ServedModel, VerifyService
+from verify_service.service import ServedDraft, ServedModel, VerifyService
 
 
 class Engine:
@@ -87,7 +89,9 @@ def messages(
     compiler: Any = None,
     drains: bool = False,
 ) -> list[verify_pb2.RunResponse]:
-    """All that a stream says until it ends; the gateway says no more after `requests`, or nothing at all."""
+    """All that a stream says until it ends; the gateway says no more after `requests`, or nothing
+    at all.
+    """
     service = VerifyService()
     service.open(engine, None, compiler)  # type: ignore[arg-type]
     if drains:
@@ -239,6 +243,9 @@ def test_what_is_served_is_told_under_its_name() -> None:
         eos_token_ids=frozenset({7, 3}),
         max_running_requests=14,
     )
+    said = draft_pb2.GetDraftInfoResponse(
+        checksum="abc", quantization="int8", trained_for="organisation/target"
+    )
     model = ServedModel(
         name="name",
         path="path",
@@ -246,10 +253,17 @@ def test_what_is_served_is_told_under_its_name() -> None:
         dtype="dtype",
         device="device",
         weight_bytes=15,
+        tensor_parallel_size=19,
+        quantization="int4",
         algorithm="algorithm",
         draft_model="draft",
         tree_limits=(16, 17, 18),
-        drafts=[("EAGLE3", "head"), ("NGRAM", "")],
+        checksum="sum",
+        drafts=[
+            ServedDraft("EAGLE3", "head", SimpleNamespace(info=said)),  # type: ignore[arg-type]
+            ServedDraft("NGRAM", "", SimpleNamespace(info=None)),  # type: ignore[arg-type]
+        ],
+        exactness=Exactness("strict", {"card": "one"}),
     )
     service, context = VerifyService(), Any
     with pytest.raises(Unavailable, match="loading"):
@@ -275,10 +289,24 @@ def test_what_is_served_is_told_under_its_name() -> None:
         device="device",
         version=__version__,
         weight_bytes=15,
+        tensor_parallel_size=19,
+        quantization="int4",
+        checksum="sum",
         drafts=[
-            verify_pb2.ConfiguredDraft(name="EAGLE3", model="head"),
+            verify_pb2.ConfiguredDraft(
+                name="EAGLE3",
+                model="head",
+                checksum="abc",
+                quantization="int8",
+                trained_for="organisation/target",
+            ),
             verify_pb2.ConfiguredDraft(name="NGRAM", model=""),
         ],
+        exactness=verify_pb2.Exactness(
+            level="strict",
+            fingerprint=Exactness("strict", {"card": "one"}).fingerprint,
+            depends_on={"card": "one"},
+        ),
     )
 
 

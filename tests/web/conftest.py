@@ -23,7 +23,8 @@ def stack() -> Iterator[LocalStack]:
         stack.stop()
 
 
-# While it is open, its thread has an event loop and asyncio.run fails: no scope wider than a module.
+# While it is open, its thread has an event loop and asyncio.run fails: no scope wider than a
+# module.
 @pytest.fixture(scope="module")
 def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     with browser(tmp_path_factory.mktemp("profile")) as opened:

@@ -1,4 +1,6 @@
-"""The pages' files, the steps of a stream and the dashboard's figures, over HTTP without a browser."""
+"""The pages' files, the steps of a stream and the dashboard's figures, over HTTP without a
+browser.
+"""
 
 import asyncio
 import http.server
@@ -115,7 +117,7 @@ def test_steps_tell_what_was_drafted_only_when_asked(kind: str) -> None:
             reply, body = ChatReply(Tokenizer()), ChatBody(messages=[], return_provenance=asked)
         else:
             reply, body = (
-                CompletionReply(Tokenizer(), []),
+                CompletionReply(Tokenizer(), [], [[]]),
                 CompletionBody(prompt="", return_provenance=asked),
             )
         delta = reply.deltas(0, 0, chunk, body, True)[0]
@@ -172,16 +174,19 @@ def gather(*addresses: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests of this process leave figures in the registry, which a gateway would add up too."""
+    """Other tests of this process leave figures in the registry, which a gateway would add up
+    too.
+    """
     monkeypatch.setattr(figures_module, "REGISTRY", CollectorRegistry())
 
 
 def test_pages_are_added_up_and_only_known_metrics_leave(metrics_page: Any) -> None:
     page = (
-        b'# TYPE foredraft_emitted_tokens counter\nforedraft_emitted_tokens_total{algorithm="NGRAM"} 5\n'
-        b"# TYPE foredraft_accepted_tokens_per_position counter\n"
-        b'foredraft_accepted_tokens_per_position_total{algorithm="NGRAM",position="1"} 2\n'
-        b"secret_things 7\nforedraft_kv_pages NaN\n"
+        b"# TYPE foredraft_emitted_tokens"
+        b' counter\nforedraft_emitted_tokens_total{algorithm="NGRAM"} 5\n# TYPE'
+        b" foredraft_accepted_tokens_per_position"
+        b' counter\nforedraft_accepted_tokens_per_position_total{algorithm="NGRAM",position="1"}'
+        b" 2\nsecret_things 7\nforedraft_kv_pages NaN\n"
     )
     asked = []
 

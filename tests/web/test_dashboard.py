@@ -76,7 +76,9 @@ def test_pages_in_use_and_cached_are_told_apart(stack: LocalStack, chrome: Brows
 
 
 def test_charts_are_full_at_first_sight_and_tell_values(stack: LocalStack, chrome: Browser) -> None:
-    """With the server's rows of ten minutes, spaced as it keeps them: 20 tokens a second, then 40."""
+    """With the server's rows of ten minutes, spaced as it keeps them: 20 tokens a second, then
+    40.
+    """
     with chrome.page(stack.urls["http"] + "/icon") as page:
 
         def answer(route: Any) -> None:

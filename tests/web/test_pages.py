@@ -79,12 +79,10 @@ def test_colours_have_contrast_and_a_second_cue(
         assert all(ratio >= 4.5 for ratio in looks["contrasts"].values()), looks["contrasts"]
         assert (looks["page"] < 0.2) == (scheme == "dark")
         page.goto(stack.urls["http"] + "/")
-        cues = page.evaluate(
-            """() => ['drafted', 'added'].map(kind => {
+        cues = page.evaluate("""() => ['drafted', 'added'].map(kind => {
                 const style = getComputedStyle(document.querySelector(`.legend .${kind}`));
                 return [style.backgroundColor, style.textDecorationLine + style.boxShadow.includes('inset')];
-            })"""
-        )
+            })""")  # noqa: E501
         assert cues[0][0] != cues[1][0]
         assert cues[0][1] != cues[1][1]
 
@@ -119,7 +117,7 @@ CONTRAST = """() => {
     contrasts[name] = Math.min(contrasts[name] ?? 99, ratio);
   }
   return {contrasts, page: behind(document.body)};
-}"""
+}"""  # noqa: E501
 
 
 def test_everything_works_by_keyboard(stack: LocalStack, chrome: Browser) -> None:
@@ -145,8 +143,9 @@ def test_everything_works_by_keyboard(stack: LocalStack, chrome: Browser) -> Non
 
         # Each control that a mouse can use has a name and can be reached.
         names = page.evaluate(
-            "[...document.querySelectorAll('button, input, textarea')].filter(e => e.checkVisibility())"
-            ".map(e => e.labels?.[0]?.textContent || e.getAttribute('aria-label') || e.textContent)"
+            "[...document.querySelectorAll('button, input, textarea')].filter(e =>"
+            " e.checkVisibility()).map(e => e.labels?.[0]?.textContent ||"
+            " e.getAttribute('aria-label') || e.textContent)"
         )
         assert all(name.strip() for name in names)
 
@@ -162,7 +161,8 @@ def test_a_run_can_be_stopped(stack: LocalStack, chrome: Browser) -> None:
         assert page.locator("#error").is_hidden()
         assert page.locator("#stop").is_disabled()
         page.wait_for_function(
-            "async () => (await (await fetch('/dashboard/figures')).json()).metrics.gateway_running_requests === 0"
+            "async () => (await (await"
+            " fetch('/dashboard/figures')).json()).metrics.gateway_running_requests === 0"
         )
 
 
@@ -250,8 +250,7 @@ def test_a_gateway_without_a_verifier_says_so(chrome: Browser) -> None:
 
 def test_trees_are_laid_out_without_overlap(stack: LocalStack, chrome: Browser) -> None:
     with chrome.page(stack.urls["http"] + "/") as page:
-        worst = page.evaluate(
-            """async () => {
+        worst = page.evaluate("""async () => {
                 const {layOut} = await import('/web/tree.js');
                 let state = 1;
                 const random = n => (state = (state * 48271) % 2147483647) % n;
@@ -274,6 +273,5 @@ def test_trees_are_laid_out_without_overlap(stack: LocalStack, chrome: Browser) 
                   }
                 }
                 return faults;
-            }"""
-        )
+            }""")  # noqa: E501
         assert worst == 0

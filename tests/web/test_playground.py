@@ -28,7 +28,7 @@ COMPARE = """async (given) => {
     {mode: 'turns', stopped: false, repeated: false, server: {dtype: 'float32'}, why: 'WHY.', ...given.about,
      loads: (given.loads ?? [0, 0]).map(load)},
   );
-}"""
+}"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ COMPARE = """async (given) => {
         ({"drafted": {"rate": 45}}, "slower", "Drafting did not pay here: 60 of 100"),
         ({"drafted": {"rate": 49.9}}, "even", "same speed"),
         ({"drafted": {"rate": 51}}, "even", "same speed"),
-        ({"drafted": {"drafted": 19}}, "even", "Too few drafts to compare: 19 tokens were drafted. WHY."),
+        ({"drafted": {"drafted": 19}}, "even", "Too few drafts to compare: 19 tokens were drafted. WHY."),  # noqa: E501
         ({"drafted": {"drafted": 0, "rate": 90}}, "even", "no tokens were drafted"),
         ({"loads": [0, 2]}, "even", "other requests ran beside one"),
         ({"loads": [1, 1]}, "equal", "2.00"),
@@ -49,6 +49,14 @@ COMPARE = """async (given) => {
             {"plain": {"ids": [1, 9, 3]}, "about": {"server": {"dtype": "bfloat16"}}},
             "parted",
             "computes in bfloat16",
+        ),
+        (
+            {
+                "plain": {"ids": [1, 9, 3]},
+                "about": {"server": {"dtype": "bfloat16", "exactness": {"level": "strict"}}},
+            },
+            "differs",
+            "--exactness strict",
         ),
         ({"drafted": {"rate": 150}}, "even", "something else on the machine slowed the plain run"),
         ({"plain": {"rate": None}}, "even", "Too short to time"),
@@ -73,7 +81,7 @@ def test_a_slower_run_is_never_green(stack: LocalStack, chrome: Browser) -> None
                 const verdict = document.getElementById('verdict');
                 verdict.dataset.state = state;
                 return [state, getComputedStyle(verdict).boxShadow];
-            }))"""
+            }))"""  # noqa: E501
         )
         green = colours.pop("equal")
         assert green not in colours.values()
@@ -124,7 +132,8 @@ def test_numbers_agree_after_the_end_token(stack: LocalStack, chrome: Browser) -
         assert page.locator(".output .end-sign").count() == 1
         assert page.locator(".output .token").count() == tokens < 100
         assert page.locator(".output .token.drafted").count() == accepted
-        # The prompt's pass gave one token, each other pass one of the model's own, unless the text ended in a draft.
+        # The prompt's pass gave one token, each other pass one of the model's own, unless the text
+        # ended in a draft.
         assert 0 <= 1 + passes + accepted - tokens <= 1
         assert float(stats["length"]) == pytest.approx((tokens - 1) / passes, abs=0.005)
         assert f"{tokens} tokens" in page.inner_text("#verdict_title")
@@ -135,8 +144,7 @@ def test_numbers_agree_after_the_end_token(stack: LocalStack, chrome: Browser) -
 def test_nothing_jumps_while_text_streams(stack: LocalStack, chrome: Browser) -> None:
     with chrome.page(stack.urls["http"] + "/") as page:
         fill(page, mode="turns", max_tokens=64)
-        page.evaluate(
-            """() => {
+        page.evaluate("""() => {
                 window.places = new Set();
                 const look = () => {
                     if (document.body.dataset.running === 'true') {
@@ -146,8 +154,7 @@ def test_nothing_jumps_while_text_streams(stack: LocalStack, chrome: Browser) ->
                     requestAnimationFrame(look);
                 };
                 look();
-            }"""
-        )
+            }""")
         page.click("#run")
         page.wait_for_selector("body[data-runs='1']")
         assert page.evaluate("places.size") == 1
@@ -220,7 +227,7 @@ def test_coarse_arithmetic_is_told_beforehand(stack: LocalStack, chrome: Browser
         assert page.locator("#equality").is_hidden()
 
         def answer(route: Any) -> None:
-            route.fulfill(json={**route.fetch().json(), "dtype": "bfloat16"})
+            route.fulfill(json={**route.fetch().json(), "exactness": {"level": "off"}})
 
         page.route("**/get_server_info", answer)
         page.reload()

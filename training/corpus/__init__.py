@@ -1,1 +1,4 @@
-"""Permissively licensed training text out of software packages: sources, extraction, filters, deduplication."""
+"""Extracts permissively licensed training text from software packages.
+
+It has sources, extraction, filters and deduplication.
+"""

@@ -1,4 +1,7 @@
-"""Builds the corpus: packages in, JSON lines of documents and a manifest out. Run it where the packages are."""
+"""Builds the corpus from packages: JSON lines of documents, and a manifest.
+
+Run it where the packages are.
+"""
 
 import json
 import random
@@ -24,13 +27,13 @@ from training.corpus.extract import (
 from training.progress import say
 
 MAX_DOCUMENT = 200_000
-PART_CHARACTERS = 6000  # of a long text that is cut into documents
+PART_CHARACTERS = 6000  # size of the documents that a long text is cut into
 MAX_DISTRIBUTION_BYTES = 45_000_000
 
 
 @dataclass(slots=True)
 class SourceRecord:
-    """What the manifest says about one source."""
+    """The manifest's record of one source."""
 
     name: str
     version: str
@@ -44,9 +47,9 @@ class SourceRecord:
 
 @dataclass(slots=True)
 class CorpusWriter:
-    """Writes documents to `<out>/train/<domain>.jsonl` and `<out>/heldout/<domain>.jsonl`, and keeps the records.
+    """Writes documents to `<out>/train/<domain>.jsonl` and `<out>/heldout/<domain>.jsonl`.
 
-    What an earlier run left in these two folders is removed.
+    Also collects the manifest's records. Files of an earlier run in these two folders are removed.
     """
 
     out: Path
@@ -58,7 +61,7 @@ class CorpusWriter:
             old.unlink()
 
     def write(self, record: SourceRecord, texts: Iterable[str]) -> None:
-        """Appends the documents of one source that are new; held-out ones are also barred from training."""
+        """Appends the documents of one source that are new; bars held-out ones from training."""
         path = self.out / record.split / f"{record.domain}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
@@ -85,9 +88,11 @@ def build_documents(packages: Path, wheels: Path, out: Path, seed: int = 1) -> N
     """Builds the documentation, dialogue and question part.
 
     Args:
-        packages: Folder with the downloaded `.deb` files of `sources.DEBIAN_SOURCES`, WORDNET and JARGON.
-        wheels: Folder with the unpacked `chitchat-dataset` wheel; `reasoning-gym` must be importable.
-        out: Where the corpus goes.
+        packages: Folder with the downloaded `.deb` files of `sources.DEBIAN_SOURCES`, WORDNET and
+            JARGON.
+        wheels: Folder with the unpacked `chitchat-dataset` wheel; `reasoning-gym` must be
+            importable.
+        out: Folder to write the corpus to.
         seed: Seed of the generated questions.
     """
     writer = CorpusWriter(out)
@@ -147,7 +152,8 @@ def _unpack(packages: Path, source: sources.DebianSource) -> tuple[Path, str]:
     archives = sorted(packages.glob(f"{source.package}_*.deb"))
     if not archives:
         raise ConfigError(
-            f"no {source.package}_*.deb in {packages}; fetch it with: apt-get download {source.package}"
+            f"no {source.package}_*.deb in {packages}; fetch it with: apt-get download"
+            f" {source.package}"
         )
     version = archives[0].name.split("_")[1].replace("%3a", ":")
     target = packages / "unpacked" / source.package
@@ -185,10 +191,11 @@ def _split_document(text: str) -> Iterator[str]:
 
 
 def build_code(out: Path) -> None:
-    """Builds the code part from the permissively licensed Python packages installed here and the standard library.
+    """Builds the code part from the permissively licensed Python packages installed here and the
+    standard library.
 
     Args:
-        out: Where the corpus goes.
+        out: Folder to write the corpus to.
     """
     writer = CorpusWriter(out)
     distributions = {}
@@ -212,7 +219,7 @@ def build_code(out: Path) -> None:
 
 
 def permissive_licence(distribution: metadata.Distribution) -> str | None:
-    """The licence that a distribution's metadata names, or None unless it is clearly permissive."""
+    """Returns the licence in a distribution's metadata, None unless it is clearly permissive."""
     fields = distribution.metadata
     classifiers = [
         value.split(" :: ")[-1]

@@ -1,14 +1,14 @@
-"""Near-duplicate removal by shared lines, and filters for text that teaches nothing (tables of data, minified code)."""
+"""Removes near-duplicates by shared lines, and filters tables of data and minified code."""
 
 import hashlib
 from collections.abc import Iterable
 
 MIN_LINE = 30
-"""Lines shorter than this say too little about where they come from to count."""
+"""Least characters of a line that counts; shorter ones occur everywhere."""
 
 
 def line_hashes(text: str) -> list[int]:
-    """64-bit hashes of the stripped lines that have at least MIN_LINE characters."""
+    """Returns 64-bit hashes of the stripped lines that have at least MIN_LINE characters."""
     hashes = []
     for line in text.splitlines():
         stripped = line.strip()
@@ -19,7 +19,7 @@ def line_hashes(text: str) -> list[int]:
 
 
 class Deduplicator:
-    """Drops a document when most of its long lines were in documents kept before.
+    """Rejects a document if most of its long lines were in documents kept before.
 
     Args:
         max_seen: The largest share of already seen lines that a kept document may have.
@@ -51,7 +51,7 @@ class Deduplicator:
 
 
 def drop_repeated_lines(text: str, seen: set[int]) -> str:
-    """Removes long lines that earlier documents of the same source had (navigation, boilerplate); adds the rest to `seen`."""
+    """Removes long lines in `seen`, such as navigation and boilerplate; adds the rest to `seen`."""
     kept = []
     for line in text.splitlines():
         stripped = line.strip()
@@ -65,7 +65,7 @@ def drop_repeated_lines(text: str, seen: set[int]) -> str:
 
 
 def is_readable(text: str, min_chars: int = 200) -> bool:
-    """Whether text looks written by people: letters prevail, lines are short, no long run of data."""
+    """Returns whether text looks written by people: many letters, short lines, no long data."""
     if len(text) < min_chars:
         return False
     lines = text.splitlines()

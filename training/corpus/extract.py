@@ -1,4 +1,7 @@
-"""Text out of files: rendered HTML, dialogues, dictionary glosses, puzzles. Pure functions on what a file holds."""
+"""Extracts text from files: rendered HTML, dialogues, dictionary glosses, puzzles.
+
+The functions are pure functions of file contents.
+"""
 
 import gzip
 import json
@@ -87,7 +90,9 @@ _DROPPED_CLASSES = frozenset(
 
 
 def html_to_text(html: str) -> str:
-    """Renders the main text of a documentation page: headings with `#`, list items with `-`, `pre` verbatim."""
+    """Renders the main text of a documentation page: headings with `#`, list items with `-`, `pre`
+    verbatim.
+    """
     from lxml import html as lxml_html
 
     try:
@@ -137,7 +142,7 @@ def _append_text(text: str | None, pieces: list[str], verbatim: bool) -> None:
 
 
 def read_text(path: Path) -> str | None:
-    """A file's text (gzip and dictzip are unpacked), or None when it is not UTF-8."""
+    """Reads a file's text, unpacking gzip and dictzip; returns None if it is not UTF-8."""
     data = path.read_bytes()
     if data[:2] == b"\x1f\x8b":
         data = gzip.decompress(data)
@@ -156,7 +161,10 @@ def turns_to_text(turns: list[tuple[str, str]]) -> str:
 
 
 def chitchat_dialogues(dataset: Path) -> Iterator[str]:
-    """The dialogues of the `chitchat-dataset` package (MIT): one document each, at least two exchanges long."""
+    """Yields the dialogues of the `chitchat-dataset` package (MIT), each as one document.
+
+    Each has at least two exchanges.
+    """
     for dialogue in json.loads(dataset.read_text()).values():
         said = []
         for messages in dialogue["messages"]:
@@ -172,7 +180,7 @@ def chitchat_dialogues(dataset: Path) -> Iterator[str]:
 
 
 def wordnet_glosses(data_file: Path) -> Iterator[tuple[str, str]]:
-    """(word, gloss) pairs of one WordNet `data.*` file."""
+    """Yields (word, gloss) pairs of one WordNet `data.*` file."""
     for line in data_file.read_text().splitlines():
         if line.startswith("  ") or "|" not in line:
             continue
@@ -185,7 +193,7 @@ def wordnet_glosses(data_file: Path) -> Iterator[tuple[str, str]]:
 
 
 def reasoning_questions(task: str, size: int, seed: int) -> Iterator[tuple[str, str]]:
-    """(question, answer) pairs of one `reasoning-gym` generator; long ones are left out."""
+    """Yields (question, answer) pairs of one `reasoning-gym` generator, without long ones."""
     import reasoning_gym
 
     for entry in reasoning_gym.create_dataset(task, size=size, seed=seed):

@@ -1,19 +1,24 @@
-"""Where the bundled family's text comes from: Debian documentation packages, two wheels, installed Python packages."""
+"""Sources of the bundled family's text.
+
+They are Debian documentation packages, two wheels and installed Python packages.
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class DebianSource:
-    """Documentation out of one Debian package.
+    """Documentation from one Debian package.
 
     Attributes:
         package: Name of the binary package.
         licence: Licence of the text that is taken.
         root: Folder inside the package.
-        include: Glob patterns below `root`; `.html` is rendered to text, everything else is taken as it is.
-        exclude: Substrings of paths that are left out (indexes, generated name lists, other languages).
-        heldout: The whole package is kept for evaluation.
+        include: Glob patterns below `root`; `.html` is rendered to text, other files are taken
+            unchanged.
+        exclude: Substrings of paths that are left out (indexes, generated name lists, other
+            languages).
+        heldout: Whether the whole package is reserved for evaluation.
     """
 
     package: str
@@ -132,7 +137,9 @@ PERMISSIVE_LICENCES = (
     "Unlicense",
     "0BSD",
 )
-"""A distribution counts as permissive when its licence metadata names one of these and no copyleft licence."""
+"""A distribution counts as permissive when its licence metadata names one of these and no copyleft
+licence.
+"""
 
 COPYLEFT_MARKS = (
     "GPL",
@@ -173,4 +180,6 @@ REASONING_TASKS = (
     "aiw",
     "needle_haystack",
 )
-"""Generators of the `reasoning-gym` package (Apache-2.0) that give short questions with text answers."""
+"""Generators of the `reasoning-gym` package (Apache-2.0) that give short questions with text
+answers.
+"""

@@ -1,4 +1,7 @@
-"""Accept lengths of drafts on text that the target wrote greedily: chains and trees, exactly as a server would take them."""
+"""Measures accept lengths of drafts on text that the target wrote greedily.
+
+Chains and trees are walked like in a server.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,12 +22,13 @@ ROWS_AT_ONCE = 128
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What a draft achieved.
+    """The measured acceptance of a draft.
 
     Attributes:
-        length: Tokens per verify, the bonus token included.
-        verifies: Number of verifies counted.
-        depths: Share of verifies that accepted a token at depth d, given that depth d - 1 was accepted; d = 1, 2, ...
+        length: Mean number of tokens per verification, the target's own token included.
+        verifies: Number of verifications counted.
+        depths: Share of verifications that accepted a token at depth d, given that depth d - 1 was
+            accepted; d = 1, 2, ...
     """
 
     length: float
@@ -32,7 +36,7 @@ class Acceptance:
     depths: tuple[float, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for a report."""
+        """Returns plain values for a report."""
         return {
             "accept_length": round(self.length, 4),
             "verifies": self.verifies,
@@ -41,7 +45,7 @@ class Acceptance:
 
 
 def summarize(accepted: list[int], steps: int) -> Acceptance:
-    """Statistics over the number of drafted tokens that each verify accepted."""
+    """Computes statistics from the number of drafted tokens that each verification accepted."""
     count = len(accepted)
     reached = [sum(value >= depth for value in accepted) for depth in range(steps + 1)]
     depths = tuple(reached[d] / max(1, reached[d - 1]) for d in range(1, steps + 1))
@@ -49,10 +53,11 @@ def summarize(accepted: list[int], steps: int) -> Acceptance:
 
 
 def walk(accepted_at: list[int], root: int) -> list[int]:
-    """Accepted tokens of each verify of one sequence.
+    """Returns the number of accepted tokens of each verification of one sequence.
 
     Args:
-        accepted_at: At index i: how many drafted tokens match when the newest token is number i + 1 (slot i drafts).
+        accepted_at: At index i, number of drafted tokens that match when the newest token is number
+            i + 1 (slot i drafts).
         root: Number of the first newest token.
     """
     taken = []
@@ -71,13 +76,13 @@ def measure(
     depth: int,
     tree: tuple[int, int] | None,
 ) -> tuple[dict[str, Acceptance], dict[str, Acceptance]]:
-    """Accept lengths by domain, of chains and of trees.
+    """Measures accept lengths by domain, of chains and of trees.
 
     Args:
-        heldout: By domain what the target wrote, int64 [n, T].
-        prompt: Tokens of each prompt.
-        depth: Drafted tokens of a chain, and levels of a tree.
-        tree: Beams of a level, and rows with the root; None measures chains alone.
+        heldout: Texts that the target wrote, by domain, int64 [n, T].
+        prompt: Number of tokens of each prompt.
+        depth: Number of drafted tokens of a chain, and of levels of a tree.
+        tree: Number of beams of a level, and of rows with the root; None measures only chains.
     """
     chains: dict[str, Acceptance] = {}
     trees: dict[str, Acceptance] = {}
@@ -108,18 +113,18 @@ def head_chain(
     prompt: int,
     steps: int,
 ) -> list[int]:
-    """Accepted tokens of every verify with chains of `steps` tokens.
+    """Returns the number of accepted tokens of every verification of chains of `steps` tokens.
 
-    A drafted token matters only while all before it were right, so its inputs are the text's own tokens and one unrolled pass
-    gives every chain.
+    A drafted token matters only while all before it were right, so its inputs are the text's own
+    tokens and one unrolled pass gives every chain.
 
     Args:
         head: The head.
-        inputs: What it sees of the sequences.
+        inputs: Embeddings and features of the sequences.
         tokens: The sequences [B, T], greedy from token `prompt` on.
         output_weight: The target's output head.
-        prompt: Tokens in each prompt.
-        steps: Depth of a chain.
+        prompt: Number of tokens of each prompt.
+        steps: Number of drafted tokens of a chain.
     """
     right = []
     for step, (_, logits) in enumerate(unroll(head, inputs, output_weight, steps)):
@@ -130,7 +135,7 @@ def head_chain(
 
 
 def to_target_ids(head: DraftHead, ids: Tensor) -> Tensor:
-    """Target token ids of draft ids."""
+    """Converts draft token ids to target token ids."""
     return ids + head.d2t[ids] if isinstance(head, Eagle3Head) else ids
 
 
@@ -146,9 +151,12 @@ def head_tree(
     topk: int,
     num_draft_tokens: int,
 ) -> list[int]:
-    """Accepted tokens of every verify with dynamic trees; see `head_chain` for the arguments.
+    """Returns the number of accepted tokens of every verification of dynamic trees.
 
-    The committed slots hold the target's features; drafted rows attend to them, to their ancestors and to themselves.
+    See `head_chain` for the arguments.
+
+    The committed slots hold the target's features; drafted rows attend to them, to their ancestors
+    and to themselves.
     """
     batch, length = tokens.shape
     slots = length - 1
@@ -192,7 +200,10 @@ def head_tree(
 def _walk_trees(
     draft: Callable[[Tensor], list[DraftTree]], tokens: Tensor, prompt: int, steps: int
 ) -> list[int]:
-    """Drafts for all sequences at once, moves each past what it accepts, until none has room for a whole tree."""
+    """Drafts for all sequences at once and moves each past the accepted tokens, in turns.
+
+    Ends when no sequence has room for a whole tree.
+    """
     text = tokens.tolist()
     end = tokens.shape[1] - steps
     roots = [prompt] * len(text)

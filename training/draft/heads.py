@@ -1,7 +1,8 @@
 """The draft heads as plain torch modules, with the checkpoint names that other servers read.
 
-All heads share the shift of EAGLE: slot p takes the target's features of position p and the token of position p + 1, and says
-what comes at p + 2. A head's own output stands in for the features of positions that the target has not seen yet.
+All heads share the shift of EAGLE: slot p takes the target's features of position p and the token
+of position p + 1, and predicts the token at p + 2. A head's own output stands in for the features
+of positions that the target has not seen yet.
 """
 
 from collections.abc import Mapping
@@ -22,14 +23,15 @@ ALGORITHMS = ("EAGLE3", "EAGLE", "MTP")
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What a head is.
+    """Configuration of a head.
 
     Attributes:
         algorithm: One of ALGORITHMS.
-        layer: Sizes of its one decoder layer; hidden size and vocabulary are the target's.
+        layer: Sizes of the one decoder layer; hidden size and vocabulary are the target's.
         aux_layers: EAGLE-3: the target layers whose incoming residual streams are fused.
-        draft_vocab_size: EAGLE-3: rows of the head's own output matrix.
-        stream_norms: EAGLE-3: each stream is normalised before they are fused, for targets whose residual streams are large.
+        draft_vocab_size: EAGLE-3: number of rows of the head's own output matrix.
+        stream_norms: EAGLE-3: whether each stream is normalised before they are fused, for targets
+            whose residual streams are large.
     """
 
     algorithm: str
@@ -38,20 +40,19 @@ class HeadShape:
     draft_vocab_size: int = 0
     stream_norms: bool = False
 
-    def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise ConfigError(f"--algorithm must be one of {', '.join(ALGORITHMS)}")
-
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """EAGLE-3's usual three streams: those entering layers 2, n / 2 and n - 3; first, middle and last for a tiny target."""
+    """Returns EAGLE-3's usual three streams, which enter layers 2, n / 2 and n - 3.
+
+    For a tiny target they are the first, middle and last.
+    """
     if num_layers < 6:
         return (1, max(1, num_layers // 2), num_layers)
     return (2, num_layers // 2, num_layers - 3)
 
 
 class HeadAttention(nn.Module):
-    """Projections of a head's attention; which keys a row may see is decided outside."""
+    """Projections of a head's attention; callers decide which keys a row sees."""
 
     def __init__(self, shape: LlamaShape, inputs: int, bias: bool) -> None:
         super().__init__()
@@ -62,7 +63,10 @@ class HeadAttention(nn.Module):
         self.o_proj = Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries, rotated keys and values, all [B, heads, R, D] with the keys repeated for their query groups."""
+        """Returns rotated queries, rotated keys and values, all [B, heads, R, D].
+
+        Keys and values are repeated for their query groups.
+        """
         shape = self.shape
         q, k, v = (
             projection(x).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
@@ -86,17 +90,19 @@ class HeadLayer(nn.Module):
         self.mlp = GatedMLP(shape)
 
     def finish(self, mixed: Tensor, residual: Tensor) -> Tensor:
-        """What leaves the layer, given the attention's mix [B, heads, R, D] and the residual stream."""
+        """Returns the layer's output from attention's output [B, heads, R, D] and the residual."""
         x = residual + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class DraftHead(nn.Module):
-    """Base of the heads. Subclasses say how features are made, what enters the layer, and what leaves it.
+    """Base of the heads.
+
+    Subclasses define the features, the layer's input, and its output.
 
     Args:
-        shape: The head.
-        prefix: What the layer's tensors are called in a checkpoint.
+        shape: Configuration of the head.
+        prefix: Prefix of the names of the layer's tensors in a checkpoint.
     """
 
     cos: Tensor
@@ -112,7 +118,7 @@ class DraftHead(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def initialize(self, seed: int) -> None:
-        """Fills the matrices: normal with 0.02; biases and norms keep zeros and ones."""
+        """Fills the matrices from a normal distribution of deviation 0.02, not biases and norms."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -120,34 +126,40 @@ class DraftHead(nn.Module):
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
     def fuse(self, hidden: Tensor, captured: list[Tensor]) -> Tensor:
-        """Features of the target's positions [B, T, H]: its last hidden states after the final norm."""
+        """Returns features of the target's positions, [B, T, H].
+
+        By default these are its last hidden states after the final norm.
+        """
         return hidden
 
     def prepare(self, embeds: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(input of the attention's projections, residual stream) of rows [B, R, H] at positions [R] or [B, R]."""
+        """Returns (input of the attention's projections, residual stream) of rows [B, R, H].
+
+        Positions are [R] or [B, R].
+        """
         raise NotImplementedError
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of rows at rotary positions [R] or [B, R]."""
+        """Computes queries, keys and values of rows at rotary positions [R] or [B, R]."""
         cos, sin = self.cos[positions], self.sin[positions]
         if positions.dim() == 2:
             cos, sin = cos[:, None], sin[:, None]
         return self.layer.self_attn.project(x, cos, sin)
 
     def complete(self, mixed: Tensor, residual: Tensor) -> Tensor:
-        """The head's output, which is also the feature of the next position."""
+        """Returns the head's output, which is also the feature of the next position."""
         return self.layer.finish(mixed, residual)
 
     def logits(self, features: Tensor, output_weight: Tensor) -> Tensor:
-        """Logits over the draft vocabulary; `output_weight` is the target's head."""
+        """Computes logits over the draft vocabulary; `output_weight` is the target's head."""
         return F.linear(features, output_weight.to(features.dtype))
 
     def checkpoint(self) -> dict[str, Tensor]:
-        """Tensors under the names of a checkpoint."""
+        """Returns the tensors by their names in a checkpoint."""
         return {name.replace("layer.", self.prefix, 1): t for name, t in self.state_dict().items()}
 
     def load_checkpoint(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes weights that `checkpoint` named; missing or unexpected names are errors."""
+        """Loads tensors named like in `checkpoint`; missing or unexpected names are errors."""
         own = {name.replace("layer.", self.prefix, 1): name for name in self.state_dict()}
         wrong = sorted(set(own) ^ set(tensors))
         if wrong:
@@ -155,13 +167,15 @@ class DraftHead(nn.Module):
         self.load_state_dict({own[name]: tensor for name, tensor in tensors.items()})
 
     def config(self) -> dict[str, Any]:
-        """The checkpoint's `config.json`."""
+        """Returns the checkpoint's `config.json`."""
         base = self.shape.layer.to_config("bfloat16", 0, 0)
         return base | {"num_hidden_layers": 1, "tie_word_embeddings": False}
 
 
 class EagleHead(DraftHead):
-    """EAGLE and EAGLE-2: one layer without input norm on fc([embedding; feature]); the target's output head."""
+    """EAGLE and EAGLE-2: one layer without input norm on fc([embedding; feature]); the target's
+    output head.
+    """
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape, "layers.0.")
@@ -178,7 +192,9 @@ class EagleHead(DraftHead):
 
 
 class Eagle3Head(DraftHead):
-    """EAGLE-3: three fused streams, attention on [embedding; feature], an output head of its own over fewer tokens."""
+    """EAGLE-3: three fused streams, attention on [embedding; feature], an output head of its own
+    over fewer tokens.
+    """
 
     d2t: Tensor
     t2d: Tensor
@@ -198,7 +214,9 @@ class Eagle3Head(DraftHead):
         self.register_buffer("t2d", torch.zeros(vocab, dtype=torch.bool))
 
     def set_vocabulary(self, ids: Tensor, output_weight: Tensor) -> None:
-        """Chooses the draft vocabulary (ascending target ids) and starts its head from the target's rows."""
+        """Chooses the draft vocabulary (ascending target ids) and starts its head from the target's
+        rows.
+        """
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()
         self.t2d[ids] = True
@@ -228,7 +246,8 @@ class Eagle3Head(DraftHead):
                 "draft_vocab_size": self.shape.draft_vocab_size,
                 "target_hidden_size": self.shape.layer.hidden_size,
                 "eagle_config": {
-                    # A stream that enters layer i is the output of layer i - 1; the format counts outputs.
+                    # A stream that enters layer i is the output of layer i - 1; the format counts
+                    # outputs.
                     "eagle_aux_hidden_state_layer_ids": [
                         index - 1 for index in self.shape.aux_layers
                     ],
@@ -239,7 +258,9 @@ class Eagle3Head(DraftHead):
 
 
 class MTPHead(DraftHead):
-    """A MiMo-like multi-token prediction layer: input_proj([norm(feature); norm(embedding)]), query biases, a final norm."""
+    """A MiMo-like multi-token prediction layer: input_proj([norm(feature); norm(embedding)]), query
+    biases, a final norm.
+    """
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape, "model.mtp_layers.0.")
@@ -282,26 +303,30 @@ class MTPHead(DraftHead):
 
 
 def make_head(shape: HeadShape) -> DraftHead:
-    """A head with uninitialised matrices."""
+    """Creates a head with uninitialised matrices."""
     kinds: dict[str, type[EagleHead] | type[Eagle3Head] | type[MTPHead]] = {
         "EAGLE": EagleHead,
         "EAGLE3": Eagle3Head,
         "MTP": MTPHead,
     }
+    if shape.algorithm not in kinds:
+        raise ConfigError(f"--algorithm must be one of {', '.join(ALGORITHMS)}")
     return kinds[shape.algorithm](shape)
 
 
-def save_head(head: DraftHead, out: Path) -> None:
-    """Writes a head's checkpoint directory: bf16 safetensors and `config.json`."""
+def save_head(head: DraftHead, out: Path, target: str = "") -> None:
+    """Writes a head's checkpoint directory: bf16 safetensors, and `config.json` with the name of
+    the target, if given.
+    """
     save_sharded(to_bf16(head.checkpoint()), out)
-    write_json(out / "config.json", head.config())
+    write_json(out / "config.json", head.config() | ({"target_model": target} if target else {}))
 
 
 def load_head(path: Path, shape: HeadShape) -> DraftHead:
     """Reads a directory that `save_head` wrote.
 
     Raises:
-        CheckpointError: Its tensors are not those of the shape.
+        CheckpointError: The tensors do not fit the shape.
     """
     head = make_head(shape)
     tensors = load_tensors(path)

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, ConfigError
 from training.draft.acceptance import Acceptance, measure
+from training.draft.config import DraftTrainingConfig
 from training.draft.heads import (
     Eagle3Head,
     HeadShape,
@@ -38,69 +38,8 @@ from training.token_map import select_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class DraftTrainingConfig:
-    """Everything that decides a run.
-
-    Attributes:
-        target: Hugging Face directory of the target.
-        algorithm: EAGLE3, EAGLE or MTP.
-        data: Text whose pieces are prompts and, for `text_windows`, training text.
-        validation: Held-out text; accept lengths are measured on greedy continuations of its prompts, by domain.
-        generated: Folder that keeps the windows which the target wrote; None is `out`.
-        windows, text_windows: Windows written by the target, and windows of plain text.
-        prompt, window: Tokens of a prompt and of a window.
-        steps, warmup, batch, lr, weight_decay: As for a language model; `batch` counts windows.
-        unroll_steps: Steps of training-time test; 1 is plain next-feature training.
-        decay: Weight of a step beside the one before it.
-        token_weight, feature_weight, noise: See `unroll.draft_loss` and `unroll.unroll`.
-        draft_vocab_size: EAGLE-3: most frequent tokens of the windows; 0 keeps the whole vocabulary.
-        stream_norms: EAGLE-3: see `HeadShape`.
-        intermediate_size: Width of the head's MLP; 0 is the target's.
-    """
-
-    target: Path
-    algorithm: str
-    data: tuple[Path, ...]
-    out: Path
-    validation: tuple[Path, ...] = ()
-    generated: Path | None = None
-    windows: int = 4096
-    text_windows: int = 0
-    prompt: int = 128
-    window: int = 512
-    generate_batch: int = 1024
-    temperatures: tuple[float, ...] = (0.0, 0.8)
-    steps: int = 1000
-    warmup: int = 100
-    batch: int = 32
-    lr: float = 3e-3
-    weight_decay: float = 0.05
-    unroll_steps: int = 5
-    decay: float = 0.8
-    token_weight: float = 1.0
-    feature_weight: float = 0.0
-    noise: float = 0.0
-    draft_vocab_size: int = 0
-    stream_norms: bool = False
-    intermediate_size: int = 0
-    depth: int = 5
-    topk: int = 8
-    tree_tokens: int = 32
-    eval_every: int = 0
-    eval_prompts: int = 128
-    eval_prompt: int = 256
-    eval_new_tokens: int = 160
-    checkpoint_every: int = 0
-    max_minutes: float = math.inf
-    seed: int = 1
-    device: str = "cpu"
-    compile: bool = True
-    resume: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class DraftTrainingResult:
-    """How a run ended: all steps done or not, and accept lengths by domain for chains and trees."""
+    """The result of a run: whether all steps are done, and accept lengths by domain."""
 
     finished: bool
     step: int
@@ -114,27 +53,37 @@ class DraftTrainer:
     def __init__(self, config: DraftTrainingConfig) -> None:
         self.config = config
         self.device = torch.device(config.device)
-        self.on_cuda = self.device.type == "cuda"
-        self.dtype = torch.bfloat16 if self.on_cuda else torch.float32
-        config.out.mkdir(parents=True, exist_ok=True)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.target = Target(config.target, self.device, self.dtype)
         self.shape = self._head_shape()
         self.step = 0
         self.log = RunLog(config.out / "log.jsonl")
         self._prepare_text()
-        self.head = make_head(self.shape)
+        config.out.mkdir(parents=True, exist_ok=True)  # nothing is left where the input was bad
+        self.head = self._make_head()
         self.head.initialize(config.seed)
         self.head.to(self.device)
         if isinstance(self.head, Eagle3Head):
-            self.head.set_vocabulary(self.draft_ids.to(self.device), self.target.output_weight)
+            self.head.set_vocabulary(self.draft_ids, self.target.output_weight)
         self.optimizer = MuonAdamW(self.head, config.weight_decay)
         own = self.target.is_own
         self._features = self._compiled(self.target.features) if own else self.target.features
-        self._loss = self._compiled(self._window_loss)
+        self._loss = self._compiled(self._loss_function())
         if config.resume:
             self._load_checkpoint()
         else:
             self.log.restore(())
+
+    def _make_head(self) -> Any:
+        return make_head(self.shape)
+
+    def _loss_function(self) -> Callable[..., Any]:
+        return self._window_loss
+
+    @property
+    def num_depths(self) -> int:
+        """Number of depths whose agreement with the target is reported."""
+        return self.config.unroll_steps
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function) if self.config.compile else function
@@ -153,7 +102,7 @@ class DraftTrainer:
             rope_theta=shape.rope_theta,
             norm_eps=shape.norm_eps,
         )
-        if config.algorithm != "EAGLE3":
+        if config.algorithm not in ("EAGLE3", "PEAGLE"):
             return HeadShape(config.algorithm, layer)
         size = config.draft_vocab_size or shape.vocab_size
         if size > shape.vocab_size:
@@ -168,8 +117,10 @@ class DraftTrainer:
             raise CheckpointError(f"no tokenizer.json in {config.target}")
         tokenizer = Tokenizer.from_file(str(file))
         start = tokenizer.encode("", add_special_tokens=True).ids
-        stream = encode_stream(list(read_documents(config.data)), tokenizer, start)
-        say(f"{len(stream) / 1e6:.1f} M tokens of text")
+        stream = np.zeros(0, dtype=np.int32)
+        if config.windows or config.text_windows:
+            stream = encode_stream(list(read_documents(config.data)), tokenizer, start)
+            say(f"{len(stream) / 1e6:.1f} M tokens of text")
         folder = config.generated or config.out
         folder.mkdir(parents=True, exist_ok=True)
         windows = write_windows(
@@ -183,6 +134,20 @@ class DraftTrainer:
             config.temperatures,
             config.seed,
         )
+        if config.free_windows:
+            (folder / "free").mkdir(exist_ok=True)
+            free = write_windows(
+                self.target,
+                np.full(2, start[0] if start else 0, dtype=np.int32),
+                folder / "free",
+                config.free_windows,
+                1,
+                config.window,
+                config.generate_batch,
+                (1.0,),
+                config.seed,
+            )
+            windows = np.concatenate((windows, free))
         generator = np.random.default_rng(config.seed)
         if config.text_windows:
             plain = cut(stream, config.text_windows, config.window, generator)
@@ -197,15 +162,17 @@ class DraftTrainer:
             config.eval_new_tokens,
             config.seed,
         )
-        self.target.release_generator()
         self.windows = torch.from_numpy(windows).to(self.device)
         counts = np.bincount(windows.ravel(), minlength=self.shape.layer.vocab_size)
         size = self.shape.draft_vocab_size or len(counts)
         ids, self.coverage = select_tokens(counts, size, start)
-        self.draft_ids = torch.tensor(sorted(ids))
+        self.draft_ids = torch.tensor(sorted(ids), device=self.device)
 
     def _batch_at(self, step: int) -> Tensor:
-        """The windows of one step: all once an epoch, in an order that depends on the seed and the epoch alone."""
+        """Returns the windows of one step; an epoch has each window once.
+
+        The order depends only on the seed and the epoch.
+        """
         config, count = self.config, len(self.windows)
         first = step * config.batch
         rows = []
@@ -222,15 +189,21 @@ class DraftTrainer:
             embeds = F.embedding(tokens, self.target.embed_weight)
         return DraftInputs(embeds, hidden, captured)
 
+    @torch.no_grad()
+    def _draft_probs(self, hidden: Tensor) -> Tensor:
+        """Returns the target's probabilities of the draft vocabulary's tokens, [B, T, Vd].
+
+        They need not sum to one.
+        """
+        probs = F.softmax(F.linear(hidden, self.target.output_weight).float(), dim=-1)
+        if len(self.draft_ids) < probs.shape[-1]:
+            probs = probs[..., self.draft_ids]
+        return probs.to(self.dtype)
+
     def _window_loss(self, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
         config = self.config
         weight = self.target.output_weight
-        with torch.no_grad():
-            logits = F.linear(inputs.hidden, weight).float()
-            probs = F.softmax(logits, dim=-1)
-            if len(self.draft_ids) < probs.shape[-1]:
-                probs = probs[..., self.draft_index]
-            probs = probs.to(self.dtype)
+        probs = self._draft_probs(inputs.hidden)
         results = unroll(self.head, inputs, weight, config.unroll_steps, config.noise)
         return draft_loss(
             results,
@@ -245,13 +218,13 @@ class DraftTrainer:
         """Trains to the last step or the time limit, measures, writes the checkpoint directory."""
         config = self.config
         began = mark = time.monotonic()
-        self.draft_index = self.draft_ids.to(self.device)
         parameters = sum(parameter.numel() for parameter in self.head.parameters())
         say(
-            f"{config.algorithm} head of {parameters / 1e6:.2f} M parameters, {len(self.windows)} windows of"
-            f" {config.window}; the draft vocabulary covers {self.coverage:.2%} of their tokens"
+            f"{config.algorithm} head of {parameters / 1e6:.2f} M parameters, {len(self.windows)}"
+            f" windows of {config.window}; the draft vocabulary covers {self.coverage:.2%} of their"
+            " tokens"
         )
-        mark_step = self.step
+        mark_step, told = self.step, ""
         with Progress(config.steps, self.step, config.algorithm) as progress:
             while self.step < config.steps and time.monotonic() - began < 60 * config.max_minutes:
                 loss, agreement = self._train_step()
@@ -271,11 +244,11 @@ class DraftTrainer:
                         }
                     )
                     text = " ".join(f"{number:.3f}" for number in depths)
-                    progress.advance(
-                        self.step - mark_step,
-                        f"loss {value:.4f}, agreement by step {text}, {rate / 1e3:.0f} k tokens/s",
+                    told = (
+                        f"loss {value:.4f}, agreement by step {text}, {rate / 1e3:.0f} k tokens/s"
                     )
                     mark, mark_step = time.monotonic(), self.step
+                progress.advance(1, told)
                 paused = time.monotonic()
                 if config.eval_every and self.step % config.eval_every == 0:
                     self.measure(tree=False)
@@ -284,11 +257,15 @@ class DraftTrainer:
                 mark += time.monotonic() - paused
         return self._finish()
 
+    def _train_loss(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        loss: tuple[Tensor, Tensor] = self._loss(self._inputs(tokens))
+        return loss
+
     def _train_step(self) -> tuple[Tensor, Tensor]:
         config = self.config
         if config.noise:
             torch.manual_seed(config.seed * 1_000_003 + self.step)
-        loss, agreement = self._loss(self._inputs(self._batch_at(self.step)))
+        loss, agreement = self._train_loss(self._batch_at(self.step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         self.optimizer.step(cosine_schedule(self.step, config.steps, config.warmup, config.lr))
@@ -303,7 +280,7 @@ class DraftTrainer:
             for parameter in self.head.parameters():
                 parameter.copy_(parameter.bfloat16())
         chain, tree = self.measure(tree=True)
-        save_head(self.head, config.out)
+        self._save_head()
         report = {
             "parameters": sum(parameter.numel() for parameter in self.head.parameters()),
             "tokens_seen": self.step * config.batch * config.window,
@@ -317,29 +294,35 @@ class DraftTrainer:
         return DraftTrainingResult(self.step >= config.steps, self.step, chain, tree)
 
     def measure(self, tree: bool) -> tuple[dict[str, Acceptance], dict[str, Acceptance]]:
-        """Accept lengths on the held-out continuations: chains, and trees if asked for."""
+        """Measures accept lengths on the held-out continuations: chains, and trees if requested."""
         config = self.config
         shape = (config.topk, config.tree_tokens) if tree else None
         chains, trees = measure(
             self.head, self.target, self.heldout, config.eval_prompt, config.depth, shape
         )
-        for label, results in (("chain", chains), ("tree", trees)):
-            for domain, result in results.items():
-                depths = " ".join(f"{value:.3f}" for value in result.depths)
-                say(
-                    f"step {self.step} {domain} {label}: {result.length:.3f} tokens a verify ({depths})"
-                )
-        if chains:
-            measured = {domain: result.as_dict() for domain, result in chains.items()}
-            self.log.add({"step": self.step, "chain": measured})
+        self._tell("chain", chains)
+        self._tell("tree", trees)
         return chains, trees
+
+    def _tell(self, label: str, results: dict[str, Acceptance]) -> None:
+        for domain, result in results.items():
+            depths = " ".join(f"{value:.3f}" for value in result.depths)
+            say(
+                f"step {self.step} {domain} {label}: {result.length:.3f} tokens a verify ({depths})"
+            )
+        if results and label == "chain":
+            measured = {domain: result.as_dict() for domain, result in results.items()}
+            self.log.add({"step": self.step, "chain": measured})
+
+    def _save_head(self) -> None:
+        save_head(self.head, self.config.out, self.config.target.name)
 
     def _plot(self) -> None:
         trained = self.log.having("loss")
         steps = [entry["step"] for entry in trained]
         agreement = {
             f"step {k + 1}": (steps, [entry["agreement"][k] for entry in trained])
-            for k in range(self.config.unroll_steps)
+            for k in range(self.num_depths)
         }
         measured = self.log.having("chain")
         lengths = {
@@ -377,5 +360,5 @@ class DraftTrainer:
         self.step = state["step"]
         self.log.restore(state["history"])
         if isinstance(self.head, Eagle3Head):
-            self.draft_ids = self.head.t2d.nonzero().flatten().cpu()
+            self.draft_ids = self.head.t2d.nonzero().flatten()
         say(f"resumed at step {self.step}")

@@ -1,4 +1,7 @@
-"""Drafting unrolled for training: every position drafts several tokens ahead on the head's own outputs, all in parallel."""
+"""Unrolls drafting for training: all positions draft several tokens ahead in parallel.
+
+Later tokens are drafted from the head's own outputs.
+"""
 
 from dataclasses import dataclass
 
@@ -11,12 +14,12 @@ from training.draft.heads import DraftHead
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """What a head sees of a batch of windows, T tokens each.
+    """Inputs of a head for a batch of windows of T tokens.
 
     Attributes:
         embeds: Embeddings of the tokens [B, T, H], not scaled.
         hidden: The target's hidden states after its final norm [B, T, H].
-        captured: The residual streams that the head asks for [B, T, H] each.
+        captured: The residual streams that the head reads, [B, T, H] each.
     """
 
     embeds: Tensor
@@ -31,21 +34,23 @@ def unroll(
     steps: int,
     noise: float = 0.0,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Training-time test (EAGLE-3, Li et al. 2025, section 3.2) for all positions at once.
+    """Computes training-time test for all positions at once (EAGLE-3, Li et al. 2025, section 3.2).
 
-    Row i of step k stands at slot i + k: it takes the token of position i + k + 1 and, as feature, the target's at k = 0 and
-    the output of row i of step k - 1 later; it says what comes at position i + k + 2. Its attention sees the target-made slots
-    0 .. i and its own earlier steps, which is what drafting from slot i sees.
+    Row i of step k stands at slot i + k: it takes the token of position i + k + 1 and, as feature,
+    the target's at k = 0 and the output of row i of step k - 1 later; it predicts the token at
+    position i + k + 2. Its attention sees the target-made slots 0 .. i and its own earlier steps,
+    the same as drafting from slot i does.
 
     Args:
         head: The head.
         inputs: Windows of T tokens.
         output_weight: The target's output head [V, H].
-        steps: Tokens to draft, K.
+        steps: Number of tokens to draft, K.
         noise: Half width of the uniform noise on the target's features (EAGLE's augmentation).
 
     Returns:
-        For every step (output features [B, N, H], logits [B, N, draft vocabulary]), with N = T - K - 1 rows.
+        For every step (output features [B, N, H], logits [B, N, draft vocabulary]), with N = T - K
+        - 1 rows.
     """
     rows = inputs.embeds.shape[1] - steps - 1
     device = inputs.embeds.device
@@ -85,18 +90,21 @@ def draft_loss(
     token_weight: float,
     feature_weight: float,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy to the target's distribution, and the regression to its features, summed over the steps.
+    """Computes cross-entropy to the target's distribution plus regression to its features.
+
+    Both are summed over the steps.
 
     Args:
-        results: From `unroll`.
+        results: Results of `unroll`.
         hidden: The target's hidden states after its final norm [B, T, H].
-        target_probs: Its probabilities of the draft vocabulary's tokens [B, T, Vd]; they need not sum to one, so what the
-            draft vocabulary lacks weighs nothing.
-        decay: Weight of a step beside the one before it.
+        target_probs: The target's probabilities of the draft vocabulary's tokens [B, T, Vd]; they
+            need not sum to one, so tokens outside the draft vocabulary weigh nothing.
+        decay: Weight of a step relative to the one before it.
         token_weight, feature_weight: Weights of the two losses.
 
     Returns:
-        (loss, share of rows at each step where the head's best token is the target's best of the draft vocabulary [K]).
+        (loss, share of rows at each step where the head's best token is the target's best of the
+        draft vocabulary [K]).
     """
     loss = hidden.new_zeros((), dtype=torch.float32)
     agreement = []

@@ -1,7 +1,6 @@
-"""The windows a head is trained on: text that the target wrote itself, kept as tokens, and plain text."""
+"""Makes the windows a head is trained on: text that the target wrote, and plain text."""
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,17 +12,17 @@ from torch import Tensor
 from foredraft.errors import ConfigError
 from training.draft.target import Target
 from training.export import save_array, write_json
-from training.progress import say
+from training.progress import Progress
 from training.text_data import Document
 
 
 def encode_stream(
     documents: Sequence[Document], tokenizer: Tokenizer, start: Sequence[int]
 ) -> np.ndarray:
-    """Documents one behind the other, `start` tokens before each, int32.
+    """Encodes documents into one stream of tokens, with `start` tokens before each, int32.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: There are no documents.
     """
     if not documents:
         raise ConfigError("--data: there is no text")
@@ -36,7 +35,7 @@ def encode_stream(
 
 
 def cut(stream: np.ndarray, count: int, length: int, generator: np.random.Generator) -> np.ndarray:
-    """`count` random windows of a stream, int32 [count, length]."""
+    """Cuts `count` random windows from a stream, int32 [count, length]."""
     if len(stream) <= length:
         raise ConfigError(f"{len(stream)} tokens of text are too few for windows of {length}")
     starts = generator.integers(0, len(stream) - length, count)
@@ -54,52 +53,59 @@ def write_windows(
     temperatures: Sequence[float],
     seed: int,
 ) -> np.ndarray:
-    """Lets the target continue prompts of the stream; what is done already is read from `<out>/generated.npy`.
+    """Has the target continue prompts from the stream; finished windows come from a file.
+
+    The file is `<out>/generated.npy`.
 
     Args:
-        target: Who writes.
+        target: Model that writes.
         stream: Text to take prompts from.
-        out: Folder of the file, rewritten after every batch, so that a later run goes on from there.
-        count: Windows wanted.
-        prompt, length: Tokens of a prompt and of a whole window.
-        batch: Windows written at once.
-        temperatures: Used in turn, one for a batch; 0 is greedy.
+        out: Folder of the file, rewritten after every batch, so that a later run goes on from
+            there.
+        count: Number of windows.
+        prompt, length: Number of tokens of a prompt and of a whole window.
+        batch: Number of windows written at once.
+        temperatures: Sampling temperatures used in turn, one for a batch; 0 is greedy.
         seed: Seed of prompts and sampling.
 
     Returns:
         int32 [count, length].
 
     Raises:
-        ConfigError: The file is of another target, or of other windows.
+        ConfigError: The file has another target's windows, or windows of other settings.
     """
     path, author = out / "generated.npy", out / "generated.json"
     windows = np.load(path) if path.is_file() else np.zeros((0, length), dtype=np.int32)
     identity = target.identity()
     if author.is_file() and json.loads(author.read_text()) != identity:
         raise ConfigError(
-            f"another model wrote {path}; delete it and {author.name}, or set --generated to another folder"
+            f"another model wrote {path}; delete it and {author.name}, or set --generated to"
+            " another folder"
         )
     if windows.shape[1] != length:
         raise ConfigError(
             f"{path} holds windows of {windows.shape[1]} tokens; delete it or set --window"
         )
-    while len(windows) < count:
-        began = time.monotonic()
-        turn = len(windows) // batch
-        rows = min(batch, count - len(windows))
-        generator = np.random.default_rng((seed, turn))
-        prompts = torch.from_numpy(cut(stream, rows, prompt, generator).astype(np.int64))
-        temperature = temperatures[turn % len(temperatures)]
-        tokens = target.generate(
-            prompts.to(target.device), length - prompt, temperature, seed * 1_000_003 + turn
-        )
-        windows = np.concatenate((windows, tokens.cpu().numpy().astype(np.int32)))
-        save_array(path, windows)
-        write_json(author, identity)
-        speed = rows * (length - prompt) / (time.monotonic() - began)
-        say(
-            f"the target wrote {len(windows)}/{count} windows, {speed / 1e3:.0f} k tokens/s at temperature {temperature}"
-        )
+    if len(windows) >= count:
+        return windows[:count]
+    turns = -(-(count - len(windows)) // batch)
+    with Progress(turns * (length - prompt), 0, f"the target writes {count} windows") as progress:
+        while len(windows) < count:
+            turn = len(windows) // batch
+            rows = min(batch, count - len(windows))
+            generator = np.random.default_rng((seed, turn))
+            prompts = torch.from_numpy(cut(stream, rows, prompt, generator).astype(np.int64))
+            temperature = temperatures[turn % len(temperatures)]
+            tokens = target.generate(
+                prompts.to(target.device),
+                length - prompt,
+                temperature,
+                seed * 1_000_003 + turn,
+                lambda: progress.advance(1),
+            )
+            windows = np.concatenate((windows, tokens.cpu().numpy().astype(np.int32)))
+            save_array(path, windows)
+            write_json(author, identity)
     return windows[:count]
 
 
@@ -113,7 +119,10 @@ def heldout_continuations(
     new_tokens: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Greedy continuations of held-out prompts by domain, int64 [per_domain, prompt + new_tokens] on the target's device."""
+    """Writes greedy continuations of held-out prompts by domain.
+
+    Each domain's are int64 [per_domain, prompt + new_tokens] on the target's device.
+    """
     by_domain: dict[str, list[Document]] = {}
     for document in documents:
         by_domain.setdefault(document.domain, []).append(document)
@@ -124,5 +133,8 @@ def heldout_continuations(
             continue
         prompts = cut(stream, per_domain, prompt, np.random.default_rng(seed))
         device_prompts = torch.from_numpy(prompts.astype(np.int64)).to(target.device)
-        texts[domain] = target.generate(device_prompts, new_tokens, 0.0, seed)
+        with Progress(new_tokens, 0, f"the target writes held-out {domain}") as progress:
+            texts[domain] = target.generate(
+                device_prompts, new_tokens, 0.0, seed, lambda: progress.advance(1)
+            )
     return texts

@@ -1,4 +1,4 @@
-"""Loss and bits per byte of a model on held-out documents, by domain, beside the baselines."""
+"""Computes a model's loss and bits per byte on held-out documents by domain, beside baselines."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from training.text_data import Document
 
 @dataclass(frozen=True, slots=True)
 class DomainScore:
-    """A model's cost on one domain: nats per token, bits per byte, and how much text that was."""
+    """A model's cost on one domain: nats per token, bits per byte, and the amount of text."""
 
     loss: float
     bits_per_byte: float
@@ -25,12 +25,12 @@ class DomainScore:
     bytes: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for a report."""
+        """Returns plain values for a report."""
         return asdict(self)
 
 
 def heldout_texts(documents: Sequence[Document], max_bytes: int) -> dict[str, list[str]]:
-    """Documents by domain, evenly spread over each domain, about `max_bytes` of text each."""
+    """Chooses documents evenly spread over each domain, about `max_bytes` of text per domain."""
     by_domain: dict[str, list[str]] = defaultdict(list)
     for document in documents:
         by_domain[document.domain].append(document.text)
@@ -46,13 +46,14 @@ def heldout_texts(documents: Sequence[Document], max_bytes: int) -> dict[str, li
 def score_domains(
     model: Llama, tokenizer: Tokenizer, texts: Mapping[str, list[str]], rows: int
 ) -> dict[str, DomainScore]:
-    """Scores every token of every document once, with at least half a context of history where the document has it.
+    """Scores every token of every document once, with at least half a context of history where the
+    document has it.
 
     Args:
         model: The model, on the device to use.
-        tokenizer: Its tokenizer, which puts END_OF_TEXT in front.
+        tokenizer: The model's tokenizer, which puts END_OF_TEXT in front.
         texts: Held-out documents by domain.
-        rows: Windows scored at once.
+        rows: Number of windows scored at once.
     """
     device = next(model.parameters()).device
     length = model.shape.context_length
@@ -74,7 +75,7 @@ def score_domains(
 
 
 def _windows(ids: list[int], length: int) -> list[tuple[list[int], int]]:
-    """(window of at most length + 1 ids, number of its last ids that are scored in it), half overlapping."""
+    """Returns half-overlapping windows: (at most length + 1 ids, number of last ids to score)."""
     windows = [(ids[: length + 1], len(ids[: length + 1]) - 1)]
     end = length + 1
     while end < len(ids):
@@ -99,7 +100,7 @@ def _score(
 
 
 def token_losses(model: Llama, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of every target, float32 [B, T]."""
+    """Computes the cross-entropy of every target, float32 [B, T]."""
     logits = model.logits(hidden).float()
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(
         targets.shape

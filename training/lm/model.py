@@ -1,4 +1,6 @@
-"""A Llama decoder made for training: parameters carry Hugging Face names, so a state dict is a checkpoint."""
+"""A Llama decoder made for training: parameters carry Hugging Face names, so a state dict is a
+checkpoint.
+"""
 
 import json
 from dataclasses import asdict, dataclass
@@ -47,7 +49,7 @@ class LlamaShape:
         )
 
     def to_config(self, dtype: str, bos: int, eos: int) -> dict[str, Any]:
-        """The Hugging Face configuration of this model."""
+        """Returns the Hugging Face configuration of this model."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -76,26 +78,28 @@ class LlamaShape:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for a checkpoint or a log."""
+        """Returns plain values for a checkpoint or a log."""
         return asdict(self)
 
 
 def rope_table(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles, float32 [length, head_dim / 2]."""
+    """Returns cosines and sines of the rotary angles, float32 [length, head_dim / 2]."""
     steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float32), 1.0 / theta**steps)
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x [..., T, head_dim] in the half-split layout; cos and sin broadcast over [..., T, head_dim / 2]."""
+    """Rotates x [..., T, head_dim] in the half-split layout; cos and sin broadcast over [..., T,
+    head_dim / 2].
+    """
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated.to(x.dtype)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in float32."""
+    """Computes x / rms(x) * weight in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -109,7 +113,9 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A linear map whose weights are used in the activations' dtype (float32 master weights, bf16 compute)."""
+    """A linear map whose weights are used in the activations' dtype (float32 master weights, bf16
+    compute).
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
@@ -134,7 +140,7 @@ class Attention(nn.Module):
         self.o_proj = Linear(shape.num_heads * shape.head_dim, shape.hidden_size)
 
     def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [B, heads, T, D], rotated keys and values [B, kv_heads, T, D]."""
+        """Returns rotated queries [B, heads, T, D], rotated keys and values [B, kv_heads, T, D]."""
         shape = self.shape
         weight = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
         rows = F.linear(x, weight.to(x.dtype)).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
@@ -149,7 +155,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """Computes down(silu(gate(x)) * up(x))."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -192,7 +198,7 @@ class Llama(nn.Module):
     """A Llama decoder for training and scoring (no KV cache).
 
     Args:
-        shape: Its sizes.
+        shape: Sizes of the model.
         compute_dtype: Dtype of activations and of the matrix products.
     """
 
@@ -210,7 +216,7 @@ class Llama(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def initialize(self, seed: int) -> None:
-        """Fills the weights: normal with 0.02, residual outputs scaled down by the depth."""
+        """Fills the weights: normal of deviation 0.02, residual outputs scaled by the depth."""
         generator = torch.Generator().manual_seed(seed)
         depth_scale = (2 * self.shape.num_layers) ** -0.5
         with torch.no_grad():
@@ -226,7 +232,9 @@ class Llama(nn.Module):
         return self.model.embed_tokens.weight if self.shape.tie_embeddings else self.lm_head.weight
 
     def forward(self, tokens: Tensor, capture: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states after the final norm [B, T, H], and the residual streams that enter the layers in `capture`.
+        """Computes hidden states after the final norm [B, T, H], and the streams in `capture`.
+
+        These are the residual streams that enter the layers of these numbers.
 
         An index equal to the number of layers asks for the stream that leaves the last one.
         """
@@ -242,15 +250,18 @@ class Llama(nn.Module):
         return self.model.norm(x), [captured[index] for index in capture]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits in the compute dtype, [..., vocab]."""
+        """Computes logits in the compute dtype, [..., vocab]."""
         return F.linear(hidden, self.output_weight.to(hidden.dtype))
 
     def num_parameters(self) -> int:
-        """Number of distinct weights."""
+        """Returns the number of distinct weights."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, context: int) -> float:
-        """Floating-point operations of one training step per token: 6 a weight used in a product, and causal attention."""
+        """Returns the floating-point operations of one training step per token.
+
+        Each weight used in a product takes 6; causal attention is added.
+        """
         shape = self.shape
         matrices = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2)
         if not shape.tie_embeddings:

@@ -7,15 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ITERATIONS = 5  # of Newton-Schulz
-MOMENTUM = 0.95  # Nesterov's, of Muon
-FLOOR = 0.02  # of the peak learning rate that is left at the end
+ITERATIONS = 5  # number of Newton-Schulz iterations
+MOMENTUM = 0.95  # Nesterov momentum of Muon
+FLOOR = 0.02  # share of the peak learning rate at the end
 
 
 def orthogonalize(gradients: Tensor) -> Tensor:
-    """Nearest semi-orthogonal matrices to a stack [N, rows, cols], by Newton-Schulz iterations in bf16.
+    """Returns the nearest semi-orthogonal matrices to a stack [N, rows, cols].
 
-    The quintic coefficients are those of Jordan et al., "Muon" (2024): singular values end near one, not at it.
+    It uses Newton-Schulz iterations in bf16.
+
+    The quintic coefficients are those of Jordan et al., "Muon" (2024): singular values end near
+    one, not at it.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = gradients.bfloat16()
@@ -32,11 +35,12 @@ def orthogonalize(gradients: Tensor) -> Tensor:
 class MuonAdamW:
     """Two optimizers behind one learning rate.
 
-    A Muon update is scaled to a root mean square of 0.2, AdamW's usual one (Liu et al. 2025, "Muon is scalable"), so both
-    take the same learning rate and decoupled weight decay.
+    A Muon update is scaled to a root mean square of 0.2, AdamW's usual one (Liu et al. 2025, "Muon
+    is scalable"), so both take the same learning rate and decoupled weight decay.
 
     Args:
-        model: Its 2-D weights outside embeddings and output head go to Muon, the rest to AdamW; `muon=False` gives all to AdamW.
+        model: Model to train. Muon updates its 2-D weights outside embeddings and output head,
+            AdamW the rest; `muon=False` leaves all to AdamW.
         weight_decay: Decoupled decay of the 2-D weights.
     """
 
@@ -48,7 +52,7 @@ class MuonAdamW:
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            embedding = "embed_tokens" in name or "lm_head" in name
+            embedding = any(part in name for part in ("embed_tokens", "lm_head", "markov_w"))
             if muon and parameter.dim() == 2 and not embedding:
                 groups[tuple(parameter.shape)].append(parameter)
             elif parameter.dim() == 2:
@@ -93,18 +97,21 @@ class MuonAdamW:
                 parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a later run needs to go on exactly."""
+        """Returns everything that a later run needs to continue exactly."""
         return {"adam": self._adam.state_dict(), "muon": self._momenta}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over a state from `state_dict`."""
+        """Restores a state from `state_dict`."""
         self._adam.load_state_dict(state["adam"])
         for momentum, saved in zip(self._momenta, state["muon"], strict=True):
             momentum.copy_(saved)
 
 
 def cosine_schedule(step: int, steps: int, warmup: int, peak: float) -> float:
-    """Learning rate of 0-based `step`: linear warm-up, then a cosine down to a fiftieth of the peak."""
+    """Returns the learning rate of 0-based `step`: linear warm-up, then a cosine.
+
+    The cosine ends at a fiftieth of the peak.
+    """
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)

@@ -1,4 +1,4 @@
-"""How fast the device could be: the rate of one large matrix product, and of the products of this model's own shapes."""
+"""Measures bounds of speed: the rates of a large matrix product and of a model's own shapes."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ LARGE = 8192  # rows and columns
 
 
 def matmul_tflops(device: torch.device) -> float:
-    """Measured bf16 rate of a large square product on random data, in TFLOP/s."""
+    """Measures the bf16 rate of a large square product on random data, in TFLOP/s."""
     size = LARGE
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
@@ -19,10 +19,10 @@ def matmul_tflops(device: torch.device) -> float:
 
 
 def shape_tflops(shape: LlamaShape, tokens: int, device: torch.device) -> float:
-    """Measured rate of one training step's products for `tokens` tokens at this model's shapes, in TFLOP/s.
+    """Measures the rate of one training step's products at this model's shapes, in TFLOP/s.
 
-    Forward, input gradient and weight gradient of every linear map of a layer, and of the output head once; nothing else.
-    No training step of this model can be faster than these.
+    Forward, input gradient and weight gradient of every linear map of a layer, and of the output
+    head once; nothing else. No training step of this model can be faster than these.
     """
     qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     layer = [

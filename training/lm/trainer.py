@@ -35,19 +35,22 @@ from training.text_data import (
 
 @dataclass(frozen=True, slots=True)
 class LMTrainingConfig:
-    """Everything that decides a run.
+    """Settings of a training run.
 
     Attributes:
         data: Files or folders of training text.
-        validation: Files or folders of held-out text; its domains are scored apart.
-        out: Where the model, logs and checkpoint go.
+        validation: Files or folders of held-out text; its domains are scored separately.
+        out: Folder for the model, logs and checkpoint.
         shape: Sizes; `vocab_size` is also the size of a tokenizer that has to be trained.
         tokenizer: Folder or file with a `tokenizer.json` to use; None trains one.
-        repeats: How often the documents of a domain are seen in an epoch.
-        steps, warmup, batch, micro_batch: Optimizer steps, those of warm-up, windows a step, windows a forward.
+        repeats: Number of times that a domain's documents are seen in an epoch.
+        steps, warmup, batch, micro_batch: Number of optimizer steps, of warm-up steps, of windows
+            in a step, and of windows in a forward.
         lr, weight_decay, optimizer: Peak learning rate, decoupled decay, `muon` or `adamw`.
-        teacher: A model folder with the same tokenizer; its distribution is the target with weight `teacher_weight`.
-        max_minutes: Stop with a checkpoint after so long; the schedule does not change.
+        teacher: A model folder with the same tokenizer; its distribution is the target with weight
+            `teacher_weight`.
+        max_minutes: Minutes after which the run stops with a checkpoint; the schedule does not
+            change.
     """
 
     data: tuple[Path, ...]
@@ -78,7 +81,9 @@ class LMTrainingConfig:
 
 @dataclass(frozen=True, slots=True)
 class LMTrainingResult:
-    """How a run ended: whether all steps are done, the last loss, the final scores by domain, tokens per second."""
+    """The result of a run: whether all steps are done, last loss, scores by domain, tokens per
+    second.
+    """
 
     finished: bool
     step: int
@@ -150,7 +155,7 @@ class LMTrainer:
         return tokenizer, load_or_pack(cache, documents, tokenizer, config.repeats, config.seed)
 
     def _micro_loss(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """(the loss to minimise, the plain cross-entropy) of windows [rows, T + 1]."""
+        """Returns (the loss to minimise, the plain cross-entropy) of windows [rows, T + 1]."""
         hidden, _ = self.model(windows[:, :-1])
         targets = windows[:, 1:]
         if self.teacher is None:
@@ -188,7 +193,10 @@ class LMTrainer:
                     )
                     text = f"loss {loss:.4f}, {rate / 1e6:.3f} M tokens/s"
                     if ceiling:
-                        text += f", {rate * flops / 1e12:.0f} TFLOP/s = {rate * flops / 1e12 / ceiling:.1%}"
+                        text += (
+                            f", {rate * flops / 1e12:.0f} TFLOP/s ="
+                            f" {rate * flops / 1e12 / ceiling:.1%}"
+                        )
                     progress.advance(self.step - mark_step, text)
                     if not math.isfinite(loss):
                         raise ConfigError(f"the loss is {loss} at step {self.step}; lower --lr")
@@ -229,7 +237,8 @@ class LMTrainer:
         scores = self._evaluate()
         self.export(scores)
         say(
-            f"{self.step}/{config.steps} steps in {seconds:.0f} s, median {rate / 1e6:.3f} M tokens/s"
+            f"{self.step}/{config.steps} steps in {seconds:.0f} s, median {rate / 1e6:.3f} M"
+            " tokens/s"
         )
         return LMTrainingResult(finished, self.step, loss, scores, rate)
 
@@ -295,8 +304,8 @@ class LMTrainer:
         )
         self.log.add({"step": self.step, "matmul_tflops": whole, "shape_tflops": own})
         say(
-            f"bf16 rate: {whole:.0f} TFLOP/s in a large product, {own:.0f} in this model's own products;"
-            " percentages below are of the first"
+            f"bf16 rate: {whole:.0f} TFLOP/s in a large product, {own:.0f} in this model's own"
+            " products; percentages below are of the first"
         )
         return whole
 
@@ -304,8 +313,9 @@ class LMTrainer:
         shape = self.shape
         tokens = self.config.steps * self.config.batch * shape.context_length
         return (
-            f"{self.model.num_parameters() / 1e6:.2f} M parameters, {shape.num_layers} layers of {shape.hidden_size};"
-            f" {self.num_tokens / 1e6:.1f} M tokens in the corpus, {tokens / 1e6:.0f} M to see"
+            f"{self.model.num_parameters() / 1e6:.2f} M parameters, {shape.num_layers} layers of"
+            f" {shape.hidden_size}; {self.num_tokens / 1e6:.1f} M tokens in the corpus,"
+            f" {tokens / 1e6:.0f} M to see"
         )
 
     def _save_checkpoint(self) -> None:

@@ -1,1 +1,1 @@
-"""The engine's side of its drafts: connections, what each was told, hidden states, proposals, sizes of trees."""
+"""The engine's side of its drafts: connections, syncs, hidden states and proposals."""

@@ -1,7 +1,8 @@
-"""The arena: weights that the draft shares, and an exchange region for every attach of a draft that reads hidden states or
-whose steps can stay on the GPU.
+"""The arena: weights that the draft shares, and an exchange region for every attach of a draft that
+reads hidden states or whose steps can stay on the GPU.
 
-Made and freed in the draft client's thread, written by the engine's. Which rows go through is not decided here.
+The draft client's thread creates and frees it; the engine's thread writes to it, and decides which
+rows go through.
 """
 
 import ipaddress
@@ -16,6 +17,7 @@ import torch
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import AttachRefused, ForedraftError, InvalidRequest, Overloaded
+from foredraft.layers.fusion import Fusion
 from foredraft.rpc import address
 from foredraft.transport import choice, cuda, shared_memory, weights
 from foredraft.transport.base import HiddenWriter, Region
@@ -26,52 +28,55 @@ from verify_service import metrics
 
 logger = logging.getLogger(__name__)
 
-# Refused so often in a row, a transport is not offered until a draft has attached without it. Once may be an accident: a
-# draft that was short of descriptors, a message that was damaged.
+# A transport that is refused this often in a row is not offered until a draft has attached without
+# it. One refusal may be an accident, such as a draft short of descriptors or a damaged message.
 MAX_REFUSALS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What the draft of one attach reads, and where it is put.
+    """The exchange region of one attach, and the hidden states that its draft reads.
 
     Attributes:
         epoch: Number of the attach.
-        layers: Layers whose entering residual stream it reads; empty for the state after the final norm, None when it
-            reads none.
-        region: The memory.
+        layers: Layers whose input residual stream the draft reads; empty for the state after the
+            final norm, None for a draft that reads no hidden states.
+        region: The shared memory.
         peer: The draft's process.
+        fusion: Projects hidden states to the features that the draft reads; None where it reads the
+            hidden states themselves.
     """
 
     epoch: int
     layers: tuple[int, ...] | None
     region: Region
     peer: Peer
+    fusion: Fusion | None = None
 
     @property
     def writer(self) -> HiddenWriter | None:
-        """Where hidden states go; None for a draft that reads none."""
+        """Returns the writer of hidden states; None for a draft that reads none."""
         return self.region if isinstance(self.region, HiddenWriter) else None
 
     @property
     def device(self) -> DeviceExchange | None:
-        """Where steps pass that stay on the GPU; None where none can."""
+        """Returns the buffers of steps that stay on the GPU; None where there are no such steps."""
         return self.region.device
 
 
 class Arena:
-    """The exchange region of the attach that is being made or is in use.
+    """Holds the exchange region of the current attach, or of the one that is being made.
 
     Args:
         draft: Address of the draft.
-        hidden_size: Of the target.
-        num_layers: Of the target.
-        max_bytes: Of a region.
-        useful_rows: More rows than this are never under way.
-        required: Name of the only transport to use; "any" for the best that both ends can do.
-        device: Where the target runs.
-        shared: Its weights that a draft may use, by name.
-        steps: Sizes of steps that stay on the GPU; None for none such.
+        hidden_size: Hidden size of the target.
+        num_layers: Number of layers of the target.
+        max_bytes: Maximum bytes of a region.
+        useful_rows: Maximum number of rows that are in flight at a time.
+        required: Name of the only transport to use; "any" for the best that both ends support.
+        device: Device that the target runs on.
+        shared: The target's weights that a draft may use, by name.
+        steps: Sizes of steps that stay on the GPU; None where there are no such steps.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class Arena:
         if tensor_pb2.TRANSPORT_CUDA_IPC in supported:
             self._uuid = cuda.uuid_of(device)
         self._shared = dict(shared or {})
-        self._left: list[Exchange] = []  # over, but their drafts may still read them
+        self._left: list[Exchange] = []  # ended, but their drafts may still read them
         self._was_answered = self._is_counted = False
         self._hidden_size = hidden_size
         self._num_layers = num_layers
@@ -106,21 +111,30 @@ class Arena:
         if removed:
             logger.info("removed %d shared-memory segments of dead processes", removed)
 
-    def open(self, info: draft_pb2.GetDraftInfoResponse, epoch: int) -> tensor_pb2.Arena | None:
-        """Makes the region of a new attach; None for a draft that needs none.
+    def open(
+        self, info: draft_pb2.GetDraftInfoResponse, epoch: int, fusion: Fusion | None = None
+    ) -> tensor_pb2.Arena | None:
+        """Creates the region of a new attach; returns None for a draft that needs none.
+
+        Args:
+            info: The draft's info.
+            epoch: Number of the attach.
+            fusion: Projects hidden states for the draft; None where it does that itself.
 
         Raises:
-            AttachRefused: The target has no such hidden states, or no transport will do.
+            AttachRefused: The target lacks the hidden states, or no transport can be used.
         """
         self._free_left()
         usable = [t for t in self._own if t in info.transports and self._refusals[t] < MAX_REFUSALS]
-        if not self._is_on_same_gpu(info):
+        if not self.is_on_same_gpu(info):
             usable = [t for t in usable if t != tensor_pb2.TRANSPORT_CUDA_IPC]
         steps = self._steps if info.device_steps else None
         layers: tuple[int, ...] | None = None
         region: Region | None = None
         if info.HasField("hidden"):
             row, layers = self._row(info.hidden), tuple(info.hidden.layers)
+            if fusion is not None:
+                row = RowFormat(fusion.shape.num_outputs, row.dtype)
             try:
                 region = self._open(usable, row, epoch, steps)
             except ArenaError as error:
@@ -129,14 +143,17 @@ class Arena:
             region = choice.open_region(usable, epoch, self._device, steps)
         if region is None:
             return None
-        self._exchange = Exchange(epoch, layers, region, Peer(info.process))
+        self._exchange = Exchange(epoch, layers, region, Peer(info.process), fusion)
         self._was_answered = False
         return region.arena
 
     def weights(self, info: draft_pb2.GetDraftInfoResponse, epoch: int) -> list[tensor_pb2.Arena]:
-        """The weights that a draft on the same GPU can use as they lie; none where it has to load its own."""
+        """Exports the target's weights to a draft on the same GPU.
+
+        Returns none where the draft has to load its own.
+        """
         names = [name for name in info.shared_weights if name in self._shared]
-        if not names or len(names) < len(info.shared_weights) or not self._is_on_same_gpu(info):
+        if not names or len(names) < len(info.shared_weights) or not self.is_on_same_gpu(info):
             return []
         try:
             return weights.export({name: self._shared[name] for name in names}, epoch)
@@ -145,10 +162,10 @@ class Arena:
             return []
 
     def attached(self, epoch: int) -> None:
-        """The draft has mapped the region.
+        """Puts the region into service once the draft has mapped it.
 
         Raises:
-            AttachRefused: It has mapped something else.
+            AttachRefused: The draft has mapped something else.
         """
         exchange = self.exchange(epoch)
         if exchange is None:
@@ -180,24 +197,29 @@ class Arena:
             logger.info("steps of the draft can stay on the GPU")
 
     def ended(self, epoch: int, error: ForedraftError | None) -> None:
-        """The stream of an attach has ended, or was refused: its region goes.
+        """Removes the region of an attach that has ended or was refused.
 
-        A draft that still lives may go on reading its own mapping; nobody else uses those bytes again. On a GPU they
-        stay until the draft is known to be gone, or to have unmapped them.
+        A draft that is still alive may go on reading its own mapping; the memory is not used again.
+        GPU memory stays until the draft is known to have ended or unmapped it.
+
+        Args:
+            epoch: Number of the attach.
+            error: Reason for which the draft refused the attach; None where it did not.
         """
         exchange = self.exchange(epoch)
         if exchange is None:
             return
         transport = exchange.region.arena.transport
         if isinstance(error, AttachRefused) and error.field.startswith("arena"):
-            # It cannot map what this host offers: another container's /dev/shm, say.
+            # The draft cannot map this host's memory, such as another container's /dev/shm.
             self._refusals[transport] += 1
         self._exchange = None
         exchange.region.close()
         self._left.append(exchange)
         was_refused = isinstance(error, AttachRefused | Overloaded) and not self._was_answered
         if was_refused or transport != tensor_pb2.TRANSPORT_CUDA_IPC:
-            # Whoever refuses has unmapped it, or never looked; a mapping of host memory is the draft's own.
+            # A draft that refuses has no mapping any more; a mapping of host memory is the draft's
+            # own.
             self._free(exchange)
         else:
             self._free_left()
@@ -207,15 +229,19 @@ class Arena:
         self._is_counted = False
 
     def exchange(self, epoch: int) -> Exchange | None:
-        """The region of an attach, while it lives."""
+        """Returns the region of an attach; None once it has ended."""
         exchange = self._exchange
         return exchange if exchange is not None and exchange.epoch == epoch else None
 
-    def _is_on_same_gpu(self, info: draft_pb2.GetDraftInfoResponse) -> bool:
+    def is_on_same_gpu(self, info: draft_pb2.GetDraftInfoResponse) -> bool:
+        """Returns whether the draft runs on the target's GPU, on this host."""
         return bool(self._uuid) and info.device_uuid == self._uuid
 
     def _free_left(self, attached: Peer | None = None) -> None:
-        """Frees regions whose drafts are gone. One that attaches again has unmapped what it had: it serves one verifier."""
+        """Frees regions whose drafts have ended or attached again.
+
+        A draft serves one verifier, so one that attaches again has unmapped its previous region.
+        """
         for exchange in list(self._left):
             came_back = attached is not None and attached.identity == exchange.peer.identity
             if exchange.peer.is_gone or (came_back and exchange.peer.identity.pid):
@@ -250,7 +276,7 @@ class Arena:
         epoch: int,
         steps: StepSizes | None,
     ) -> HiddenWriter:
-        # A page of the region is the header.
+        # The first page of the region holds the header.
         room = self._max_bytes - mmap.PAGESIZE
         capacity = min(room // row.num_bytes, self._useful_rows)
         if capacity < 1:
@@ -261,7 +287,7 @@ class Arena:
 
 
 def is_same_host(draft: str) -> bool:
-    """Whether an address is a Unix socket's or loopback's."""
+    """Returns whether an address is a Unix socket or on the loopback interface."""
     where = address.parse(draft)
     if where.is_unix or where.host == "localhost":
         return True

@@ -1,73 +1,76 @@
-"""Trees that a draft which costs next to nothing makes while the target's forward runs.
+"""Requests trees for two steps at once from a draft that costs next to nothing.
 
-While a sequence copies text it is asked for more than a step verifies. What is left of such a tree below the tokens that were
-committed since is the next step's tree, so that this step need not wait for the answer to its own question.
+While a sequence repeats earlier text, the draft is asked for a larger tree than a step verifies.
+The part of it that follows the tokens committed since is the next step's tree, so that the next
+step need not wait for an answer.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foredraft.trees.draft_tree import DraftTree
-from verify_service.drafts.proposals import Drafted, Wanted
+from verify_service.drafts.proposals import Drafted, DraftRequest
 from verify_service.scheduler.request import Sequence as RequestSequence
 
-LEAST_PART = 2  # of the nodes that a step may verify, at least one in so many must be left
+LEAST_PART = 2  # at least one in this many of the nodes that a step may verify must be left
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A proposal to a sequence that had `position` tokens."""
+    """A proposal that was made when its sequence had `position` tokens."""
 
     position: int
     drafted: Drafted
 
 
 class AskAhead:
-    """Belongs to the engine's thread."""
+    """Keeps proposals for the next step. Belongs to the engine's thread."""
 
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
-        self._followed: set[int] = set()  # requests whose newest tree the text followed to its end
-
-    def clear(self) -> None:
-        """Another draft is attached, or none."""
-        self._kept.clear()
-        self._followed.clear()
+        self._followed: set[int] = set()  # requests whose text followed the newest tree to its end
 
     def forget(self, request: int) -> None:
-        """The request has ended."""
+        """Drops the proposal of a request that has ended."""
         self._kept.pop(request, None)
         self._followed.discard(request)
 
-    def num_nodes(self, want: Wanted) -> int:
-        """How many nodes to ask for: two steps' and the token between them where one step's will do no longer."""
-        asked = want.sequence.speculation
+    def num_nodes(self, one: DraftRequest) -> int:
+        """Returns the number of nodes to request.
+
+        It is the maximum of one step; or of two steps, and the token between them, where the text
+        followed the newest tree to its end.
+        """
+        asked = one.sequence.speculation
         has_bounds = asked.num_steps is not None or asked.topk is not None
-        if want.is_trial or has_bounds or want.sequence.request_id not in self._followed:
-            return want.max_nodes
-        return 2 * want.max_nodes + 1
+        if one.is_trial or has_bounds or one.sequence.request_id not in self._followed:
+            return one.max_nodes
+        return 2 * one.max_nodes + 1
 
     def keep(self, sequence: RequestSequence, position: int, drafted: Drafted) -> None:
-        """Takes a proposal to a sequence that had `position` tokens."""
+        """Stores a proposal that was made when the sequence had `position` tokens."""
         if sequence.finish_reason is None:
             self._kept[sequence.request_id] = _Kept(position, drafted)
 
-    def take(self, wanted: Sequence[Wanted]) -> dict[int, Drafted] | None:
-        """What is left of kept proposals, if that is enough for all; whoever wants one then need not wait."""
+    def take(self, requests: Sequence[DraftRequest]) -> dict[int, Drafted] | None:
+        """Returns the trees left of stored proposals, by request id.
+
+        Returns None unless enough is left for all requests, so that the step must wait for answers.
+        """
         found: dict[int, Drafted] = {}
         is_enough = True
-        for want in wanted:
-            if want.max_nodes == 0 or want.is_trial:
+        for one in requests:
+            if one.max_nodes == 0 or one.is_trial:
                 continue
-            rest = self._rest(want)
+            rest = self._rest(one)
             if rest is None:
                 is_enough = False
             else:
-                found[want.sequence.request_id] = rest
+                found[one.sequence.request_id] = rest
         return found if found and is_enough else None
 
-    def _rest(self, want: Wanted) -> Drafted | None:
-        sequence = want.sequence
+    def _rest(self, one: DraftRequest) -> Drafted | None:
+        sequence = one.sequence
         request = sequence.request_id
         kept = self._kept.get(request)
         if kept is None:
@@ -77,17 +80,22 @@ class AskAhead:
             self._followed.add(request)
         else:
             self._followed.discard(request)
-        most = min(want.max_nodes, sequence.num_output_left - 1)
+        most = min(one.max_nodes, sequence.num_output_left - 1)
         if rest is None or LEAST_PART * len(rest) < most:
             return None
-        return Drafted(rest.first(want.max_nodes), kept.drafted.confidence)
+        return Drafted(rest.first(one.max_nodes), kept.drafted.confidence)
 
 
 def below(tree: DraftTree, tokens: Sequence[int]) -> tuple[DraftTree | None, bool]:
-    """What of a tree follows `tokens`, which follow its root.
+    """Cuts a tree to the part below a path.
+
+    Args:
+        tree: The tree.
+        tokens: Tokens of the path, from the root on.
 
     Returns:
-        The tree below the last of them, None where they leave the tree; and whether they stay in it to its end, at least.
+        The tree below the last token, None where the path leaves the tree; and whether the path
+        follows the tree at least to a leaf.
     """
     at = -1
     for token in tokens:

@@ -1,15 +1,14 @@
-"""The connection to a draft: attaches, exchanges steps, notices death and silence, attaches again by itself.
+"""The connection to a draft: attaches, exchanges steps, notices a dead or silent draft, attaches
+again by itself.
 
-The engine's thread sends and receives; a background thread connects and watches. What is in the messages is the engine's.
+The engine's thread sends and receives messages; a background thread connects and watches.
 """
 
 import logging
-import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 
 import grpc
 
@@ -18,109 +17,41 @@ from foredraft.errors import DraftError, ForedraftError
 from foredraft.rpc.channel import channel
 from foredraft.rpc.errors import from_rpc_error
 from foredraft.rpc.tls import Identity
+from verify_service.drafts.stream import DraftStream, StreamReader
 
 INFO_TIMEOUT = 2.0
 ATTACH_TIMEOUT = 30.0  # the draft allocates its KV meanwhile
 FIRST_BACKOFF = 0.05
 LONGEST_BACKOFF = 1.0
-# A draft with KV may take the step timeout once more for every so many committed tokens: a slow CPU computes
-# some hundreds a second.
+# The step timeout is extended by itself for every this many committed tokens: a draft on a slow CPU
+# computes a few hundred a second.
 TOKENS_PER_TIMEOUT = 256
 _POLL_SECONDS = 0.25
 
-_Reading = Future[draft_pb2.SpeculateResponse]
-
 logger = logging.getLogger(__name__)
-
-
-class _Stream:
-    """One Speculate call. Its requests go through a queue to the thread that gRPC keeps for them.
-
-    Attributes:
-        call: The call itself.
-        unanswered: Step numbers, and committed tokens sent, of steps that `receive` was not called for.
-        num_steps: That were sent.
-        reading: The oldest of their answers, where another thread reads it.
-        deadline: Until when the answer that is being read may come.
-    """
-
-    def __init__(self, stub: draft_pb2_grpc.DraftServiceStub) -> None:
-        self._requests: queue.SimpleQueue[draft_pb2.SpeculateRequest | None] = queue.SimpleQueue()
-        self.call = stub.Speculate(iter(self._requests.get, None))
-        self.unanswered: deque[tuple[int, int]] = deque()
-        self.num_steps = 0
-        self.reading: _Reading | None = None
-        self.deadline: float | None = None
-
-    def write(self, request: draft_pb2.SpeculateRequest) -> None:
-        self._requests.put(request)
-
-    def read(self) -> draft_pb2.SpeculateResponse:
-        """Waits for the next message; whoever wants to end the wait cancels the call."""
-        try:
-            response: draft_pb2.SpeculateResponse = next(self.call)
-        except StopIteration:
-            raise DraftError("the draft ended the stream") from None
-        return response
-
-    def end(self) -> None:
-        self._requests.put(None)
-        self.call.cancel()
-
-
-class _Reader:
-    """Reads answers in a thread of its own, begun with the first, for whoever must not wait: gRPC does not say what has come."""
-
-    def __init__(self, read: Callable[[_Stream], draft_pb2.SpeculateResponse]) -> None:
-        self._read = read
-        self._due: queue.SimpleQueue[tuple[_Stream, _Reading] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def begin(self, stream: _Stream) -> _Reading:
-        """Reads the next message of a stream; it is over when the stream is."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="draft-reader", daemon=True)
-            self._thread.start()
-        reading = stream.reading = _Reading()
-        self._due.put((stream, reading))
-        return reading
-
-    def close(self) -> None:
-        """Ends the thread. All streams have ended."""
-        if self._thread is not None:
-            self._due.put(None)
-            self._thread.join()
-
-    def _run(self) -> None:
-        while (due := self._due.get()) is not None:
-            stream, reading = due
-            try:
-                answer = self._read(stream)
-            except BaseException as error:
-                reading.set_exception(error)
-            else:
-                reading.set_result(answer)
-            del due, stream, reading  # of a stream that has ended nothing stays
 
 
 class DraftClient:
     """Keeps one draft attached.
 
-    `send`, `has_answer` and `receive` belong to one thread, the engine's. Everything else may be called from any.
+    `send`, `has_answer` and `receive` belong to one thread, the engine's. Everything else may be
+    called from any.
 
     Args:
         target: `host:port` or `unix:/path`.
-        make_attach: Makes the attach message from what the draft is and the number of the attach.
-        step_timeout: Seconds that the answer to a step may take; longer when it carries many tokens.
-        on_state: Called from the background thread with a line for the log whenever the state changes: "attached",
-            or why there is no draft.
-        on_attached: Called from there with the number of each attach, once the draft has answered it.
-        on_ended: Called from there when what `make_attach` made for an attach is no longer needed, with its number
-            and, where the draft did not take it, why.
-        identity: For TLS over TCP.
+        make_attach: Makes the attach message from the draft's info and the number of the attach.
+        step_timeout: Seconds that the answer to a step may take; longer for a step with many
+            tokens.
+        on_state: Called from the background thread with a line for the log whenever the state
+            changes: "attached", or the reason why there is no draft.
+        on_attached: Called from that thread with the number of each attach, once the draft has
+            answered it.
+        on_ended: Called from that thread when an attach has ended, with its number and, where the
+            draft refused it, the error; frees the resources that `make_attach` created.
+        identity: Certificate for TLS over TCP.
 
     Attributes:
-        step_timeout: As given.
+        step_timeout: The argument of this name.
     """
 
     def __init__(
@@ -142,16 +73,16 @@ class DraftClient:
         self._on_ended = on_ended
         self._state = ""
         self._changed = threading.Condition()
-        # All below is guarded by the condition.
+        # The condition guards all attributes below.
         self._info: draft_pb2.GetDraftInfoResponse | None = None
         self._may_attach = False
         self._closed = False
-        self._stream: _Stream | None = None  # attached and not known to be broken
+        self._stream: DraftStream | None = None  # attached and not known to be broken
         self._epoch = 0
         self._last_epoch = 0
         self._reason = ""  # why the last stream was dropped
-        self._reader = _Reader(self._read)
-        self._pending: grpc.Future | None = None  # what the background thread waits for
+        self._reader = StreamReader(self._read)
+        self._pending: grpc.Future | None = None  # call that the background thread waits for
         self._thread = threading.Thread(target=self._run, name="draft-client", daemon=True)
 
     def start(self) -> None:
@@ -159,20 +90,20 @@ class DraftClient:
         self._thread.start()
 
     def wait(self, timeout: float) -> draft_pb2.GetDraftInfoResponse | None:
-        """Waits until the draft has said what it is; None when it has not within `timeout` seconds."""
+        """Waits for the draft's info; returns None if it has not come within `timeout` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._info is not None or self._closed, timeout)
             return self._info
 
     def allow_attach(self) -> None:
-        """From now on `make_attach` may be called."""
+        """Allows the client to attach, and so to call `make_attach`."""
         with self._changed:
             self._may_attach = True
             self._changed.notify_all()
 
     @property
     def info(self) -> draft_pb2.GetDraftInfoResponse | None:
-        """What the draft last said it is."""
+        """The draft's newest info; None before the first."""
         return self._info
 
     @property
@@ -186,11 +117,13 @@ class DraftClient:
         """Sends a step; steps of one attach are numbered from 1.
 
         Args:
+            request: The step.
             epoch: Number of the attach that the step is meant for; None for any.
-            has_answer: Whether `receive` will be called for it: not for one that stays on the GPU.
+            has_answer: Whether `receive` will be called for it; False for a step that stays on the
+                GPU.
 
         Raises:
-            DraftError: No draft is attached, or another one than the caller thinks.
+            DraftError: No draft is attached, or the attach is another than `epoch`.
         """
         with self._changed:
             stream = self._stream if epoch in (None, self._epoch) else None
@@ -207,12 +140,14 @@ class DraftClient:
         stream.write(draft_pb2.SpeculateRequest(step=request))
 
     def has_answer(self, patience: float = 0.0) -> bool:
-        """Whether `receive` would not wait: the answer to the oldest unanswered step has come, or never will.
+        """Returns whether `receive` would return at once: the answer to the oldest unanswered step
+        has come, or never will.
 
-        From the first time on that this is asked, the answer has to come in time.
+        The first call starts the timeout of the answer.
 
         Args:
-            patience: Seconds to wait. Another thread looks what has come, so that without any the first look finds nothing.
+            patience: Seconds to wait. Another thread reads answers, so that the first call finds
+                nothing without waiting.
 
         Raises:
             DraftError: No draft is attached, or no step waits for an answer.
@@ -227,7 +162,8 @@ class DraftClient:
         """Waits for the answer to the oldest unanswered step.
 
         Raises:
-            DraftError: It did not come in time, or the draft died or broke the protocol. The stream is dropped.
+            DraftError: The answer did not come in time, or the draft died or broke the protocol.
+                The stream is dropped.
         """
         stream = self._due()
         expected, _ = stream.unanswered[0]
@@ -244,7 +180,7 @@ class DraftClient:
         return response.step
 
     def drop(self, reason: str) -> DraftError:
-        """Ends the current attach; the draft may attach anew.
+        """Ends the current attach; the draft may attach again.
 
         Returns:
             The reason as an error.
@@ -253,7 +189,7 @@ class DraftClient:
         return DraftError(reason) if stream is None else self._drop(stream, reason)
 
     def close(self) -> None:
-        """Ends the connection and the threads. No more is sent or received."""
+        """Ends the connection and the threads. Nothing may be sent or received afterwards."""
         with self._changed:
             self._closed = True
             if self._pending is not None:
@@ -263,8 +199,8 @@ class DraftClient:
             self._thread.join()
         self._reader.close()
 
-    def _due(self) -> _Stream:
-        """The stream that an answer is due of."""
+    def _due(self) -> DraftStream:
+        """Returns the stream that must bring the next answer."""
         stream = self._stream
         if stream is None:
             raise DraftError("no draft is attached")
@@ -272,8 +208,10 @@ class DraftClient:
             raise DraftError("no step waits for an answer")
         return stream
 
-    def _read(self, stream: _Stream) -> draft_pb2.SpeculateResponse:
-        """Waits for the answer to the oldest unanswered step of a stream; `_watch` ends the wait."""
+    def _read(self, stream: DraftStream) -> draft_pb2.SpeculateResponse:
+        """Waits for the answer to the oldest unanswered step of a stream; `_watch` ends the wait
+        when the answer is late.
+        """
         _, num_tokens = stream.unanswered[0]
         timeout = self.step_timeout * (1 + num_tokens // TOKENS_PER_TIMEOUT)
         stream.deadline = deadline = time.monotonic() + timeout
@@ -287,14 +225,14 @@ class DraftClient:
         finally:
             stream.deadline = None
 
-    def _drop(self, stream: _Stream, reason: str) -> DraftError:
+    def _drop(self, stream: DraftStream, reason: str) -> DraftError:
         with self._changed:
             if self._stream is stream:
                 self._stream, self._epoch, self._reason = None, 0, reason
                 self._changed.notify_all()
         return DraftError(reason)
 
-    # What follows runs in the background thread.
+    # The methods below run in the background thread.
 
     def _run(self) -> None:
         backoff = FIRST_BACKOFF
@@ -327,7 +265,7 @@ class DraftClient:
             self._changed.wait_for(lambda: self._may_attach or self._closed)
             if self._closed:
                 return
-        stream = _Stream(stub)
+        stream = DraftStream(stub)
         refusal: ForedraftError | None = None
         self._last_epoch += 1
         try:
@@ -341,7 +279,9 @@ class DraftClient:
             if self._on_ended is not None:
                 self._on_ended(self._last_epoch, refusal)
 
-    def _attach(self, stream: _Stream, info: draft_pb2.GetDraftInfoResponse, epoch: int) -> None:
+    def _attach(
+        self, stream: DraftStream, info: draft_pb2.GetDraftInfoResponse, epoch: int
+    ) -> None:
         request = self._make_attach(info, epoch)
         self._may_cancel(stream.call)
         timer = threading.Timer(ATTACH_TIMEOUT, stream.call.cancel)
@@ -362,7 +302,7 @@ class DraftClient:
             self._stream, self._epoch = stream, epoch
         self._tell("attached")
 
-    def _watch(self, stream: _Stream) -> None:
+    def _watch(self, stream: DraftStream) -> None:
         stream.call.add_callback(self._wake)
         poll, reason = min(_POLL_SECONDS, self.step_timeout / 4), "the draft ended the stream"
         with self._changed:

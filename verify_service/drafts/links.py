@@ -1,4 +1,4 @@
-"""The connections to the configured drafts, and what their attach messages need."""
+"""Connects to the configured drafts and makes their attach messages."""
 
 import logging
 import time
@@ -9,35 +9,53 @@ import torch
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import VerifyConfig
-from foredraft.config.speculation import MODELS, each_draft, largest_limits, with_tree_defaults
-from foredraft.errors import AttachRefused
+from foredraft.config.speculation import each_draft, largest_limits, with_tree_defaults
+from foredraft.errors import AttachRefused, ForedraftError
 from foredraft.models.decoder import DecoderModel
-from foredraft.models.speculation import resolve
+from foredraft.models.speculation import TokenIds, check_tokens, resolve
 from foredraft.rpc.protocol import DRAFT_PROTOCOL
 from foredraft.rpc.tls import service_identity
 from foredraft.text.tokenizer import tokenizer_fingerprint
+from foredraft.transport import codec
 from foredraft.transport.device_exchange import StepSizes
 from verify_service.drafts.arena import Arena
+from verify_service.drafts.capabilities import DraftCapabilities
 from verify_service.drafts.client import DraftClient
+from verify_service.drafts.fusion import FusionSource
 from verify_service.metrics import AnyMetrics, SpeculationMetrics
 from verify_service.sizes import arena_bytes, chunk_size
 
 logger = logging.getLogger(__name__)
 
 
+def _shared(model: DecoderModel) -> dict[str, torch.Tensor]:
+    """Returns the weights that a draft on the same card may use.
+
+    There are none where ranks share the model or where the weights are quantised.
+    """
+    table = model.embedding.table or model.embedding
+    if model.embedding.share.group.size > 1 or not table.weight.is_floating_point():
+        return {}
+    return {"embedding": table.weight, "lm_head": model.lm_head.weight}
+
+
 class DraftLink:
-    """A draft client and what its attach message needs; the sizes are known only after sizing the pool.
+    """Holds a draft's client and the data of its attach message.
+
+    The pool's sizes are known only after the connection has started.
 
     Args:
-        name: For logs, where there are several.
-        config: As if it were the only one, its tree settled.
-        address: Of the draft.
-        path: Of the target.
-        on_device: Whether its steps may stay on the GPU.
+        name: Name of the draft for logs, where there are several.
+        config: Configuration as if this draft were the only one, with its tree's sizes set.
+        address: Address of the draft.
+        model: The target.
+        path: Path of the target.
+        device: Device that the target runs on.
+        metrics: Metrics of the draft.
+        on_device: Whether the draft's steps may stay on the GPU.
 
     Attributes:
-        name, config: As given.
-        num_pages, page_size, context_length: Of the pool, once `sized` has said them.
+        name, config: The arguments of these names.
     """
 
     def __init__(
@@ -58,6 +76,7 @@ class DraftLink:
         self._metrics = metrics
         self._pool = (0, 0, 0)
         self._fingerprint = tokenizer_fingerprint(path)
+        self._fusion = FusionSource(address, service_identity(config), device)
         nodes = config.tree_limits[2]
         steps = StepSizes(config.max_running_requests, config.tree_limits[0] + 1, nodes - 1)
         self.arena = Arena(
@@ -65,11 +84,11 @@ class DraftLink:
             model.config.hidden_size,
             model.config.num_layers,
             max_bytes=arena_bytes(config, device),
-            # Of a step and of the one before it, whose answer may not have been read.
+            # Rows of a step and of the one before it, whose answer may be unread.
             useful_rows=2 * (chunk_size(config, device) + config.max_running_requests * nodes),
             required=config.require_transport,
             device=device,
-            shared={"embedding": model.embedding.weight, "lm_head": model.lm_head.weight},
+            shared=_shared(model),
             steps=steps if on_device else None,
         )
         self.client = DraftClient(
@@ -83,16 +102,36 @@ class DraftLink:
         )
 
     def sized(self, num_pages: int, page_size: int, context_length: int) -> None:
-        """From now on the client may attach."""
+        """Sets the sizes of the pool, and allows the client to attach."""
         self._pool = (num_pages, page_size, context_length)
         self.client.allow_attach()
+
+    def check_tokens(self, info: draft_pb2.GetDraftInfoResponse) -> None:
+        """Raises ConfigError if the draft's tokens are not the target's; it could never attach."""
+        check_tokens(
+            f"the {info.algorithm} draft {info.model or self._address}",
+            TokenIds(info.vocab_size, info.tokenizer_fingerprint),
+            TokenIds(self._model.config.vocab_size, self._fingerprint),
+            may_be_fewer=not info.HasField("hidden"),
+        )
+
+    @property
+    def capabilities(self) -> DraftCapabilities:
+        """The draft's capabilities; those of its algorithm until the draft has answered."""
+        info = self.client.info
+        if info is None:
+            return DraftCapabilities.expected(self.config.speculative_algorithm)
+        return DraftCapabilities.of(info)
 
     def _on_state(self, state: str) -> None:
         is_attached = state == "attached"
         level = logging.INFO if is_attached else logging.WARNING
-        logger.log(level, "%s: %s", f"draft {self.name}" if self.name else "draft", state)
+        name = f"draft {self.name}" if self.name else "draft"
+        logger.log(level, "%s: %s", name, state)
         if is_attached:
             self._metrics.attaches.inc()
+            if self.client.info is not None and (about := described(self.client.info)):
+                logger.info("%s: %s", name, about)
 
     def _attach(self, info: draft_pb2.GetDraftInfoResponse, epoch: int) -> draft_pb2.AttachRequest:
         expected = self.config.speculative_algorithm
@@ -103,10 +142,11 @@ class DraftLink:
         if info.protocol != DRAFT_PROTOCOL:
             raise AttachRefused(
                 "protocol",
-                f"the draft, version {info.version or 'unknown'}, speaks {info.protocol}, this verifier "
-                f"{DRAFT_PROTOCOL}; both must be of one release",
+                f"the draft, version {info.version or 'unknown'}, speaks {info.protocol}, this"
+                f" verifier {DRAFT_PROTOCOL}; both must be of one release",
             )
         model = self._model.config
+        fusion = self._fusion.get(info) if self._projects_here(info) else None
         num_pages, page_size, context_length = self._pool
         steps, topk, tokens = self.config.tree_limits
         return draft_pb2.AttachRequest(
@@ -124,9 +164,28 @@ class DraftLink:
             max_context=context_length,
             limits=draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens),
             draft_sampling=self.config.speculative_draft_sampling,
-            arena=self.arena.open(info, epoch),
+            arena=self.arena.open(info, epoch, fusion),
+            fused=fusion is not None,
             weights=self.arena.weights(info, epoch),
         )
+
+    @property
+    def projection_bytes(self) -> int:
+        """Bytes of the draft's projection in this process; 0 until the draft has answered."""
+        info = self.client.info
+        if info is None or not self._projects_here(info):
+            return 0
+        return info.hidden.width * info.fusion.width * codec.to_torch(info.hidden.dtype).itemsize
+
+    def _projects_here(self, info: draft_pb2.GetDraftInfoResponse) -> bool:
+        """Returns whether the verifier projects hidden states for the draft.
+
+        By default it does unless the draft runs on the same GPU.
+        """
+        where = self.config.draft_projection
+        if not info.HasField("fusion") or where == "draft":
+            return False
+        return where == "verifier" or not self.arena.is_on_same_gpu(info)
 
 
 def connect_drafts(
@@ -136,12 +195,19 @@ def connect_drafts(
     device: torch.device,
     metrics: AnyMetrics,
 ) -> list[DraftLink]:
-    """Starts the connections to the configured drafts and waits for them to say what they need.
+    """Starts the connections to the configured drafts and waits for their info.
 
-    A draft that does not answer in time is left to connect later; its KV is then not counted.
+    A draft that does not answer in time connects later; its KV is then not counted.
 
     Args:
-        path: Of the target.
+        config: Configuration of the verifier.
+        model: The target.
+        path: Path of the target.
+        device: Device that the target runs on.
+        metrics: Metrics of the drafts.
+
+    Raises:
+        ConfigError: A draft that has answered has other tokens than the target.
     """
     addresses = config.draft_addresses()
     are_several = len(addresses) > 1
@@ -155,7 +221,7 @@ def connect_drafts(
     levels = followed_levels(configs)
     links = []
     for (name, address), one in zip(addresses.items(), configs, strict=False):
-        # What a step hands to a draft on the device has one size.
+        # The tensors that a step hands to a draft on the device have one size.
         on_device = one.tree_limits[0] == levels or not are_several
         links.append(
             DraftLink(
@@ -173,7 +239,15 @@ def connect_drafts(
         link.client.start()
     deadline = time.monotonic() + config.draft_wait
     for link, address in zip(links, addresses.values(), strict=True):
-        if link.client.wait(max(deadline - time.monotonic(), 0.0)) is None:
+        info = link.client.wait(max(deadline - time.monotonic(), 0.0))
+        if info is not None:
+            try:
+                link.check_tokens(info)
+            except ForedraftError:
+                for other in links:
+                    other.client.close()
+                raise
+        else:
             logger.warning(
                 "the draft at %s has not answered in %.0f s; serving without it until it does",
                 address,
@@ -182,22 +256,37 @@ def connect_drafts(
     return links
 
 
+def described(info: draft_pb2.GetDraftInfoResponse) -> str:
+    """Describes a draft's model for the log; empty for a draft without a model."""
+    if not info.checksum:
+        return ""
+    trained_for = info.trained_for or "a target that its files do not name"
+    shape = draft_pb2.ProposalShape.Name(info.proposes).removeprefix("PROPOSAL_SHAPE_").lower()
+    proposes = f", proposes {shape}" if info.proposes else ""
+    return (
+        f"{info.algorithm} {info.model}, checksum {info.checksum}, weights {info.quantization}, "
+        f"trained for {trained_for}{proposes}"
+    )
+
+
 def infos_of(links: Sequence[DraftLink]) -> list[draft_pb2.GetDraftInfoResponse]:
-    """What those drafts said that they are that have answered."""
+    """Returns the info of the drafts that have answered."""
     return [info for link in links if (info := link.client.info) is not None]
 
 
 def tree_limits_of(links: Sequence[DraftLink], config: VerifyConfig) -> tuple[int, int, int]:
-    """(steps, topk, draft tokens): the largest of each draft's."""
+    """Returns (steps, topk, draft tokens), each the largest of all drafts."""
     if not links:
         return config.tree_limits
     return largest_limits([link.config.tree_limits for link in links])
 
 
 def followed_levels(configs: Sequence[VerifyConfig]) -> int:
-    """Levels of the trees of drafts that can follow on the device: the deepest of those that have a model, if there is one."""
+    """Returns the depth of the deepest tree of the drafts that can follow on the device.
+
+    Without such drafts, it is the depth of the deepest tree of all.
+    """
     levels = [one.tree_limits[0] for one in configs]
-    models = [
-        num for one, num in zip(configs, levels, strict=True) if one.speculative_algorithm in MODELS
-    ]
-    return max(models or levels)
+    expected = [DraftCapabilities.expected(one.speculative_algorithm) for one in configs]
+    followed = [num for one, num in zip(expected, levels, strict=True) if one.follows_on_device]
+    return max(followed or levels)

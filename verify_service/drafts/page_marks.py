@@ -1,4 +1,4 @@
-"""Which pages hold complete KV of one attached draft. What that KV is, the draft alone knows."""
+"""Marks the pages that hold complete KV of one attached draft."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,34 +9,30 @@ _NEVER = -1
 
 
 class DraftMarks:
-    """A mark per page: under which epoch of the draft it was filled.
+    """Holds a mark for each page that the draft of one attach has filled.
 
-    A mark ends with its page: it says nothing about the page once that is allocated anew.
+    A mark ends when its page is allocated again.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
-        self._epochs = array("q", [_NEVER]) * pool.num_pages
         self._generations = array("q", [_NEVER]) * pool.num_pages
 
-    def mark(self, page: int, epoch: int) -> None:
-        """Notes that the draft of `epoch` (>= 0) has KV for the whole page."""
-        self._epochs[page] = epoch
+    def mark(self, page: int) -> None:
+        """Marks a page whose whole KV the draft has."""
         self._generations[page] = self._pool.generation(page)
 
     def clear(self, page: int) -> None:
-        """Takes the mark away."""
-        self._epochs[page] = _NEVER
+        """Removes a page's mark."""
+        self._generations[page] = _NEVER
 
-    def is_valid(self, page: int, epoch: int) -> bool:
-        """True when the draft of `epoch` can use the page."""
-        return self._epochs[page] == epoch and self._generations[page] == self._pool.generation(
-            page
-        )
+    def is_valid(self, page: int) -> bool:
+        """Returns whether the draft can use a page."""
+        return self._generations[page] == self._pool.generation(page)
 
-    def valid_prefix(self, pages: Sequence[int], epoch: int) -> int:
-        """How many leading entries of a page table the draft of `epoch` has."""
+    def valid_prefix(self, pages: Sequence[int]) -> int:
+        """Returns how many leading pages of a page table the draft can use."""
         for i, page in enumerate(pages):
-            if not self.is_valid(page, epoch):
+            if not self.is_valid(page):
                 return i
         return len(pages)

@@ -1,11 +1,11 @@
-"""Hidden states of one sequence that are kept for its draft."""
+"""Hidden states of one sequence, kept for its draft."""
 
 from collections import deque
 from dataclasses import dataclass, field
 
 import torch
 
-MERGE_STEPS = 32  # after which the rows that a sequence was given one by one are put together
+MERGE_STEPS = 32  # number of appended pieces after which small ones are merged
 
 
 @dataclass(slots=True)
@@ -13,13 +13,14 @@ class Run:
     """Hidden states of consecutive positions of one sequence.
 
     Attributes:
-        start: First position that was captured; what lies before, pages may have.
+        start: First position that was captured; earlier ones may be on pages.
         first: First position that is still kept.
-        end: Position after the last.
-        parts: Their rows, in pieces: the first position of each, and its rows.
-        resend_from: The draft's slots from here on have to be filled again: they are on another page now.
-        unsent_pages: Pages marked as complete on the strength of rows that the draft has not been sent.
-        num_appended: Pieces since some were made one.
+        end: Position after the last one.
+        parts: Rows in pieces: the first position of each piece, and its rows.
+        resend_from: First of the draft's slots that must be filled again, since they are on another
+            page; None for none.
+        unsent_pages: Pages marked as complete whose rows have not been sent to the draft yet.
+        num_appended: Number of pieces appended since the last merge.
     """
 
     start: int
@@ -31,13 +32,13 @@ class Run:
     num_appended: int = 0
 
     def append(self, rows: torch.Tensor, count: int) -> None:
-        """Takes the rows after the last, `count` of them."""
+        """Appends `count` rows."""
         self.parts.append((self.end, rows))
         self.end += count
         self.num_appended += 1
 
     def merge(self) -> None:
-        """Makes one piece of the newest small ones, which are quicker to find and to copy then."""
+        """Merges the newest small pieces, which makes rows faster to find and to copy."""
         self.num_appended = 0
         small = []
         while self.parts and len(self.parts[-1][1]) < MERGE_STEPS:
@@ -48,16 +49,16 @@ class Run:
         self.parts.extend(small)
 
     def skip(self, count: int) -> None:
-        """Counts rows after the last that are not kept, nor those before them."""
+        """Moves the end by `count` rows that are not kept, and drops all earlier rows."""
         self.parts.clear()
         self.end += count
         self.first = self.end
 
     def rows(self, first: int) -> torch.Tensor:
-        """Rows of positions [first, end), at least one."""
+        """Returns the rows of positions [first, end), which must be at least one."""
         assert self.first <= first < self.end
         start, last = self.parts[-1]
-        if first >= start:  # nearly always: what the last step committed
+        if first >= start:  # the usual case: rows of the last step
             return last[first - start :] if first > start else last
         taken = []
         for start, rows in reversed(self.parts):
@@ -67,7 +68,7 @@ class Run:
         return torch.cat(taken[::-1])
 
     def drop_before(self, position: int) -> None:
-        """Forgets rows before a position, as far as whole parts go."""
+        """Drops the pieces that end before a position."""
         parts = self.parts
         while parts and (parts[1][0] if len(parts) > 1 else self.end) <= position:
             parts.popleft()

@@ -1,1 +1,1 @@
-"""Runs every step: schedule, draft, forward, verify, commit, emit; and steps that are started ahead."""
+"""Runs every step: schedule, draft, forward, verify, commit, emit; and overlaps steps."""

@@ -1,6 +1,7 @@
-"""The engine: one thread that schedules, drafts, runs the target, verifies, commits and emits, step after step.
+"""The engine: one thread that schedules, drafts, runs the target, verifies, commits and emits, step
+after step.
 
-Where the target can start a step before the one before it is done, it does: see `run_ahead`.
+Where the target can start a step before the previous one is done, steps overlap: see `overlap`.
 """
 
 import dataclasses
@@ -19,30 +20,30 @@ from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.trees.draft_tree import EMPTY
 from foredraft.types import FinishReason
 from verify_service import metrics
-from verify_service.drafts.chosen_sizes import SizeRules, sizes_of
-from verify_service.drafts.drafting import Drafting
-from verify_service.drafts.proposals import NOTHING, Drafted, Wanted
-from verify_service.drafts.several import Drafts
+from verify_service.controller.controller import Controller
+from verify_service.drafts.drafts import Drafts
+from verify_service.drafts.proposals import NO_PROPOSALS, DraftRequest, Proposals
 from verify_service.engine.live_requests import EngineRequest, Live, LiveRequests
 from verify_service.engine.outcomes import Outcomes
 from verify_service.engine.overlap import Flight, RunAhead
 from verify_service.engine.self_test import SelfTest
-from verify_service.executor.sampler import VerifyRows
-from verify_service.executor.target_step import TargetStep
+from verify_service.engine.tree_sizes import Judge, TreeSizes, known_outcome
+from verify_service.executor.base import Executor, Step, StepResult
+from verify_service.executor.choice.sampler import VerifyRows
 from verify_service.outputs import Load
-from verify_service.policy.policy import DraftPolicy
 from verify_service.scheduler.request import Sequence, Status
 from verify_service.scheduler.scheduler import Scheduler
-from verify_service.scheduler.step_plan import StepPlan
+from verify_service.scheduler.step_plan import PrefillChunk, StepPlan
+from verify_service.scheduler.token_limits import TokenLimits
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.5  # how often an idle engine looks at the draft
+IDLE_SECONDS = 0.5  # interval at which an idle engine looks at its drafts
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What a request is checked against."""
+    """Limits that requests are validated against."""
 
     vocab_size: int
     context_length: int
@@ -54,49 +55,58 @@ class EngineLimits:
 
 
 class Engine:
-    """Runs every step. `start`, `submit`, `cancel`, `load`, `flush_cache` and `stop` are for other threads.
+    """Runs every step.
+
+    `start`, `submit`, `cancel`, `load`, `flush_cache` and `stop` are for other threads.
 
     Args:
-        target: Runs the target's part of each step.
-        drafting: The draft's side, or that of several, or None for plain decoding.
-        policy: How much to draft; with several drafts the rules of their policies.
-        self_tests: Of each draft that is attached, while the engine idles.
-        overlap: Whether steps may be started before the outcome of the one before them is known.
+        executor: Runs the target's part of each step.
+        scheduler: Chooses the sequences of each step.
+        drafts: The drafts; an empty list for plain decoding.
+        controller: Chooses how much to draft, and by which draft.
+        limits: Limits that requests are validated against.
+        speculation: Metrics of speculation.
+        self_tests: Tests of the drafts, which run while the engine idles.
+        overlap: Whether steps may be started before the outcome of the previous one is known.
+        judge: Determines the outcome of proposals that are not verified; simulated acceptance draws
+            it at random.
     """
 
     def __init__(
         self,
-        target: TargetStep,
+        executor: Executor,
         scheduler: Scheduler,
-        drafting: Drafting | Drafts | None,
-        policy: DraftPolicy | SizeRules,
+        drafts: Drafts,
+        controller: Controller,
         limits: EngineLimits,
         speculation: metrics.AnyMetrics,
         self_tests: Iterable[SelfTest] = (),
         overlap: bool = True,
+        judge: Judge = known_outcome,
     ) -> None:
         self.limits = limits
-        self._target = target
+        self._executor = executor
         self._scheduler = scheduler
-        self._drafting = drafting
+        self._drafts = drafts
         self._live = LiveRequests()
-        self._sizes = sizes_of(
-            policy,
-            drafting,
-            limits.max_nodes,
+        self._sizes = TreeSizes(
+            controller,
+            drafts,
             self._live.probes,
             lambda one: self._live[one].request.draft,
+            judge,
         )
-        self._outcomes = Outcomes(target, scheduler, drafting, self._sizes, speculation, self._live)
+        self._outcomes = Outcomes(executor, scheduler, drafts, self._sizes, speculation, self._live)
         self._speculation = speculation
         self._self_tests = tuple(self_tests)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ahead = RunAhead(target, scheduler, drafting)
+        self._ahead = RunAhead(executor, scheduler, drafts)
         self._overlap = overlap
         self._flight: Flight | None = None
         self._ended_at = 0.0  # when the newest step's outcome was known
         self._published_at = 0.0  # when the figures were
         self._is_checked = False  # pages and slots, since something was last done
+        self._drafting_since = 0.0  # seconds since 1970; 0 while a draft is missing
         self._num_submitted = 0
         self._submit_lock = threading.Lock()
         self._stopping = False
@@ -109,15 +119,17 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: EngineRequest) -> int:
-        """Takes a request and returns the number to cancel it by.
+        """Submits a request and returns its number, for `cancel`.
 
         Raises:
             InvalidRequest: A field is wrong, or the prompt can never fit.
-            Overloaded: The queue is full. Found out later, it is answered through the sink.
+            Overloaded: The queue is full. The engine's thread reports this through the sink.
             Unavailable: The engine has stopped.
         """
-        request.sampling.validate(self.limits.vocab_size)
+        request.sampling.validate(self.limits.vocab_size, self.limits.eos_token_ids)
         self._scheduler.check(len(request.prompt), 1)
+        if request.sampling.prompt_logprobs_from >= len(request.prompt):
+            raise InvalidRequest("prompt_logprobs_from", "is behind the prompt's last token")
         if max(request.prompt) >= self.limits.vocab_size or min(request.prompt) < 0:
             raise InvalidRequest("prompt", f"token ids must be in [0, {self.limits.vocab_size})")
         with self._submit_lock:
@@ -129,7 +141,7 @@ class Engine:
         return number
 
     def cancel(self, number: int) -> None:
-        """Ends a request at the next step; one that has ended is left as it is."""
+        """Ends a request at the next step; does nothing if it has ended."""
         self._inbox.put(lambda: self._cancel(number))
 
     def flush_cache(self) -> "Future[int]":
@@ -137,25 +149,26 @@ class Engine:
         future: Future[int] = Future()
 
         def flush() -> None:
-            if future.set_running_or_notify_cancel():  # whoever asked may have gone
+            if future.set_running_or_notify_cancel():  # the caller may have cancelled it
                 future.set_result(self._scheduler.prefix_tree.clear())
 
         self._inbox.put(flush)
         return future
 
     def load(self) -> Load:
-        """State for routing; a snapshot that may be a step old."""
+        """Returns the load for routing; it may be a step old."""
         scheduler = self._scheduler
         return Load(
             waiting=scheduler.num_waiting,
             running=scheduler.num_running,
             free_pages=scheduler.pool.num_free + scheduler.pool.num_idle,
             total_pages=self.limits.num_pages,
-            draft_available=self._drafting is not None and self._drafting.available,
+            draft_available=self._drafts.are_available,
+            drafting_since=self._drafting_since,
         )
 
     def draft_everything(self) -> None:
-        """From now on the whole tree is drafted in each step, whether it pays or not: for benchmarks."""
+        """Drafts whole trees in each step from now on, whether it pays or not; for benchmarks."""
         self._sizes.draft_everything()
 
     @property
@@ -165,7 +178,7 @@ class Engine:
 
     @property
     def ended_at(self) -> float:
-        """When the newest step's outcome was known, by `time.perf_counter`."""
+        """Time of `time.perf_counter` at which the newest step's outcome was known."""
         return self._ended_at
 
     @property
@@ -174,16 +187,16 @@ class Engine:
         return self._failure
 
     def stop(self, timeout: float = 30.0) -> None:
-        """Ends the thread after the step in flight; what still runs ends with UNAVAILABLE."""
+        """Ends the thread after the running step; live requests end with UNAVAILABLE."""
         with self._submit_lock:
             self._stopping = True
         self._inbox.put(lambda: None)
         if self._thread.is_alive():
             self._thread.join(timeout)
-        if self._drafting is not None:
-            self._drafting.close()
+        self._drafts.close()
+        self._executor.close()
 
-    # From here on: the engine's own thread.
+    # The methods below run in the engine's own thread.
 
     @torch.inference_mode()
     def _run(self) -> None:
@@ -194,15 +207,15 @@ class Engine:
                 self._take_inbox()
                 if self._has_work:
                     self.step()
-                # While others work there is time to emit: a draft, or the step behind one that has landed. Else nobody
-                # need wait for that.
-                if not self._has_work or (self._drafting is None and self._flight is None):
+                # Outputs are emitted while a draft or the next step runs. Without these, emit them
+                # here.
+                if not self._has_work or (not self._drafts.each and self._flight is None):
                     self._emit()
             if self._flight is not None:
                 self._ahead.finish(self._flight)
         except BaseException as error:
             logger.exception("the engine failed; the verifier has to be restarted")
-            with self._submit_lock:  # what was submitted before is answered below
+            with self._submit_lock:  # requests submitted before are answered below
                 self._failure = error
         self._take_inbox()
         self._live.end_all(Unavailable("the verifier stopped; retry"))
@@ -228,11 +241,9 @@ class Engine:
         asked()
 
     def _start_self_test(self) -> bool:
-        """Lets the engine's own requests in if a test is due; one test at a time."""
-        if self._drafting is None:
-            return False
+        """Adds the requests of a self-test if one is due; returns whether one has started."""
         for test in self._self_tests:
-            probes = test.due(self._drafting.epoch_of(test.draft))
+            probes = test.due(self._drafts.epoch_of(test.draft))
             for probe in probes:
                 with self._submit_lock:
                     self._num_submitted += 1
@@ -269,6 +280,9 @@ class Engine:
             key_label=request.key_label,
             traceparent=request.traceparent,
             grammar=None if request.grammar is None else request.grammar.follow(),
+            limits=TokenLimits(sampling, self.limits.vocab_size)
+            if sampling.bad_words or sampling.allowed_token_ids
+            else None,
         )
         try:
             self._scheduler.add(sequence)
@@ -279,7 +293,10 @@ class Engine:
         self._scheduler.cancel(number)
 
     def step(self) -> None:
-        """Runs one step: schedule, draft, forward, verify, commit; or starts one, and commits the one before it."""
+        """Runs one step: schedule, draft, forward, verify, commit.
+
+        While steps overlap, starts the next step and commits the running one.
+        """
         if self._flight is not None:
             flight = self._flight
             choose = functools.partial(self._sizes.plan, is_ahead=True)
@@ -288,25 +305,26 @@ class Engine:
             self._land(flight)
             return
         started = time.perf_counter()
-        if self._drafting is not None:
-            self._drafting.refresh()
+        self._drafts.refresh()
         plan = self._scheduler.schedule(lambda seqs, rows: self._sizes.plan(seqs, rows).nodes)
         self._outcomes.settle(plan)
-        trees = self._draft(plan)
+        proposals = self._draft(plan)
         drafted = time.perf_counter()
         metrics.DRAFT_WAIT_SECONDS.observe(drafted - started)
         if plan.is_empty:
             return
-        batch = self._batch(plan, trees)
-        wait = self._sizes.wait(plan.decode, trees, drafted - started)
-        if self._overlap and not plan.prefill and self._target.can_start(batch):
-            self._flight = self._ahead.start(batch)
+        batch = self._batch(plan, proposals)
+        wait = self._sizes.wait(plan.decode, proposals, drafted - started)
+        capture = self._drafts.capture
+        step = Step(batch, plan.prefill, capture or ())
+        if self._overlap and self._executor.can_overlap(step):
+            self._flight = self._ahead.start(step)
             self._flight.wait = wait
             return
         starts = [slot.seq.num_computed for slot in plan.decode]
-        capture = self._drafting.capture if self._drafting is not None else None
-        result = self._target.run(batch, plan.prefill, capture or ())
+        result = self._execute(step)
         verified = time.perf_counter()
+        self._outcomes.report(plan.prefill, result.prompt_logprobs)
         for chunk in plan.prefill:
             if not chunk.is_last:
                 self._scheduler.on_committed(chunk.seq, chunk.num_tokens)
@@ -322,7 +340,7 @@ class Engine:
                 self._outcomes.commit(rows, outcome, chunk.num_tokens)
         tokens = sum(len(outcome.verified.tokens) for outcome in decoded)
         if plan.prefill:
-            self._sizes.interrupted(len(decoded), verified - drafted, tokens, wait)
+            self._sizes.interrupted(wait)
         else:
             self._sizes.observe(len(batch), result.num_logit_rows, verified - drafted, tokens, wait)
         if capture is not None:
@@ -331,15 +349,21 @@ class Engine:
             self._ahead.keep(result, decoding, plan.prefill, starts, paths)
         metrics.FORWARD_SECONDS.observe(result.forward_seconds)
         metrics.VERIFY_SECONDS.observe(verified - drafted - result.forward_seconds)
-        self._ended(started)
+        self._ended(started, plan.prefill, has_decodes=num_decoding > 0)
+
+    def _execute(self, step: Step) -> StepResult:
+        """Runs a step and waits for it."""
+        pending = self._executor.submit(step)
+        pending.choose()
+        return pending.finish()
 
     def _land(self, flight: Flight) -> None:
-        """Takes the outcome of a step that was started."""
-        result, trees = self._ahead.finish(flight)
+        """Waits for an overlapped step and commits its outcome."""
+        result = self._ahead.finish(flight)
         starts = [sequence.num_computed for sequence in flight.sequences]
         paths = [outcome.verified.path for outcome in result.outcomes]
         self._outcomes.break_off(flight.sequences[i] for i in result.broken)
-        batch = map(VerifyRows, flight.sequences, trees, flight.confidences)
+        batch = map(VerifyRows, flight.sequences, result.trees, flight.confidences)
         self._outcomes.commit_all(batch, result.outcomes)
         if self._flight is not None:
             self._ahead.choose(self._flight)
@@ -354,26 +378,30 @@ class Engine:
         metrics.OVERLAPPED_STEPS.inc(self._flight is not None)
         self._ended(max(flight.started_at, self._ended_at))
 
-    def _ended(self, started: float) -> None:
+    def _ended(
+        self, started: float, chunks: Iterable[PrefillChunk] = (), has_decodes: bool = True
+    ) -> None:
         self._ended_at = time.perf_counter()
-        metrics.STEP_SECONDS.observe(self._ended_at - started)
+        seconds = self._ended_at - started
+        metrics.STEP_SECONDS.observe(seconds)
+        self._scheduler.prefill_budget.observe(seconds, tuple(chunks), has_decodes)
         self._observe()
 
-    def _draft(self, plan: StepPlan) -> dict[int, Drafted]:
-        if self._drafting is None:
-            return {}
-        wanted = [Wanted(slot.seq, slot.max_tree_nodes) for slot in plan.decode]
+    def _draft(self, plan: StepPlan) -> Proposals:
+        if not self._drafts.each:
+            return NO_PROPOSALS
+        requests = [DraftRequest(slot.seq, slot.max_tree_nodes) for slot in plan.decode]
         extending = [chunk.seq for chunk in plan.prefill]
-        return self._drafting.propose(wanted, extending, meanwhile=self._emit)
+        return self._drafts.propose(requests, extending, meanwhile=self._emit)
 
-    def _batch(self, plan: StepPlan, trees: dict[int, Drafted]) -> list[VerifyRows]:
-        """The sequences for which tokens are chosen: decoding ones, then those whose prompt ends."""
+    def _batch(self, plan: StepPlan, proposals: Proposals) -> list[VerifyRows]:
+        """Returns the sequences to choose tokens for: decoding ones, then ends of prompts."""
         batch = []
-        for slot, tree in zip(plan.decode, self._sizes.trees(plan.decode, trees), strict=True):
-            drafted = trees.get(slot.seq.request_id, NOTHING)
+        trees = self._sizes.trees(plan.decode, proposals)
+        for slot, tree in zip(plan.decode, trees, strict=True):
             if (grammar := slot.seq.follow_grammar()) is not None:
                 tree = grammar.prune(tree)
-            batch.append(VerifyRows(slot.seq, tree, drafted.confidence))
+            batch.append(VerifyRows(slot.seq, tree, proposals.of(slot.seq).confidence))
         for chunk in plan.prefill:
             if chunk.is_last:
                 chunk.seq.follow_grammar()
@@ -386,11 +414,12 @@ class Engine:
             self._live.emit(self.load())
 
     def _observe(self) -> None:
-        """Publishes figures: not after every step, but before the end of the last request is told."""
+        """Publishes metrics at intervals, and always before the last request's end is emitted."""
         now = time.perf_counter()
         if self._has_work and now - self._published_at < metrics.PUBLISH_SECONDS:
             return
         self._published_at = now
+        self._note_drafts()
         pool = self._scheduler.pool
         metrics.RUNNING.set(self._scheduler.num_running)
         metrics.WAITING.set(self._scheduler.num_waiting)
@@ -398,3 +427,12 @@ class Engine:
         metrics.PAGES_USED.set(pool.num_pages - pool.num_free - pool.num_idle)
         self._speculation.flush()
         self._sizes.publish(self._speculation)
+
+    def _note_drafts(self) -> None:
+        """Records the time since which all drafts are attached."""
+        is_drafting = self._drafts.are_available
+        if is_drafting and not self._drafting_since:
+            self._drafting_since = time.time()
+            logger.info("drafting from %s on", time.strftime("%H:%M:%S"))
+        elif not is_drafting:
+            self._drafting_since = 0.0

@@ -1,4 +1,4 @@
-"""What the engine keeps beside the sequences: the requests they belong to, their accounts, and news on their way out."""
+"""Requests of live sequences, their statistics, and their outputs that are still to be sent."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -16,10 +16,11 @@ if TYPE_CHECKING:  # llguidance may be absent
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A checked request. `tag` is the submitter's name for it; outputs go to `sink` in the engine's thread.
+    """A request that has been validated.
+    `tag` is the submitter's name for it; outputs go to `sink` in the engine's thread.
 
-    A probe is the engine's own: always drafted for, and in no metric. With several drafts, `draft` is the name of the only
-    one to draft for it. `grammar` is that of `sampling`, compiled.
+    A probe is the engine's own: always drafted for, and in no metric. With several drafts, `draft`
+    is the name of the only one to draft for it. `grammar` is that of `sampling`, compiled.
     """
 
     tag: int
@@ -39,10 +40,14 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class Live:
-    """What the engine keeps beside a sequence while it lives.
+    """Data that the engine keeps for a live sequence.
 
     Attributes:
-        histogram: Verifications that accepted 1, 2, ... drafted tokens.
+        request: Request that the sequence belongs to.
+        submitted: Time of `time.monotonic` at which it was submitted.
+        queue_seconds: Seconds that it waited for admission.
+        histogram: Numbers of verifications that accepted 1, 2, ... drafted tokens.
+        is_lossy: Whether any verification may have changed the distribution of tokens.
     """
 
     request: EngineRequest
@@ -60,15 +65,16 @@ class Live:
             self.histogram[num_accepted - 1] += 1
 
     def histogram_of(self, num_steps: int) -> tuple[int, ...]:
-        """How many of so many verifications accepted 0, 1, ... drafted tokens."""
+        """Returns how many of `num_steps` verifications accepted 0, 1, ... drafted tokens."""
         return (num_steps - sum(self.histogram), *self.histogram) if num_steps else ()
 
 
 class LiveRequests:
-    """Requests by the engine's numbers, and their outputs of the current step.
+    """Holds requests by number, and their outputs of the current step.
 
     Attributes:
-        probes: Numbers of the engine's own.
+        by_number: Live requests by the engine's numbers.
+        probes: Numbers of the engine's own requests.
     """
 
     def __init__(self) -> None:
@@ -80,13 +86,13 @@ class LiveRequests:
         return self.by_number[sequence.request_id]
 
     def add(self, number: int, live: Live) -> None:
-        """Takes a request."""
+        """Adds a request."""
         self.by_number[number] = live
         if live.request.is_probe:
             self.probes.add(number)
 
     def queue(self, live: Live, output: StepOutput) -> None:
-        """Keeps an output for `emit`."""
+        """Queues an output for `emit`."""
         self._outputs.setdefault(live.request.sink, []).append(output)
 
     def finish(
@@ -96,7 +102,7 @@ class LiveRequests:
         error: ForedraftError | None = None,
         output: StepOutput | None = None,
     ) -> None:
-        """Queues the last output of a sequence that has left the scheduler, and forgets it."""
+        """Queues the last output of a sequence that has left the scheduler, and drops it."""
         live = self.by_number.pop(sequence.request_id)
         if live.request.is_probe:
             self.probes.discard(sequence.request_id)
@@ -121,7 +127,7 @@ class LiveRequests:
         self.queue(live, dataclasses.replace(last, finish=finish))
 
     def end_all(self, error: ForedraftError) -> None:
-        """Queues the error as the last output of every request, and forgets them."""
+        """Queues the error as the last output of every request, and drops all requests."""
         for live in self.by_number.values():
             finish = Finish(FinishReason.ERROR, error=error)
             self.queue(live, StepOutput(live.request.tag, finish=finish))
@@ -129,12 +135,12 @@ class LiveRequests:
         self.probes.clear()
 
     def emit(self, load: Load) -> None:
-        """Hands each submitter what was queued."""
+        """Hands each submitter its queued outputs."""
         outputs, self._outputs = self._outputs, {}
         for sink, news in outputs.items():
             sink(news, load)
 
     @property
     def has_news(self) -> bool:
-        """Whether `emit` has something to hand out."""
+        """Whether outputs are queued."""
         return bool(self._outputs)

@@ -1,54 +1,57 @@
-"""What becomes of a step's outcome: tokens kept, sequences that end or leave, their accounts, and news for submitters."""
+"""Applies a step's outcome: commits tokens, ends sequences, counts, and queues outputs."""
 
 import logging
 import time
 from collections.abc import Iterable
+from collections.abc import Sequence as AnySequence
 
 from foredraft.errors import ForedraftError, InvalidRequest
 from foredraft.types import FinishReason
 from verify_service import metrics
-from verify_service.drafts.chosen_sizes import ChosenSizes
-from verify_service.drafts.drafting import Drafting
-from verify_service.drafts.several import Drafts
-from verify_service.drafts.tree_sizes import TreeSizes
+from verify_service.drafts.drafts import Drafts
 from verify_service.engine.live_requests import LiveRequests
-from verify_service.executor.sampler import Outcome, VerifyRows
-from verify_service.executor.target_step import TargetStep
-from verify_service.outputs import StepOutput, VerifiedTree
+from verify_service.engine.tree_sizes import TreeSizes
+from verify_service.executor.base import Executor
+from verify_service.executor.choice.sampler import Outcome, VerifyRows
+from verify_service.outputs import StepOutput, TokenLogprob, VerifiedTree
 from verify_service.scheduler.request import Sequence, Status
 from verify_service.scheduler.scheduler import Scheduler
-from verify_service.scheduler.step_plan import StepPlan
+from verify_service.scheduler.step_plan import PrefillChunk, StepPlan
 
 logger = logging.getLogger(__name__)
 
 
 class Outcomes:
-    """Takes them, in the engine's thread, and tells everybody whom they concern.
+    """Applies outcomes to all parts of the engine. Belongs to the engine's thread.
 
     Args:
-        live: Requests, and the news for their submitters.
+        executor: Runs the target's part of each step.
+        scheduler: The scheduler.
+        drafts: The drafts.
+        sizes: Chooses the sizes of trees.
+        speculation: Metrics of speculation.
+        live: Requests, and the outputs for their submitters.
     """
 
     def __init__(
         self,
-        target: TargetStep,
+        executor: Executor,
         scheduler: Scheduler,
-        drafting: Drafting | Drafts | None,
-        sizes: TreeSizes | ChosenSizes,
+        drafts: Drafts,
+        sizes: TreeSizes,
         speculation: metrics.AnyMetrics,
         live: LiveRequests,
     ) -> None:
-        self._target = target
+        self._executor = executor
         self._scheduler = scheduler
-        self._drafting = drafting
+        self._drafts = drafts
         self._sizes = sizes
         self._speculation = speculation
         self._live = live
 
     def settle(self, plan: StepPlan) -> None:
-        """Tells draft, submitters and metrics which sequences left or joined."""
-        if self._drafting is not None:
-            self._drafting.release(plan.released_slots)
+        """Updates drafts, submitters and metrics for the sequences that left or joined."""
+        self._drafts.release(plan.released_slots)
         now = time.monotonic()
         for sequence in plan.admitted:
             live = self._live[sequence]
@@ -59,27 +62,36 @@ class Outcomes:
                 metrics.CACHED_TOKENS.inc(sequence.num_cached)
         metrics.PREEMPTIONS.inc(len(plan.preempted))
         for sequence in plan.preempted:
-            if self._drafting is not None:
-                self._drafting.preempted(sequence)
+            self._drafts.preempted(sequence)
         for sequence in plan.ended:
             assert sequence.finish_reason is not None
             self.finish(sequence, sequence.finish_reason)
 
     def break_off(self, sequences: Iterable[Sequence]) -> None:
-        """Ends sequences for which nothing can be chosen, because their logits are NaN or infinite."""
+        """Ends sequences with NaN or infinite logits, for which no token can be chosen."""
         for sequence in sequences:
             if sequence.status is Status.RUNNING:
                 error = ForedraftError(
-                    f"the model's logits for token {len(sequence.tokens)} of this text are not finite "
-                    "numbers, so no token can be chosen; another --dtype may help"
+                    f"the model's logits for token {len(sequence.tokens)} of this text are not"
+                    " finite numbers, so no token can be chosen; another --dtype may help"
                 )
                 logger.error("request %s: %s", sequence.request_id, error)
                 metrics.BROKEN_LOGITS.inc()
                 self._scheduler.finish(sequence, FinishReason.ERROR)
                 self.finish(sequence, FinishReason.ERROR, error)
 
+    def report(
+        self, chunks: AnySequence[PrefillChunk], found: AnySequence[list[TokenLogprob]]
+    ) -> None:
+        """Queues the log-probabilities of prompt tokens that a step computed."""
+        for chunk, logprobs in zip(chunks, found, strict=True):
+            if logprobs:
+                live = self._live[chunk.seq]
+                self._live.queue(live, StepOutput(live.request.tag, prompt_logprobs=logprobs))
+                chunk.seq.scored(chunk.start + chunk.num_tokens)
+
     def commit_all(self, batch: Iterable[VerifyRows], outcomes: Iterable[Outcome]) -> None:
-        """Takes what the rule gave for sequences that decode; those that have ended meanwhile are left out."""
+        """Commits the outcomes of sequences that decode; skips those that have ended since."""
         num_decoded, num_off, running = 0, 0, Status.RUNNING
         is_looked_at = self._sizes.records_all
         for rows, outcome in zip(batch, outcomes, strict=True):
@@ -98,7 +110,7 @@ class Outcomes:
             figures.turned_off(num_off)
 
     def _commit_token(self, sequence: Sequence, outcome: Outcome) -> bool:
-        """`commit` of a step without a tree; gives whether it is in the metrics."""
+        """Commits one token of a step without a tree; returns whether metrics count it."""
         tokens, live = outcome.verified.tokens, self._live.by_number[sequence.request_id]
         reason = sequence.append_token(tokens[0])
         self._scheduler.on_token(sequence)
@@ -113,11 +125,13 @@ class Outcomes:
         return not request.is_probe
 
     def commit(self, rows: VerifyRows, outcome: Outcome, num_chunk_tokens: int | None) -> None:
-        """Takes what the rule gave for one sequence.
+        """Commits the outcome of one sequence.
 
         Args:
-            num_chunk_tokens: Rows of the prompt chunk that ended with the chosen token, or None after a
-                verification.
+            rows: The sequence and its verified tree.
+            outcome: Tokens chosen by the sampling rule.
+            num_chunk_tokens: Number of rows of the prompt chunk that ended with the chosen token;
+                None after a verification.
         """
         sequence, tree, verified = rows.sequence, rows.tree, outcome.verified
         live = self._live[sequence]
@@ -125,7 +139,10 @@ class Outcomes:
         accepted = [row - 1 for row in path[1:]] if len(path) > 1 else []
         num_kept, reason = sequence.append_tokens(verified.tokens)
         if sequence.grammar is not None and sequence.grammar.failure is not None:
-            error = InvalidRequest("grammar", sequence.grammar.failure)
+            why = sequence.grammar.failure
+            if sequence.limits is not None:
+                why += "; bad_words and allowed_token_ids may leave nothing that it allows"
+            error = InvalidRequest("grammar", why)
             self._scheduler.finish(sequence, FinishReason.ERROR)
             self.finish(sequence, FinishReason.ERROR, error)
             return
@@ -162,9 +179,8 @@ class Outcomes:
         error: ForedraftError | None = None,
         output: StepOutput | None = None,
     ) -> None:
-        """The last output of a sequence that has left the scheduler."""
-        self._target.forget(sequence)
+        """Queues the last output of a sequence that has left the scheduler, and drops its state."""
+        self._executor.forget(sequence)
         self._sizes.forget(sequence)
-        if self._drafting is not None:
-            self._drafting.forget(sequence)
+        self._drafts.forget(sequence)
         self._live.finish(sequence, reason, error, output)

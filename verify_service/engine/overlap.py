@@ -1,24 +1,26 @@
-"""Steps that are started before the outcome of the one before them is known, so that a GPU never waits for the host.
+"""Overlap scheduling: starts steps before the outcome of the previous step is known, so that a GPU
+never waits for the host.
 
-A step that only decodes is started and not waited for. While it runs, the step after it is planned for whoever surely goes on,
-with pages for the longest outcome, and started too: it begins where the device stands then. Only now the first one is waited
-for. So the host knows what was accepted one step late. What it then finds to have ended has surplus rows in the step under
-way, which are dropped; their KV lies behind everything that was committed, and whoever gets these pages writes them later.
+A step that only decodes is started without waiting for it. While it runs, the next step is planned
+for the sequences that surely continue, with pages for the longest outcome, and started too; it
+begins where the device stands then. Only then the host waits for the first step. So the host learns
+one step late what was accepted. A sequence that has ended by then has surplus rows in the running
+step, which are dropped. Their KV lies behind all committed keys, and the next owner of these pages
+overwrites it.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from foredraft.trees.draft_tree import DraftTree
+from foredraft.trees.draft_tree import EMPTY
 from verify_service import metrics
-from verify_service.drafts.drafting import Drafting
+from verify_service.controller.messages import NO_WAIT, Plan, Wait
+from verify_service.drafts.drafts import Drafts
 from verify_service.drafts.hidden_states import Gathered, committed_rows
-from verify_service.drafts.proposals import Member
-from verify_service.drafts.several import Drafts
-from verify_service.executor.sampler import VerifyRows
-from verify_service.executor.target_step import AheadRows, StartedStep, StepResult, TargetStep
-from verify_service.policy.messages import NO_WAIT, Plan, Wait
+from verify_service.drafts.proposals import NO_PROPOSALS, DeviceRequest, DeviceTrees, Proposals
+from verify_service.executor.base import Ahead, Executor, PendingStep, Step, StepResult
+from verify_service.executor.choice.sampler import VerifyRows
 from verify_service.scheduler.request import Sequence, Status
 from verify_service.scheduler.scheduler import Scheduler
 from verify_service.scheduler.step_plan import PrefillChunk
@@ -28,22 +30,25 @@ RELEASE_SECONDS = 1e-3  # between two attempts to end the wait for a draft that 
 
 @dataclass(slots=True)
 class Flight:
-    """A step under way.
+    """A running step.
 
     Attributes:
-        sequences: In the order of its rows.
-        confidences: Of the proposals that it verifies.
-        draft_step: The draft's step for whose trees it waits on the device; 0 for none.
-        is_followed: Whether the draft takes its outcome from the device.
-        gathered: Its hidden states, where the step behind it would overwrite them, as `Drafting.gather` gave them.
-        wait: For the trees that it verifies.
+        sequences: Sequences in the order of the step's rows.
+        started: The step as the executor runs it.
+        confidences: Confidence of each sequence's proposal.
+        proposals: Proposals on the device that the step verifies.
+        followed_by: Trees of a draft that takes the step's outcome from the device; None for none.
+        gathered: Copies of the step's hidden states by `Drafts.gather`, where the next step would
+            overwrite them.
+        wait: The step's wait for its proposals.
+        started_at: Time of `time.perf_counter` at which the step was started.
     """
 
     sequences: list[Sequence]
-    started: StartedStep
+    started: PendingStep
     confidences: list[int]
-    draft_step: int = 0
-    is_followed: bool = False
+    proposals: Proposals = NO_PROPOSALS
+    followed_by: DeviceTrees | None = None
     gathered: Gathered | None = None
     wait: Wait = NO_WAIT
     started_at: float = field(default_factory=time.perf_counter)
@@ -52,88 +57,90 @@ class Flight:
 class RunAhead:
     """Starts steps and waits for them."""
 
-    def __init__(
-        self, target: TargetStep, scheduler: Scheduler, drafting: Drafting | Drafts | None
-    ) -> None:
-        self._target = target
+    def __init__(self, executor: Executor, scheduler: Scheduler, drafts: Drafts) -> None:
+        self._executor = executor
         self._scheduler = scheduler
-        self._drafting = drafting
+        self._drafts = drafts
 
-    def start(self, batch: list[VerifyRows]) -> Flight:
-        """Starts a step of which everything is known."""
-        started = self._target.start(batch, self._capture)
+    def start(self, step: Step) -> Flight:
+        """Starts a step whose sequences and tokens are all known to the host."""
+        started = self._executor.submit(step)
         started.choose()
-        sequences = [rows.sequence for rows in batch]
-        return self._flight(sequences, started, [rows.confidence for rows in batch])
+        sequences = [rows.sequence for rows in step.batch]
+        return self._flight(sequences, started, [rows.confidence for rows in step.batch])
 
     def start_behind(self, flight: Flight, plan: Callable[[list[Sequence]], Plan]) -> Flight | None:
-        """Starts the step after one under way.
+        """Starts the step after the running one.
 
         Args:
-            plan: Says how much the sequences of the next step should verify.
+            flight: The running step.
+            plan: Returns how much the sequences of the next step should verify.
 
         Returns:
-            None where the outcome of the one under way has to be known first.
+            The next step; None where the running step's outcome must be known first.
         """
-        drafting = self._drafting
-        if drafting is not None and drafting.is_stale:
+        drafts = self._drafts
+        if drafts.are_stale:
             return _drained("draft")
         going = self._scheduler.going_on(flight.sequences)
         nodes, num_rows, _ = plan(going)
         if any(nodes):
             nodes = [_followed(*pair, num_rows) for pair in zip(going, nodes, strict=True)]
         num_rows = num_rows if any(nodes) else 1
-        reads_hidden = drafting is not None and drafting.capture is not None
+        reads_hidden = drafts.capture is not None
         if any(nodes):
-            if drafting is None or not drafting.can_follow(going):
+            if not drafts.can_follow(going):
                 return _drained("draft")
-            if reads_hidden and drafting.keeps_much:  # for others than the one that follows
+            if reads_hidden and drafts.must_sync:  # drafts other than the one that follows
                 return _drained("draft")
-        elif drafting is not None and reads_hidden:
-            # Which rows will be committed, and have to be kept for it? Or are too many kept?
-            must_tell = flight.started.num_rows > 1 or drafting.keeps_much
-            if must_tell:
-                return _drained("draft")
+        elif reads_hidden and (flight.started.num_rows > 1 or drafts.must_sync):
+            # The rows that will be committed, and must be kept, are not known yet; or too many are
+            # kept already.
+            return _drained("draft")
         why_not = self._scheduler.schedule_ahead(going, num_rows - 1)
         if why_not is not None:
             return _drained(why_not)
         if not any(nodes):
-            if reads_hidden and drafting is not None:
+            if reads_hidden:
                 output = flight.started.outcome.output
-                flight.gathered = drafting.gather(output, len(flight.sequences))
-            rows = [AheadRows(sequence, None) for sequence in going]
-            return self._flight(going, self._target.start_ahead(rows, self._capture, 1, None))
-        assert drafting is not None
+                flight.gathered = drafts.gather(output, len(flight.sequences))
+            return self._start_ahead(going, Ahead(1, [None] * len(going)))
         row_of = {sequence.request_id: i for i, sequence in enumerate(flight.sequences)}
-        members = [
-            Member(sequence, row_of[sequence.request_id], wanted)
+        requests = [
+            DeviceRequest(sequence, row_of[sequence.request_id], wanted)
             for sequence, wanted in zip(going, nodes, strict=True)
         ]
-        step = drafting.follow(members, flight.started.outcome)
-        if step is None:
+        outcome = flight.started.outcome
+        proposals = drafts.follow(requests, outcome)
+        if proposals is None or proposals.device is None:
             return _drained("draft")
-        flight.is_followed = True
+        flight.followed_by = proposals.device
         if reads_hidden:
             count = len(flight.sequences) * flight.started.num_rows
-            flight.gathered = drafting.gather_beside(flight.started.outcome.output, count)
-        rows = [
-            AheadRows(member.sequence, member.row if member.num_nodes else None)
-            for member in members
-        ]
-        started = self._target.start_ahead(
-            rows, self._capture, num_rows, lambda trees: drafting.fetch(step, trees)
-        )
-        behind = self._flight(going, started)
-        behind.draft_step, behind.wait = step, Wait(drafting.depth, len(going), None)
+            gathered = drafts.gather(outcome.output, count, without=proposals.draft)
+            flight.gathered = gathered or None
+        trees = [one.row if one.num_nodes else None for one in requests]
+        behind = self._start_ahead(going, Ahead(num_rows, trees, proposals.device.fetch))
+        wait = Wait(proposals.depth, len(going), None)
+        behind.proposals = proposals
+        behind.wait = wait._replace(parts=((proposals.draft, wait),))
         return behind
 
+    def _start_ahead(self, going: list[Sequence], ahead: Ahead) -> Flight:
+        batch = [VerifyRows(sequence, EMPTY) for sequence in going]
+        started = self._executor.submit(Step(batch, capture=self._capture, ahead=ahead))
+        return self._flight(going, started)
+
     def choose(self, flight: Flight) -> None:
-        """Lets the tokens of a step be chosen, now that what the one before it gave is committed. See `StartedStep`."""
+        """Lets a step choose its tokens once the previous step has been committed.
+
+        See `PendingStep.choose`.
+        """
         self._await(flight, lambda: flight.started.is_ready)
         flight.started.choose()
 
-    def finish(self, flight: Flight) -> tuple[StepResult, list[DraftTree]]:
-        """Waits for a step. See `StartedStep.finish`."""
+    def finish(self, flight: Flight) -> StepResult:
+        """Waits for a step. See `PendingStep.finish`."""
         self._await(flight, lambda: flight.started.is_done)
         finished = flight.started.finish()
         for sequence in flight.sequences:
@@ -143,24 +150,26 @@ class RunAhead:
     def tell(
         self, flight: Flight, result: StepResult, starts: list[int], paths: list[list[int]]
     ) -> None:
-        """Lets the draft know what a step committed: it has it already, or gets its hidden states later."""
-        drafting = self._drafting
-        if drafting is None:
-            return
-        if flight.is_followed:
+        """Records a step's commits for the draft.
+
+        A draft that follows on the device has the tokens already; else the hidden states are kept
+        for it.
+        """
+        drafts = self._drafts
+        if flight.followed_by is not None:
             for sequence, start in zip(flight.sequences, starts, strict=True):
                 if sequence.status is Status.RUNNING:
-                    drafting.followed(sequence, start)
+                    flight.followed_by.followed(sequence, start)
             if flight.gathered is None:
                 return
-        if drafting.capture is None:
+        if drafts.capture is None:
             return
-        if flight.started.num_rows == 1:  # as while drafting rests
-            gathered = flight.gathered or drafting.gather(result.output, len(starts))
-            drafting.keep_step(flight.sequences, starts, gathered)
+        if flight.started.num_rows == 1:  # for example, while drafting is suspended
+            gathered = flight.gathered or drafts.gather(result.output, len(starts))
+            drafts.keep_step(flight.sequences, starts, gathered)
         else:
             committed = committed_rows(flight.sequences, (), result.first_rows, starts, paths)
-            drafting.keep(result.output, committed, flight.gathered)
+            drafts.keep(result.output, committed, flight.gathered)
 
     def keep(
         self,
@@ -170,31 +179,33 @@ class RunAhead:
         starts: list[int],
         paths: list[list[int]],
     ) -> None:
-        """Takes the hidden states that a step committed which was waited for; see `committed_rows` for the arguments."""
-        drafting, count = self._drafting, len(decoding)
-        assert drafting is not None
-        # Where the prompts begin, or the last of the others.
+        """Stores the hidden states of a step that was not overlapped.
+
+        See `committed_rows` for the arguments.
+        """
+        drafts, count = self._drafts, len(decoding)
+        # Index of the first prompt, or of the last decoding sequence if there are no prompts.
         row = count if chunks else count - 1
         if result.first_rows[row] == row and all(len(path) == 1 for path in paths):
-            # Who decodes has one row.
+            # Each decoding sequence has one row.
             count += sum(chunk.num_tokens for chunk in chunks)
-            drafting.keep_step(decoding, starts, drafting.gather(result.output, count), chunks)
+            drafts.keep_step(decoding, starts, drafts.gather(result.output, count), chunks)
         else:
             committed = committed_rows(decoding, chunks, result.first_rows, starts, paths)
-            drafting.keep(result.output, committed)
+            drafts.keep(result.output, committed)
 
     def _await(self, flight: Flight, is_over: Callable[[], bool]) -> None:
-        """Waits for something of a step that needs a draft's trees; a draft that does not come is not waited for."""
-        drafting = self._drafting
-        if flight.draft_step and drafting is not None:
+        """Waits for a step that needs a draft's trees; abandons a draft that is late."""
+        trees = flight.proposals.device
+        if trees is not None:
             while not is_over():
-                if drafting.is_late(time.perf_counter() - flight.started_at):
-                    drafting.abandon(flight.draft_step)
+                if trees.is_late(time.perf_counter() - flight.started_at):
+                    trees.abandon()
                     time.sleep(RELEASE_SECONDS)
                 time.sleep(0)  # lets other threads run, and comes back at once
 
     def _flight(
-        self, sequences: list[Sequence], started: StartedStep, confidences: list[int] | None = None
+        self, sequences: list[Sequence], started: PendingStep, confidences: list[int] | None = None
     ) -> Flight:
         for sequence in sequences:
             sequence.num_in_flight += started.num_rows
@@ -202,17 +213,20 @@ class RunAhead:
 
     @property
     def _capture(self) -> tuple[int, ...]:
-        return (self._drafting.capture if self._drafting is not None else None) or ()
+        return self._drafts.capture or ()
 
 
 def _drained(why: str) -> Flight | None:
-    """Counts a step behind which none is started, and gives none."""
+    """Counts a step after which no other step can be started, and returns None."""
     metrics.DRAINED_STEPS.labels(why).inc()
     return None
 
 
 def _followed(sequence: Sequence, num_nodes: int, num_rows: int) -> int:
-    """Nodes that a sequence verifies: none where its grammar takes too long to follow through a tree."""
+    """Returns the number of nodes that a sequence verifies.
+
+    It is 0 where following the grammar through a tree takes too long.
+    """
     if not num_nodes or sequence.grammar is None or sequence.grammar.max_nodes >= num_rows - 1:
         return num_nodes
     metrics.SLOW_GRAMMARS.inc()

@@ -1,6 +1,7 @@
-"""How good is the draft that was attached? Its accept length on a few built-in prompts, measured while the engine idles.
+"""Tests an attached draft: measures its accept length on built-in prompts while the engine idles.
 
-The engine runs the requests made here like any others, but drops them as soon as a client wants something.
+The engine runs the test's requests like any others, but cancels them as soon as a client's request
+comes.
 """
 
 import logging
@@ -20,14 +21,14 @@ TEXTS = (
     "Question: What is the capital of France?\nAnswer:",
 )
 NUM_NEW_TOKENS = 24
-SUSPICIOUS = 1.1  # tokens per verification, of which 1 is the target's own
-MANY = 16  # verifications, before a judgement
+SUSPICIOUS = 1.1  # accept length below which a warning is logged; the target's own token counts 1
+MANY = 16  # minimum number of verifications for a warning
 
 logger = logging.getLogger(__name__)
 
 
 def built_in_prompts(target: Path, vocab_size: int) -> list[list[int]]:
-    """The texts as the target's tokens; of a target without a tokenizer, a few low ids."""
+    """Encodes the texts for the target; a target without a tokenizer gets a few low token ids."""
     try:
         tokenizer = Tokenizer.from_dir(target)
     except CheckpointError:
@@ -37,15 +38,15 @@ def built_in_prompts(target: Path, vocab_size: int) -> list[list[int]]:
 
 
 class SelfTest:
-    """Belongs to the engine's thread.
+    """Runs the self-test of one draft. Belongs to the engine's thread.
 
     Args:
-        prompts: What to continue.
-        on_result: Takes the mean number of tokens per verified tree.
+        prompts: Prompts to continue.
+        on_result: Called with the mean number of tokens per verified tree.
         draft: Name of the draft, where there are several.
 
     Attributes:
-        draft: As given.
+        draft: Name of the draft.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class SelfTest:
         )
 
     def due(self, epoch: int) -> list[EngineRequest]:
-        """Requests to run now, in an idle engine.
+        """Returns the requests to run now, in an idle engine.
 
         Args:
-            epoch: Of the attached draft; 0 for none.
+            epoch: Number of the draft's attach; 0 for none.
         """
         if epoch in (0, self._tested_epoch) or self._num_left or not self._prompts:
             return []
@@ -92,7 +93,7 @@ class SelfTest:
         ]
 
     def interrupt(self) -> bool:
-        """A client wants something; whether there are requests to cancel."""
+        """Interrupts the test for a client; returns whether there are requests to cancel."""
         was_running = self._num_left > 0 and not self._interrupted
         self._interrupted |= was_running
         return was_running
@@ -118,8 +119,8 @@ class SelfTest:
         logger.info("%s: accept length %.2f over %d trees", self._name, length, self._num_trees)
         if length < SUSPICIOUS and self._num_trees >= MANY:
             logger.warning(
-                "%s: the draft is almost never right. Check that its checkpoint was made for this very target (model, "
-                "revision, instruct or base), that it reads the layers it was trained on, and that target and draft "
-                "have the same tokenizer and --dtype",
+                "%s: the draft is almost never right. Check that its checkpoint was made for this"
+                " very target (model, revision, instruct or base), that it reads the layers it was"
+                " trained on, and that target and draft have the same tokenizer and --dtype",
                 self._name,
             )

@@ -1,1 +1,1 @@
-"""The target's part of a step: the forward, the rule, the walk, captured graphs."""
+"""The target's part of a step: forward, sampling rule, walk of draft trees, captured graphs."""

@@ -1,1 +1,3 @@
-"""Structured output: grammars compiled within bounds, followed along draft trees, as masks over the vocabulary."""
+"""Structured output: grammars compiled within bounds, followed along draft trees, as masks over the
+vocabulary.
+"""

@@ -1,4 +1,6 @@
-"""Compiles grammars: tried out by the worker process, then compiled here, and kept for the next request."""
+"""Compiles grammars: the worker process tries them out, then this process compiles and caches
+them.
+"""
 
 import asyncio
 import contextlib
@@ -27,13 +29,13 @@ logger = logging.getLogger(__name__)
 FIELD = "grammar"
 MAX_WAITING = 128  # grammars that may wait to be tried
 CACHED = 256  # grammars kept, refused ones among them
-CACHED_BYTES = 2**28  # that they take together, by what their trials took
+CACHED_BYTES = 2**28  # maximum size of cached grammars, estimated from the memory of their trials
 BOUND_SECONDS = 60.0  # how long a grammar that ran over its bounds is refused without another trial
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """What compiling one grammar may take."""
+    """Limits for compiling one grammar."""
 
     seconds: float
     memory_mb: int
@@ -41,14 +43,16 @@ class GrammarLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """A grammar that is known to be bad, until a time.monotonic()."""
+    """A grammar that is refused until a time.monotonic()."""
 
     message: str
     until: float
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model. For one event loop; the worker starts with the first grammar.
+    """Compiles grammars for one model.
+
+    For one event loop; the worker starts with the first grammar.
 
     Args:
         path: Directory of the model, for its tokenizer.
@@ -64,7 +68,7 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._limits = limits
         self._cache: OrderedDict[Grammar, CompiledGrammar | _Refusal] = OrderedDict()
-        self._bytes: dict[Grammar, int] = {}  # of the compiled ones
+        self._bytes: dict[Grammar, int] = {}  # estimated size of each compiled grammar
         self._running: dict[Grammar, asyncio.Task[CompiledGrammar]] = {}
         self._worker: _Worker | None = None
         self._starting = asyncio.Lock()
@@ -72,7 +76,7 @@ class GrammarCompiler:
         self._vocabulary: Any = None
 
     def cached(self, grammar: Grammar) -> "CompiledGrammar | None":
-        """The compiled grammar, if it is there already.
+        """Returns the compiled grammar, if it is cached.
 
         Raises:
             InvalidRequest: It was refused before.
@@ -120,7 +124,7 @@ class GrammarCompiler:
     def _done(self, grammar: Grammar, task: "asyncio.Task[CompiledGrammar]") -> None:
         del self._running[grammar]
         if not task.cancelled():
-            task.exception()  # whoever waited may have gone
+            task.exception()  # the waiting request may have gone
 
     async def _compile(self, grammar: Grammar) -> "CompiledGrammar":
         started = time.monotonic()
@@ -138,7 +142,7 @@ class GrammarCompiler:
         return compiled
 
     async def _try(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The worker's answer; a worker that was lost is started again once."""
+        """Returns the worker's answer; restarts a lost worker once."""
         try:
             return await (await self._started()).ask(request)
         except _WorkerLost:
@@ -178,11 +182,11 @@ class GrammarCompiler:
 
 
 class _WorkerLost(ForedraftError):
-    """The worker ended before it answered."""
+    """Raised when the worker ended before it answered."""
 
 
 class _Worker:
-    """The worker process and the questions that it has not answered."""
+    """Holds the worker process and the requests that it has not answered."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -205,11 +209,11 @@ class _Worker:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it answers no more."""
+        """Whether the worker has stopped answering."""
         return self._reader.done()
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request."""
+        """Sends a request and returns the answer."""
         self._num_asked += 1
         number = self._num_asked
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -246,7 +250,7 @@ class _Worker:
 
 
 def _unavailable(path: Path) -> str:
-    """Why grammars cannot be served for a model here; empty where they can."""
+    """Returns why grammars cannot be served for a model here; empty where they can."""
     if importlib.util.find_spec("llguidance") is None:
         return "cannot be honoured: llguidance is not installed at the verifier"
     if not (path / "tokenizer.json").is_file():

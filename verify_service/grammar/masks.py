@@ -1,4 +1,4 @@
-"""Packed masks: made for many sequences at a time, and applied to logits on their device."""
+"""Packed token masks: filled for many sequences at a time, applied to logits on their device."""
 
 import functools
 import os
@@ -18,7 +18,9 @@ NUM_THREADS = min(8, (os.cpu_count() or 1) // 2)
 
 
 def side_by_side(work: Sequence[Callable[[], None]]) -> None:
-    """Fills the masks of several sequences; that leaves the interpreter to others for most of its time."""
+    """Fills the masks of several sequences in parallel, mostly outside of the interpreter's
+    lock.
+    """
     if len(work) < MANY or NUM_THREADS < 2:
         for fill in work:
             fill()
@@ -33,11 +35,11 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def allow_only(logits: torch.Tensor, rows: Sequence[int], masks: torch.Tensor) -> None:
-    """Makes what a mask does not allow impossible, in place.
+    """Makes tokens that a mask does not allow impossible, in place.
 
     Args:
         logits: float32 [n, vocab].
-        rows: Which rows have a mask.
+        rows: Indexes of the rows of `logits` that have a mask.
         masks: int32 [len(rows), words] on the CPU; bit v % 32 of word v // 32 is token v.
     """
     device, vocab_size = logits.device, logits.shape[1]
@@ -51,17 +53,35 @@ def allow_only(logits: torch.Tensor, rows: Sequence[int], masks: torch.Tensor) -
     logits.index_copy_(0, index, logits[index].masked_fill_(~allowed, float("-inf")))
 
 
-def fill_late(sequence: RequestSequence, tree: DraftTree, masks: npt.NDArray[np.int32]) -> None:
-    """The masks of a sequence in a step that was started before the outcome of the one before it was known; now it is.
+def fill_masks(sequence: RequestSequence, tree: DraftTree, masks: npt.NDArray[np.int32]) -> None:
+    """Writes which tokens a sequence may take after its newest one and after each node of a tree.
 
     Args:
-        tree: What the step verifies; see `GrammarState.fill`.
-        masks: int32 [rows, words], rows beyond the tree's included. A sequence that has ended meanwhile has surplus rows.
+        tree: See `GrammarState.fill`.
+        masks: int32 [1 + nodes, words], C-contiguous.
+    """
+    grammar = sequence.follow_grammar()
+    if grammar is not None:
+        grammar.fill(tree, masks)
+    else:
+        masks.fill(-1)
+    if sequence.limits is not None:
+        sequence.limits.fill(sequence.newest(sequence.limits.num_before), tree, masks)
+
+
+def fill_two_phase_masks(
+    sequence: RequestSequence, tree: DraftTree, masks: npt.NDArray[np.int32]
+) -> None:
+    """Fills in the masks of a sequence for a two-phase step, once the previous outcome is known.
+
+    Args:
+        tree: Tree that the step verifies; see `GrammarState.fill`.
+        masks: int32 [rows, words], to be filled in. Rows beyond the tree, and all rows of a
+            sequence that has ended meanwhile, allow every token.
     """
     size = 1 + len(tree)
     masks[size:] = -1
-    grammar = sequence.follow_grammar() if sequence.status is Status.RUNNING else None
-    if grammar is not None:
-        grammar.fill(tree, masks[:size])
+    if sequence.status is Status.RUNNING:
+        fill_masks(sequence, tree, masks[:size])
     else:
         masks[:size] = -1

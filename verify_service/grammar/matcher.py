@@ -1,4 +1,4 @@
-"""Follows one sequence through its grammar: which drafted nodes it allows, and which tokens may come after each row."""
+"""Follows one sequence through its grammar: which drafted nodes and which next tokens it allows."""
 
 import time
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MAX_NODES = 1 << 20
 
 
 class CompiledGrammar:
-    """A grammar that has been found to be good; shared by the sequences that follow it.
+    """A compiled grammar, shared by the sequences that follow it.
 
     Args:
         template: Never advanced itself.
@@ -28,49 +28,50 @@ class CompiledGrammar:
         self.vocab_size = vocab_size
 
     def start(self) -> llguidance.LLMatcher:
-        """A matcher at the beginning of the text."""
+        """Creates a matcher at the beginning of the text."""
         return self._template.deep_copy()
 
     def follow(self) -> "GrammarState":
-        """What one sequence keeps of it."""
+        """Creates the state of one sequence."""
         return GrammarState(self)
 
 
 class GrammarState:
-    """Where one sequence is in its grammar. A function of its output alone: it can be dropped and made again.
+    """Tracks the state of one sequence in its grammar.
 
-    Used by one thread at a time. After an error (a bound of a step's work was reached), `failure` says which; the state is then of
-    no more use.
+    The state depends on the output alone: it can be dropped and computed again. One thread uses it
+    at a time. After an error (a step exceeded its bound of work), `failure` holds the reason, and
+    the state must not be used any more.
     """
 
     def __init__(self, grammar: CompiledGrammar) -> None:
         self._grammar = grammar
         self._matcher: llguidance.LLMatcher | None = None
-        self._row_seconds = 0.0  # of the slowest step so far, per mask
+        self._row_seconds = 0.0  # seconds per mask of the slowest step so far
         self.failure: str | None = None
 
     @property
     def num_words(self) -> int:
-        """Words of a mask."""
+        """Number of 32-bit words of a mask."""
         return -(-self._grammar.vocab_size // WORD_BITS)
 
     def release(self) -> None:
-        """Gives the memory back; `resume` starts again."""
+        """Frees the memory; `resume` computes the state again."""
         self._matcher = None
 
     @property
     def is_current(self) -> bool:
-        """Whether it is where the output ends, as from `resume` to `release`."""
+        """Whether the state is at the end of the output, as from `resume` to `release`."""
         return self._matcher is not None
 
     def resume(self, output: Sequence[int]) -> None:
-        """Goes to where `output` ends, unless it is there already."""
+        """Moves the state to the end of `output`, unless it is there."""
         if self._matcher is None:
             self._matcher = self._grammar.start()
             self._consume(self._matcher, list(output))
 
     def advance(self, tokens: Sequence[int]) -> tuple[int, bool]:
-        """Takes tokens that were chosen.
+        """Moves the state over chosen tokens.
 
         Returns:
             How many belong to the text, and whether it ends with the last of them.
@@ -85,13 +86,15 @@ class GrammarState:
 
     @property
     def max_nodes(self) -> int:
-        """Of a tree that can be followed in time."""
+        """Maximum number of tree nodes whose masks can be made in time."""
         if self._row_seconds == 0:
             return MAX_NODES
         return max(0, int(STEP_SECONDS / self._row_seconds) - 1)
 
     def prune(self, tree: DraftTree) -> DraftTree:
-        """The nodes that the grammar allows; those behind a forbidden one, or behind the text's end, go with it."""
+        """The nodes that the grammar allows; those behind a forbidden one, or behind the text's
+        end, go with it.
+        """
         if not tree or self.failure is not None:
             return EMPTY
         tree = tree.first(self.max_nodes)
@@ -114,9 +117,11 @@ class GrammarState:
         """Writes which tokens may follow the newest token and each node of a tree.
 
         Args:
-            tree: Nodes that the grammar does not allow, and those that hang from no earlier one, are passed over.
-            masks: int32 [1 + nodes, num_words], C-contiguous; bit v % 32 of word v // 32 is token v. Rows at which the
-                text has ended, and all rows after an error, allow everything: nothing is taken from them.
+            tree: Nodes that the grammar does not allow, and those that hang from no earlier one,
+                are passed over.
+            masks: int32 [1 + nodes, num_words], C-contiguous; bit v % 32 of word v // 32 is token
+                v. Rows at which the text has ended, and all rows after an error, allow everything:
+                nothing is taken from them.
         """
         masks.fill(-1)
         if self.failure is not None:
@@ -140,6 +145,10 @@ class GrammarState:
         if self._check(matcher):
             masks.fill(-1)
 
+    def fail(self, why: str) -> None:
+        """Stops the use of the state; keeps the first reason."""
+        self.failure = self.failure or why
+
     def _current(self) -> llguidance.LLMatcher:
         assert self._matcher is not None, "not resumed"
         return self._matcher
@@ -152,14 +161,14 @@ class GrammarState:
         return False
 
     def _check(self, matcher: llguidance.LLMatcher) -> bool:
-        """Notes an error that the matcher is in."""
+        """Notes an error of the matcher."""
         if matcher.is_error() and self.failure is None:
             self.failure = f"takes too much to follow: {matcher.get_error().splitlines()[0][:200]}"
         return self.failure is not None
 
 
 def _children(tree: DraftTree) -> list[list[int]]:
-    """For every row the nodes below it."""
+    """Returns, for every row, the nodes below it."""
     below: list[list[int]] = [[] for _ in range(len(tree) + 1)]
     for node, parent in enumerate(tree.parents):
         if -1 <= parent < node:

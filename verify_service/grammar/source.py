@@ -1,6 +1,7 @@
-"""What clients send (a JSON schema, a regex, an EBNF, structural tags) as llguidance's own grammars.
+"""Translates clients' grammars (JSON schema, regex, EBNF, structural tags) to llguidance's own
+form.
 
-Runs in the compiling processes alone, since hostile input may make it slow.
+Runs only in compiling processes, since hostile input may make it slow.
 """
 
 import json
@@ -9,17 +10,16 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from foredraft.types import GrammarKind
+from foredraft.types import JSON_WHITESPACE, GrammarKind
 
-# A model that likes white space could otherwise go on with it for ever. A schema's x-guidance comes before it.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 TEXT = r"/(.|\n)*/"
-# Without no_forcing, where only one text can follow, only the tokenizer's own way to cut it would be allowed.
+# Without no_forcing, where only one text can follow, only the tokenizer's own way to cut it would
+# be allowed.
 OUTER = '%llguidance {"no_forcing": true}\nstart: @inner'
 
 
 def to_llguidance(kind: GrammarKind, text: str) -> str:
-    """The grammar in llguidance's form.
+    """Returns the grammar in llguidance's form.
 
     Raises:
         ValueError: The text is not what its kind says.
@@ -46,16 +46,18 @@ def _schema(schema: Any) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ValueError("x-guidance is an object")
     # llguidance would not look at whitespace_flexible beside a pattern.
-    bound = {} if "whitespace_flexible" in options else {"whitespace_pattern": WHITESPACE}
+    bound = {} if "whitespace_flexible" in options else {"whitespace_pattern": JSON_WHITESPACE}
     return {**schema, "x-guidance": {**bound, **options}}
 
 
 def _structural_tag(given: Any) -> str:
-    """SGLang's structural tags: text in which a trigger is followed by one of the structures that begin with it.
+    """Translates SGLang's structural tags: text in which a trigger is followed by one of the
+    structures that begin with it.
 
-    Beside `structures` and `triggers` there are `at_least_one` (nothing but structures, a line each) and
-    `stop_after_first` (the text ends with the first structure), and `reasoning` (what comes before, from `begin` to `end`; with
-    `is_open` its begin is in the prompt; else, with `at_least_one`, it may be left out).
+    Beside `structures` and `triggers` there are `at_least_one` (nothing but structures, a line
+    each) and `stop_after_first` (the text ends with the first structure), and `reasoning` (what
+    comes before, from `begin` to `end`; with `is_open` its begin is in the prompt; else, with
+    `at_least_one`, it may be left out).
     """
     if not isinstance(given, dict) or not isinstance(given.get("structures"), list):
         raise ValueError("structural tags have a list of structures")
@@ -91,14 +93,14 @@ def _structural_tag(given: Any) -> str:
     if (reasoning := given.get("reasoning")) is not None:
         rules += _reasoning(reasoning)
         if not (at_least_one or reasoning.get("is_open")):
-            # Text that may begin in any way cannot be told from it.
+            # Text that may begin in any way cannot be told apart from it.
             raise ValueError("reasoning: needs is_open or at_least_one")
         start = f"reasoning ({start})"
     return "\n".join([f"start: {start}", *rules])
 
 
 def _reasoning(given: Any) -> list[str]:
-    """The rules of what may or has to come before an answer."""
+    """Returns the rules for reasoning that may or must precede an answer."""
     if not isinstance(given, dict) or not all(
         isinstance(given.get(name), str) and given[name] for name in ("begin", "end")
     ):

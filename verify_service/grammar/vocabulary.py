@@ -1,4 +1,4 @@
-"""The vocabulary as llguidance sees it: the bytes of every token, and which tokens end a text."""
+"""The vocabulary in llguidance's form: the bytes of every token, and the tokens that end a text."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -7,7 +7,8 @@ import llguidance
 
 from foredraft.text.tokenizer import Tokenizer
 
-# A step's work on one row is bounded to a few milliseconds, and a grammar's automaton to some 20 MB.
+# A step's work on one row is bounded to a few milliseconds, and a grammar's automaton to some 20
+# MB.
 LIMITS = llguidance.LLParserLimits(
     step_lexer_fuel=50_000,
     step_max_items=20_000,
@@ -17,7 +18,7 @@ LIMITS = llguidance.LLParserLimits(
 
 
 class _Vocabulary:
-    """What llguidance asks a tokenizer for, by the names that it asks for."""
+    """Provides the attributes that llguidance reads from a tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -41,7 +42,7 @@ class _Vocabulary:
 def load_vocabulary(
     path: Path, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> llguidance.LLTokenizer:
-    """The vocabulary of the model in `path`.
+    """Loads the vocabulary of the model in `path`.
 
     A model without an end token gets one behind its vocabulary, which no row of logits has.
 

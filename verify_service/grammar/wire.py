@@ -1,4 +1,4 @@
-"""What goes between the verifier and its grammar worker: JSON behind its length."""
+"""Messages between the verifier and its grammar worker: JSON preceded by its length."""
 
 import json
 import struct
@@ -8,6 +8,6 @@ HEAD = struct.Struct("<I")
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """A message."""
+    """Encodes a message."""
     body = json.dumps(message).encode()
     return HEAD.pack(len(body)) + body

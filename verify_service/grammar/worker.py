@@ -1,6 +1,9 @@
-"""`python -m verify_service.grammar.worker`: tries grammars out, each in a forked process with bounds of time and memory.
+"""`python -m verify_service.grammar.worker`: tries grammars out, each in a forked process with
+bounds of time and memory.
 
-Reads {"id", "kind", "text"} from stdin and writes {"id", "grammar", "bytes"} or {"id", "error", "is_bound"} to stdout. A grammar that passes can be compiled again elsewhere with no more time and memory than it took here.
+Reads {"id", "kind", "text"} from stdin and writes {"id", "grammar", "bytes"} or {"id", "error",
+"is_bound"} to stdout. A grammar that passes can be compiled again elsewhere with no more time and
+memory than it took here.
 """
 
 import contextlib
@@ -29,7 +32,7 @@ from verify_service.grammar.vocabulary import LIMITS, load_vocabulary
 from verify_service.grammar.wire import HEAD, pack
 
 NUM_PROCESSES = 4  # grammars that are tried at a time; they are niced below everything else
-TRIAL_TOKENS = 24  # what a grammar is followed for, since much of its automaton is made on the way
+TRIAL_TOKENS = 24  # number of tokens a trial follows: much of the automaton is built on the way
 _PAGE = resource.getpagesize()
 
 
@@ -45,7 +48,11 @@ class _Trial:
 
 
 def main(arguments: list[str]) -> int:
-    """Arguments: model directory, vocabulary size, end tokens (comma-separated), seconds and MiB of a trial."""
+    """Runs the worker.
+
+    Arguments: model directory, vocabulary size, end tokens (comma-separated), seconds and MiB of a
+    trial.
+    """
     exit_with_parent()
     # The verifier drains on these signals; it ends this process by closing stdin.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -113,7 +120,7 @@ def _begin(
 def _bound(seconds: float, memory_mb: int) -> None:
     os.nice(10)
     devnull = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # what a library prints on its way down is not for others
+    for descriptor in (0, 1, 2):  # a crashing library must not print into the protocol
         os.dup2(devnull, descriptor)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The parent ends it well before; this is for a child whose parent was killed.
@@ -125,7 +132,7 @@ def _bound(seconds: float, memory_mb: int) -> None:
 
 
 def _memory(column: int) -> int:
-    """Bytes of this process: 0 reserved, 1 in use; 0 where the system does not say."""
+    """Returns bytes of this process, 0 reserved, 1 in use; 0 where the system does not say."""
     file = Path("/proc/self/statm")
     return int(file.read_text().split()[column]) * _PAGE if file.exists() else 0
 
@@ -149,7 +156,9 @@ def _try(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[st
 
 
 def _message(error: str) -> str:
-    """An error without the excerpts of what the grammar was made into, which its sender has not seen."""
+    """Returns an error without excerpts of the translated grammar, which the client has not
+    seen.
+    """
     if error.startswith("NoExtensionBias"):  # llguidance's debug form of an empty first mask
         return "no text matches it"
     lines = re.sub(r"\A(at \d+\(\d+\): )+", "", error).splitlines()
@@ -158,7 +167,7 @@ def _message(error: str) -> str:
 
 
 def _follow(matcher: llguidance.LLMatcher, vocab_size: int) -> None:
-    """Takes some of the tokens that the grammar allows, as a model without taste would."""
+    """Follows a grammar by tokens chosen at random from those that it allows."""
     choose = random.Random(0).choice
     mask = np.zeros(-(-vocab_size // 32), np.int32)
     for _ in range(TRIAL_TOKENS):

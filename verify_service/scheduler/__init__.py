@@ -1,1 +1,1 @@
-"""Who runs in the next step, with how many rows, on which pages. No torch."""
+"""Schedules steps: which sequences run, with how many rows, on which pages. No torch."""

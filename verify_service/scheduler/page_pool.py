@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 class PagePool:
-    """Hands out page numbers 0 .. num_pages - 1 and counts who holds them.
+    """Hands out page numbers 0 .. num_pages - 1 and counts their holders.
 
-    A page is free while nobody holds it. A *watched* page is one that a cache holds beside the
-    sequences; when the cache's reference is its last one the page is *idle*: still filled, and to
-    be had by eviction.
+    A page without a holder is free. A *watched* page is one that a cache holds beside the
+    sequences; when the cache's reference is its last one the page is *idle*: still filled, and
+    available by eviction.
 
     Free pages are kept as maximal runs, because the CPU attention reads consecutive pages as a
     view. One page costs O(1) to allocate or release, beside a heap of runs.
@@ -31,15 +31,15 @@ class PagePool:
         self._by_length = [(-num_pages, 0)]  # heap with stale entries
 
     def pages_for(self, num_keys: int) -> int:
-        """How many pages hold `num_keys` tokens."""
+        """Returns the number of pages that hold `num_keys` tokens."""
         return -(-num_keys // self.page_size)
 
     def count(self, page: int) -> int:
-        """How many hold the page; 0 when it is free."""
+        """Returns the number of holders of a page; 0 for a free one."""
         return self._counts[page]
 
     def generation(self, page: int) -> int:
-        """How often the page was allocated: what was noted about an older one no longer holds."""
+        """Returns how often the page was allocated; notes about an earlier allocation are void."""
         return self._generations[page]
 
     def allocate(self, num_pages: int, near: int | None = None) -> list[int]:
@@ -50,7 +50,7 @@ class PagePool:
             near: The caller's last page: the pages after it are taken while they are free.
 
         Returns:
-            As few runs of ascending numbers as can be had cheaply.
+            Page numbers in few runs of ascending numbers.
         """
         if num_pages > self.num_free:
             raise RuntimeError(f"{num_pages} pages asked of {self.num_free} free ones")
@@ -98,7 +98,7 @@ class PagePool:
             self._free(freed)
 
     def on_idle(self, listener: Callable[[int], None]) -> None:
-        """Registers the one cache, which hears of each watched page that becomes idle."""
+        """Registers the callback of the cache, called for each watched page that becomes idle."""
         self._on_idle = listener
 
     def watch(self, page: int) -> None:
@@ -116,11 +116,13 @@ class PagePool:
         self.num_idle -= self._counts[page] == 1
 
     def is_idle(self, page: int) -> bool:
-        """True when only the cache holds the page."""
+        """Returns whether only the cache holds the page."""
         return self._counts[page] == 1 and self._watched[page] == 1
 
     def check_integrity(self, holders: Mapping[int, int] | None = None) -> None:
-        """Raises RuntimeError when the counts contradict each other, or `holders` (page -> count)."""
+        """Raises RuntimeError when the counts contradict each other, or `holders` (page ->
+        count).
+        """
         free: set[int] = set()
         for start, length in self._run_length.items():
             run = range(start, start + length)

@@ -10,13 +10,13 @@ UsablePrefix = Callable[[Sequence, list[int]], int]
 
 
 class PageTables:
-    """Every change of `Sequence.pages`, `num_computed`, `num_cached` and `node`.
+    """Makes every change of `Sequence.pages`, `num_computed`, `num_cached` and `node`.
 
     A running sequence stands on a node of the prefix tree: the first `node.depth` pages of its
     table are that node's path, the others are its own.
 
     Args:
-        longest_shared: Prompts of more tokens share no pages; None where all do.
+        longest_shared: Maximum number of tokens of prompts that share pages; None without a limit.
     """
 
     def __init__(
@@ -39,21 +39,22 @@ class PageTables:
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
+        """Number of tokens of a page."""
         return self._pool.page_size
 
     def find_prefix(self, seq: Sequence) -> PrefixNode:
-        """The deepest known node that leaves at least one token to compute."""
+        """Returns the deepest known node that leaves at least one token to compute."""
         if not self._shares(seq):
             return self._tree.root
         self._hash_pages(seq)
-        limit = (len(seq.tokens) - 1) // self._pool.page_size
+        last = len(seq.tokens) - 1
+        limit = (last if seq.score_from is None else seq.score_from) // self._pool.page_size
         node = seq.node or self._tree.root
         seq.node = self._tree.deepen(node, seq.page_keys, limit)
         return seq.node
 
     def take_prefix(self, seq: Sequence, node: PrefixNode) -> None:
-        """Continues the table, whose pages are full so far, with the pages down to `node`."""
+        """Appends the pages down to `node` to a table whose pages are all full."""
         num_full = seq.num_computed // self._pool.page_size
         known = self._tree.pages(node, num_full)
         self._pool.retain(known)
@@ -68,7 +69,7 @@ class PageTables:
         seq.num_computed = max(seq.num_computed, usable)
 
     def skip_known(self, seq: Sequence) -> None:
-        """Takes over what another sequence has filled since this one was admitted."""
+        """Takes over pages that another sequence has filled since this one was admitted."""
         node = seq.node
         if node is not None and node.depth * self._pool.page_size == seq.num_computed:
             deeper = self.find_prefix(seq)
@@ -76,7 +77,9 @@ class PageTables:
                 self.take_prefix(seq, deeper)
 
     def next_page(self, seq: Sequence) -> tuple[int, bytes] | None:
-        """What identifies the full page that the sequence fills next, if it is one to share."""
+        """Returns the identity of the full page that the sequence fills next; None if it is not
+        shared.
+        """
         node = seq.node
         if node is None or node.depth * self._pool.page_size != seq.num_computed:
             return None
@@ -85,7 +88,7 @@ class PageTables:
         return id(node), seq.page_keys[node.depth]
 
     def commit(self, seq: Sequence, num_tokens: int) -> None:
-        """Counts `num_tokens` more as computed and shares the pages that they filled."""
+        """Counts `num_tokens` more tokens as computed, and shares the pages that they filled."""
         seq.num_computed += num_tokens
         node = seq.node
         num_full = seq.num_computed // self._pool.page_size
@@ -116,7 +119,10 @@ class PageTables:
         return len(seq.pages) * self._pool.page_size
 
     def grow_all(self, wanted: Iterable[tuple[Sequence, int]]) -> bool:
-        """Lengthens tables to so many keys each; none of them, and False, where pages are short for all."""
+        """Lengthens tables to the given numbers of keys.
+
+        Changes none and returns False where pages are short for all.
+        """
         missing, growing = 0, []
         for seq, num_keys in wanted:
             num_missing = self._pool.pages_for(num_keys) - len(seq.pages)
@@ -130,7 +136,7 @@ class PageTables:
         return True
 
     def truncate(self, seq: Sequence, num_pages: int) -> None:
-        """Gives back all but the first `num_pages`."""
+        """Releases all but the first `num_pages`."""
         if len(seq.pages) > num_pages:
             surplus = seq.pages[num_pages:]
             del seq.pages[num_pages:]

@@ -1,4 +1,4 @@
-"""Whose prompt tokens a step computes, where there are more than a chunk."""
+"""Distributes a chunk of prompt tokens to the sequences that have prompts to compute."""
 
 from verify_service.scheduler.page_tables import PageTables
 from verify_service.scheduler.request import Sequence
@@ -7,19 +7,20 @@ from verify_service.scheduler.request import Sequence
 def split_chunk(
     prefilling: list[Sequence], chunk_size: int, tables: PageTables
 ) -> list[tuple[Sequence, int]]:
-    """Shares the chunk: at least half of it to the best-ranked, the rest to the shortest.
+    """Splits the chunk: at least half of it to the best-ranked sequence, the rest to the
+    shortest.
 
-    So a short prompt does not wait behind a long one, the long one is slowed to half at most,
-    and nobody starves: who stays long enough becomes the best-ranked. What the others leave is
-    the best-ranked's too. Sequences about to fill the same page wait for the first of them.
+    So a short prompt does not wait behind a long one, a long one is slowed to half at most, and
+    none starves: a sequence that stays long enough becomes the best-ranked. The best-ranked also
+    gets what the others leave. Sequences about to fill the same page wait for the first of them.
 
     Args:
-        prefilling: Best rank first.
-        chunk_size: Tokens of a step.
-        tables: Where what others have filled meanwhile is taken over.
+        prefilling: Sequences with prompts to compute, best rank first.
+        chunk_size: Number of prompt tokens of the step.
+        tables: Page tables; sequences take over pages that others have filled meanwhile.
 
     Returns:
-        Sequences and how many of their tokens.
+        Sequences and the number of their tokens to compute.
     """
     if not prefilling:
         return []
@@ -46,7 +47,9 @@ def split_chunk(
 
 
 def _cut(seq: Sequence, limit: int, page_size: int) -> int:
-    """Tokens of a chunk of at most `limit`: all that are left, or up to the end of a page."""
+    """Returns the number of tokens of a chunk of at most `limit`: all that are left, or up to
+    the end of a page.
+    """
     if seq.num_uncomputed <= limit:
         return seq.num_uncomputed
     end = seq.num_computed + limit

@@ -1,4 +1,4 @@
-"""Which pages hold the KV of which token prefixes: a radix tree whose digits are whole pages."""
+"""A radix tree from token prefixes to the pages that hold their KV; its digits are whole pages."""
 
 import heapq
 from array import array
@@ -10,7 +10,7 @@ from verify_service.scheduler.page_pool import PagePool
 def page_keys(
     tokens: Sequence[int], page_size: int, first_page: int = 0, look_ahead: int = 0
 ) -> list[bytes]:
-    """The tree's keys of the full pages of `tokens` from `first_page` on.
+    """Returns the tree's keys of the full pages of `tokens` from `first_page` on.
 
     Bytes, because they keep their hash: a page's tokens are hashed once however often it is looked
     up, and equality stays exact.
@@ -29,7 +29,7 @@ def page_keys(
 
 
 class PrefixNode:
-    """One page of a prefix, or the root. Also the cursor of a sequence that extends the tree."""
+    """A page of a prefix, or the root. A sequence that extends the tree uses it as a cursor."""
 
     __slots__ = ("children", "depth", "key", "last_used", "page", "parent")
 
@@ -45,24 +45,25 @@ class PrefixNode:
 class PrefixTree:
     """Holds one reference to each page it knows; the pages of live sequences are among them.
 
-    Who uses a node's page also holds the pages of all its ancestors and releases them after it
+    A holder of a node's page also holds the pages of all its ancestors and releases them after it
     (deepest first), so idle pages are always whole subtrees and all of them can be evicted.
 
     Attributes:
-        root: Where all prefixes begin.
+        root: The node where all prefixes begin.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.num_cached = 0
         self.root = PrefixNode(None, b"", -1)
-        self._nodes: list[PrefixNode | None] = [None] * pool.num_pages  # by page
+        self._nodes: list[PrefixNode | None] = [None] * pool.num_pages  # node of each page
         self._clock = 0
         self._leaves: list[tuple[int, int]] = []  # heap of (last_used, page) with stale entries
         pool.on_idle(self._touch)
 
     def deepen(self, node: PrefixNode, keys: Sequence[bytes], limit: int) -> PrefixNode:
-        """The deepest known node for keys[:limit], from `node` (which stands for a prefix of them).
+        """Returns the deepest known node for keys[:limit], from `node` (which stands for a
+        prefix of them).
 
         A node that was evicted since is left for its nearest living ancestor.
         """
@@ -76,7 +77,7 @@ class PrefixTree:
         return node
 
     def pages(self, node: PrefixNode, depth: int = 0) -> list[int]:
-        """Pages from the root to `node`, without the first `depth`."""
+        """Returns the pages from the root to `node`, without the first `depth`."""
         pages = []
         while node.parent is not None and node.depth > depth:
             pages.append(node.page)
@@ -85,7 +86,9 @@ class PrefixTree:
         return pages
 
     def num_idle_on_path(self, node: PrefixNode) -> int:
-        """How many pages from the root to `node` are idle, and would not be once retained."""
+        """Returns the number of idle pages from the root to `node`; retaining the path would
+        end that.
+        """
         first = node
         while node.parent is not None and self.pool.is_idle(node.page):
             node = node.parent
@@ -145,7 +148,7 @@ class PrefixTree:
         return self.evict(self.num_cached)
 
     def holders(self) -> dict[int, int]:
-        """Page -> references that the tree holds, for `PagePool.check_integrity`."""
+        """Returns the references that the tree holds by page, for `PagePool.check_integrity`."""
         return {node.page: 1 for node in self._nodes if node is not None}
 
     def check_integrity(self) -> None:
@@ -189,7 +192,7 @@ class PrefixTree:
         self.pool.unwatch(page)
 
     def _touch(self, page: int) -> None:
-        """Called by the pool when nobody but the tree holds the page any more."""
+        """Notes a page that only the tree holds any more; called by the pool."""
         node = self._nodes[page]
         assert node is not None
         self._clock += 1

@@ -1,8 +1,8 @@
-"""Who runs in the next step, with how many rows, on which pages. Pure policy: no torch, no drafts.
+"""Schedules steps: which sequences run, with how many rows, on which pages. No torch, no drafts.
 
 Sequences are ranked by priority, then arrival. Each step holds every running decode and at most one
-chunk of prompt tokens. What a better-ranked sequence needs to go on is taken from worse-ranked ones,
-so the best-ranked one always progresses.
+chunk of prompt tokens. What a better-ranked sequence needs to go on is taken from worse-ranked
+ones, so the best-ranked one always progresses.
 """
 
 import bisect
@@ -15,6 +15,7 @@ from foredraft.errors import InvalidRequest, Overloaded, PromptTooLong
 from foredraft.types import FinishReason
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.page_tables import PageTables, UsablePrefix
+from verify_service.scheduler.prefill_budget import PrefillBudget
 from verify_service.scheduler.prefill_split import split_chunk
 from verify_service.scheduler.prefix_tree import PrefixNode, PrefixTree
 from verify_service.scheduler.request import Sequence, Status
@@ -29,21 +30,24 @@ class Scheduler:
     While the outcome of one step is not known, `schedule_ahead` plans the step after it.
 
     Args:
-        pool: The pages.
-        prefix_tree: Over the same pool; None caches and shares nothing.
+        pool: Page numbers and their holders.
+        prefix_tree: Prefix tree over the same pool; None caches and shares nothing.
         max_running_requests: Number of slots.
-        chunked_prefill_size: Prompt tokens per step.
-        max_queue: Waiting sequences above which `add` refuses, besides those that free slots will take.
-        context_length: Longest sequence that the model can hold, or None.
+        chunked_prefill_size: Maximum number of prompt tokens of a step.
+        max_decode_delay: Maximum seconds that prompts may add to a step beside running sequences.
+        key_cost: Cost of a key for a query relative to a token's weights; see `PrefillBudget`.
+        max_queue: Number of waiting sequences above which `add` refuses, besides those that free
+            slots will take.
+        context_length: Maximum number of tokens that the model can hold, or None.
         admission_headroom: Output tokens that admission keeps room for per running sequence (as
             far as it may still generate them), so that admitting does not soon preempt.
-        usable_prefix: Called with a sequence and the pages that the prefix tree has for it, says
-            how many of their tokens need not be computed again. The others are, onto the same
-            pages: that is how a draft gets back state that it lost.
+        usable_prefix: Returns, for a sequence and its pages from the prefix tree, how many of their
+            tokens need not be computed again. The others are, onto the same pages: so a draft gets
+            back state that it lost.
         look_ahead: Tokens after a page (0 or 1) that must agree too for it to be shared: the last
             entry of an EAGLE-family draft's page depends on the token after it.
-        longest_shared: Prompts of more tokens share no pages, because their keys depend on their length; None where
-            none do.
+        longest_shared: Maximum number of tokens of prompts that share pages, because keys of longer
+            ones depend on their length; None without a limit.
     """
 
     def __init__(
@@ -53,6 +57,8 @@ class Scheduler:
         *,
         max_running_requests: int,
         chunked_prefill_size: int,
+        max_decode_delay: float = math.inf,
+        key_cost: float = 0.0,
         max_queue: int = 1024,
         context_length: int | None = None,
         admission_headroom: int = 64,
@@ -63,7 +69,7 @@ class Scheduler:
         self.pool = pool
         self.prefix_tree = prefix_tree or PrefixTree(pool)
         self.max_running_requests = max_running_requests
-        self.chunked_prefill_size = chunked_prefill_size
+        self.prefill_budget = PrefillBudget(chunked_prefill_size, max_decode_delay, key_cost)
         self.max_queue = max_queue
         self.admission_headroom = admission_headroom
         self.num_preemptions = 0
@@ -96,26 +102,26 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences with a slot."""
+        """Number of sequences with a slot."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in the queue, preempted ones included."""
+        """Number of sequences in the queue, preempted ones included."""
         return len(self._waiting)
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that are free, or cached and used by nobody."""
+        """Number of pages that are free, or cached and used by no sequence."""
         return self.pool.num_free + self.pool.num_idle
 
     @property
     def has_work(self) -> bool:
-        """True while `schedule` may have something to do or to report."""
+        """Whether `schedule` may have something to do or to report."""
         return bool(self._live)
 
     def check(self, num_prompt: int, max_new_tokens: int) -> None:
-        """What `add` would say of such a request now. May be called from any thread.
+        """Raises what `add` would raise for such a request now. Any thread may call it.
 
         Raises:
             InvalidRequest: No prompt.
@@ -128,10 +134,11 @@ class Scheduler:
         if num_tokens > self.max_sequence_tokens:
             raise PromptTooLong(
                 "prompt",
-                f"{num_prompt} tokens and max_new_tokens {max_new_tokens} make {num_tokens};"
-                f" this model's maximum context length is {self.max_sequence_tokens} tokens on this server",
+                f"{num_prompt} tokens and max_new_tokens {max_new_tokens} make {num_tokens}; this"
+                f" model's maximum context length is {self.max_sequence_tokens} tokens on this"
+                " server",
             )
-        # Those that a free slot takes in the next step do not wait.
+        # Sequences that get a free slot in the next step do not count as waiting.
         num_free = self.max_running_requests - len(self._running)
         if len(self._waiting) >= self.max_queue + num_free:
             raise Overloaded(f"{len(self._waiting)} requests are waiting")
@@ -141,7 +148,7 @@ class Scheduler:
 
         Raises:
             InvalidRequest: No prompt, or the id of a live request.
-            PromptTooLong, Overloaded: As in `check`.
+            PromptTooLong, Overloaded: See `check`.
         """
         self.check(seq.num_prompt, seq.sampling.max_new_tokens)
         if seq.request_id in self._live:
@@ -169,7 +176,8 @@ class Scheduler:
         """Plans the next step and reserves its pages.
 
         Args:
-            wanted_nodes: Tree nodes that each decoding sequence would verify, given these and the prompt tokens.
+            wanted_nodes: Tree nodes that each decoding sequence would verify, given these and the
+                prompt tokens.
             now: `time.monotonic()` seconds.
         """
         plan = StepPlan()
@@ -177,7 +185,7 @@ class Scheduler:
         decoding, has_room = self._reserve_roots(plan)
         if has_room:
             self._admit(plan, decoding)
-        self._reserve_chunks(plan)
+        self._reserve_chunks(plan, beside_decodes=bool(decoding))
         decoding = [seq for seq in decoding if seq.status is Status.RUNNING]
         if decoding:
             num_prompt = sum(chunk.num_tokens for chunk in plan.prefill)
@@ -187,26 +195,27 @@ class Scheduler:
         return plan
 
     def going_on(self, flying: list[Sequence]) -> list[Sequence]:
-        """Those of a step under way that surely take part in the step after it."""
+        """Returns the sequences of a running step that surely take part in the next one."""
         running = Status.RUNNING
         return [seq for seq in flying if seq.status is running and seq.num_output_left > 1]
 
     def schedule_ahead(self, going: list[Sequence], num_nodes: int) -> str | None:
-        """Plans a step that decodes only, behind one whose outcome is not known yet, and reserves its pages.
+        """Plans a step of decoding only, while the outcome of the previous one is unknown, and
+        reserves its pages.
 
         Args:
-            going: Its sequences, with `num_in_flight` set.
-            num_nodes: Tree nodes that each would verify beside its root.
+            going: Sequences of the step, with `num_in_flight` set.
+            num_nodes: Number of tree nodes that each would verify beside its root.
 
         Returns:
-            None where it may be started, else why not: somebody joins or leaves, a prompt has to be computed, nobody
-            goes on, or pages are short.
+            None where the step may start, else the reason: a sequence joins or leaves, a prompt has
+            to be computed, no sequence goes on, or pages are short.
         """
         if self._cancelled or time.monotonic() >= self._next_deadline:
             return "leaves"
         if self._may_admit and self._waiting and self._free_slots:
             return "joins"
-        # Whoever does not fly has a prompt to compute, or has just computed it.
+        # A running sequence outside the started step computes its prompt, or has just done so.
         if any(not seq.num_in_flight for seq in self._running):
             return "prompt"
         if not going:
@@ -231,7 +240,7 @@ class Scheduler:
         self._tables.commit(seq, num_tokens)
 
     def on_token(self, seq: Sequence) -> None:
-        """`on_committed` of one token, as of nearly every step."""
+        """Does `on_committed` for one token, the usual case."""
         seq.num_computed += 1
         if seq.num_computed % self.pool.page_size == 0:
             self._tables.commit(seq, 0)
@@ -240,8 +249,8 @@ class Scheduler:
         """Ends a live sequence and releases slot and pages; its full pages stay cached.
 
         Args:
-            seq: Waiting or running; one that has ended is left as it is.
-            reason: Where `append_tokens` has not set one.
+            seq: Waiting or running sequence; one that has ended is left unchanged.
+            reason: Reason, where `append_tokens` has not set one.
         """
         if seq.status is Status.FINISHED:
             return
@@ -316,7 +325,7 @@ class Scheduler:
     def _admit(self, plan: StepPlan, decoding: list[Sequence]) -> None:
         """Moves waiting sequences to running, in order, while there are slots and pages.
 
-        Never overtakes: who does not fit holds the others back, so that it will fit.
+        Never overtakes: a sequence that does not fit holds the others back until it fits.
         """
         self._may_admit = False
         if not self._waiting or not self._free_slots:
@@ -347,16 +356,23 @@ class Scheduler:
         bisect.insort(self._running, seq, key=_rank)
         self._tables.take_prefix(seq, node)
 
-    def _reserve_chunks(self, plan: StepPlan) -> None:
-        """Splits the step's prompt tokens over the prefilling sequences and reserves their pages."""
+    def _reserve_chunks(self, plan: StepPlan, beside_decodes: bool) -> None:
+        """Splits the step's prompt tokens over the prefilling sequences and reserves their
+        pages.
+        """
         prefilling = [seq for seq in self._running if not seq.is_decoding]
+        if not prefilling:
+            return
+        chunk_size = self.prefill_budget.chunk_size
+        if beside_decodes:
+            chunk_size = self.prefill_budget.tokens(max(seq.num_computed for seq in prefilling))
         chunks = []
-        for seq, num_tokens in split_chunk(prefilling, self.chunked_prefill_size, self._tables):
+        for seq, num_tokens in split_chunk(prefilling, chunk_size, self._tables):
             if seq.status is not Status.RUNNING:
                 continue
             end = seq.num_computed + num_tokens
             if self.pool.pages_for(end) - len(seq.pages) > self.num_available_pages:
-                # Room for one more token must be found; for the rest, what is there.
+                # One more token must get room; further ones get the room that is free.
                 first = self.pool.pages_for(seq.num_computed + 1) - len(seq.pages)
                 self._take_back(first, seq, plan)
             end = min(end, self._tables.grow(seq, end))
@@ -366,22 +382,23 @@ class Scheduler:
         plan.prefill.sort(key=lambda chunk: chunk.seq.rank)
 
     def _target_pages(self, seq: Sequence) -> int:
-        """Pages for all tokens and the output that admission keeps room for."""
+        """Returns the pages for all tokens and the output that admission keeps room for."""
         headroom = min(self.admission_headroom, seq.num_output_left - 1)
         return self.pool.pages_for(len(seq.tokens) + headroom)
 
     def _reserve_tree(self, seq: Sequence, num_nodes: int) -> int:
-        """Room for up to `num_nodes` after the root; none is needed for the last output token."""
+        """Reserves room for up to `num_nodes` after the root; the last output token needs none."""
         if num_nodes <= 0 or seq.num_output_left <= 1:
             return 0
         covered = self._tables.grow(seq, len(seq.tokens) + num_nodes)
         return min(num_nodes, covered - len(seq.tokens))
 
     def _take_back(self, num_pages: int, seq: Sequence, plan: StepPlan) -> None:
-        """Makes `num_pages` available to `seq`: first what others hold for draft trees, then by
-        preempting from the worst rank up, but none better than `seq`.
+        """Makes `num_pages` available to `seq`.
 
-        Where that is not enough, `seq` goes without in this step.
+        First takes pages that others hold for draft trees, then preempts sequences from the worst
+        rank up, but none better than `seq`. Where that is not enough, `seq` takes no part in this
+        step.
         """
         for other in self._running:
             if other.is_decoding:

@@ -1,4 +1,4 @@
-"""What the scheduler asks of one step."""
+"""The scheduler's plan of one step."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from verify_service.scheduler.request import Sequence
 
 @dataclass(frozen=True, slots=True)
 class DecodeSlot:
-    """One root row, and room for `max_tree_nodes` more."""
+    """A sequence that decodes: one root row, and room for `max_tree_nodes` more."""
 
     seq: Sequence
     max_tree_nodes: int
@@ -15,7 +15,7 @@ class DecodeSlot:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Rows of `seq.tokens[start : start + num_tokens]`."""
+    """A part of a sequence to compute: rows of `seq.tokens[start : start + num_tokens]`."""
 
     seq: Sequence
     start: int
@@ -23,22 +23,22 @@ class PrefillChunk:
 
     @property
     def is_last(self) -> bool:
-        """True when the chunk ends with the newest token, whose row chooses the next one."""
+        """Whether the chunk ends with the newest token, whose row chooses the next one."""
         return self.start + self.num_tokens == len(self.seq.tokens)
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step, best rank first.
+    """Lists the work of one step, best rank first.
 
     Attributes:
         decode: Sequences that verify a tree.
-        prefill: Chunks; `chunked_prefill_size` tokens at most in total.
+        prefill: Chunks, with at most `chunked_prefill_size` tokens in total.
         admitted: Sequences that got a slot in this step.
         preempted: Sequences that lost slot and pages in this step and wait again.
         ended: Sequences that were cancelled or ran out of time; already released.
-        released_slots: Every slot given back since the last plan, to be told to a draft before
-            what `admitted` says: a slot may be in both.
+        released_slots: Slots given back since the last plan. A draft must hear of them before
+            `admitted`: a slot may be in both.
     """
 
     decode: list[DecodeSlot] = field(default_factory=list)
@@ -50,5 +50,5 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """True when there is nothing to compute."""
+        """Whether there is nothing to compute."""
         return not self.decode and not self.prefill

@@ -141,7 +141,7 @@ def test_one_refusal_is_taken_for_an_accident() -> None:
 def test_a_draft_that_cannot_map_gets_its_rows_in_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container with a /dev/shm of its own."""
+    """An example is a draft in a container with its own /dev/shm."""
 
     def fails(arena: tensor_pb2.Arena) -> None:
         raise ArenaError("handle", "cannot open the segment: No such file or directory")

@@ -1,4 +1,6 @@
-"""Trees that were asked for while the target computed: what is left of them, and that they are used where text is copied."""
+"""Trees that were asked for while the target computed: what is left of them, and that they are used
+where text is copied.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +14,8 @@ from foredraft.types import SamplingParams, SpeculationParams
 from testing.checkpoints import make_checkpoint
 from testing.engines import Harness, Job, running_engine
 from verify_service.drafts.ask_ahead import AskAhead, below
-from verify_service.drafts.proposals import Drafted, Wanted
-from verify_service.drafts.tree_sizes import TreeSizes
+from verify_service.drafts.proposals import Drafted, DraftRequest, Proposals
+from verify_service.engine.tree_sizes import TreeSizes
 from verify_service.metrics import DRAFTS_AHEAD
 from verify_service.scheduler.request import Sequence
 from verify_service.scheduler.step_plan import DecodeSlot
@@ -67,13 +69,13 @@ def sequence(*output: int, max_new: int = 50, **asked: int) -> Sequence:
 
 def test_more_is_asked_for_only_while_text_is_copied() -> None:
     ahead, copying = AskAhead(), sequence()
-    want = Wanted(copying, 4)
+    want = DraftRequest(copying, 4)
     assert ahead.num_nodes(want) == 4
     ahead.keep(copying, 1, Drafted(CHAIN.first(4), 2))
     copying.append_tokens([1, 2, 3, 4, 5])  # all of it, and a token of the target's own
     assert ahead.take([want]) is None
     assert ahead.num_nodes(want) == 9
-    assert ahead.num_nodes(Wanted(copying, 4, is_trial=True)) == 4
+    assert ahead.num_nodes(DraftRequest(copying, 4, is_trial=True)) == 4
     ahead.keep(copying, 6, Drafted(CHAIN, 3))
     copying.append_tokens([1, 2])
     taken = ahead.take([want])
@@ -86,22 +88,22 @@ def test_more_is_asked_for_only_while_text_is_copied() -> None:
 def test_nobody_goes_without_waiting_unless_all_do() -> None:
     ahead, one, other = AskAhead(), sequence(), Sequence(2, [9], SamplingParams(max_new_tokens=50))
     ahead.keep(one, 1, Drafted(CHAIN, 0))
-    assert ahead.take([Wanted(one, 4), Wanted(other, 0)]) is not None
-    assert ahead.take([Wanted(one, 4), Wanted(other, 4, is_trial=True)]) is not None
-    assert ahead.take([Wanted(one, 4), Wanted(other, 4)]) is None
-    assert ahead.take([Wanted(one, 0)]) is None
+    assert ahead.take([DraftRequest(one, 4), DraftRequest(other, 0)]) is not None
+    assert ahead.take([DraftRequest(one, 4), DraftRequest(other, 4, is_trial=True)]) is not None
+    assert ahead.take([DraftRequest(one, 4), DraftRequest(other, 4)]) is None
+    assert ahead.take([DraftRequest(one, 0)]) is None
 
 
 def test_too_little_is_left_as_it_is_unless_the_output_ends_there() -> None:
     ahead, one = AskAhead(), sequence()
     ahead.keep(one, 1, Drafted(CHAIN, 0))
     one.append_tokens([1, 2, 3, 4])
-    assert ahead.take([Wanted(one, 6)]) is None
-    assert ahead.take([Wanted(one, 4)]) is not None
+    assert ahead.take([DraftRequest(one, 6)]) is None
+    assert ahead.take([DraftRequest(one, 4)]) is not None
     ending = sequence(max_new=7)
     ahead.keep(ending, 1, Drafted(CHAIN, 0))
     ending.append_tokens([1, 2, 3, 4])
-    assert ahead.take([Wanted(ending, 6)]) is not None
+    assert ahead.take([DraftRequest(ending, 6)]) is not None
 
 
 def test_nothing_is_kept_of_what_has_ended() -> None:
@@ -111,17 +113,14 @@ def test_nothing_is_kept_of_what_has_ended() -> None:
     ahead.forget(1)
     ahead.keep(ended, 1, Drafted(CHAIN, 0))  # an answer that came after its end
     assert not ahead._kept
-    ahead.keep(sequence(), 1, Drafted(CHAIN, 0))
-    ahead.clear()
-    assert not ahead._kept
 
 
 def test_bounds_of_a_request_hold() -> None:
     ahead, one = AskAhead(), sequence(num_steps=2)
     ahead.keep(one, 1, Drafted(CHAIN.first(2), 0))
     one.append_tokens([1, 2, 3])
-    ahead.take([Wanted(one, 6)])
-    assert ahead.num_nodes(Wanted(one, 6)) == 6
+    ahead.take([DraftRequest(one, 6)])
+    assert ahead.num_nodes(DraftRequest(one, 6)) == 6
 
 
 @pytest.fixture(scope="module")
@@ -150,15 +149,13 @@ def test_steps_that_copy_wait_for_nothing(
     widest = 0
     trees = TreeSizes.trees
 
-    def watch(
-        self: TreeSizes, slots: list[DecodeSlot], drafted: dict[int, Drafted]
-    ) -> list[DraftTree]:
+    def watch(self: TreeSizes, slots: list[DecodeSlot], proposals: Proposals) -> list[DraftTree]:
         nonlocal widest
         for slot in slots:
-            if (one := drafted.get(slot.seq.request_id)) is not None:
-                assert len(one.tree) <= slot.max_tree_nodes
-                widest = max(widest, len(one.tree))
-        return trees(self, slots, drafted)
+            size = len(proposals.of(slot.seq).tree)
+            assert size <= slot.max_tree_nodes
+            widest = max(widest, size)
+        return trees(self, slots, proposals)
 
     monkeypatch.setattr(TreeSizes, "trees", watch)
     with running_engine(target) as plain:
@@ -168,7 +165,7 @@ def test_steps_that_copy_wait_for_nothing(
     assert DRAFTS_AHEAD._value.get() > before
     assert 0 < widest <= 11
     ngram.check_nothing_left()
-    assert not ngram.engine._drafting._ahead._kept
+    assert not ngram.engine._drafts.each[0]._session.ahead._kept
 
 
 def test_a_kill_while_answers_are_under_way_changes_nothing(target: Path, ngram: Harness) -> None:

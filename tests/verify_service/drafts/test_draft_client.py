@@ -106,7 +106,7 @@ def test_answers_may_be_read_later(draft: DraftProcess) -> None:
 
 
 def test_answers_are_looked_for_without_waiting(nonsense: Any) -> None:
-    """Those that have come and those that have not, by both ways of reading."""
+    """Answers that have come and others that have not are told apart by both ways of reading."""
     gates = [threading.Event() for _ in range(6)]
 
     def answer(request: draft_pb2.SpeculateRequest) -> draft_pb2.SpeculateResponse:

@@ -1,4 +1,6 @@
-"""What reaches a draft that reads hidden states: exactly the target's, whatever happens to sequences and pages."""
+"""Tests that a draft gets exactly the target's hidden states, whatever happens to sequences and
+pages.
+"""
 
 import mmap
 import random
@@ -18,11 +20,11 @@ from testing.hidden_drafts import HiddenDrafter, engine_with
 from testing.hidden_work import FLAGS, WIDTH, jobs, run, texts
 from testing.stack import eventually
 from verify_service import startup
+from verify_service.controller.messages import Plan
 from verify_service.drafts import links as draft_links
 from verify_service.drafts.arena import Arena
 from verify_service.drafts.run import Run
-from verify_service.drafts.tree_sizes import TreeSizes
-from verify_service.policy.messages import Plan
+from verify_service.engine.tree_sizes import TreeSizes
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +73,10 @@ def test_rows_that_are_put_together_stay_the_same() -> None:
 
 
 def test_rows_of_steps_that_run_ahead(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While nothing is drafted, rows are taken before the next step writes over them, and told later."""
-    monkeypatch.setattr(startup, "TargetStep", EagerAhead)
+    """While nothing is drafted, rows are taken before the next step writes over them, and told
+    later.
+    """
+    monkeypatch.setattr(startup, "EagerExecutor", EagerAhead)
     plan, calls = TreeSizes.plan, iter(range(1 << 30))
 
     def now_and_then(self: TreeSizes, sequences: Any, *args: Any, **options: Any) -> Plan:
@@ -90,14 +94,16 @@ def test_rows_of_steps_that_run_ahead(target: Path, monkeypatch: pytest.MonkeyPa
     with engine_with(drafter, target, **FLAGS) as harness:
         assert run(harness, drafter, work) > 1.1
         harness.check_nothing_left()
-        assert harness.engine._drafting._hidden._runs == {}
+        assert harness.engine._drafts.each[0]._session.hidden._runs == {}
     assert EagerAhead.num_ahead > 10
     assert drafter.check(target) > 500
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_under_pressure(target: Path, temperature: float) -> None:
-    """Few pages, so that sequences are preempted, take over each other's pages, and find prefixes again."""
+    """Few pages, so that sequences are preempted, take over each other's pages, and find prefixes
+    again.
+    """
     work = jobs(12, num_new=100, temperature=temperature)
     drafter = HiddenDrafter(WIDTH)
     drafter.texts = texts(target, work)
@@ -109,14 +115,14 @@ def test_under_pressure(target: Path, temperature: float) -> None:
         harness.check_nothing_left()
         run(harness, drafter, work)
         harness.check_nothing_left()
-        assert harness.engine._drafting._hidden._runs == {}
+        assert harness.engine._drafts.each[0]._session.hidden._runs == {}
     assert drafter.check(target) > 10_000
     assert all(view.start == 0 for view in drafter.views), "a hole, though no draft was lost"
     assert drafter.num_attaches == 1
 
 
 class SmallArena(Arena):
-    """As --arena-mb would make it, were it in bytes."""
+    """An arena of the size that --arena-mb would give, if it were in bytes."""
 
     def __init__(self, *args: Any, **limits: Any) -> None:
         super().__init__(*args, **{**limits, "max_bytes": mmap.PAGESIZE + 16 * 4 * WIDTH})
@@ -156,7 +162,7 @@ def test_64_mb_pass_through_a_16_mb_arena(tmp_path: Path) -> None:
     with engine_with(drafter, path, **flags) as harness:
         harness.wait_for_draft()
         results = harness.run(work)
-        arena = harness.engine._drafting._hidden.writer.arena
+        arena = harness.engine._drafts.each[0]._session.hidden.writer.arena
         assert arena.size <= (16 << 20) + 4096
     drafter.texts = [job.prompt + r.tokens for job, r in zip(work, results, strict=True)]
     assert drafter.check(path) * 2048 * 4 > 64 << 20
@@ -169,8 +175,8 @@ def test_nothing_is_captured_for_drafts_that_read_nothing(target: Path) -> None:
     with running_engine(target, "NGRAM", **FLAGS) as harness:
         harness.wait_for_draft()
         harness.run(jobs(2))
-        assert harness.engine._drafting.capture is None
-        assert harness.engine._drafting._hidden._runs == {}
+        assert harness.engine._drafts.capture is None
+        assert harness.engine._drafts.each[0]._session.hidden is None
 
 
 @pytest.mark.parametrize(

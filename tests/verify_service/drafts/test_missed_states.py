@@ -1,4 +1,4 @@
-"""What a draft that reads hidden states has missed, since it was not there, not asked or told nothing, is made up for."""
+"""Tests that a draft catches up on hidden states that it missed while absent or unasked."""
 
 import random
 from pathlib import Path
@@ -14,10 +14,11 @@ from testing.engines import Job
 from testing.hidden_drafts import HiddenDrafter, engine_with
 from testing.hidden_work import FLAGS, WIDTH, jobs, run, texts
 from testing.stack import eventually
-from verify_service.drafts import drafting, telling
-from verify_service.drafts.hidden_states import HiddenStates
-from verify_service.drafts.tree_sizes import TreeSizes
-from verify_service.policy.messages import Plan
+from verify_service.controller.messages import Plan
+from verify_service.drafts import session, sync
+from verify_service.drafts.arena import Exchange
+from verify_service.drafts.session import Session
+from verify_service.engine.tree_sizes import TreeSizes
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_a_draft_that_is_not_asked_is_told_now_and_then(target: Path) -> None:
         limit = engine._sizes.limit
         engine._sizes.limit = lambda seq: 0 if seq.num_output < 80 else limit(seq)
         run(harness, drafter, work)
-        assert harness.engine._drafting._hidden._runs == {}
+        assert harness.engine._drafts.each[0]._session.hidden._runs == {}
     told = [request for request in drafter.requests if request.sequences]
     assert len(told) < 50  # of more than 80 steps
     assert drafter.check(target) > 1000
@@ -129,23 +130,25 @@ def test_a_draft_that_is_not_asked_is_told_now_and_then(target: Path) -> None:
 def test_a_draft_that_rests_is_told_nothing_until_it_is_asked(
     target: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, drops: float, is_deaf: bool
 ) -> None:
-    """Then it is told all, in an order in which no page is read before it was filled, whoever shares it."""
-    monkeypatch.setattr(drafting, "MOST_KEPT", kept_bytes)
-    monkeypatch.setattr(telling, "MOST_READ", 100)
+    """Then it is told all, in an order in which no page is read before it was filled, whoever
+    shares it.
+    """
+    monkeypatch.setattr(session, "MOST_KEPT", kept_bytes)
+    monkeypatch.setattr(sync, "MOST_READ", 100)
     plan, rng, num_resting = TreeSizes.plan, random.Random(4), 0
 
     def now_and_then(self: TreeSizes, sequences: Any, other_rows: int = 0) -> Plan:
         nonlocal num_resting
         whole = plan(self, sequences, other_rows)
-        assert self._drafting is not None
+        assert self._each
         num_resting += 1
-        self._drafting.is_resting = num_resting % 30 < 22
+        is_suspended = num_resting % 30 < 22
         # Part of the time not even kept anything for, with a probe of whom that is so now and then.
-        self._drafting.is_deaf = is_deaf and num_resting % 30 < 14
-        if not self._drafting.is_resting:
+        self._each[0].suspend(is_suspended, not (is_deaf and num_resting % 30 < 14))
+        if not is_suspended:
             return whole
         if rng.random() < drops:
-            self._drafting._hidden.drop_all()
+            self._each[0]._session.hidden.drop_all()
         tried = rng.randrange(len(sequences)) if sequences and rng.random() < 0.1 else -1
         return Plan([n * (i == tried) for i, n in enumerate(whole.nodes)], 1)
 
@@ -156,7 +159,7 @@ def test_a_draft_that_rests_is_told_nothing_until_it_is_asked(
     with engine_with(drafter, target, **{**FLAGS, "max_total_tokens": 8 * 50}) as harness:
         assert run(harness, drafter, work) > 1.1
         harness.check_nothing_left()
-        assert harness.engine._drafting._hidden._runs == {}
+        assert harness.engine._drafts.each[0]._session.hidden._runs == {}
     told = [request for request in drafter.requests if request.sequences]
     if kept_bytes > 1 << 20:
         assert len(told) < 0.6 * num_resting
@@ -167,33 +170,29 @@ def test_steps_with_prompts_put_off_what_a_draft_is_told(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where steps follow on the device: as if they did, but for the following."""
-    attach, plan, rng, told = HiddenStates.attach, TreeSizes.plan, random.Random(5), []
-
-    def as_on_a_gpu(self: HiddenStates, epoch: int) -> Any:
-        attach(self, epoch)
-        return SimpleNamespace(trees=torch.zeros(1, 2, 4)) if epoch else None
+    plan, rng, told = TreeSizes.plan, random.Random(5), []
+    as_on_a_gpu = property(lambda self: SimpleNamespace(trees=torch.zeros(1, 2, 4)))
 
     def spared(self: TreeSizes, sequences: Any, other_rows: int = 0) -> Plan:
         """Drafts now and then, mostly not beside prompts, and rests for a while."""
         whole = plan(self, sequences, other_rows)
-        assert self._drafting is not None
-        self._drafting.is_resting = len(told) // 40 % 3 == 2
-        is_plain = rng.random() < (0.9 if other_rows else 0.3) or self._drafting.is_resting
+        assert self._each
+        is_suspended = len(told) // 40 % 3 == 2
+        self._each[0].suspend(is_suspended)
+        is_plain = rng.random() < (0.9 if other_rows else 0.3) or is_suspended
         return Plan([0] * len(whole.nodes), 1) if is_plain else whole
 
-    def tell(self: telling.Telling, *args: Any) -> None:
-        usual(self, *args)
-        wanted, extending = args[:2]
-        is_asked = any(want.max_nodes for want in wanted)
-        told.append((bool(extending), is_asked, len(self._wire._request.sequences)))
+    def note(self: Session, step: sync.StepFacts, *args: Any) -> None:
+        usual(self, step, *args)
+        told.append((step.has_prompts, step.has_requests, len(self.wire._request.sequences)))
 
-    usual = telling.Telling.tell
+    usual = Session.sync
     work = jobs(40, num_new=30)
     drafter = HiddenDrafter(WIDTH, weight_bytes=1)
     drafter.texts = texts(target, work)
-    monkeypatch.setattr(HiddenStates, "attach", as_on_a_gpu)
+    monkeypatch.setattr(Exchange, "device", as_on_a_gpu)
     monkeypatch.setattr(TreeSizes, "plan", spared)
-    monkeypatch.setattr(telling.Telling, "tell", tell)
+    monkeypatch.setattr(Session, "sync", note)
     with engine_with(drafter, target, **{**FLAGS, "max_total_tokens": 8 * 60}) as harness:
         assert run(harness, drafter, work) > 1.1
         harness.check_nothing_left()

@@ -1,9 +1,12 @@
-"""Two drafts behind one engine, as real processes: no token changes, whichever drafts and whichever dies."""
+"""Two drafts behind one engine, as real processes: no token changes, whichever drafts and whichever
+dies.
+"""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from foredraft.telemetry.metrics import render
@@ -12,7 +15,7 @@ from testing.checkpoints import make_checkpoint
 from testing.drafts import DraftProcess
 from testing.engines import Collector, Harness, Job, running_engine
 from testing.stack import eventually
-from verify_service.drafts.several import Drafts
+from verify_service.controller.messages import Want
 
 CHAIN = {
     "speculative_num_steps": 3,
@@ -45,7 +48,7 @@ def jobs() -> list[Job]:
 
 @pytest.fixture(scope="module")
 def texts(models: Path) -> Iterator[list[list[int]]]:
-    """What plain decoding gives for long jobs."""
+    """Returns the texts of plain decoding for long jobs."""
     with running_engine(models / "target") as harness:
         yield [result.tokens for result in harness.run(jobs())]
 
@@ -66,8 +69,11 @@ def count(name: str, algorithm: str) -> float:
 
 def prefer(harness: Harness, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes one draft better than any measurement could say."""
-    choice = harness.engine._sizes._choice
-    monkeypatch.setattr(choice, "goodput", lambda history, draft, batch: 1.0 + (draft == number))
+
+    def values(wanted: Sequence[Want], plain: float) -> np.ndarray:
+        return np.ones((2, len(wanted))) + (np.arange(2) == number)[:, None]
+
+    monkeypatch.setattr(harness.engine._sizes.controller._goodput, "of_drafts", values)
 
 
 def run_meanwhile(
@@ -86,11 +92,10 @@ def run_meanwhile(
 def test_no_token_changes_and_both_are_asked(harness: Harness, texts: list[list[int]]) -> None:
     results = harness.run(jobs())
     assert [result.tokens for result in results] == texts
-    drafts = harness.engine._drafting
-    assert isinstance(drafts, Drafts)
+    drafts = harness.engine._drafts
     assert drafts.assigned == {}
-    pools = harness.engine._sizes._choice._pools
-    assert min(pool.count for pool in pools) > 5
+    acceptance = harness.engine._sizes.controller._acceptance
+    assert min(one.num_outcomes for one in acceptance) > 5
     harness.check_nothing_left()
 
 
@@ -99,7 +104,7 @@ def test_the_chosen_one_drafts_and_is_named(
     harness: Harness, texts: list[list[int]], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefer(harness, number, monkeypatch)
-    names = harness.engine._drafting.names
+    names = harness.engine._drafts.names
     before = [count("foredraft_drafts_total", name) for name in names]
     results = harness.run(jobs())
     assert [result.tokens for result in results] == texts
@@ -112,7 +117,7 @@ def test_the_chosen_one_drafts_and_is_named(
 def test_a_draft_that_is_killed_leaves_its_sequences_to_the_other(
     harness: Harness, texts: list[list[int]], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafts = harness.engine._drafting
+    drafts = harness.engine._drafts
     number = drafts.names.index(name)
     prefer(harness, number, monkeypatch)
     before = count("foredraft_drafts_total", drafts.names[1 - number])
@@ -150,18 +155,18 @@ def test_one_that_is_not_there_or_another_is_done_without(
     with DraftProcess("--device=cpu") as ngram:
         flags["draft"] = (f"standalone={later.target}", f"NGRAM={ngram.target}")
         with running_engine(models / "target", "STANDALONE,NGRAM", wait=False, **flags) as harness:
-            standalone, other = harness.engine._drafting.each
-            eventually(lambda: other.available)
+            standalone, other = harness.engine._drafts.each
+            eventually(lambda: other.epoch)
             results = harness.run(jobs())
             assert [result.tokens for result in results] == texts
             assert sum(result.finish.accepted_tokens for result in results) > 0
-            assert not standalone.available
+            assert not standalone.epoch
             assert not harness.engine.load().draft_available
             with later:
                 refusal = f"{later.target} is a draft for NGRAM, not STANDALONE"
                 eventually(lambda: refusal in caplog.text)
                 assert [result.tokens for result in harness.run(jobs())] == texts
-                assert not standalone.available
+                assert not standalone.epoch
                 later.kill()
                 later.flags = (
                     "--device=cpu",

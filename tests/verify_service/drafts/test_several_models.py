@@ -1,9 +1,13 @@
-"""Drafts that read hidden states, of other layers each, and one that reads tokens, beside each other: each gets exactly what
-is its own, while sequences change between them, lose their pages and share those of others, and drafts die."""
+"""Drafts that read hidden states, of other layers each, and one that reads tokens, beside each
+other: each gets exactly what is its own, while sequences change between them, lose their pages and
+share those of others, and drafts die.
+"""
 
 import random
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from testing.checkpoints import make_checkpoint
@@ -14,8 +18,8 @@ from testing.hidden_work import FLAGS, WIDTH, jobs, texts
 from testing.late_drafts import LateDrafter, asks
 from testing.stack import eventually
 from verify_service import startup
+from verify_service.controller.messages import DraftHistory, Offer, Want
 from verify_service.drafts import links as draft_links
-from verify_service.policy.choice import ChoiceHistory
 
 SCARCE = {**FLAGS, "max_total_tokens": 8 * 34}
 
@@ -40,28 +44,32 @@ def drafters() -> list[HiddenDrafter]:
     ]
 
 
+def prefer(harness: Harness, wish: Callable[[DraftHistory], int]) -> None:
+    """Makes the draft that `wish` names for a sequence better than any measurement could say."""
+    controller = harness.engine._sizes.controller
+
+    def values(wanted: Sequence[Want], plain: float) -> np.ndarray:
+        found = np.ones((len(controller.drafts), len(wanted)))
+        for i, want in enumerate(wanted):
+            found[wish(want.history), i] = 2.0
+        return found
+
+    controller._goodput.of_drafts = values
+
+
 def change_often(harness: Harness, seed: int) -> None:
     """Gives sequences to other drafts at random, a few steps each."""
-    choice, rng = harness.engine._sizes._choice, random.Random(seed)
+    rng = random.Random(seed)
     wishes: dict[int, tuple[int, int]] = {}
-    num_steps = 0
-    stepped = choice.stepped
 
-    def count(seconds: float) -> None:
-        nonlocal num_steps
-        num_steps += 1
-        stepped(seconds)
+    def wish(history: DraftHistory) -> int:
+        number, num_left = wishes.get(id(history), (0, 0))
+        if not num_left:
+            number, num_left = rng.randrange(3), rng.choice([1, 2, 5, 20])
+        wishes[id(history)] = number, num_left - 1
+        return number
 
-    def goodput(history: ChoiceHistory, draft: int, batch: int) -> float:
-        history.stay = 0
-        history.drafts[draft].count = 10.0
-        wish, until_step = wishes.get(id(history), (0, -1))
-        if num_steps > until_step:
-            wish, until_step = rng.randrange(3), num_steps + rng.choice([1, 2, 5, 20])
-            wishes[id(history)] = wish, until_step
-        return 1.0 + (draft == wish)
-
-    choice.stepped, choice.goodput = count, goodput
+    prefer(harness, wish)
 
 
 @pytest.mark.parametrize(("runs_ahead", "temperature"), [(False, 0.8), (True, 0.0)])
@@ -73,7 +81,7 @@ def test_each_gets_what_is_its_own_under_pressure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if runs_ahead:
-        monkeypatch.setattr(startup, "TargetStep", EagerAhead)
+        monkeypatch.setattr(startup, "EagerExecutor", EagerAhead)
     work = jobs(10, num_new=100, temperature=temperature)
     known = texts(target, work)
     for drafter in drafters:
@@ -87,8 +95,9 @@ def test_each_gets_what_is_its_own_under_pressure(
             assert sum(result.finish.cached_tokens for result in results) > 0
             assert sum(result.finish.preemptions for result in results) > 0
             harness.check_nothing_left()
-        drafts = harness.engine._drafting
-        assert all(one._hidden._runs == {} for one in drafts.each)
+        drafts = harness.engine._drafts
+        hidden = [one._session.hidden for one in drafts.each]
+        assert [one and one._runs for one in hidden] == [{}, {}, None]
     for drafter in drafters:
         assert drafter.check(target) > 2000
         assert drafter.num_attaches == 1
@@ -126,13 +135,10 @@ def test_for_a_draft_that_rests_no_prefix_is_computed_again(
         drafter.texts = known
     with engine_with(drafters, target, **FLAGS) as harness:
         harness.wait_for_draft()
-        choice = harness.engine._sizes._choice
-        choice.may_try = lambda draft, sequences: False
-        for pool in choice._pools:
-            pool.count = 10.0
+        harness.engine._sizes.controller._trials.others = lambda wanted: {}
         found = []
         for best, work in ((2, [first]), *((best, others) for best in (2, 2, 0, 0, 0))):
-            choice.goodput = lambda history, draft, batch, best=best: 1.0 + (draft == best)
+            prefer(harness, lambda history, best=best: best)
             results = harness.run(work)
             for job, result in zip(work, results, strict=True):
                 assert job.prompt + result.tokens in known
@@ -161,16 +167,18 @@ def test_a_late_trial_of_one_holds_up_nobody(target: Path) -> None:
     judged = []
     with engine_with([first, late], target, draft_step_timeout=60.0, **FLAGS) as harness:
         harness.wait_for_draft()
-        choice = harness.engine._sizes._choice
-        record = choice.record
+        controller = harness.engine._sizes.controller
+        tried = controller.tried
 
-        def note(history: ChoiceHistory, draft: int, nodes: int, brought: float) -> None:
+        def note(
+            offer: Offer, draft: int, num_known: int, right: Collection[int], batch: int
+        ) -> None:
             if draft == 1:
-                judged.append(brought)
-            record(history, draft, nodes, brought)
+                judged.append(len(right))
+            tried(offer, draft, num_known, right, batch)
 
-        choice.record = note
-        choice.goodput = lambda history, draft, batch: 1.0 + (draft == 0)
+        controller.tried = note
+        prefer(harness, lambda history: 0)
 
         def run_all() -> None:
             results = harness.run(work)

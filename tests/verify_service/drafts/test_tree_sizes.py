@@ -1,9 +1,9 @@
-"""What the tokens of a step say of a proposal that was not verified, or in part."""
+"""Tests how later tokens judge a proposal that was not verified, or only in part."""
 
 import random
 
 from foredraft.trees.draft_tree import DraftTree, sanitize
-from verify_service.drafts.trial import known_outcome
+from verify_service.engine.tree_sizes import known_outcome
 
 TREE = DraftTree((5, 6, 7, 8, 9), (-1, -1, 0, 2, 1))
 

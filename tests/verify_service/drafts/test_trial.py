@@ -1,6 +1,8 @@
-"""Trees that are asked for beside plain steps are judged by the tokens that come, and nothing else changes."""
+"""Trees that are asked for beside plain steps are judged by the tokens that come, and nothing else
+changes.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,47 +13,56 @@ from testing.hidden_drafts import HiddenDrafter, engine_with
 from testing.hidden_work import FLAGS, WIDTH, jobs, texts
 from testing.late_drafts import LateDrafter, asks
 from testing.stack import eventually
+from verify_service.controller.controller import Controller
+from verify_service.controller.messages import DraftKind, Offer, Plan, Want
 from verify_service.drafts import wire
-from verify_service.policy.acceptance import DraftHistory
-from verify_service.policy.messages import Plan, Want
-from verify_service.policy.policy import DraftPolicy
+from verify_service.executor.choice.simulation import FILLER
 
 
-class Tries(DraftPolicy):
-    """Drafts nothing but tries two sequences as often as it may, and keeps what it is told of that."""
+class Tries(Controller):
+    """Drafts nothing but tries two sequences as often as it may, and keeps what it is told of
+    that.
+    """
 
-    is_resting = True
+    is_told = False
 
     def __init__(self, nodes: int) -> None:
-        super().__init__(None, nodes, nodes)
+        super().__init__(None, [DraftKind(nodes, nodes)])
+        self.is_drafting = [self.is_told]
+        self._num_outcomes = 0
         self.outcomes: list[tuple[int, int]] = []
         self.counts: list[int] = []
         self._is_open = False
 
     def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
-        """See DraftPolicy."""
+        """See Controller."""
         tried = [] if self._is_open else [i for i, want in enumerate(wanted) if want.limit][-2:]
         self._is_open |= bool(tried)
-        return Plan([0] * len(wanted), 1, tried)
+        return Plan([0] * len(wanted), 1, {0: tried} if tried else {})
 
-    def record(self, history: DraftHistory, num_nodes: int, accepted: list[int], *_: int) -> None:
-        """See DraftPolicy."""
-        self.outcomes.append((num_nodes, len(accepted)))
+    def tried(
+        self, offer: Offer, draft: int, num_known: int, right: Collection[int], batch: int
+    ) -> None:
+        """See Controller."""
+        self.outcomes.append((num_known, len(right)))
+        self._num_outcomes += 1
 
-    def ended_trial(self, num_outcomes: int) -> None:
-        """See DraftPolicy."""
-        self.counts.append(num_outcomes)
-        self._is_open = False
+    def ended_trial(self, draft: int = 0) -> None:
+        """See Controller."""
+        self.counts.append(self._num_outcomes)
+        self._num_outcomes, self._is_open = 0, False
 
 
 class Tells(Tries):
-    """The same of a policy under which the draft is told of everything all the time, and tried later."""
+    """The same of a policy under which the draft is told of everything all the time, and tried
+    later.
+    """
 
-    is_resting = False
+    is_told = True
     may_try = False
 
     def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
-        """See DraftPolicy."""
+        """See Controller."""
         if not self.may_try:
             return Plan([0] * len(wanted), 1)
         return super().plan(wanted, other_rows, is_ahead)
@@ -71,7 +82,7 @@ def test_steps_go_on_while_an_answer_is_late(target: Path) -> None:
     with engine_with(drafter, target, **FLAGS) as harness:
         harness.wait_for_draft()
         sizes = harness.engine._sizes
-        policy = sizes.policy = Tries(sizes._max_nodes)
+        policy = sizes.controller = Tries(sizes.controller.max_nodes)
         run_all(harness, drafter, work)  # to their ends, without the answer
         assert drafter.num_held == 1
         assert policy.counts == []
@@ -91,7 +102,7 @@ def test_a_draft_that_never_answers_a_trial_is_dropped(target: Path) -> None:
     with engine_with(drafter, target, draft_step_timeout=0.5, **FLAGS) as harness:
         harness.wait_for_draft()
         sizes = harness.engine._sizes
-        policy = sizes.policy = Tries(sizes._max_nodes)
+        policy = sizes.controller = Tries(sizes.controller.max_nodes)
         while drafter.num_held == 0 or harness.engine.load().draft_available:
             run_all(harness, drafter, work)
         run_all(harness, drafter, work)
@@ -107,7 +118,9 @@ def test_a_draft_that_never_answers_a_trial_is_dropped(target: Path) -> None:
 def test_a_draft_that_is_only_told_is_not_waited_for(
     algorithm: str, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the arena is full of rows that it has not read, or answers pile up of one that reads none."""
+    """Whether the arena is full of rows that it has not read, or answers pile up of one that reads
+    none.
+    """
     monkeypatch.setattr(wire, "MOST_UNREAD", 3)
     work = jobs(6, num_new=100)
     drafter = LateDrafter(WIDTH, lambda request: True, algorithm)
@@ -115,7 +128,7 @@ def test_a_draft_that_is_only_told_is_not_waited_for(
     with engine_with(drafter, target, draft_step_timeout=60.0, **FLAGS) as harness:
         harness.wait_for_draft()
         sizes = harness.engine._sizes
-        policy = sizes.policy = Tells(sizes._max_nodes)
+        policy = sizes.controller = Tells(sizes.controller.max_nodes)
         for _ in range(3):
             run_all(harness, drafter, work)
         assert drafter.num_held == 1
@@ -136,7 +149,7 @@ def test_tokens_judge_what_was_tried(target: Path, skill: float) -> None:
     with engine_with(drafter, target, **FLAGS) as harness:
         harness.wait_for_draft()
         sizes = harness.engine._sizes
-        policy = sizes.policy = Tries(sizes._max_nodes)
+        policy = sizes.controller = Tries(sizes.controller.max_nodes)
         results = harness.run(work)
         harness.check_nothing_left()
     assert [result.tokens for result in results] == [
@@ -147,6 +160,22 @@ def test_tokens_judge_what_was_tried(target: Path, skill: float) -> None:
     levels = {accepted for _, accepted in policy.outcomes}
     assert levels == {0} if skill == 0 else min(levels) > 0 and max(levels) > 1
     assert drafter.check(target) > 100
+
+
+def test_trials_are_judged_by_the_accept_length_that_is_simulated(target: Path) -> None:
+    work = jobs(12, num_new=100)
+    drafter = HiddenDrafter(WIDTH, skill=0.0, weight_bytes=1)
+    drafter.texts = [job.prompt + [FILLER] * 100 for job in work]  # as steps without trees say
+    with engine_with(drafter, target, simulate_accept_length=2.5, **FLAGS) as harness:
+        harness.wait_for_draft()
+        sizes = harness.engine._sizes
+        policy = sizes.controller = Tries(sizes.controller.max_nodes)
+        harness.run(work)
+        harness.check_nothing_left()
+    accepted = [count for nodes, count in policy.outcomes if nodes > 1]  # room for what is drawn
+    assert len(accepted) > 20
+    assert set(accepted) == {1, 2}
+    assert sum(accepted) / len(accepted) == pytest.approx(1.5, abs=0.25)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""A model whose logits are infinite after one token: requests that meet it end with an error, and nobody else's text changes."""
+"""A model whose logits are infinite after one token: requests that meet it end with an error, and
+nobody else's text changes.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +35,10 @@ if INTERPRETED:  # which is slow
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights are finite. Three numbers of each hidden state say which token it is of, through all layers."""
+    """Weights are finite.
+
+    Three numbers of each hidden state say which token it is of, through all layers.
+    """
     path = make_checkpoint(tmp_path_factory.mktemp("broken") / "target")
     tensors = load_file(path / "model.safetensors")
     for name, tensor in tensors.items():

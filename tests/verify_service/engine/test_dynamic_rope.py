@@ -1,4 +1,6 @@
-"""Rotary embeddings that follow the length (dynamic NTK), served beyond the trained length as transformers generates."""
+"""Rotary embeddings that follow the length (dynamic NTK), served beyond the trained length as
+transformers generates.
+"""
 
 from pathlib import Path
 

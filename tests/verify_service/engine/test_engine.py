@@ -1,4 +1,6 @@
-"""The engine with a real model and a real draft process: what requests ask for, how they end, what is left behind."""
+"""The engine with a real model and a real draft process: what requests ask for, how they end, what
+is left behind.
+"""
 
 import threading
 import time
@@ -15,11 +17,11 @@ from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from testing.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
 from testing.engines import Harness, Job, running_engine
 from testing.reference import Reference
+from verify_service.controller.controller import Controller
+from verify_service.controller.messages import DraftKind, Plan, Want
 from verify_service.engine import engine as engine_module
 from verify_service.engine.live_requests import EngineRequest
 from verify_service.outputs import Load, StepOutput
-from verify_service.policy.messages import Plan, Want
-from verify_service.policy.policy import DraftPolicy
 
 ENDS = frozenset({EOS})
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
@@ -222,7 +224,7 @@ def test_a_defect_in_a_step_answers_everybody_and_no_more_is_taken(
         raise defect
 
     with running_engine(target) as harness:
-        monkeypatch.setattr(harness.engine._target, "run", fail)
+        monkeypatch.setattr(harness.engine, "_execute", fail)
         result = harness.run([Job([5, 6], GREEDY)], timeout=20)[0]
         assert result.finish is not None
         assert isinstance(result.finish.error, Unavailable)
@@ -318,6 +320,8 @@ def test_a_key_never_drafts_from_anothers_text(target: Path) -> None:
 def test_a_stopped_draft_delays_one_step_and_changes_nothing(ngram: Harness) -> None:
     sampling = SamplingParams(temperature=0.0, max_new_tokens=100, ignore_eos=True)
     expected = ngram.run([Job(REPEATING, sampling)])[0].tokens
+    since = ngram.engine.load().drafting_since
+    assert 0 < time.time() - since < 600
     ngram.draft.pause()
     paused = ngram.run([Job(REPEATING, sampling)])[0]
     assert paused.tokens == expected
@@ -325,9 +329,10 @@ def test_a_stopped_draft_delays_one_step_and_changes_nothing(ngram: Harness) -> 
     killed = ngram.run([Job(REPEATING, sampling)])[0]
     assert killed.tokens == expected
     assert killed.finish.drafted_tokens == 0
+    assert ngram.engine.load().drafting_since == 0
     ngram.draft.start()
     deadline = time.monotonic() + 20
-    while not ngram.engine.load().draft_available:
+    while ngram.engine.load().drafting_since <= since:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     again = ngram.run([Job(REPEATING, sampling)])[0]
@@ -346,7 +351,7 @@ def test_a_draft_with_the_targets_weights_is_always_right(target: Path) -> None:
     }
     with running_engine(target, "STANDALONE", **flags) as harness:
         jobs = [
-            Job([i + 3, 5, 9], SamplingParams(temperature=t, seed=i, top_k=k, max_new_tokens=41, ignore_eos=True))
+            Job([i + 3, 5, 9], SamplingParams(temperature=t, seed=i, top_k=k, max_new_tokens=41, ignore_eos=True))  # noqa: E501
             for i, (t, k) in enumerate([(0.0, -1), (0.6, -1), (1.0, 20), (1.5, -1)])
         ]  # fmt: skip
         results = harness.run(jobs)
@@ -365,17 +370,18 @@ def test_a_draft_with_the_targets_weights_is_always_right(target: Path) -> None:
         assert result.finish.accepted_tokens == result.finish.drafted_tokens > 0
 
 
-class Pausing(DraftPolicy):
+class Pausing(Controller):
     """Drafts nothing for a while, then all."""
 
-    PAUSE = 40
+    PAUSE, rests = 40, False
 
-    def __init__(self, max_nodes: int, depth: int) -> None:
-        super().__init__(None, max_nodes, depth)
+    def __init__(self) -> None:
+        super().__init__(None, [DraftKind(3, 3)])
         self.num_plans = 0
 
     def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
         self.num_plans += 1
+        self.is_drafting = [self.num_plans > self.PAUSE or not self.rests]
         plan = super().plan(wanted, other_rows, is_ahead)
         return Plan([0] * len(wanted), 1) if self.num_plans <= self.PAUSE else plan
 
@@ -383,9 +389,7 @@ class Pausing(DraftPolicy):
 class Resting(Pausing):
     """As one that measures: what does not pay for now need not be told of."""
 
-    @property
-    def is_resting(self) -> bool:
-        return self.num_plans <= self.PAUSE
+    rests = True
 
 
 @pytest.mark.parametrize("rest", [Pausing, Resting])
@@ -399,10 +403,10 @@ def test_a_draft_that_is_not_asked_is_told_seldom_and_misses_nothing(
         "speculative_num_draft_tokens": 4,
     }
     with running_engine(target, "STANDALONE", **flags) as harness:
-        policy = rest(3, 3)
-        harness.engine._sizes.policy = policy
+        policy = rest()
+        harness.engine._sizes.controller = policy
         sent: list[int] = []
-        client = harness.engine._drafting._client
+        client = harness.engine._drafts.each[0]._client
         send = client.send
         monkeypatch.setattr(
             client, "send", lambda *a, **k: (sent.append(policy.num_plans), send(*a, **k))
@@ -410,7 +414,8 @@ def test_a_draft_that_is_not_asked_is_told_seldom_and_misses_nothing(
         sampling = SamplingParams(temperature=0.0, max_new_tokens=90, ignore_eos=True)
         results = harness.run([Job([i + 3, 5, 9], sampling) for i in range(3)])
         harness.check_nothing_left()
-    # In the pause: the prompts, of which the first plan comes too late, and what had come after 32 tokens.
+    # In the pause: the prompts, of which the first plan comes too late, and what had come after 32
+    # tokens.
     told = len([plan for plan in sent if plan < policy.PAUSE])
     assert told <= (4 if rest is Pausing else 2)
     assert len(sent) > 10

@@ -1,4 +1,6 @@
-"""A verifier that has served many requests holds nothing of them: no table anywhere in the engine grows with their number."""
+"""A verifier that has served many requests holds nothing of them: no table anywhere in the engine
+grows with their number.
+"""
 
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -48,7 +50,9 @@ def _attributes(found: Any) -> Iterator[tuple[str, Any]]:
 
 
 def work(first: int) -> list[Job]:
-    """Requests that end in every way and need state of every kind; no two batches have a prompt in common."""
+    """Requests that end in every way and need state of every kind; no two batches have a prompt in
+    common.
+    """
     jobs = []
     for i in range(first, first + COUNT):
         sampling = SamplingParams(
@@ -82,7 +86,8 @@ def test_nothing_grows_with_the_requests_that_were_served(target: Path, algorith
         serve(harness, COUNT)
         serve(harness, 2 * COUNT)
         growth = table_sizes(harness.engine) - before
-    # A few entries may wait for something to happen; one for each request would be as many as there were.
+    # A few entries may wait for something to happen; one for each request would be as many as there
+    # were.
     assert {name: number for name, number in growth.items() if number >= COUNT} == {}
 
 

@@ -1,5 +1,7 @@
-"""Steps that begin before the one before them is known, against plain decoding: random joins, leaves, cancels, preemptions,
-deaths of the draft, with trees that are right, wrong and nonsense; sequences that follow a grammar among others."""
+"""Steps that begin before the one before them is known, against plain decoding: random joins,
+leaves, cancels, preemptions, deaths of the draft, with trees that are right, wrong and nonsense;
+sequences that follow a grammar among others.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -54,5 +56,5 @@ def test_a_grammar_takes_nobody_out_of_the_steps_that_run_ahead() -> None:
         num_steps += 1
     run.check()
     assert run.draft is not None
-    assert run.target.num_late > 0
+    assert run.target.num_two_phase > 0
     assert OVERLAPPED_STEPS._value.get() - before > num_steps / 3

@@ -58,7 +58,7 @@ def test_a_draft_of_another_model_is_told_from_a_bad_one(
 
 def test_a_draft_that_proposes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = make_checkpoint(tmp_path / "model")
-    drafter = HiddenDrafter(48)
+    drafter = HiddenDrafter(48, weight_bytes=1)
     with engine_with(drafter, path, skip_draft_self_test=False):
         eventually(lambda: "proposed nothing" in caplog.text)
 

@@ -1,99 +1,74 @@
-"""Steps that run ahead with several drafts, some of which follow on the device, while sequences change between them: random
-joins, leaves, cancels, preemptions and deaths of any draft give what plain decoding gives."""
+"""Steps that run ahead with several drafts, some of which follow on the device, while sequences
+change between them: random joins, leaves, cancels, preemptions and deaths of any draft give what
+plain decoding gives.
+"""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testing.oracle_draft import NODES, PAGE, VOCAB, OracleDraft, Run
-from verify_service.drafts.chosen_sizes import SizeRules
-from verify_service.drafts.proposals import Drafted, Tried, Wanted
-from verify_service.drafts.several import Drafts
+from verify_service.controller.controller import Controller
+from verify_service.controller.costs import CostModel
+from verify_service.controller.messages import DraftKind, Want
+from verify_service.controller.tables import GridTable
+from verify_service.drafts.drafts import Drafts
 from verify_service.engine.engine import Engine, EngineLimits
 from verify_service.metrics import MIXED_STEPS, OVERLAPPED_STEPS, SeveralMetrics
-from verify_service.policy.choice import ChoiceHistory
-from verify_service.policy.step_time import GridTimes
-from verify_service.scheduler.request import Sequence as RequestSequence
 
-GRID = GridTimes({(b, r): 0.004 + 1e-5 * b * r for b in (1, 3, 5) for r in (1, 3, NODES + 1)})
+GRID = GridTable({(b, r): 0.004 + 1e-5 * b * r for b in (1, 3, 5) for r in (1, 3, NODES + 1)})
 
 
 class PartOracle(OracleDraft):
-    """One of several: asked and answered in two halves, and tried."""
+    """One of several."""
 
-    keeps_much = False
-    usual_seconds = 0.0
-
-    def __init__(self, rng: random.Random, run: Run, is_host: bool = False) -> None:
-        super().__init__(rng, run.target)
-        self._is_host = self.is_cheap = is_host
+    def __init__(self, rng: random.Random, run: Run, name: str) -> None:
+        super().__init__(rng, run.target, name, is_host=name == "NGRAM")
         if run.draft is not None:
             self.answers = run.draft.answers
-        self._trees: dict[int, Drafted] = {}
-        self._tried: list[Tried] = []
-        self.num_asked = self.num_tried = 0
 
-    def ask(self, wanted: Sequence[Wanted], extending: Sequence[RequestSequence]) -> None:
-        # One that rests is told of nobody.
-        told = [w for w in wanted if not w.is_trial and (w.max_nodes or self._rng.random() < 0.5)]
-        self._trees = self.propose(told, extending, lambda: None)
-        self.num_asked += len(self._trees)
-        for want in wanted if self.available else ():
-            if want.is_trial and want.max_nodes:
-                sequence, position = want.sequence, len(want.sequence.tokens)
-                tree = self._tree(sequence.request_id, position).first(want.max_nodes)
-                self._tried.append(Tried(sequence, position, Drafted(tree, 0)))
-                self.num_tried += 1
-
-    def collect(self) -> dict[int, Drafted]:
-        return self._trees
-
-    def has_tried(self) -> bool:
-        return True
-
-    def take_tried(self) -> list[Tried]:
-        tried, self._tried = self._tried, []
-        return tried
-
-    def take_own_time(self) -> None:
-        return None
-
-    def can_follow(self, sequences: Iterable[RequestSequence]) -> bool:
-        return not self._is_host and super().can_follow(sequences)
+    def is_left_out(self) -> bool:
+        return self._rng.random() < 0.5
 
 
 class SeveralRun(Run):
-    """The engine with two or three drafts, the last of them beside the device, and a choice that changes its mind."""
+    """The engine with two or three drafts, the last of them beside the device, and a choice that
+    changes its mind.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, has_draft=True)
         rng = self.rng
         names = ["EAGLE3", "STANDALONE", "NGRAM"] if seed % 2 else ["EAGLE3", "NGRAM"]
-        self.parts = [PartOracle(rng, self, name == "NGRAM") for name in names]
+        self.parts = [PartOracle(rng, self, name) for name in names]
         self.draft = self.parts[0]
-        drafts = Drafts(dict(zip(names, self.parts, strict=True)))  # type: ignore[arg-type]
-        shapes = [(NODES - 2 * part.is_cheap, NODES - 2 * part.is_cheap) for part in self.parts]
+        drafts = Drafts(self.parts)  # type: ignore[arg-type]
+        sizes = [NODES - 2 * part.capabilities.is_free for part in self.parts]
+        controller = Controller(
+            CostModel(GRID), [DraftKind(size, size) for size in sizes], rng.random() < 0.5
+        )
         limits = EngineLimits(VOCAB, 40, self.pool.num_pages, PAGE, 5, frozenset({7}), NODES)
         self.engine = Engine(
             self.target,
             self.scheduler,
             drafts,
-            SizeRules(GRID, shapes, is_adaptive=rng.random() < 0.5),
+            controller,
             limits,
             SeveralMetrics(names),
         )
-        choice = self.engine._sizes._choice
         self.preferred, self.is_split = 0, False
 
-        def goodput(history: ChoiceHistory, draft: int, batch: int) -> float:
-            history.stay = 0
-            history.drafts[draft].count = 10.0
-            preferred = self.preferred + (self.is_split and id(history) // 64 % 3)
-            return 1.0 + (draft == preferred % len(self.parts))
+        def values(wanted: Sequence[Want], plain: float) -> np.ndarray:
+            found = np.ones((len(self.parts), len(wanted)))
+            for i, want in enumerate(wanted):
+                preferred = self.preferred + (self.is_split and id(want.history) // 64 % 3)
+                found[preferred % len(self.parts), i] = 2.0
+            return found
 
-        choice.goodput = goodput  # type: ignore[method-assign]
+        controller._goodput.of_drafts = values  # type: ignore[method-assign]
 
 
 @settings(max_examples=150, deadline=None)
@@ -118,7 +93,7 @@ def test_random_schedules_give_what_plain_decoding_gives(seed: int) -> None:
             run.step()
     run.finish()
     run.check()
-    assert run.engine._drafting.assigned == {}
+    assert run.engine._drafts.assigned == {}
     assert run.engine._sizes._histories == {}
 
 
@@ -133,7 +108,7 @@ def test_all_draft_and_are_tried_and_those_on_the_device_run_ahead() -> None:
             run.preferred, run.is_split = turn % 3, turn == 3
         run.finish()
         run.check()
-        names = run.engine._drafting.names
+        names = run.engine._drafts.names
         for name, part in zip(names, run.parts, strict=True):
             for what in ("num_followed", "num_asked", "num_tried"):
                 key = f"{name} {what}"

@@ -1,4 +1,6 @@
-"""The engine over steps of fixed shape, whatever sequences ask for, against the CPU's own way; in Triton's interpreter."""
+"""The engine over steps of fixed shape, whatever sequences ask for, against the CPU's own way; in
+Triton's interpreter.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,11 +8,14 @@ from pathlib import Path
 import llguidance
 import pytest
 
+from foredraft.attention.base import AttentionBackend
+from foredraft.attention.exact_triton import ExactAttention
+from foredraft.attention.paged_triton import TritonAttention
 from foredraft.types import SamplingParams
 from testing.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
 from testing.engines import Job, Result, running_engine
 from testing.triton_device import INTERPRETED, needs_triton
-from verify_service.executor import decode_step
+from verify_service.executor.captured import step
 from verify_service.grammar.matcher import CompiledGrammar
 from verify_service.metrics import LATE_MASKS, OVERLAPPED_STEPS
 
@@ -20,6 +25,7 @@ ASKED = (
     {"repetition_penalty": 1.5, "frequency_penalty": 0.4, "logprobs": 2},
     {"logit_bias": {7: 3.0, 9: -20.0}, "min_new_tokens": 5, "temperature": 0.0},
     {"presence_penalty": 1.0, "top_k": 9},
+    {"bad_words": (*((i, j) for i in range(9) for j in range(90)), (91,)), "temperature": 0.0},
 )
 
 
@@ -35,7 +41,7 @@ class Bytes:
 
 
 def jobs() -> list[Job]:
-    """Of which the last follows a grammar."""
+    """Returns jobs; one follows a grammar, and the last forbids some words."""
     regex = llguidance.LLMatcher.grammar_from_regex("([a-f]{2,3} ){4}")
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer(Bytes()), regex)
     assert not matcher.is_error(), matcher.get_error()
@@ -43,7 +49,7 @@ def jobs() -> list[Job]:
     for i, asked in enumerate(ASKED):
         sampling = SamplingParams(**{"max_new_tokens": 6 + 2 * i, "seed": i, **asked})
         prompt = [*[5, 6, 7, 98, 99] * 2, 40 + i]
-        grammar = CompiledGrammar(matcher, VOCAB_SIZE) if i == len(ASKED) - 1 else None
+        grammar = CompiledGrammar(matcher, VOCAB_SIZE) if i == len(ASKED) - 2 else None
         made.append(Job(prompt, sampling, grammar=grammar))
     return made
 
@@ -59,16 +65,20 @@ def run(path: Path, algorithm: str) -> Sequence[Result]:
     return results
 
 
+@pytest.mark.parametrize("attention", [TritonAttention, ExactAttention])
 @pytest.mark.parametrize("algorithm", ["NONE", "NGRAM"])
 def test_steps_of_fixed_shape_give_what_the_engine_gives(
-    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    algorithm: str,
+    attention: type[AttentionBackend],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = make_checkpoint(tmp_path, num_hidden_layers=1)
     want = run(path, "NONE")
     from testing.eager_graphs import use_eager_graphs  # needs Triton
 
-    use_eager_graphs(monkeypatch)
-    monkeypatch.setattr(decode_step, "ROWS_AT_ONCE", 6)  # so that there is more than one part
+    use_eager_graphs(monkeypatch, attention)
+    monkeypatch.setattr(step, "ROWS_AT_ONCE", 6)  # so that there is more than one part
     overlapped, masks = OVERLAPPED_STEPS._value.get(), LATE_MASKS._value.get()
     got = run(path, algorithm)
     assert LATE_MASKS._value.get() - masks > 5

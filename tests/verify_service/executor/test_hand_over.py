@@ -1,10 +1,10 @@
-"""What a draft on the same device is handed, against torch's own indexing; on a GPU or interpreted."""
+"""Copies to a draft on the same device, against torch's own indexing; on a GPU or interpreted."""
 
 import pytest
 import torch
 
 from testing.triton_device import DEVICE, needs_triton
-from verify_service.executor.hand_over import hand_over
+from verify_service.executor.kernels.hand_over import hand_over
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 

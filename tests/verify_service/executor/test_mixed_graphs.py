@@ -1,4 +1,6 @@
-"""Forwards with prompts in padded shapes against the same rows run as they are; on a GPU or in Triton's interpreter."""
+"""Forwards with prompts in padded shapes against the same rows run as they are; on a GPU or in
+Triton's interpreter.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from foredraft.runner.batch import SequenceRows, StepRows
 from foredraft.runner.model_runner import ModelRunner
 from testing import eager_graphs
 from testing.triton_device import DEVICE, needs_triton
-from verify_service.executor.mixed_graphs import MixedGraphs
+from verify_service.executor.captured.mixed import MixedGraphs
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 
@@ -24,7 +26,9 @@ CAPTURE = (1, 3)
 
 @pytest.fixture(scope="module")
 def model():
-    """A small Qwen3 with a window in two of three layers, weights large enough that every key matters."""
+    """A small Qwen3 with a window in two of three layers, weights large enough that every key
+    matters.
+    """
     config = ModelConfig.from_dict(
         {
             "architectures": ["Qwen3ForCausalLM"],
@@ -77,7 +81,9 @@ class Both:
         self.plain = ModelRunner(model, self.plain_kv, SdpaAttention())
 
     def check(self, rows, pages, capture):
-        """Forwards of `rows`, whose slots have these pages, agree in all that they give and write."""
+        """Forwards of `rows`, whose slots have these pages, agree in all that they give and
+        write.
+        """
         for slot, own in pages.items():
             self.tables[slot, : len(own)] = torch.tensor(own, dtype=torch.int32)
         assert self.graphs.takes(rows)
@@ -105,7 +111,9 @@ def random_tree(rng, num_nodes):
 @pytest.mark.parametrize("capture", [(), CAPTURE])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_rows(model, monkeypatch, seed, capture):
-    """Step after step: prompts in chunks beside chains, trees and single rows, slots and pages in any order."""
+    """Step after step: prompts in chunks beside chains, trees and single rows, slots and pages in
+    any order.
+    """
     rng = np.random.default_rng(seed)
     both = Both(model, monkeypatch, 64)
     free = [int(page) for page in rng.permutation(64)]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from foredraft.types import SamplingParams
 from testing.speculation_reference import penalised
-from verify_service.executor.penalties import PenaltyState, needed
+from verify_service.executor.choice.penalties import PenaltyState, needed
 
 VOCAB = 24
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)

@@ -5,9 +5,9 @@ import torch
 
 from foredraft.trees.draft_tree import DraftTree
 from foredraft.types import SamplingParams, SpeculationParams
-from verify_service.executor import sampler as module
-from verify_service.executor.sampler import Chooser, Outcome, Thresholds, VerifyRows
-from verify_service.executor.simulation import SimulatedAcceptance
+from verify_service.executor.choice import sampler as module
+from verify_service.executor.choice.sampler import Outcome, Sampler, Thresholds, VerifyRows
+from verify_service.executor.choice.simulation import SimulatedAcceptance
 from verify_service.scheduler.request import Sequence
 
 VOCAB = 160  # more than the simulated tokens
@@ -28,7 +28,7 @@ SAMPLINGS = (
 
 
 def outcomes(simulated: SimulatedAcceptance | None) -> list[Outcome]:
-    chooser = Chooser(VOCAB, torch.device("cpu"), frozenset({1}), Thresholds(), simulated)
+    sampler = Sampler(VOCAB, torch.device("cpu"), frozenset({1}), Thresholds(), simulated)
     batch = [
         VerifyRows(Sequence(i, [2, 3, 4 + i], sampling, SpeculationParams(), frozenset({1})), tree)
         for i, (sampling, tree) in enumerate(zip(SAMPLINGS, TREES, strict=True))
@@ -40,7 +40,7 @@ def outcomes(simulated: SimulatedAcceptance | None) -> list[Outcome]:
     for tree in TREES:
         logits[row, list(tree.tokens[:1])] += 20
         row += 1 + len(tree)
-    return chooser.choose(batch, logits.to(torch.bfloat16))
+    return sampler.choose(batch, logits.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("at_once", [1, 6, 9])
@@ -56,5 +56,5 @@ def test_parts_of_a_batch_give_what_the_whole_gives(monkeypatch, at_once, is_sim
 
 
 def test_nothing_is_chosen_for_nobody():
-    chooser = Chooser(VOCAB, torch.device("cpu"), frozenset(), Thresholds())
-    assert chooser.choose([], torch.empty(0, VOCAB)) == []
+    sampler = Sampler(VOCAB, torch.device("cpu"), frozenset(), Thresholds())
+    assert sampler.choose([], torch.empty(0, VOCAB)) == []

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from foredraft.trees.draft_tree import DraftTree, depths, sanitize
-from verify_service.executor.simulation import SimulatedAcceptance
-from verify_service.executor.verification import walk
+from verify_service.executor.choice.simulation import SimulatedAcceptance
+from verify_service.executor.choice.verification import walk
 
 
 def random_tree(rng: random.Random, size: int) -> DraftTree:

@@ -1,4 +1,6 @@
-"""Penalties, biases and masks on a GPU against `PenaltyState`, to the bit; on a GPU or interpreted."""
+"""Penalties, biases and masks on a GPU against `PenaltyState`, to the bit; on a GPU or
+interpreted.
+"""
 
 import random
 import struct
@@ -10,17 +12,18 @@ import torch
 from foredraft.trees.draft_tree import depths, paths, sanitize
 from foredraft.types import SamplingParams
 from testing.triton_device import DEVICE, needs_triton
-from verify_service.executor.penalties import PenaltyState
-from verify_service.executor.triton_adjust import (
+from verify_service.executor.choice.penalties import PenaltyState
+from verify_service.executor.kernels.adjust import (
     HISTORY,
     IN_PROMPT,
     adjust_logits,
-    biases,
     count_tokens,
     kinds,
     words,
 )
-from verify_service.executor.triton_steps import ADJUSTED, ADJUSTMENT, HEADER, MASK, SLOT, Begun
+from verify_service.executor.kernels.steps import Begun
+from verify_service.executor.records import STEP
+from verify_service.scheduler.token_limits import biases
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 VOCAB, EOS = 1500, (7, 9)
@@ -33,12 +36,14 @@ PARAMS = (
     SamplingParams(logit_bias={0: 50.0}),
     SamplingParams(min_new_tokens=6, stop_token_ids=(11, 1499)),
     SamplingParams(min_new_tokens=3, repetition_penalty=1.1, logit_bias={9: 4.0}),
+    SamplingParams(allowed_token_ids=(3, 4, 40, 1499), logit_bias={4: 1.5}),
+    SamplingParams(bad_words=((3,), (5, 6), (1499,)), frequency_penalty=0.5),
 )
 
 
 def record_of(slot: int, params: SamplingParams, num_prompt: int, mask: int) -> list[int]:
-    record = [0] * HEADER
-    record[SLOT], record[MASK] = slot, mask
+    record = [0] * STEP.size
+    record[STEP["slot"]], record[STEP["mask"]] = slot, mask
     packed = struct.pack(
         "<iifff",
         kinds(params),
@@ -47,7 +52,7 @@ def record_of(slot: int, params: SamplingParams, num_prompt: int, mask: int) -> 
         params.frequency_penalty,
         params.presence_penalty,
     )
-    record[ADJUSTMENT] = np.frombuffer(packed, np.int32).tolist()
+    record[STEP["adjusted"] : STEP["presence"] + 1] = np.frombuffer(packed, np.int32).tolist()
     return record
 
 
@@ -124,7 +129,7 @@ def test_broken_trees_end():
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_no_mask_hides_a_logit_that_is_no_number(broken):
-    records = torch.tensor([record_of(0, PARAMS[-1], 1, 1)], device=DEVICE).int()
+    records = torch.tensor([record_of(0, PARAMS[7], 1, 1)], device=DEVICE).int()
     logits = torch.zeros(1, VOCAB, device=DEVICE)
     logits[0, [40, 9]] = broken
     masks = torch.zeros(1, -(-VOCAB // 32), dtype=torch.int32, device=DEVICE)
@@ -142,9 +147,9 @@ def test_no_mask_hides_a_logit_that_is_no_number(broken):
 def test_emitted_tokens_are_counted_where_they_matter():
     held = torch.zeros(4, VOCAB, dtype=torch.int32, device=DEVICE)
     held[2, 5] = IN_PROMPT + 2
-    records = torch.zeros(3, HEADER, dtype=torch.int32, device=DEVICE)
-    records[:, SLOT] = torch.tensor([2, 0, 3])
-    records[:, ADJUSTED] = torch.tensor([HISTORY, 0, HISTORY])
+    records = torch.zeros(3, STEP.size, dtype=torch.int32, device=DEVICE)
+    records[:, STEP["slot"]] = torch.tensor([2, 0, 3])
+    records[:, STEP["adjusted"]] = torch.tensor([HISTORY, 0, HISTORY])
     emitted = torch.tensor([[5, 8, 5], [1, 2, 3], [1499, -1, -1]], device=DEVICE)
     # The last one has a second token that is none: its logits were broken.
     count_tokens(records, torch.tensor([3, 3, 2], device=DEVICE).int(), emitted, held)

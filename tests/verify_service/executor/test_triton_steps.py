@@ -1,22 +1,16 @@
 """The first and the last kernel of a step, against plain Python; on a GPU or interpreted."""
 
 import random
-import struct
 
+import numpy as np
 import pytest
 import torch
 
+from foredraft.sampling.columns import FLOATS, SAMPLING
+from foredraft.types import SamplingParams
 from testing.triton_device import DEVICE, needs_triton
-from verify_service.executor.triton_steps import (
-    COMMITTED,
-    ENTRY,
+from verify_service.executor.kernels.steps import (
     FILLER,
-    FORCED,
-    HEADER,
-    NEW_PAGE,
-    SAMPLING,
-    SLOT,
-    TREE,
     Begun,
     Ended,
     begin_step,
@@ -25,6 +19,7 @@ from verify_service.executor.triton_steps import (
     pretended_path,
     sampling_rows,
 )
+from verify_service.executor.records import STEP
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 
@@ -43,29 +38,37 @@ def test_records_say_where_a_step_begins(num_rows):
         for _ in range(3)
     ]
     trees[1][1][0] = 2**31 - 1
-    records = [[rng.randrange(50) for _ in range(HEADER + 2 * max_rows)] for _ in range(batch)]
+    records = [[rng.randrange(50) for _ in range(STEP.size + 2 * max_rows)] for _ in range(batch)]
     for record, slot, committed, tree in zip(
         records, [3, 0, 4, 1], [-1, 17, -1, 0], [2, -1, -1, 1], strict=True
     ):
-        record[SLOT], record[COMMITTED], record[TREE] = slot, committed, tree
+        record[STEP["slot"]], record[STEP["committed"]], record[STEP["tree"]] = (
+            slot,
+            committed,
+            tree,
+        )
     tables = [[rng.randrange(100) for _ in range(7)] for _ in range(slots)]
     set_tables = on_device(tables)
     for record, entry, page in zip(records, [0, 6, 3, 2], [8, 0, 1, 100], strict=True):
-        record[ENTRY], record[NEW_PAGE] = entry, page
+        record[STEP["entry"]], record[STEP["new_page"]] = entry, page
         if page:
-            tables[record[SLOT]][entry] = page - 1
+            tables[record[STEP["slot"]]][entry] = page - 1
     begun = begin_step(
         on_device(records), max_rows, num_rows, on_device(state), on_device(trees), set_tables
     )
     assert set_tables.tolist() == tables
     for i, record in enumerate(records):
-        is_ahead, tree = record[COMMITTED] < 0, record[TREE]
-        want = state[record[SLOT]] if is_ahead else [record[COMMITTED], record[HEADER]]
+        is_ahead, tree = record[STEP["committed"]] < 0, record[STEP["tree"]]
+        want = (
+            state[record[STEP["slot"]]]
+            if is_ahead
+            else [record[STEP["committed"]], record[STEP.size]]
+        )
         assert [int(begun.committed[i]), int(begun.tokens[i, 0])] == want
         assert int(begun.parents[i, 0]) == -1
         for row in range(1, num_rows):
             if tree < 0:
-                token, parent = record[HEADER + row], record[HEADER + max_rows + row]
+                token, parent = record[STEP.size + row], record[STEP.size + max_rows + row]
             elif row > nodes:
                 token, parent = 0, -2
             else:
@@ -79,9 +82,9 @@ def test_records_say_where_a_step_begins(num_rows):
 def test_outcomes_are_written_for_host_draft_and_next_step(num_rows, max_path):
     rng = random.Random(num_rows)
     max_rows, batch = 8, 3
-    records = [[rng.randrange(5)] * (HEADER + 2 * max_rows) for _ in range(batch)]
+    records = [[rng.randrange(5)] * (STEP.size + 2 * max_rows) for _ in range(batch)]
     for record, slot in zip(records, [2, 0, 3], strict=True):
-        record[SLOT] = slot
+        record[STEP["slot"]] = slot
     lengths = [rng.randrange(1, num_rows + 1) for _ in range(batch)]
     paths = [
         [0, *sorted(rng.sample(range(1, num_rows), n - 1)), *[-1] * (num_rows - n)] for n in lengths
@@ -118,7 +121,9 @@ def test_outcomes_are_written_for_host_draft_and_next_step(num_rows, max_path):
 
 
 def test_a_step_without_a_token_leaves_one_that_can_be_read():
-    """The host reads that there is none; the next step and the draft compute something that nobody reads."""
+    """The host reads that there is none; the next step and the draft compute something that nobody
+    reads.
+    """
     begun = Begun(on_device([[5, 6]]), on_device([[-1, 0]]), on_device([7]))
     ended = Ended(
         on_device([[0] * 9]),
@@ -127,7 +132,7 @@ def test_a_step_without_a_token_leaves_one_that_can_be_read():
         on_device([0, 0], torch.int64),
     )
     emitted = on_device([[6, -1]], torch.int64)
-    record = on_device([[1] * (HEADER + 4)])
+    record = on_device([[1] * (STEP.size + 4)])
     end_step(record, begun, on_device([[0, 1]]), on_device([2]), emitted, ended)
     assert ended.results[0, 3:5].tolist() == [6, -1]
     assert ended.state[1].tolist() == [9, 0]
@@ -135,8 +140,8 @@ def test_a_step_without_a_token_leaves_one_that_can_be_read():
 
 
 def test_pretended_paths_replace_what_was_walked():
-    records = on_device([[0] * (HEADER + 8)] * 2)
-    records[1, FORCED] = 3
+    records = on_device([[0] * (STEP.size + 8)] * 2)
+    records[1, STEP["forced"]] = 3
     path, emitted = on_device([[0, 2, -1, -1]] * 2), on_device([[5, 6, -1, -1]] * 2, torch.int64)
     length = on_device([2, 2])
     pretend_paths(records, path, length, emitted)
@@ -147,8 +152,8 @@ def test_pretended_paths_replace_what_was_walked():
 
 
 def test_pretended_paths_of_large_trees_lie_apart_behind_the_likeliest_node():
-    records = on_device([[0] * (HEADER + 8)])
-    records[0, FORCED] = 5
+    records = on_device([[0] * (STEP.size + 8)])
+    records[0, STEP["forced"]] = 5
     path, emitted = on_device([[-1] * 32]), on_device([[-1] * 32], torch.int64)
     pretend_paths(records, path, on_device([1]), emitted)
     assert path.tolist()[0][:6] == [0, 1, 3, 5, 7, -1]
@@ -159,20 +164,25 @@ def test_pretended_paths_of_large_trees_lie_apart_behind_the_likeliest_node():
 def test_rows_get_what_their_records_ask_for(batch, num_rows):
     rng = random.Random(batch)
     asked = [
-        (rng.random(), rng.random(), rng.random(), rng.randrange(-1, 2**31), rng.getrandbits(64))
+        SamplingParams(
+            temperature=rng.random(),
+            top_p=rng.random(),
+            min_p=rng.random(),
+            top_k=rng.randrange(-1, 2**31),
+            seed=rng.getrandbits(64),
+        )
         for _ in range(batch)
     ]
-    records = torch.zeros(batch, HEADER + 70, dtype=torch.int32)
+    records = torch.zeros(batch, STEP.size + 70, dtype=torch.int32)
     for record, values in zip(records, asked, strict=True):
-        record[SAMPLING] = torch.frombuffer(
-            bytearray(struct.pack("<fffiQ", *values)), dtype=torch.int32
-        )
+        packed = SAMPLING.pack([values]).view(np.int32)
+        record[STEP["temperature"] : STEP["temperature"] + len(packed)] = torch.from_numpy(packed)
     positions = torch.arange(7, 7 + batch * num_rows)
-    got = sampling_rows(records.to(DEVICE), positions.to(DEVICE))
+    got = sampling_rows(records.to(DEVICE), positions.to(DEVICE), True)
     assert got.position.tolist() == (positions + 1).tolist()
     for row in range(batch * num_rows):
-        temperature, top_p, min_p, top_k, seed = asked[row // num_rows]
-        floats = [float(each[row]) for each in (got.temperature, got.top_p, got.min_p)]
-        assert floats == torch.tensor([temperature, top_p, min_p]).tolist()
-        assert int(got.top_k[row]) == top_k
-        assert int(got.seed[row]) % 2**64 == seed
+        values = asked[row // num_rows]
+        floats = [float(getattr(got, name)[row]) for name in FLOATS]
+        assert floats == torch.tensor([getattr(values, name) for name in FLOATS]).tolist()
+        assert int(got.top_k[row]) == values.top_k
+        assert int(got.seed[row]) % 2**64 == values.seed

@@ -1,4 +1,6 @@
-"""What the device holds of sequences that have penalties, whoever chose their tokens and in whichever slot."""
+"""Tables of sequences with penalties on the device, whatever chose their tokens and in
+whichever slot.
+"""
 
 import random
 
@@ -7,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft.types import SamplingParams
-from verify_service.executor.triton_adjust import biases, kinds, words
-from verify_service.executor.two_phase_step import SlotTables, is_late
-from verify_service.executor.two_phase_tables import LateChoice
+from verify_service.executor.captured.two_phase import SlotTables, needs_two_phases
+from verify_service.executor.captured.two_phase_tables import TwoPhaseTables
+from verify_service.executor.kernels.adjust import kinds, words
 from verify_service.scheduler.request import Sequence
+from verify_service.scheduler.token_limits import biases
 
 VOCAB, EOS, SLOTS = 60, frozenset({7}), 3
 ASKED = (
@@ -18,11 +21,13 @@ ASKED = (
     SamplingParams(repetition_penalty=1.2, min_new_tokens=4),
     SamplingParams(frequency_penalty=0.5, logit_bias={3: 1.0, 59: -2.0}),
     SamplingParams(logit_bias={4: 1.0}),
+    SamplingParams(bad_words=((4,), (5, 6))),
+    SamplingParams(allowed_token_ids=(4, 5)),
 )
 
 
-class Tables(LateChoice):
-    """Those of a device, on the CPU."""
+class Tables(TwoPhaseTables):
+    """A device's tables on the CPU."""
 
     def __init__(self) -> None:
         self._device = torch.device("cpu")
@@ -73,4 +78,4 @@ def check(device: Tables, sequence: Sequence) -> None:
         assert device.words[slot].tolist() == want.tolist()
     if kinds(sampling) & 2:
         assert device.biases[slot].tolist() == biases(sampling, VOCAB).tolist()
-    assert is_late(sequence) == bool(kinds(sampling))
+    assert needs_two_phases(sequence) == bool(kinds(sampling))

@@ -1,4 +1,6 @@
-"""Walking a tree: against brute force, without loss for any draft, and with the promised loss where asked for."""
+"""Walking a tree: against brute force, without loss for any draft, and with the promised loss where
+asked for.
+"""
 
 import hashlib
 
@@ -12,8 +14,8 @@ from foredraft.sampling import noise, sampling
 from foredraft.sampling.rows import SamplingRows
 from foredraft.trees.draft_tree import EMPTY, DraftTree, paths, sanitize
 from foredraft.types import NO_TOKEN, SamplingParams
-from verify_service.executor.penalties import PenaltyState, needed
-from verify_service.executor.verification import Verified, walk, walk_batch, walk_lossy
+from verify_service.executor.choice.penalties import PenaltyState, needed
+from verify_service.executor.choice.verification import Verified, walk, walk_batch, walk_lossy
 
 VOCAB = 6
 
@@ -80,7 +82,9 @@ def test_walking_a_batch_asks_only_for_rows_on_the_paths(
 def generate(
     params: SamplingParams, prompt: list[int], num_tokens: int, proposals: list[DraftTree]
 ) -> tuple[list[int], int]:
-    """Decodes with the target above, a proposal per step (then none), and says how many drafted tokens were accepted."""
+    """Decodes with the target above, a proposal per step (then none), and says how many drafted
+    tokens were accepted.
+    """
     output: list[int] = []
     penalties = PenaltyState(params, prompt, VOCAB) if needed(params) else None
     num_accepted = step = 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from foredraft.errors import InvalidRequest
+from foredraft.errors import InvalidRequest, Overloaded
 from foredraft.telemetry.metrics import value
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import Grammar, GrammarKind
@@ -21,6 +21,7 @@ from verify_service.grammar.compiler import GrammarCompiler, GrammarLimits
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 RIGID = json.dumps({**SCHEMA, "x-guidance": {"whitespace_flexible": False}})
+SPACIOUS = json.dumps({**SCHEMA, "x-guidance": {"whitespace_pattern": r"\x20|\n\x20\x20"}})
 EBNF = 'root ::= "yes" | no+\nno ::= "no" [0-9]'
 LARK = 'start: "yes" | no+\nno: "no" /[0-9]/'
 TAGS = {
@@ -76,7 +77,10 @@ def test_every_kind(model: Path) -> None:
     cases = [
         (Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)), '{"a": -7}', '{"a": "x"}'),
         (Grammar(GrammarKind.JSON_SCHEMA, "true"), "[1, {}]", "[1, {]"),
-        (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}'), '{\n "x": [null]\n}', "[]"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}'), '{ "x" : [null] }', "[]"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}'), '{"x":1}', '{"x":  1}'),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}'), '{"x": 1}', '{\n"x": 1}'),
+        (Grammar(GrammarKind.JSON_SCHEMA, SPACIOUS), '{\n  "a": 1}', '{\n"a": 1}'),
         (Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["/", 1]}'), '"/"', '"'),
         (Grammar(GrammarKind.JSON_SCHEMA, RIGID), '{"a":1}', '{"a": 1}'),
         (Grammar(GrammarKind.REGEX, r"a/b\d\n{2}é"), "a/b7\n\né", "a/b7\né"),
@@ -130,7 +134,10 @@ WRONG = [
     ),
     (
         GrammarKind.STRUCTURAL_TAG,
-        '{"structures": [{"begin": "a"}], "triggers": ["a"], "reasoning": {"begin": "b", "end": "c"}}',
+        (
+            '{"structures": [{"begin": "a"}], "triggers": ["a"], "reasoning": {"begin": "b", "end":'
+            ' "c"}}'
+        ),
         "is_open or at_least_one",
     ),
 ]
@@ -173,7 +180,8 @@ def test_hostile_ones_are_ended_while_good_ones_go_on(model: Path) -> None:
     ]
 
     async def run() -> None:
-        # Far less than what the worker needs to give up by itself; so whatever takes long is killed here.
+        # Far less than what the worker needs to give up by itself; so whatever takes long is killed
+        # here.
         async with running(model, seconds=1.0, mb=64) as compiler:
             await compiler.compile(Grammar(GrammarKind.REGEX, "warm"))
             attempts = [asyncio.create_task(compiler.compile(grammar)) for grammar in hostile]
@@ -198,6 +206,69 @@ def test_time_and_memory_are_bounded(model: Path) -> None:
 
     asyncio.run(refused(0.02, 1024, "0.02 s"))
     asyncio.run(refused(60, 1, "1 MiB"))
+
+
+def test_what_ran_over_its_bounds_may_be_tried_again_later(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilers, "BOUND_SECONDS", 0.3)
+    schema = Grammar(GrammarKind.JSON_SCHEMA, deep_schema(400))
+    wrong = Grammar(GrammarKind.REGEX, "(")
+
+    async def refuse(compiler: GrammarCompiler, grammar: Grammar) -> None:
+        with pytest.raises(InvalidRequest):
+            await compiler.compile(grammar)
+        with pytest.raises(InvalidRequest):
+            compiler.cached(grammar)
+
+    async def run() -> None:
+        async with running(model, 0.02) as hurried, running(model) as patient:
+            await refuse(hurried, schema)
+            await refuse(patient, wrong)
+            await asyncio.sleep(0.35)
+            assert hurried.cached(schema) is None
+            # What is wrong stays wrong.
+            with pytest.raises(InvalidRequest):
+                patient.cached(wrong)
+
+    asyncio.run(run())
+
+
+def test_the_cache_is_bounded_by_bytes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with running(model) as compiler:
+            grammars = [Grammar(GrammarKind.REGEX, f"{letter}{{1,50}}") for letter in "abc"]
+            await compiler.compile(grammars[0])
+            one = sum(compiler._bytes.values())
+            assert one > len(grammars[0].text)
+            monkeypatch.setattr(compilers, "CACHED_BYTES", 2.5 * one)
+            for grammar in grammars[1:]:
+                await compiler.compile(grammar)
+            assert [compiler.cached(each) is not None for each in grammars] == [False, True, True]
+            monkeypatch.setattr(compilers, "CACHED_BYTES", one / 2)
+            await compiler.compile(Grammar(GrammarKind.REGEX, "d{1,50}"))
+            assert not compiler._bytes
+            assert not compiler._cache
+
+    asyncio.run(run())
+
+
+def test_no_more_wait_than_may(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "MAX_WAITING", 2)
+
+    async def run() -> None:
+        async with running(model) as compiler:
+            grammars = [Grammar(GrammarKind.REGEX, text) for text in "abcd"]
+            waiting = [asyncio.create_task(compiler.compile(each)) for each in grammars[:2]]
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded):
+                await compiler.compile(grammars[2])
+            # Whoever asks for one that is on its way adds none.
+            assert await compiler.compile(grammars[0]) is await waiting[0]
+            await waiting[1]
+            assert await compiler.compile(grammars[3]) is not None
+
+    asyncio.run(run())
 
 
 def test_the_cache_is_bounded_and_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Grammars behind a real engine on the bundled model: whatever is drafted, the same seed gives the same, valid text."""
+"""Grammars behind a real engine on the bundled model: whatever is drafted, the same seed gives the
+same, valid text.
+"""
 
 import json
 import re
@@ -50,6 +52,7 @@ PROMPT = TOKENIZER.encode(
     'Question: Who lives in the small house? Answer: {"name": "Lily", "age": 7}\n'
 )
 OFF = SpeculationParams(enabled=False)
+WORDS = tuple(tuple(TOKENIZER.encode(f"{word} ", False)) for word in ("was", " was", "the", " the"))
 
 
 def compiled(kind: GrammarKind, text: str) -> CompiledGrammar:
@@ -73,6 +76,7 @@ def jobs(speculation: SpeculationParams) -> list[Job]:
         {"temperature": 0.0},
         {"top_p": 0.8, "top_k": 40},
         {"frequency_penalty": 0.5, "logit_bias": {5: 4.0}, "logprobs": 1},
+        {"bad_words": WORDS, "temperature": 0.5},
     ]
     return [
         Job(
@@ -90,6 +94,9 @@ def test_the_same_seed_gives_the_same_valid_text(harness: Harness) -> None:
     harness.check_nothing_left()
     for i, (one, other) in enumerate(zip(plain, drafted, strict=True)):
         assert one.tokens == other.tokens, (i, text(one), text(other))
+        if i % 5 == 4:
+            spelt = ",".join(map(str, ["", *one.tokens, ""]))
+            assert not any(f",{','.join(map(str, word))}," in spelt for word in WORDS)
         if i % 6 == 5:
             continue
         assert reason(one) == reason(other)
@@ -102,6 +109,18 @@ def test_the_same_seed_gives_the_same_valid_text(harness: Harness) -> None:
     constrained = [result for i, result in enumerate(drafted) if i % 6 != 5]
     assert sum(finished(result).accepted_tokens for result in constrained) > 0
     assert sum(finished(result).drafted_tokens for result in plain) == 0
+
+
+def test_a_grammar_that_leaves_no_allowed_token_ends_in_an_error() -> None:
+    grammar = compiled(GrammarKind.REGEX, "(Yes|No)")
+    allowed = SamplingParams(allowed_token_ids=tuple(TOKENIZER.encode("Yes No")), max_new_tokens=9)
+    others = SamplingParams(allowed_token_ids=(0, *TOKENIZER.encode("dog")), max_new_tokens=9)
+    with running_engine(TARGET, "NGRAM") as harness:
+        good, bad = harness.run([Job(PROMPT, each, grammar=grammar) for each in (allowed, others)])
+        harness.check_nothing_left()
+    assert text(good) in ("Yes", "No")
+    assert reason(bad) is FinishReason.ERROR
+    assert "allowed_token_ids" in str(finished(bad).error)
 
 
 def test_preempted_sequences_find_their_place_again() -> None:

@@ -14,6 +14,7 @@ from foredraft.trees.draft_tree import DraftTree, paths
 from foredraft.types import GrammarKind
 from testing import tiny_tokenizers
 from verify_service.grammar import masks as masks_module
+from verify_service.grammar import matcher as matcher_module
 from verify_service.grammar.masks import allow_only
 from verify_service.grammar.matcher import CompiledGrammar, GrammarState
 from verify_service.grammar.source import to_llguidance
@@ -62,7 +63,7 @@ def allowed_tokens(state: GrammarState, tree: DraftTree, size: int) -> list[set[
 
 
 def texts(tokenizer: Tokenizer, size: int) -> list[bytes]:
-    """What each token adds to a text; nothing for those that no text has."""
+    """Returns what each token adds to a text; nothing for tokens that no text has."""
     return [
         b""
         if token in tokenizer.special_ids or tokenizer.token(token) is None
@@ -191,3 +192,30 @@ def test_masks_made_side_by_side_are_the_same(vocabulary, monkeypatch: pytest.Mo
     assert masks[0].any()
     assert np.array_equal(*masks)
     assert not any(state.failure for state in states)
+
+
+def test_a_grammar_that_is_slow_to_follow_gets_smaller_trees(
+    vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, words, size, _ = vocabulary
+    state = compiled(words, "[0-9]{1,30}").follow()
+    state.resume([])
+    assert state.max_nodes == matcher_module.MAX_NODES
+    digit = tokenizer.encode("7", False)[-1]
+    chain = DraftTree((digit,) * 6, tuple(range(-1, 5)))
+    clock = iter((0.0, 0.0007 * 7))  # a seventh of it for each of the rows
+    monkeypatch.setattr(matcher_module.time, "thread_time", lambda: next(clock))
+    allowed_tokens(state, chain, size)
+    assert state.max_nodes == int(matcher_module.STEP_SECONDS / 0.0007) - 1 == 6
+    clock = iter((0.0, 0.002))
+    allowed_tokens(state, DraftTree(), size)
+    assert state.max_nodes == 1
+    assert len(state.prune(chain)) <= 1
+    # Faster steps are believed slowly.
+    clock = iter((0.0, 0.0))
+    allowed_tokens(state, DraftTree(), size)
+    assert state.max_nodes == int(matcher_module.STEP_SECONDS / 0.0018) - 1
+    clock = iter((0.0, 1.0))
+    allowed_tokens(state, DraftTree(), size)
+    assert state.max_nodes == 0
+    assert state.prune(chain) == DraftTree()

@@ -43,7 +43,7 @@ def insert(tree, tokens, pages):
 
 
 def cache(tree, tokens):
-    """What a request of these tokens leaves behind."""
+    """Leaves behind the pages of a request with these tokens."""
     pages = insert(tree, tokens, tree.pool.allocate(len(tokens) // tree.pool.page_size))
     tree.pool.release(reversed(pages))
     return pages

@@ -1,4 +1,4 @@
-"""Where a sequence ends."""
+"""The end of a sequence."""
 
 import pytest
 
@@ -50,7 +50,9 @@ def test_lengths_follow_from_tokens():
 
 
 def test_the_last_chunk_ends_with_the_newest_token():
-    """After a preemption that is a token of the output: its row, not the prompt's last, chooses the next one."""
+    """After a preemption that is a token of the output: its row, not the prompt's last, chooses the
+    next one.
+    """
     seq = make()
     assert PrefillChunk(seq, 0, 2).is_last
     assert not PrefillChunk(seq, 0, 1).is_last

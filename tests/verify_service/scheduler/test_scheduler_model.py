@@ -68,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def restart_draft(self):
-        self.engine.epoch += 1
+        self.engine.restart_draft()
 
     @rule()
     def flush_cache(self):
@@ -125,7 +125,8 @@ def test_scheduler_under_heavy_load(seed, scarce):
             )
         if rng.random() < 0.03 and engine.live:
             engine.scheduler.cancel(rng.choice(engine.live).request_id)
-        engine.epoch += rng.random() < 0.03
+        if rng.random() < 0.03:
+            engine.restart_draft()
         engine.now += 1
         engine.step()
         engine.scheduler.check_integrity()

@@ -1,4 +1,4 @@
-"""Which pages sequences share, when they are computed once, and what is computed again."""
+"""Pages that sequences share, when they are computed once, and what is computed again."""
 
 from testing.scheduling import chunks, decodes, make_scheduler, make_sequence, step, unlike
 from verify_service.scheduler.page_pool import PagePool

@@ -25,43 +25,53 @@ _sym_db = _symbol_database.Default()
 from foredraft.api.tensor.v1 import tensor_pb2 as foredraft_dot_api_dot_tensor_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"foredraft/api/draft/v1/draft.proto\x12\x16\x66oredraft.api.draft.v1\x1a$foredraft/api/tensor/v1/tensor.proto\"\x15\n\x13GetDraftInfoRequest\"\xbd\x04\n\x14GetDraftInfoResponse\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x03 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x04 \x01(\x04\x12\x33\n\x06hidden\x18\x05 \x01(\x0b\x32#.foredraft.api.draft.v1.HiddenNeeds\x12\x36\n\ntransports\x18\x06 \x03(\x0e\x32\".foredraft.api.tensor.v1.Transport\x12\x32\n\x06limits\x18\x07 \x01(\x0b\x32\".foredraft.api.draft.v1.TreeLimits\x12\x12\n\nvocab_size\x18\x08 \x01(\x04\x12\x1d\n\x15tokenizer_fingerprint\x18\t \x01(\t\x12\x12\n\nuses_pages\x18\n \x01(\x08\x12\x0f\n\x07version\x18\x0b \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x0c \x01(\t\x12\x31\n\x07process\x18\r \x01(\x0b\x32 .foredraft.api.tensor.v1.Process\x12\x16\n\x0eshared_weights\x18\x0e \x03(\t\x12\x1b\n\x13shared_weight_bytes\x18\x0f \x01(\x04\x12\x1a\n\x12\x62ytes_per_sequence\x18\x10 \x01(\x04\x12\x17\n\x0fworkspace_bytes\x18\x11 \x01(\x04\x12\x14\n\x0c\x64\x65vice_steps\x18\x12 \x01(\x08\x12\x10\n\x08protocol\x18\x13 \x01(\r\"^\n\x0bHiddenNeeds\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\r\n\x05width\x18\x02 \x01(\x04\x12\x30\n\x05\x64type\x18\x03 \x01(\x0e\x32!.foredraft.api.tensor.v1.DataType\"G\n\nTreeLimits\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x0c\n\x04topk\x18\x02 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\"\x8b\x01\n\x10SpeculateRequest\x12\x37\n\x06\x61ttach\x18\x01 \x01(\x0b\x32%.foredraft.api.draft.v1.AttachRequestH\x00\x12\x33\n\x04step\x18\x02 \x01(\x0b\x32#.foredraft.api.draft.v1.StepRequestH\x00\x42\t\n\x07message\"\x8e\x01\n\x11SpeculateResponse\x12\x38\n\x06\x61ttach\x18\x01 \x01(\x0b\x32&.foredraft.api.draft.v1.AttachResponseH\x00\x12\x34\n\x04step\x18\x02 \x01(\x0b\x32$.foredraft.api.draft.v1.StepResponseH\x00\x42\t\n\x07message\"\xb8\x03\n\rAttachRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x1a\n\x12target_fingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x13\n\x0bhidden_size\x18\x04 \x01(\x04\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\x04\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x11\n\tmax_batch\x18\n \x01(\r\x12\x13\n\x0bmax_context\x18\x0b \x01(\x04\x12\x32\n\x06limits\x18\x0c \x01(\x0b\x32\".foredraft.api.draft.v1.TreeLimits\x12\x16\n\x0e\x64raft_sampling\x18\r \x01(\t\x12-\n\x05\x61rena\x18\x0e \x01(\x0b\x32\x1e.foredraft.api.tensor.v1.Arena\x12/\n\x07weights\x18\x0f \x03(\x0b\x32\x1e.foredraft.api.tensor.v1.Arena\x12\x10\n\x08protocol\x18\x10 \x01(\r\"1\n\x0e\x41ttachResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x02 \x01(\x04\"l\n\x0bStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x37\n\tsequences\x18\x02 \x03(\x0b\x32$.foredraft.api.draft.v1.SequenceStep\x12\x16\n\x0ereleased_slots\x18\x03 \x03(\r\"\xa4\x02\n\x0cSequenceStep\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12,\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x1d.foredraft.api.draft.v1.Begin\x12\x11\n\tnew_pages\x18\x03 \x03(\r\x12\x10\n\x08position\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x33\n\x07propose\x18\x06 \x01(\x0b\x32\".foredraft.api.draft.v1.TreeLimits\x12\x32\n\x06hidden\x18\x07 \x01(\x0b\x32\".foredraft.api.draft.v1.HiddenRows\x12\x12\n\nfirst_page\x18\x08 \x01(\r\x12\x17\n\ndevice_row\x18\t \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_device_row\"s\n\x05\x42\x65gin\x12\x12\n\nvalid_from\x18\x01 \x01(\r\x12\x32\n\x08sampling\x18\x02 \x01(\x0b\x32 .foredraft.api.draft.v1.Sampling\x12\r\n\x05scope\x18\x03 \x01(\t\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"Z\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"p\n\nHiddenRows\x12\x31\n\x06inline\x18\x01 \x01(\x0b\x32\x1f.foredraft.api.tensor.v1.TensorH\x00\x12\x13\n\tarena_row\x18\x02 \x01(\rH\x00\x12\x10\n\x08num_rows\x18\x03 \x01(\rB\x08\n\x06source\"\x8a\x01\n\x0cStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x33\n\tproposals\x18\x02 \x03(\x0b\x32 .foredraft.api.draft.v1.Proposal\x12\x1b\n\x13\x65xtend_microseconds\x18\x03 \x01(\r\x12\x1a\n\x12\x64raft_microseconds\x18\x04 \x01(\r\"M\n\x08Proposal\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0f\n\x07parents\x18\x03 \x03(\x11\x12\x12\n\nconfidence\x18\x04 \x01(\r2\xdf\x01\n\x0c\x44raftService\x12i\n\x0cGetDraftInfo\x12+.foredraft.api.draft.v1.GetDraftInfoRequest\x1a,.foredraft.api.draft.v1.GetDraftInfoResponse\x12\x64\n\tSpeculate\x12(.foredraft.api.draft.v1.SpeculateRequest\x1a).foredraft.api.draft.v1.SpeculateResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"foredraft/api/draft/v1/draft.proto\x12\x16\x66oredraft.api.draft.v1\x1a$foredraft/api/tensor/v1/tensor.proto\"\x15\n\x13GetDraftInfoRequest\"\x94\x06\n\x14GetDraftInfoResponse\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x03 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x04 \x01(\x04\x12\x33\n\x06hidden\x18\x05 \x01(\x0b\x32#.foredraft.api.draft.v1.HiddenNeeds\x12\x36\n\ntransports\x18\x06 \x03(\x0e\x32\".foredraft.api.tensor.v1.Transport\x12\x32\n\x06limits\x18\x07 \x01(\x0b\x32\".foredraft.api.draft.v1.TreeLimits\x12\x12\n\nvocab_size\x18\x08 \x01(\x04\x12\x1d\n\x15tokenizer_fingerprint\x18\t \x01(\t\x12\x12\n\nuses_pages\x18\n \x01(\x08\x12\x0f\n\x07version\x18\x0b \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x0c \x01(\t\x12\x31\n\x07process\x18\r \x01(\x0b\x32 .foredraft.api.tensor.v1.Process\x12\x16\n\x0eshared_weights\x18\x0e \x03(\t\x12\x1b\n\x13shared_weight_bytes\x18\x0f \x01(\x04\x12\x1a\n\x12\x62ytes_per_sequence\x18\x10 \x01(\x04\x12\x17\n\x0fworkspace_bytes\x18\x11 \x01(\x04\x12\x14\n\x0c\x64\x65vice_steps\x18\x12 \x01(\x08\x12\x10\n\x08protocol\x18\x13 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x14 \x01(\t\x12\x14\n\x0cquantization\x18\x15 \x01(\t\x12\x13\n\x0btrained_for\x18\x16 \x01(\t\x12.\n\x06\x66usion\x18\x17 \x01(\x0b\x32\x1e.foredraft.api.draft.v1.Fusion\x12\x37\n\x08proposes\x18\x18 \x01(\x0e\x32%.foredraft.api.draft.v1.ProposalShape\x12/\n\x04\x63ost\x18\x19 \x01(\x0e\x32!.foredraft.api.draft.v1.DraftCost\"\x89\x01\n\x06\x46usion\x12\r\n\x05width\x18\x01 \x01(\x04\x12\x18\n\x10num_stream_norms\x18\x02 \x01(\r\x12\x18\n\x10normalizes_input\x18\x03 \x01(\x08\x12\x10\n\x08has_bias\x18\x04 \x01(\x08\x12\x19\n\x11normalizes_output\x18\x05 \x01(\x08\x12\x0f\n\x07\x65psilon\x18\x06 \x01(\x01\"\x12\n\x10GetFusionRequest\"c\n\x11GetFusionResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tfirst_row\x18\x02 \x01(\x04\x12-\n\x04rows\x18\x03 \x01(\x0b\x32\x1f.foredraft.api.tensor.v1.Tensor\"^\n\x0bHiddenNeeds\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\r\n\x05width\x18\x02 \x01(\x04\x12\x30\n\x05\x64type\x18\x03 \x01(\x0e\x32!.foredraft.api.tensor.v1.DataType\"G\n\nTreeLimits\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x0c\n\x04topk\x18\x02 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\"\x8b\x01\n\x10SpeculateRequest\x12\x37\n\x06\x61ttach\x18\x01 \x01(\x0b\x32%.foredraft.api.draft.v1.AttachRequestH\x00\x12\x33\n\x04step\x18\x02 \x01(\x0b\x32#.foredraft.api.draft.v1.StepRequestH\x00\x42\t\n\x07message\"\x8e\x01\n\x11SpeculateResponse\x12\x38\n\x06\x61ttach\x18\x01 \x01(\x0b\x32&.foredraft.api.draft.v1.AttachResponseH\x00\x12\x34\n\x04step\x18\x02 \x01(\x0b\x32$.foredraft.api.draft.v1.StepResponseH\x00\x42\t\n\x07message\"\xc7\x03\n\rAttachRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x1a\n\x12target_fingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x13\n\x0bhidden_size\x18\x04 \x01(\x04\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\x04\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x11\n\tmax_batch\x18\n \x01(\r\x12\x13\n\x0bmax_context\x18\x0b \x01(\x04\x12\x32\n\x06limits\x18\x0c \x01(\x0b\x32\".foredraft.api.draft.v1.TreeLimits\x12\x16\n\x0e\x64raft_sampling\x18\r \x01(\t\x12-\n\x05\x61rena\x18\x0e \x01(\x0b\x32\x1e.foredraft.api.tensor.v1.Arena\x12/\n\x07weights\x18\x0f \x03(\x0b\x32\x1e.foredraft.api.tensor.v1.Arena\x12\x10\n\x08protocol\x18\x10 \x01(\r\x12\r\n\x05\x66used\x18\x11 \x01(\x08\"1\n\x0e\x41ttachResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x02 \x01(\x04\"l\n\x0bStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x37\n\tsequences\x18\x02 \x03(\x0b\x32$.foredraft.api.draft.v1.SequenceStep\x12\x16\n\x0ereleased_slots\x18\x03 \x03(\r\"\xa4\x02\n\x0cSequenceStep\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12,\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x1d.foredraft.api.draft.v1.Begin\x12\x11\n\tnew_pages\x18\x03 \x03(\r\x12\x10\n\x08position\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x33\n\x07propose\x18\x06 \x01(\x0b\x32\".foredraft.api.draft.v1.TreeLimits\x12\x32\n\x06hidden\x18\x07 \x01(\x0b\x32\".foredraft.api.draft.v1.HiddenRows\x12\x12\n\nfirst_page\x18\x08 \x01(\r\x12\x17\n\ndevice_row\x18\t \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_device_row\"s\n\x05\x42\x65gin\x12\x12\n\nvalid_from\x18\x01 \x01(\r\x12\x32\n\x08sampling\x18\x02 \x01(\x0b\x32 .foredraft.api.draft.v1.Sampling\x12\r\n\x05scope\x18\x03 \x01(\t\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"Z\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"p\n\nHiddenRows\x12\x31\n\x06inline\x18\x01 \x01(\x0b\x32\x1f.foredraft.api.tensor.v1.TensorH\x00\x12\x13\n\tarena_row\x18\x02 \x01(\rH\x00\x12\x10\n\x08num_rows\x18\x03 \x01(\rB\x08\n\x06source\"\x8a\x01\n\x0cStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x33\n\tproposals\x18\x02 \x03(\x0b\x32 .foredraft.api.draft.v1.Proposal\x12\x1b\n\x13\x65xtend_microseconds\x18\x03 \x01(\r\x12\x1a\n\x12\x64raft_microseconds\x18\x04 \x01(\r\"M\n\x08Proposal\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0f\n\x07parents\x18\x03 \x03(\x11\x12\x12\n\nconfidence\x18\x04 \x01(\r*\x7f\n\rProposalShape\x12\x1e\n\x1aPROPOSAL_SHAPE_UNSPECIFIED\x10\x00\x12\x19\n\x15PROPOSAL_SHAPE_CHAINS\x10\x01\x12\x18\n\x14PROPOSAL_SHAPE_TREES\x10\x02\x12\x19\n\x15PROPOSAL_SHAPE_BLOCKS\x10\x03*s\n\tDraftCost\x12\x1a\n\x16\x44RAFT_COST_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44RAFT_COST_FREE\x10\x01\x12\x1b\n\x17\x44RAFT_COST_PER_PROPOSAL\x10\x02\x12\x18\n\x14\x44RAFT_COST_PER_LEVEL\x10\x03\x32\xc3\x02\n\x0c\x44raftService\x12i\n\x0cGetDraftInfo\x12+.foredraft.api.draft.v1.GetDraftInfoRequest\x1a,.foredraft.api.draft.v1.GetDraftInfoResponse\x12\x62\n\tGetFusion\x12(.foredraft.api.draft.v1.GetFusionRequest\x1a).foredraft.api.draft.v1.GetFusionResponse0\x01\x12\x64\n\tSpeculate\x12(.foredraft.api.draft.v1.SpeculateRequest\x1a).foredraft.api.draft.v1.SpeculateResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'foredraft.api.draft.v1.draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_PROPOSALSHAPE']._serialized_start=3088
+  _globals['_PROPOSALSHAPE']._serialized_end=3215
+  _globals['_DRAFTCOST']._serialized_start=3217
+  _globals['_DRAFTCOST']._serialized_end=3332
   _globals['_GETDRAFTINFOREQUEST']._serialized_start=100
   _globals['_GETDRAFTINFOREQUEST']._serialized_end=121
   _globals['_GETDRAFTINFORESPONSE']._serialized_start=124
-  _globals['_GETDRAFTINFORESPONSE']._serialized_end=697
-  _globals['_HIDDENNEEDS']._serialized_start=699
-  _globals['_HIDDENNEEDS']._serialized_end=793
-  _globals['_TREELIMITS']._serialized_start=795
-  _globals['_TREELIMITS']._serialized_end=866
-  _globals['_SPECULATEREQUEST']._serialized_start=869
-  _globals['_SPECULATEREQUEST']._serialized_end=1008
-  _globals['_SPECULATERESPONSE']._serialized_start=1011
-  _globals['_SPECULATERESPONSE']._serialized_end=1153
-  _globals['_ATTACHREQUEST']._serialized_start=1156
-  _globals['_ATTACHREQUEST']._serialized_end=1596
-  _globals['_ATTACHRESPONSE']._serialized_start=1598
-  _globals['_ATTACHRESPONSE']._serialized_end=1647
-  _globals['_STEPREQUEST']._serialized_start=1649
-  _globals['_STEPREQUEST']._serialized_end=1757
-  _globals['_SEQUENCESTEP']._serialized_start=1760
-  _globals['_SEQUENCESTEP']._serialized_end=2052
-  _globals['_BEGIN']._serialized_start=2054
-  _globals['_BEGIN']._serialized_end=2169
-  _globals['_SAMPLING']._serialized_start=2171
-  _globals['_SAMPLING']._serialized_end=2261
-  _globals['_HIDDENROWS']._serialized_start=2263
-  _globals['_HIDDENROWS']._serialized_end=2375
-  _globals['_STEPRESPONSE']._serialized_start=2378
-  _globals['_STEPRESPONSE']._serialized_end=2516
-  _globals['_PROPOSAL']._serialized_start=2518
-  _globals['_PROPOSAL']._serialized_end=2595
-  _globals['_DRAFTSERVICE']._serialized_start=2598
-  _globals['_DRAFTSERVICE']._serialized_end=2821
+  _globals['_GETDRAFTINFORESPONSE']._serialized_end=912
+  _globals['_FUSION']._serialized_start=915
+  _globals['_FUSION']._serialized_end=1052
+  _globals['_GETFUSIONREQUEST']._serialized_start=1054
+  _globals['_GETFUSIONREQUEST']._serialized_end=1072
+  _globals['_GETFUSIONRESPONSE']._serialized_start=1074
+  _globals['_GETFUSIONRESPONSE']._serialized_end=1173
+  _globals['_HIDDENNEEDS']._serialized_start=1175
+  _globals['_HIDDENNEEDS']._serialized_end=1269
+  _globals['_TREELIMITS']._serialized_start=1271
+  _globals['_TREELIMITS']._serialized_end=1342
+  _globals['_SPECULATEREQUEST']._serialized_start=1345
+  _globals['_SPECULATEREQUEST']._serialized_end=1484
+  _globals['_SPECULATERESPONSE']._serialized_start=1487
+  _globals['_SPECULATERESPONSE']._serialized_end=1629
+  _globals['_ATTACHREQUEST']._serialized_start=1632
+  _globals['_ATTACHREQUEST']._serialized_end=2087
+  _globals['_ATTACHRESPONSE']._serialized_start=2089
+  _globals['_ATTACHRESPONSE']._serialized_end=2138
+  _globals['_STEPREQUEST']._serialized_start=2140
+  _globals['_STEPREQUEST']._serialized_end=2248
+  _globals['_SEQUENCESTEP']._serialized_start=2251
+  _globals['_SEQUENCESTEP']._serialized_end=2543
+  _globals['_BEGIN']._serialized_start=2545
+  _globals['_BEGIN']._serialized_end=2660
+  _globals['_SAMPLING']._serialized_start=2662
+  _globals['_SAMPLING']._serialized_end=2752
+  _globals['_HIDDENROWS']._serialized_start=2754
+  _globals['_HIDDENROWS']._serialized_end=2866
+  _globals['_STEPRESPONSE']._serialized_start=2869
+  _globals['_STEPRESPONSE']._serialized_end=3007
+  _globals['_PROPOSAL']._serialized_start=3009
+  _globals['_PROPOSAL']._serialized_end=3086
+  _globals['_DRAFTSERVICE']._serialized_start=3335
+  _globals['_DRAFTSERVICE']._serialized_end=3658
 # @@protoc_insertion_point(module_scope)

@@ -1,5 +1,6 @@
 from foredraft.api.tensor.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -7,12 +8,34 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ProposalShape(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PROPOSAL_SHAPE_UNSPECIFIED: _ClassVar[ProposalShape]
+    PROPOSAL_SHAPE_CHAINS: _ClassVar[ProposalShape]
+    PROPOSAL_SHAPE_TREES: _ClassVar[ProposalShape]
+    PROPOSAL_SHAPE_BLOCKS: _ClassVar[ProposalShape]
+
+class DraftCost(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DRAFT_COST_UNSPECIFIED: _ClassVar[DraftCost]
+    DRAFT_COST_FREE: _ClassVar[DraftCost]
+    DRAFT_COST_PER_PROPOSAL: _ClassVar[DraftCost]
+    DRAFT_COST_PER_LEVEL: _ClassVar[DraftCost]
+PROPOSAL_SHAPE_UNSPECIFIED: ProposalShape
+PROPOSAL_SHAPE_CHAINS: ProposalShape
+PROPOSAL_SHAPE_TREES: ProposalShape
+PROPOSAL_SHAPE_BLOCKS: ProposalShape
+DRAFT_COST_UNSPECIFIED: DraftCost
+DRAFT_COST_FREE: DraftCost
+DRAFT_COST_PER_PROPOSAL: DraftCost
+DRAFT_COST_PER_LEVEL: DraftCost
+
 class GetDraftInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetDraftInfoResponse(_message.Message):
-    __slots__ = ("algorithm", "model", "kv_bytes_per_token", "weight_bytes", "hidden", "transports", "limits", "vocab_size", "tokenizer_fingerprint", "uses_pages", "version", "device_uuid", "process", "shared_weights", "shared_weight_bytes", "bytes_per_sequence", "workspace_bytes", "device_steps", "protocol")
+    __slots__ = ("algorithm", "model", "kv_bytes_per_token", "weight_bytes", "hidden", "transports", "limits", "vocab_size", "tokenizer_fingerprint", "uses_pages", "version", "device_uuid", "process", "shared_weights", "shared_weight_bytes", "bytes_per_sequence", "workspace_bytes", "device_steps", "protocol", "checksum", "quantization", "trained_for", "fusion", "proposes", "cost")
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +55,12 @@ class GetDraftInfoResponse(_message.Message):
     WORKSPACE_BYTES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_STEPS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_FOR_FIELD_NUMBER: _ClassVar[int]
+    FUSION_FIELD_NUMBER: _ClassVar[int]
+    PROPOSES_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
     algorithm: str
     model: str
     kv_bytes_per_token: int
@@ -51,7 +80,43 @@ class GetDraftInfoResponse(_message.Message):
     workspace_bytes: int
     device_steps: bool
     protocol: int
-    def __init__(self, algorithm: _Optional[str] = ..., model: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., hidden: _Optional[_Union[HiddenNeeds, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[_tensor_pb2.Transport, str]]] = ..., limits: _Optional[_Union[TreeLimits, _Mapping]] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., uses_pages: bool = ..., version: _Optional[str] = ..., device_uuid: _Optional[str] = ..., process: _Optional[_Union[_tensor_pb2.Process, _Mapping]] = ..., shared_weights: _Optional[_Iterable[str]] = ..., shared_weight_bytes: _Optional[int] = ..., bytes_per_sequence: _Optional[int] = ..., workspace_bytes: _Optional[int] = ..., device_steps: bool = ..., protocol: _Optional[int] = ...) -> None: ...
+    checksum: str
+    quantization: str
+    trained_for: str
+    fusion: Fusion
+    proposes: ProposalShape
+    cost: DraftCost
+    def __init__(self, algorithm: _Optional[str] = ..., model: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., hidden: _Optional[_Union[HiddenNeeds, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[_tensor_pb2.Transport, str]]] = ..., limits: _Optional[_Union[TreeLimits, _Mapping]] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., uses_pages: bool = ..., version: _Optional[str] = ..., device_uuid: _Optional[str] = ..., process: _Optional[_Union[_tensor_pb2.Process, _Mapping]] = ..., shared_weights: _Optional[_Iterable[str]] = ..., shared_weight_bytes: _Optional[int] = ..., bytes_per_sequence: _Optional[int] = ..., workspace_bytes: _Optional[int] = ..., device_steps: bool = ..., protocol: _Optional[int] = ..., checksum: _Optional[str] = ..., quantization: _Optional[str] = ..., trained_for: _Optional[str] = ..., fusion: _Optional[_Union[Fusion, _Mapping]] = ..., proposes: _Optional[_Union[ProposalShape, str]] = ..., cost: _Optional[_Union[DraftCost, str]] = ...) -> None: ...
+
+class Fusion(_message.Message):
+    __slots__ = ("width", "num_stream_norms", "normalizes_input", "has_bias", "normalizes_output", "epsilon")
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    NUM_STREAM_NORMS_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZES_INPUT_FIELD_NUMBER: _ClassVar[int]
+    HAS_BIAS_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZES_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    width: int
+    num_stream_norms: int
+    normalizes_input: bool
+    has_bias: bool
+    normalizes_output: bool
+    epsilon: float
+    def __init__(self, width: _Optional[int] = ..., num_stream_norms: _Optional[int] = ..., normalizes_input: bool = ..., has_bias: bool = ..., normalizes_output: bool = ..., epsilon: _Optional[float] = ...) -> None: ...
+
+class GetFusionRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetFusionResponse(_message.Message):
+    __slots__ = ("name", "first_row", "rows")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    first_row: int
+    rows: _tensor_pb2.Tensor
+    def __init__(self, name: _Optional[str] = ..., first_row: _Optional[int] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class HiddenNeeds(_message.Message):
     __slots__ = ("layers", "width", "dtype")
@@ -90,7 +155,7 @@ class SpeculateResponse(_message.Message):
     def __init__(self, attach: _Optional[_Union[AttachResponse, _Mapping]] = ..., step: _Optional[_Union[StepResponse, _Mapping]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("epoch", "target_fingerprint", "architecture", "hidden_size", "num_layers", "vocab_size", "tokenizer_fingerprint", "page_size", "num_pages", "max_batch", "max_context", "limits", "draft_sampling", "arena", "weights", "protocol")
+    __slots__ = ("epoch", "target_fingerprint", "architecture", "hidden_size", "num_layers", "vocab_size", "tokenizer_fingerprint", "page_size", "num_pages", "max_batch", "max_context", "limits", "draft_sampling", "arena", "weights", "protocol", "fused")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +172,7 @@ class AttachRequest(_message.Message):
     ARENA_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    FUSED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     target_fingerprint: str
     architecture: str
@@ -123,7 +189,8 @@ class AttachRequest(_message.Message):
     arena: _tensor_pb2.Arena
     weights: _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Arena]
     protocol: int
-    def __init__(self, epoch: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., architecture: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_batch: _Optional[int] = ..., max_context: _Optional[int] = ..., limits: _Optional[_Union[TreeLimits, _Mapping]] = ..., draft_sampling: _Optional[str] = ..., arena: _Optional[_Union[_tensor_pb2.Arena, _Mapping]] = ..., weights: _Optional[_Iterable[_Union[_tensor_pb2.Arena, _Mapping]]] = ..., protocol: _Optional[int] = ...) -> None: ...
+    fused: bool
+    def __init__(self, epoch: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., architecture: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_batch: _Optional[int] = ..., max_context: _Optional[int] = ..., limits: _Optional[_Union[TreeLimits, _Mapping]] = ..., draft_sampling: _Optional[str] = ..., arena: _Optional[_Union[_tensor_pb2.Arena, _Mapping]] = ..., weights: _Optional[_Iterable[_Union[_tensor_pb2.Arena, _Mapping]]] = ..., protocol: _Optional[int] = ..., fused: bool = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("epoch", "kv_bytes")

@@ -40,6 +40,11 @@ class DraftServiceStub(object):
                 request_serializer=foredraft_dot_api_dot_draft_dot_v1_dot_draft__pb2.GetDraftInfoRequest.SerializeToString,
                 response_deserializer=foredraft_dot_api_dot_draft_dot_v1_dot_draft__pb2.GetDraftInfoResponse.FromString,
                 _registered_method=True)
+        self.GetFusion = channel.unary_stream(
+                '/foredraft.api.draft.v1.DraftService/GetFusion',
+                request_serializer=foredraft_dot_api_dot_draft_dot_v1_dot_draft__pb2.GetFusionRequest.SerializeToString,
+                response_deserializer=foredraft_dot_api_dot_draft_dot_v1_dot_draft__pb2.GetFusionResponse.FromString,
+                _registered_method=True)
         self.Speculate = channel.stream_stream(
                 '/foredraft.api.draft.v1.DraftService/Speculate',
                 request_serializer=foredraft_dot_api_dot_draft_dot_v1_dot_draft__pb2.SpeculateRequest.SerializeToString,
@@ -53,6 +58,13 @@ class DraftServiceServicer(object):
 
     def GetDraftInfo(self, request, context):
         """What the draft is and what it needs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetFusion(self, request, context):
+        """The weights of `GetDraftInfoResponse.fusion`, in parts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,6 +84,11 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.GetDraftInfo,
                     request_deserializer=foredraft_dot_api_dot_draft_dot_v1_dot_draft__pb2.GetDraftInfoRequest.FromString,
                     response_serializer=foredraft_dot_api_dot_draft_dot_v1_dot_draft__pb2.GetDraftInfoResponse.SerializeToString,
+            ),
+            'GetFusion': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetFusion,
+                    request_deserializer=foredraft_dot_api_dot_draft_dot_v1_dot_draft__pb2.GetFusionRequest.FromString,
+                    response_serializer=foredraft_dot_api_dot_draft_dot_v1_dot_draft__pb2.GetFusionResponse.SerializeToString,
             ),
             'Speculate': grpc.stream_stream_rpc_method_handler(
                     servicer.Speculate,
@@ -107,6 +124,33 @@ class DraftService(object):
             '/foredraft.api.draft.v1.DraftService/GetDraftInfo',
             foredraft_dot_api_dot_draft_dot_v1_dot_draft__pb2.GetDraftInfoRequest.SerializeToString,
             foredraft_dot_api_dot_draft_dot_v1_dot_draft__pb2.GetDraftInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetFusion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/foredraft.api.draft.v1.DraftService/GetFusion',
+            foredraft_dot_api_dot_draft_dot_v1_dot_draft__pb2.GetFusionRequest.SerializeToString,
+            foredraft_dot_api_dot_draft_dot_v1_dot_draft__pb2.GetFusionResponse.FromString,
             options,
             channel_credentials,
             insecure,

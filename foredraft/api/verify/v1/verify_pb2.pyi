@@ -40,7 +40,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "model_path", "architecture", "vocab_size", "context_length", "kv_tokens", "page_size", "eos_token_ids", "max_running_requests", "speculative_algorithm", "draft_model", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "dtype", "device", "version", "weight_bytes", "drafts")
+    __slots__ = ("model", "model_path", "architecture", "vocab_size", "context_length", "kv_tokens", "page_size", "eos_token_ids", "max_running_requests", "speculative_algorithm", "draft_model", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "dtype", "device", "version", "weight_bytes", "drafts", "checksum", "quantization", "tensor_parallel_size", "exactness")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,10 @@ class GetModelInfoResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EXACTNESS_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_path: str
     architecture: str
@@ -79,15 +83,42 @@ class GetModelInfoResponse(_message.Message):
     version: str
     weight_bytes: int
     drafts: _containers.RepeatedCompositeFieldContainer[ConfiguredDraft]
-    def __init__(self, model: _Optional[str] = ..., model_path: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_running_requests: _Optional[int] = ..., speculative_algorithm: _Optional[str] = ..., draft_model: _Optional[str] = ..., speculative_num_steps: _Optional[int] = ..., speculative_eagle_topk: _Optional[int] = ..., speculative_num_draft_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., version: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., drafts: _Optional[_Iterable[_Union[ConfiguredDraft, _Mapping]]] = ...) -> None: ...
+    checksum: str
+    quantization: str
+    tensor_parallel_size: int
+    exactness: Exactness
+    def __init__(self, model: _Optional[str] = ..., model_path: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_running_requests: _Optional[int] = ..., speculative_algorithm: _Optional[str] = ..., draft_model: _Optional[str] = ..., speculative_num_steps: _Optional[int] = ..., speculative_eagle_topk: _Optional[int] = ..., speculative_num_draft_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., version: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., drafts: _Optional[_Iterable[_Union[ConfiguredDraft, _Mapping]]] = ..., checksum: _Optional[str] = ..., quantization: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., exactness: _Optional[_Union[Exactness, _Mapping]] = ...) -> None: ...
+
+class Exactness(_message.Message):
+    __slots__ = ("level", "fingerprint", "depends_on")
+    class DependsOnEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DEPENDS_ON_FIELD_NUMBER: _ClassVar[int]
+    level: str
+    fingerprint: str
+    depends_on: _containers.ScalarMap[str, str]
+    def __init__(self, level: _Optional[str] = ..., fingerprint: _Optional[str] = ..., depends_on: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ConfiguredDraft(_message.Message):
-    __slots__ = ("name", "model")
+    __slots__ = ("name", "model", "checksum", "quantization", "trained_for")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_FOR_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    checksum: str
+    quantization: str
+    trained_for: str
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., checksum: _Optional[str] = ..., quantization: _Optional[str] = ..., trained_for: _Optional[str] = ...) -> None: ...
 
 class FlushCacheRequest(_message.Message):
     __slots__ = ()
@@ -132,7 +163,7 @@ class SubmitRequest(_message.Message):
     def __init__(self, id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., key_label: _Optional[str] = ..., return_provenance: bool = ..., request_name: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "seed", "max_new_tokens", "min_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "grammar")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "seed", "max_new_tokens", "min_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "grammar", "bad_words", "allowed_token_ids", "prompt_logprobs", "prompt_logprobs_from")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +186,10 @@ class Sampling(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FROM_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -170,7 +205,17 @@ class Sampling(_message.Message):
     ignore_eos: bool
     logprobs: int
     grammar: Grammar
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+    bad_words: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_logprobs: int
+    prompt_logprobs_from: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., bad_words: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[int] = ..., prompt_logprobs_from: _Optional[int] = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -211,20 +256,22 @@ class RunResponse(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("id", "tokens", "drafted", "logprobs", "finish", "tree")
+    __slots__ = ("id", "tokens", "drafted", "logprobs", "finish", "tree", "prompt_logprobs")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     id: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     drafted: _containers.RepeatedScalarFieldContainer[bool]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     finish: Finish
     tree: VerifiedTree
-    def __init__(self, id: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., tree: _Optional[_Union[VerifiedTree, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    def __init__(self, id: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., tree: _Optional[_Union[VerifiedTree, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class VerifiedTree(_message.Message):
     __slots__ = ("tokens", "parents", "accepted", "draft")
@@ -239,14 +286,16 @@ class VerifiedTree(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., draft: _Optional[str] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
-    __slots__ = ("logprob", "top_tokens", "top_logprobs")
+    __slots__ = ("logprob", "top_tokens", "top_logprobs", "rank")
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     logprob: float
     top_tokens: _containers.RepeatedScalarFieldContainer[int]
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, logprob: _Optional[float] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+    rank: int
+    def __init__(self, logprob: _Optional[float] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ("reason", "stop_token", "error", "prompt_tokens", "completion_tokens", "cached_tokens", "verify_steps", "drafted_tokens", "accepted_tokens", "preemptions", "queue_seconds", "lossy", "accepted_histogram")
@@ -291,15 +340,17 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., field: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_seconds: _Optional[float] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("waiting", "running", "free_pages", "total_pages", "draft_available")
+    __slots__ = ("waiting", "running", "free_pages", "total_pages", "draft_available", "drafting_since")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
     DRAFT_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_SINCE_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     free_pages: int
     total_pages: int
     draft_available: bool
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., draft_available: bool = ...) -> None: ...
+    drafting_since: float
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., draft_available: bool = ..., drafting_since: _Optional[float] = ...) -> None: ...

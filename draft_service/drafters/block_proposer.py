@@ -1,0 +1,180 @@
+"""Proposes trees from a block drafter (DFlash, DSpark).
+
+A committed token costs projections only; a proposal costs one forward of a block.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from draft_service.drafters.beam_drafting import Scratch, Wish
+from draft_service.drafters.beam_proposer import Run, forwards
+from draft_service.drafters.chains import draft_trees, rows_behind
+from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings
+from draft_service.drafters.hidden_source import HiddenSource, read_states
+from draft_service.drafters.paged import Limits, PagedProposer
+from draft_service.drafters.paged_sequences import Extension
+from draft_service.drafters.step_shape import draft_shape, handed_on
+from draft_service.models.markov import MarkovHead
+from draft_service.steps.block_graphs import BlockGraphs
+from draft_service.steps.block_runner import BlockRunner
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.runner.batch import SequenceRows
+from foredraft.trees.draft_tree import DraftTree
+
+
+class BlockProposer(PagedProposer):
+    """Drafts blocks of tokens for one verifier.
+
+    Attributes:
+        on_close: Called at the end of `close`, when nothing computes with the draft any more.
+    """
+
+    on_close: Callable[[], None] | None = None
+
+    def __init__(
+        self,
+        runner: BlockRunner,
+        attach: draft_pb2.AttachRequest,
+        limits: Limits,
+        scratch: Scratch,
+        graphs: GraphSettings | None = None,
+    ) -> None:
+        draft = runner.draft
+        self._settings = graphs
+        super().__init__(draft.config.layer, attach, limits, draft.device, shift=1)
+        self._runner, self._draft_model, self._scratch = runner, draft, scratch
+
+    def close(self) -> None:
+        """See PagedProposer."""
+        super().close()
+        del self._runner, self._draft_model
+        if self.on_close is not None:
+            self.on_close()
+
+    def _make_fast(self) -> GraphDrafting | None:
+        settings, reader = self._settings, self.hidden
+        if settings is None or reader is None:
+            return None
+        runner, draft, layer = self._runner, self._draft_model, self._draft_model.config.layer
+        vocab = draft.lm_head.weight.shape[0]
+        shape = draft_shape(self._attach, self._limits, vocab, 0, layer.windows, shift=1)
+        max_batch = settings.max_batch(self._attach)
+        width = layer.hidden_size if self._attach.fused else draft.hidden_width
+        source = HiddenSource(reader, max_batch * shape.num_rows, width, draft.dtype, draft.device)
+
+        def features(places: torch.Tensor) -> torch.Tensor:
+            rows = source.rows.index_select(0, places)
+            return rows if self._attach.fused else draft.fuse(rows)
+
+        graphs = BlockGraphs(
+            draft,
+            runner.kv,
+            runner.attention,
+            shape,
+            features=features,
+            ordering=self._ordering,
+            max_batch=max_batch,
+            handed_on=handed_on(self.exchange, shape),
+        )
+        if settings.captures:
+            graphs.capture(sampled=True)
+        return GraphDrafting(graphs, source, reader, self.exchange)
+
+    def _warm_up(self) -> None:
+        """Compiles the kernels for long pieces of context."""
+        draft, page_size = self._draft_model, self._attach.page_size
+        num_rows = min(self._most_rows, self._attach.max_context)
+        while num_rows:
+            features = torch.zeros(
+                num_rows, draft.config.layer.hidden_size, dtype=draft.dtype, device=draft.device
+            )
+            # All rows go to one page, which no sequence has yet.
+            pages = [0] * -(-num_rows // page_size)
+            self._runner.extend([SequenceRows.chunk(pages, 0, [0] * num_rows)], features)
+            num_rows //= 4
+
+    def _extend(self, extensions: Sequence[Extension]) -> list[Wish]:
+        """See PagedProposer."""
+        runs = [Run(e.sequence, e.start, e.tokens, False) for e in extensions]
+        states = [read_states(self.hidden, e, self._device) for e in extensions]
+        for parts in forwards(runs, self._most_rows):
+            read = torch.cat([states[index][first:end] for index, first, end in parts])
+            features = read if self._attach.fused else self._runner.fuse(read)
+            rows = [runs[index].rows(first, end) for index, first, end in parts]
+            self._runner.extend(rows, features)
+        return [Wish(e.sequence, e.limits) for e in extensions if e.limits is not None]
+
+    def _draft(self, wishes: Sequence[Wish]) -> list[DraftTree]:
+        """See PagedProposer."""
+        if not wishes:
+            return []
+        draft, options = self._draft_model, self._draft_model.options
+        hidden = self._block_states(wishes)[:, int(not options.from_anchor) :]
+        deepest = max(wish.limits[0] for wish in wishes)
+        hidden = hidden[:, :deepest]
+        # All depths in one product: the LM head is read once.
+        logits = draft.lm_head(hidden.reshape(-1, hidden.shape[-1]))
+        logits = logits.view(len(wishes), deepest, -1)
+        scores = _Scores(logits, hidden, draft.markov)
+        return draft_trees(wishes, scores, self._ordering, draft.token_map, self._device)
+
+    def _block_states(self, wishes: Sequence[Wish]) -> torch.Tensor:
+        """Computes one block after each sequence.
+
+        Returns the hidden states of its rows, [wishes, block_size, hidden_size].
+        """
+        options = self._draft_model.options
+        masks = [options.mask_token_id] * (options.block_size - 1)
+        is_both = self._draft_model.has_causal_layers
+        blocks = {
+            is_causal: [
+                rows_behind(
+                    wish.sequence,
+                    [wish.sequence.last_token or 0, *masks],
+                    self._scratch.pages(wish.sequence.slot),
+                    self._attach.page_size,
+                    is_causal,
+                )
+                for wish in wishes
+            ]
+            for is_causal in ((False, True) if is_both else (False,))
+        }
+        hidden = self._runner.propose(blocks[False], blocks.get(True))
+        return hidden.view(len(wishes), options.block_size, -1)
+
+
+class _Scores:
+    """Computes the logits of blocks' rows depth by depth, as `NextLogits` describes.
+
+    DSpark's Markov head adds a bias that depends on the previous token.
+
+    Args:
+        logits: [wishes, depths, columns], logits of the rows.
+        hidden: [wishes, depths, hidden_size], hidden states of the rows.
+        markov: Markov head; None for a draft without one.
+    """
+
+    def __init__(
+        self, logits: torch.Tensor, hidden: torch.Tensor, markov: MarkovHead | None
+    ) -> None:
+        self._logits, self._hidden, self._markov = logits, hidden, markov
+        self._state = torch.empty(0)
+
+    def __call__(
+        self, indices: list[int], depth: int, previous: torch.Tensor, beams: torch.Tensor | None
+    ) -> torch.Tensor:
+        count, width = previous.shape
+        base = self._logits[indices, depth][:, None].expand(-1, width, -1)
+        markov = self._markov
+        if markov is None:
+            return base
+        state = markov.start(count)[:, None]
+        if beams is not None:
+            state = self._state.gather(1, beams[..., None].expand(-1, -1, state.shape[-1]))
+        hidden = self._hidden[indices, depth][:, None].expand(-1, width, -1)
+        bias, after = markov.bias(
+            markov.embed(previous.flatten()), hidden.flatten(0, 1), state.flatten(0, 1)
+        )
+        self._state = after.view(count, width, -1)
+        return base + bias.view(count, width, -1)

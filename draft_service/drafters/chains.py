@@ -1,0 +1,98 @@
+"""Builds trees for drafters that compute the logits of all depths in one forward."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from draft_service.drafters.beam_drafting import Wish
+from draft_service.drafters.paged_sequences import PagedSequence
+from foredraft.runner.batch import SequenceRows
+from foredraft.sampling.rows import SamplingRows
+from foredraft.trees.draft_tree import EMPTY, DraftTree
+from foredraft.trees.tree_building import BeamTree, Ordering
+
+# Called with (indices, depth, tokens, beams): the indices of n wishes, a depth from 0 on, the
+# newest tokens int64 [n, W] of W paths, and for each path the index of the path that it continues
+# (int64 [n, W]; None at depth 0, where W is 1). Returns the logits that follow, [n, W, columns].
+NextLogits = Callable[[list[int], int, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def draft_trees(
+    wishes: Sequence[Wish],
+    next_logits: NextLogits,
+    ordering: Ordering,
+    token_map: torch.Tensor | None,
+    device: torch.device,
+) -> list[DraftTree]:
+    """Builds a tree within its limits for each wish; a topk of 1 gives chains.
+
+    Args:
+        wishes: Trees wanted.
+        next_logits: Called depth by depth for wishes with the same steps and topk, in the same
+            order of indices; the tokens before the first depth are the newest committed ones.
+        ordering: Order in which children of a node are chosen.
+        token_map: int64, target token id of each column of the logits; None where the columns are
+            the target's.
+        device: Device of the logits.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, wish in enumerate(wishes):
+        groups.setdefault(wish.limits[:2], []).append(index)
+    trees: list[DraftTree] = [EMPTY] * len(wishes)
+    for (num_steps, topk), indices in groups.items():
+        rows = None
+        if ordering == "coupled":
+            rows = SamplingRows.from_params(
+                [wishes[i].sequence.sampling for i in indices],
+                [wishes[i].sequence.num_tokens for i in indices],
+                device,
+            )
+        nodes = [wishes[i].limits[2] for i in indices]
+        tree = BeamTree(len(indices), num_steps, topk, 1 + max(nodes), ordering, rows)
+        newest = [wishes[i].sequence.last_token or 0 for i in indices]
+        previous = torch.tensor(newest, dtype=torch.int64, device=device)[:, None]
+        beams: torch.Tensor | None = None
+        for depth in range(num_steps):
+            logits = next_logits(indices, depth, previous, beams)
+            previous, beams = tree.expand(logits.float(), token_map)
+        for index, grown in zip(indices, tree.finish(nodes), strict=True):
+            trees[index] = grown
+    return trees
+
+
+def rows_behind(
+    sequence: PagedSequence,
+    tokens: Sequence[int],
+    scratch: Sequence[int],
+    page_size: int,
+    is_causal: bool,
+) -> SequenceRows:
+    """Returns rows that follow a sequence's keys, and write their own keys to scratch pages.
+
+    Args:
+        sequence: Sequence that the rows follow.
+        tokens: Input tokens of the rows.
+        scratch: Page numbers with room for as many keys as there are rows.
+        page_size: Tokens per page.
+        is_causal: Whether a row sees no later row; else every row sees all of them.
+    """
+    num_keys, num_rows = sequence.num_keys, len(tokens)
+    num_pages = -(-num_keys // page_size)
+    gap = num_pages * page_size - num_keys
+    mask = torch.zeros(num_rows, gap + num_rows, dtype=torch.bool)
+    mask[:, gap:] = True
+    if is_causal:
+        mask[:, gap:].tril_()
+    positions = range(num_keys, num_keys + num_rows)
+    return SequenceRows(
+        tokens=tokens,
+        positions=positions,
+        pages=[*sequence.pages[:num_pages], *scratch],
+        prefix_len=num_keys,
+        write_index=num_keys + gap,
+        prefix_start=sequence.valid_from,
+        tail_mask=mask,
+        # The keys in between are masked off; any position will do for them.
+        tail_positions=[num_keys] * gap + list(positions),
+        logits="all",
+    )

@@ -1,0 +1,160 @@
+"""Block drafters, which propose a block of tokens by one forward: DFlash and DSpark.
+
+DFlash is by Chen et al. 2026 (arXiv 2602.06036). The context costs only projections: the keys and
+values of a committed token come from its hidden state in the target, which is projected and
+normalised once for all layers. A block's rows are the newest token and mask tokens; each attends to
+the context and to its whole block.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from draft_service.models.draft_head import DraftHead, Pass, SharedWeights, block_tensors
+from draft_service.models.markov import ConfidenceHead, MarkovHead
+from foredraft.attention.base import AttentionBackend, Batch
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.layers.embedding import LMHead
+from foredraft.layers.fusion import Fusion
+from foredraft.models.block_config import BlockOptions
+from foredraft.models.head_config import HeadConfig
+from foredraft.types import FusionShape
+
+
+class BlockDraft(DraftHead):
+    """Layers over [newest token, mask tokens] that read the target's hidden states as context.
+
+    Args:
+        layout: Shapes of the checkpoint's tensors. They decide what config.json leaves open:
+            whether the draft has its own LM head, whether query, key and value weights are one
+            matrix, and the inputs of the confidence head.
+
+    Attributes:
+        options: Options of the block.
+        markov: DSpark's bias by the previous token; None for DFlash.
+        confidence: DSpark's prediction of acceptance; None where the checkpoint has none.
+    """
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        shared: SharedWeights,
+        num_target_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        layout: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        super().__init__(config, shared, num_target_layers, dtype, device)
+        assert config.block is not None
+        self.options: BlockOptions = config.block
+        layer, size = config.layer, config.layer.hidden_size
+        self._layout = layout
+        eps = layer.rms_norm_eps
+        shape = FusionShape(self.hidden_width, size, normalizes_output=True, eps=eps)
+        self.fusion = Fusion(shape, dtype, device)
+        self.norm = self.make_norm(size)
+        self._layers = [self.make_layer(index, size) for index in range(layer.num_layers)]
+        self._norms = [self.make_norm(size) for _ in self._layers]
+        self.layers, self.norms = nn.ModuleList(self._layers), nn.ModuleList(self._norms)
+        vocab = config.draft_vocab_size or layout.get("lm_head.weight", (None,))[0]
+        self._own_lm_head = "lm_head.weight" in layout or (
+            vocab is not None and vocab != layer.vocab_size
+        )
+        if self._own_lm_head:
+            self.lm_head = LMHead(size, vocab or layer.vocab_size, None, None, dtype, device)
+            self.token_map = None  # head_loader sets it
+        self.markov: MarkovHead | None = None
+        if self.options.markov_rank:
+            columns = vocab if self._own_lm_head and vocab else layer.vocab_size
+            self.markov = MarkovHead(self.options, size, layer.vocab_size, columns, dtype, device)
+        self.confidence: ConfidenceHead | None = None
+        stored = layout.get("confidence_head.proj.weight")
+        self._confidence_reads_token = self.options.confidence_reads_token
+        if stored is not None:
+            self._confidence_reads_token = self.markov is not None and stored[-1] != size
+        if self.options.has_confidence or stored is not None:
+            rank = self.options.markov_rank if self._confidence_reads_token else 0
+            self.confidence = ConfidenceHead(size + rank, dtype, device)
+
+    @property
+    def has_causal_layers(self) -> bool:
+        """Whether some layers need the block's rows in causal order."""
+        return self.options.is_window_causal and any(self.config.layer.windows)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """See DraftHead."""
+        assert self.fusion is not None
+        fusion = self.fusion.tensors()
+        found: dict[str, torch.Tensor] = {
+            "fc.weight": fusion["weight"],
+            "hidden_norm.weight": fusion["output_norm"],
+            "norm.weight": self.norm.weight,
+        }
+        for index, layer in enumerate(self._layers):
+            prefix = f"layers.{index}."
+            found |= block_tensors(prefix, layer.attention, layer.mlp, self._layout)
+            found[f"{prefix}input_layernorm.weight"] = self._norms[index].weight
+            found[f"{prefix}post_attention_layernorm.weight"] = layer.mlp_norm.weight
+        if self._own_lm_head:
+            found["lm_head.weight"] = self.lm_head.weight
+        for part in (self.markov, self.confidence):
+            if part is not None:
+                found |= part.tensors()
+        return found
+
+    def extend(
+        self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: PagedKV
+    ) -> None:
+        """Writes the keys and values of committed tokens.
+
+        Args:
+            features: [n, hidden_size], of `fuse` for the tokens' hidden states.
+            positions: int64 [n], of the tokens.
+            slots: int64 [n], where they go.
+        """
+        angles = self.angles(positions)
+        for index, layer in enumerate(self._layers):
+            rope = self.config.layer.ropes[index]
+            layer.attention.store(features, angles[rope], index, slots, kv)
+
+    def forward(
+        self, batch: Batch, causal: Batch | None, kv: PagedKV, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """Computes hidden states after the final norm for all rows of some blocks, [num_rows,
+        hidden_size].
+
+        Args:
+            batch: Rows of the blocks; each row sees its whole block.
+            causal: The same rows where each sees no later one of its block; None unless
+                `has_causal_layers`.
+        """
+        angles = self.angles(batch.positions)
+        whole = Pass(angles, batch, kv, attention, self.plan(batch, kv, attention), None)
+        ordered = whole
+        if causal is not None:
+            ordered = Pass(angles, causal, kv, attention, self.plan(causal, kv, attention), None)
+        stream = self.embedding(batch.tokens)
+        x = self._norms[0](stream)
+        next_norms = [*self._norms[1:], self.norm]
+        for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
+            run = whole if self.config.layer.windows[index] is None else ordered
+            stream, x = layer(x, stream, run, False, next_norm)
+        return x
+
+    def confidences(
+        self, hidden: torch.Tensor, previous: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Computes the chance that each row's token is accepted if all before it are, float32
+        [n]; None without a confidence head.
+
+        Args:
+            hidden: [n, hidden_size], of `forward`.
+            previous: int64 [n], the token before each row's; None only where nothing reads it.
+        """
+        if self.confidence is None:
+            return None
+        embedded = None
+        if self._confidence_reads_token and self.markov is not None and previous is not None:
+            embedded = self.markov.embed(previous)
+        return self.confidence(hidden, embedded)

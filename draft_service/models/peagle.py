@@ -1,0 +1,42 @@
+"""P-EAGLE (Amazon 2026, arXiv 2602.01469): EAGLE-3 layers that read mask rows and so propose many
+tokens in one forward.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from draft_service.models.draft_head import SharedWeights
+from draft_service.models.eagle3 import Eagle3Head
+from foredraft.layers.parameters import new_parameter
+from foredraft.models.head_config import HeadConfig
+
+
+class PEagleHead(Eagle3Head):
+    """EAGLE-3 whose rows after the newest token stand for tokens still to be drafted.
+
+    Such a row reads the mask token's embedding and a feature of its own.
+    """
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        shared: SharedWeights,
+        num_target_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        layout: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        super().__init__(config, shared, num_target_layers, dtype, device, layout)
+        assert config.mask_token_id is not None
+        self.mask_token_id: int = config.mask_token_id
+        # Replaces the target's hidden states, before fc and its norms.
+        self.mask_hidden = new_parameter((1, 1, self.hidden_width), dtype, device)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """See DraftHead."""
+        return super().tensors() | {"mask_hidden": self.mask_hidden}
+
+    def mask_feature(self) -> torch.Tensor:
+        """Returns the feature of a mask row, [1, hidden_size]."""
+        return self.fuse(self.mask_hidden.view(1, -1))

@@ -1,0 +1,246 @@
+"""Attention on NVIDIA GPUs that gives a row the same bits whatever else is in the step.
+
+`exact_kernels` fixes the arithmetic. A program computes one segment of keys, or with enough rows
+all segments of a block of rows. Neither this choice nor the size of a block changes a bit.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from foredraft.attention.base import AttentionBackend, Batch
+from foredraft.attention.paged_triton import (
+    TritonPlan,
+    has_room,
+    plan_of_spans,
+    rows_outside_graphs,
+)
+from foredraft.kernel_launch import VARIANTS, few_variants, overlapped, power_of_two
+from foredraft.kvcache.paged_kv import PagedKV
+
+# Number of keys of a tile, position NEAR, and number of keys of a segment before and after NEAR.
+# Short contexts are cut finely, since the time of one segment is the time of a layer there; the
+# many sums of a long context would take time themselves. Each of these numbers changes texts.
+TILE, NEAR, SMALL, LARGE = 64, 1024, 128, 512
+# Maximum number of keys of a sequence whose segments one program computes, where other sequences
+# keep the device busy.
+_SHORT = 2048
+_PROGRAMS_PER_UNIT = 8  # maximum number of programs that segments are distributed to
+_MOST_PART_BYTES = 256 << 20  # maximum size of partial sums stored for another kernel
+_INTERPRETED_UNITS = 16
+# Maximum number of programs per unit for rows of trees that gain more from many registers than from
+# running beside others.
+_AHEAD_PER_UNIT = 2
+_NODES = 64  # rows of a tree that are read at a time
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Describes how a step of one shape is cut into programs.
+
+    Attributes:
+        block_m: Rows of a block times query heads of a KV head.
+        row_blocks: Number of blocks of each sequence, where blocks are not listed.
+        programs: Number of blocks in all.
+        num_splits: Number of programs that the segments of a block are distributed to; 1 where one
+            program computes all of them.
+        limit: Maximum number of keys of a sequence whose segments one program computes.
+        num_slots: Number of sums stored for each row and head.
+    """
+
+    block_m: int
+    row_blocks: int
+    programs: int
+    num_splits: int
+    limit: int
+    num_slots: int
+
+
+class ExactAttention(AttentionBackend):
+    """Computes attention for a target whose texts must not depend on what else is computed."""
+
+    def block_rows(self, max_rows: int, group_size: int, dtype: torch.dtype, kv: PagedKV) -> int:
+        """See AttentionBackend."""
+        return _block_rows(max_rows * group_size, dtype, kv)
+
+    def cuts_keys(
+        self, batch: int, max_rows: int, num_keys: int, group_size: int, kv: PagedKV
+    ) -> bool:
+        """See AttentionBackend."""
+        num_lines = batch * max_rows * group_size
+        with few_variants(cut_keys=True):
+            max_rows = rows_outside_graphs(max_rows, group_size)
+            block_m = _block_rows(max_rows * group_size, kv.data.dtype, kv)
+            programs = batch * -(-max_rows * group_size // block_m)
+            return _num_splits(programs, block_m, num_keys, num_lines, kv) > 1
+
+    def plan(
+        self, batch: Batch, kv: PagedKV, windows: Sequence[int | None], group_size: int
+    ) -> TritonPlan:
+        """See AttentionBackend.
+
+        Rows must follow the prefix at once, and the prefix must be whole.
+        """
+        if batch.plan is None:
+            plan = plan_of_spans(batch, kv, group_size)
+        else:
+            plan = cast(TritonPlan, batch.plan)
+        if plan.tail_mask is not None:
+            plan.tails = _find_tails(plan, group_size, batch.num_rows)
+        return plan
+
+    def attend(
+        self,
+        plan: TritonPlan,
+        queries: torch.Tensor,
+        layer: int,
+        window: int | None,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """See AttentionBackend. Reads no value of the device, so that it can be captured."""
+        from foredraft.attention import exact_kernels
+
+        kv = plan.kv
+        keys, values = kv.keys(layer), kv.values(layer)
+        num_tokens, num_heads, head_dim = queries.shape
+        kv_heads = keys.shape[0]
+        group = num_heads // kv_heads
+        layout = _layout(plan, group, num_tokens, queries.dtype)
+        num_parts = num_tokens * num_heads * layout.num_slots
+        parts = out.new_empty((num_parts, head_dim), dtype=torch.float32)
+        best, total = (out.new_empty(num_parts, dtype=torch.float32) for _ in range(2))
+        k_scale, v_scale = kv.scales[layer]
+        arrays = (queries, keys, values, out, parts, best, total)
+        lengths = (
+            plan.first_row, plan.num_rows, plan.prefix_len, plan.positions,
+            plan.first_row if plan.blocks is None else plan.blocks,
+        )  # fmt: skip
+        numbers = (
+            scale * k_scale * math.log2(math.e), v_scale, window or 0, keys.stride(0), queries.stride(0),
+            queries.stride(1), layout.row_blocks, layout.num_slots, layout.limit,
+        )  # fmt: skip
+        is_split, is_branched = layout.num_splits > 1, plan.tail_mask is not None
+        options: dict[str, Any] = {
+            "GROUP": group, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_M": layout.block_m,
+            "BLOCK_D": max(16, power_of_two(head_dim)), "SPLIT": is_split, "TOGETHER": not is_split or layout.limit > 0,
+            "WINDOWED": window is not None, "BRANCHED": is_branched, "LISTED": plan.blocks is not None,
+            "EIGHT_BIT": kv.is_8_bit, "PRECISION": "ieee" if queries.dtype == torch.float32 else "tf32",
+            "TILE": TILE, "NEAR": NEAR, "SMALL": SMALL, "LARGE": LARGE,
+        } | overlapped(keys.device)  # fmt: skip
+        exact_kernels.attend[(layout.programs, kv_heads, layout.num_splits)](
+            *arrays, plan.page_tables, *lengths, *numbers, plan.page_tables.stride(0), layout.num_splits,
+            PAGE_SIZE=kv.page_size, **options,
+            **_tiles(layout.block_m, head_dim, queries.dtype, has_room(keys.device)),
+        )  # fmt: skip
+        if not is_split and not is_branched:
+            return
+        tails = (
+            plan.first_row[None] if plan.tails is None else plan.tails
+        )  # unread without branches
+        heads = group if is_branched else 1
+        per_block = layout.block_m // group + 1
+        is_ahead = not VARIANTS.are_few and num_tokens * kv_heads <= _AHEAD_PER_UNIT * _units(kv)
+        exact_kernels.fold[(layout.programs * per_block, num_heads // heads)](
+            *arrays, tails, *lengths, *numbers, **options,
+            HEADS=heads, BLOCK_H=max(16, power_of_two(group)) if is_branched else 1,
+            TILES=tails.shape[1] // TILE, AHEAD=is_ahead, num_warps=(4 if is_ahead else 2) if is_branched else 1,
+            num_stages=2 if is_ahead else 3,
+        )  # fmt: skip
+
+
+def _block_rows(num_rows: int, dtype: torch.dtype, kv: PagedKV) -> int:
+    if dtype == torch.float32:  # no matrix units: small tiles and many threads, or registers spill
+        return 16
+    most = 64 if kv.data.shape[-1] > 128 or num_rows <= 256 else 128
+    if kv.is_8_bit:
+        # Triton feeds converted 8-bit numbers to the matrix units in one order for smaller blocks
+        # and in another for larger ones.
+        most = 32
+    return min(most, max(16, power_of_two(num_rows)))
+
+
+def _tiles(block_m: int, head_dim: int, dtype: torch.dtype, has_room: bool) -> dict[str, int]:
+    if dtype == torch.float32:
+        return {"num_warps": 8, "num_stages": 1}
+    wide = head_dim > 128
+    return {
+        "num_warps": 8 if block_m == 128 or (wide and block_m == 64) else 4,
+        "num_stages": (2 if has_room else 1) if wide else 3 if has_room or block_m < 128 else 2,
+    }
+
+
+def _layout(plan: TritonPlan, group: int, num_tokens: int, dtype: torch.dtype) -> _Layout:
+    kv = plan.kv
+    is_branched = plan.tail_mask is not None
+    block_m = _block_rows(plan.max_rows * group, dtype, plan.kv)
+    row_blocks = -(-plan.max_rows * group // block_m)
+    programs = plan.blocks.shape[1] if plan.blocks is not None else len(plan.num_rows) * row_blocks
+    num_keys = plan.page_tables.shape[1] * kv.page_size
+    num_splits = 1
+    if plan.blocks is None and not (VARIANTS.are_few and (is_branched or not VARIANTS.cut_keys)):
+        num_splits = _num_splits(programs, block_m, num_keys, num_tokens * group, kv)
+    if num_splits < 2:
+        return _Layout(block_m, row_blocks, programs, 1, 0, 2 if is_branched else 0)
+    is_busy = programs * kv.num_kv_heads >= _units(kv)
+    limit = _SHORT if VARIANTS.are_few or is_busy else 0
+    num_slots = max(2, segment_of(num_keys - 1) + 1)
+    return _Layout(block_m, row_blocks, programs, num_splits, limit, num_slots)
+
+
+def _num_splits(programs: int, block_m: int, num_keys: int, num_lines: int, kv: PagedKV) -> int:
+    """Returns the number of programs that the segments of a block of rows are distributed to.
+
+    Args:
+        programs: Number of blocks of rows.
+        num_lines: Number of rows times query heads of a KV head.
+    """
+    in_all, units = programs * kv.num_kv_heads, _units(kv)
+    num_segments = segment_of(num_keys - 1) + 1
+    part_bytes = num_lines * kv.num_kv_heads * num_segments * (kv.data.shape[-1] + 2) * 4
+    is_many = block_m == 128 and 2 * in_all >= units  # storing the sums of all rows would take long
+    is_short = VARIANTS.are_few and num_keys <= _SHORT
+    if is_many or is_short or part_bytes > _MOST_PART_BYTES:
+        return 1
+    return min(num_segments, _PROGRAMS_PER_UNIT * units // in_all)
+
+
+def _units(kv: PagedKV) -> int:
+    device = kv.data.device
+    if device.type != "cuda":
+        return _INTERPRETED_UNITS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def segment_of(key: int) -> int:
+    """Returns the index of the segment that a key is in."""
+    return key // SMALL if key < NEAR else NEAR // SMALL + (key - NEAR) // LARGE
+
+
+def _find_tails(plan: TritonPlan, group: int, num_tokens: int) -> torch.Tensor:
+    """Finds the keys that each row of a tree sees from the last whole tile before the tree on.
+
+    Runs once per forward. Returns their slots, int32 [rows, n].
+    """
+    from foredraft.attention import exact_kernels
+
+    mask, tail_positions, kv = plan.tail_mask, plan.tail_positions, plan.kv
+    assert mask is not None
+    assert tail_positions is not None
+    tiles = -(-(TILE - 1 + mask.shape[1]) // TILE)
+    # Programs enumerate blocks as in `fold`; listed blocks have the size of their list.
+    block_m = _block_rows(plan.max_rows * group, kv.data.dtype, kv)
+    row_blocks = -(-plan.max_rows * group // block_m)
+    programs = plan.blocks.shape[1] if plan.blocks is not None else len(plan.num_rows) * row_blocks
+    slots = torch.empty(num_tokens, tiles * TILE, dtype=torch.int32, device=kv.data.device)
+    exact_kernels.find_tails[(programs * (block_m // group + 1),)](
+        slots, plan.page_tables, plan.first_row, plan.num_rows, plan.prefix_len, plan.positions,
+        plan.first_row if plan.blocks is None else plan.blocks, mask.view(torch.uint8), tail_positions,
+        row_blocks, plan.page_tables.stride(0), mask.stride(0), mask.shape[1], tail_positions.stride(0), kv.page_size,
+        GROUP=group, BLOCK_M=block_m, LISTED=plan.blocks is not None, TILE=TILE, TILES=tiles,
+        NODES=_NODES,
+    )  # fmt: skip
+    return slots

@@ -1,0 +1,164 @@
+"""Products on an NVIDIA GPU that give a row the same bits beside any number of others.
+
+Every kernel adds up the columns of a matrix in their order, in float32: all of them in one pass, or
+those of each half where the matrix has few outputs and the two sums are added at the end. Which of
+the two it is depends on the matrix alone. Such sums are the same bits for every size of a tile,
+since the matrix units take 16 columns at a time whatever the tile is. `benchmarks/gpu/gemm.py`
+measures the kernels.
+"""
+
+import functools
+
+import torch
+
+from foredraft.kernel_launch import overlapped, power_of_two
+
+SKINNY_ROWS = 64  # maximum number of rows of a skinny GEMM
+PART_ROWS = 128  # up to which halves of columns are faster by our kernels than by cuBLAS
+# With fewer outputs, programs that each take all columns are too few to keep the memory busy.
+_NARROW = 6144
+_LEAST_CUT = 2048  # columns from which on cutting them is worth adding up
+_CUT_MULTIPLE = 256  # columns are a multiple of this, so that halves are whole blocks
+_LONG = 8192  # columns from which on more of them under way are worth the shared memory
+_VAST = 65536  # outputs from which on there are programs enough for twice the tile
+_GROUP = 8  # blocks of rows whose tiles are neighbours
+
+
+def supports(weight: torch.Tensor) -> bool:
+    """Returns whether `multiply` takes this weight [outputs, inputs]."""
+    return (
+        weight.is_cuda
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and weight.is_contiguous()
+    )
+
+
+def num_parts(weight: torch.Tensor, bias: torch.Tensor | None) -> int:
+    """Returns the number of column parts whose sums are added up at the end; the same for any
+    number of rows.
+    """
+    outputs, inputs = weight.shape
+    is_cut = (
+        bias is None
+        and outputs < _NARROW
+        and inputs >= _LEAST_CUT
+        and inputs % _CUT_MULTIPLE == 0
+        and is_hopper(weight.device)
+    )
+    return 2 if is_cut else 1
+
+
+def multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False
+) -> torch.Tensor:
+    """Computes x W^T + b in one pass.
+
+    Args:
+        x: [rows, inputs], contiguous, of the weight's type.
+        weight: [outputs, inputs], see `supports`.
+        gated: The first half of the outputs goes through silu and is multiplied by the second half;
+            for up to `SKINNY_ROWS` rows.
+
+    Returns:
+        [rows, outputs], or half as many.
+    """
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = x.new_empty((x.shape[0], outputs))
+    if not out.numel():
+        return out
+    if x.shape[0] <= SKINNY_ROWS:
+        _multiply_skinny(x, weight, bias, out, gated)
+    else:
+        _multiply_tiled(x, weight, bias, out)
+    return out
+
+
+def multiply_in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+    """Computes x W^T as a sum still to be made, float32 [parts, rows, outputs]; see `num_parts`."""
+    out = x.new_empty((parts, x.shape[0], weight.shape[0]), dtype=torch.float32)
+    if not out.numel():
+        return out
+    if x.shape[0] <= SKINNY_ROWS // 2:
+        _multiply_skinny(x, weight, None, out, False)
+    else:
+        _multiply_tiled(x, weight, None, out)
+    return out
+
+
+def _multiply_skinny(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    gated: bool,
+) -> None:
+    from foredraft.layers import skinny_gemm_kernels as kernels
+
+    rows, inputs, outputs = x.shape[0], x.shape[1], out.shape[-1]
+    parts = out.shape[0] if out.dim() == 3 else 1
+    block_n, block_m = 64, max(16, power_of_two(rows))
+    if not is_hopper(x.device):
+        block_k, stages = 64, 3
+    elif gated and block_m == 32:
+        block_k, stages = 64, 6
+    elif block_m <= 32:
+        block_k, stages = 128, 6 if parts > 1 and inputs >= _LONG else 4
+    elif outputs >= _VAST:
+        block_n, block_k, stages = 128, 64, 4
+    else:
+        block_k, stages = 64, 6
+    kernels.multiply[(-(-outputs // block_n), parts)](
+        x, weight, x if bias is None else bias, out, rows, outputs, inputs, inputs // parts,
+        HAS_BIAS=bias is not None, GATED=gated, EVEN=inputs % (parts * block_k) == 0,
+        PARTS=out.dim() == 3, BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=block_k,
+        num_warps=4, num_stages=stages, **overlapped(x.device),
+    )  # fmt: skip
+
+
+def _multiply_tiled(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    from foredraft.layers import exact_gemm_kernels as kernels
+
+    rows, inputs, outputs = x.shape[0], x.shape[1], out.shape[-1]
+    uses_engine = is_hopper(x.device) and inputs % 8 == 0
+    tile = _tile(rows) if uses_engine else (64, 64, 64, 4, 3)
+    block_m, block_n, block_k, warps, stages = tile
+    programs = -(-rows // block_m) * -(-outputs // block_n)
+    settings = {
+        "HAS_BIAS": bias is not None, "GROUP": _GROUP, "BLOCK_M": block_m, "BLOCK_N": block_n,
+        "BLOCK_K": block_k, "num_warps": warps, "num_stages": stages,
+    } | overlapped(x.device)  # fmt: skip
+    added = x if bias is None else bias
+    if not uses_engine:
+        kernels.multiply_tiles[(programs,)](
+            x, weight, added, out, rows, outputs, inputs, EVEN=inputs % block_k == 0, **settings
+        )
+        return
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    parts = out.shape[0] if out.dim() == 3 else 1
+    kernels.multiply_blocks[(programs, parts)](
+        TensorDescriptor.from_tensor(x, [block_m, block_k]),
+        TensorDescriptor.from_tensor(weight, [block_n, block_k]),
+        added, out, rows, outputs, inputs // parts, PARTS=out.dim() == 3, **settings,
+    )  # fmt: skip
+
+
+def _tile(rows: int) -> tuple[int, int, int, int, int]:
+    """Returns rows, outputs and columns of a tile, warps, stages: the fastest of a sweep over
+    the matrices of Llama-3.1-8B.
+    """
+    if rows <= 64:
+        return 64, 64, 128, 4, 4
+    if rows <= 384:
+        return 128, 64, 64, 4, 6
+    return 128, 128, 64, 8, 4
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Returns whether the device has the copy engine and the shared memory that large tiles
+    need.
+    """
+    return device.type == "cuda" and (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)

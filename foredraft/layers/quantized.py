@@ -1,0 +1,260 @@
+"""Linear methods for quantised weights: their form in memory, and the products of each device."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from foredraft.layers import exact_gemm
+from foredraft.layers.linear import Linear, LinearMethod, plain_method
+from foredraft.layers.parameters import Target
+from foredraft.layers.quantized_cuda import Fp8Method, WordsMethod
+from foredraft.layers.stored_weights import Matrix, StoredMatrix
+from foredraft.layers.weight_scheme import BLOCK, WeightScheme
+
+if TYPE_CHECKING:
+    from foredraft.layers.quantized_cpu import TiledMethod
+
+_ROWS_AT_ONCE = 4096  # outputs that are dequantised together
+
+
+class StoredMethod(LinearMethod):
+    """Loads quantised matrices from a checkpoint.
+
+    `finish` replaces it by the method that multiplies.
+
+    Args:
+        scheme: Format in which the checkpoint stores the matrices.
+    """
+
+    def __init__(self, scheme: WeightScheme) -> None:
+        self._scheme = scheme
+        self._stored: list[StoredMatrix] = []
+        self._surplus: list[torch.Tensor] = []
+
+    def create(self, linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
+        """See LinearMethod; `targets` allocates the memory."""
+        self._dtype, self._device = dtype, device
+
+    def targets(self, linear: Linear, rows: slice, total: int, first: int) -> dict[str, Target]:
+        """See LinearMethod.
+
+        Raises:
+            ValueError: The ranks cannot share the matrix.
+        """
+        num_inputs = linear.num_inputs
+        if linear.split == "inputs":
+            num_inputs *= linear.group.size
+            first, count = linear.num_inputs * linear.group.rank, linear.num_inputs
+        else:
+            count = rows.stop - rows.start
+        stored = StoredMatrix(
+            self._scheme, (total, num_inputs), linear.split, first, count, self._device
+        )
+        self._stored.append(stored)
+        found = stored.targets
+        if self._scheme.layout == "gptq" and linear.bias is None:
+            # Old GPTQ files have biases of zeros for layers without a bias.
+            bias = torch.zeros(total, device=self._device)
+            self._surplus.append(bias)
+            found = found | {"bias": Target(bias, (total,), is_optional=True)}
+        return found
+
+    def finish(self, linear: Linear) -> None:
+        """See LinearMethod."""
+        if any(bool(bias.any()) for bias in self._surplus):
+            raise ValueError("there is a bias, and config.json says that there is none")
+        matrix = _merge([stored.decode() for stored in self._stored])
+        self._stored.clear()
+        set_matrix(linear, matrix, self._scheme, self._dtype, self._device)
+
+    def fill_randomly(self, linear: Linear, std: float) -> None:
+        """See LinearMethod."""
+        set_random_matrix(linear, self._scheme, std, self._dtype, self._device)
+
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """Raises an error, since weights must be loaded before the layer can multiply."""
+        raise RuntimeError("weights are still to be loaded")
+
+
+class ExpandedMethod(StoredMethod):
+    """Loads a quantised matrix from a checkpoint and keeps it as plain weights."""
+
+    def finish(self, linear: Linear) -> None:
+        """See LinearMethod."""
+        matrix = _merge([stored.decode() for stored in self._stored])
+        self._stored.clear()
+        weight = dequantize(matrix, self._scheme.group_size, self._dtype)
+        linear.weight, linear.method = _parameter(weight), plain_method(self._dtype, self._device)
+
+    def fill_randomly(self, linear: Linear, std: float) -> None:
+        """See LinearMethod."""
+        shape = (linear.num_outputs, linear.num_inputs)
+        weight = torch.empty(shape, dtype=self._dtype, device=self._device).normal_(0.0, std)
+        linear.weight, linear.method = _parameter(weight), plain_method(self._dtype, self._device)
+
+
+def _merge(parts: list[Matrix]) -> Matrix:
+    """Stacks matrices by rows."""
+    if not all(_same(part.groups, parts[0].groups) for part in parts):
+        raise ValueError(
+            "matrices that are computed together have different act-orders (g_idx); "
+            "quantize the model again with desc_act false"
+        )
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return Matrix(
+        torch.cat([part.numbers for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat(zeros) if zeros else None,
+        parts[0].groups,
+    )
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return torch.equal(a, b) if a is not None and b is not None else a is b
+
+
+def set_matrix(
+    linear: Linear, matrix: Matrix, scheme: WeightScheme, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Gives a layer quantised weights and the fastest method for them on the device.
+
+    Args:
+        linear: Layer that takes the weights.
+        matrix: The quantised weights.
+        scheme: Format of the weights.
+        dtype: Data type of the activations.
+        device: Device of the layer.
+    """
+    if device.type == "cpu" and scheme.layout == "fp8":
+        # CPUs cannot multiply 8-bit floats.
+        linear.weight = _parameter(dequantize(matrix, BLOCK, dtype))
+        linear.method = plain_method(dtype, device)
+        return
+    method: TiledMethod | WordsMethod | Fp8Method | UnpackedMethod
+    if device.type == "cpu":
+        method = _tiled(scheme)
+    elif device.type == "cuda" and WordsMethod.takes(matrix, scheme, dtype):
+        method = WordsMethod(scheme, linear.num_inputs, linear.num_outputs, dtype)
+    elif device.type == "cuda" and Fp8Method.takes(matrix, scheme):
+        method = Fp8Method(scheme)
+    else:
+        method = UnpackedMethod(scheme, dtype)
+    order = None
+    if matrix.groups is not None:
+        order = torch.argsort(matrix.groups, stable=True)
+        matrix.numbers = matrix.numbers[:, order]
+    method.set_matrix(linear, matrix)
+    linear.method = method if order is None else OrderedMethod(method, order)
+
+
+def _tiled(scheme: WeightScheme) -> "TiledMethod":
+    from foredraft.layers.quantized_cpu import TiledMethod  # a C extension, which GPUs do not need
+
+    return TiledMethod(scheme)
+
+
+def set_random_matrix(
+    linear: Linear, scheme: WeightScheme, std: float, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Gives a layer random quantised weights of about standard deviation `std`, as `set_matrix`
+    does.
+    """
+    shape = (linear.num_outputs, linear.num_inputs)
+    if scheme.layout == "fp8":
+        numbers = torch.randn(shape, device=device).mul_(64).to(torch.float8_e4m3fn)
+        spread = 64.0
+    else:
+        numbers = torch.randint(0, 1 << scheme.bits, shape, dtype=torch.uint8, device=device)
+        spread = (1 << scheme.bits) * 12**-0.5
+    groups = scheme.num_groups(linear.num_inputs)
+    scales = torch.full((len(numbers), groups), std / spread, device=device)
+    zeros = None
+    if scheme.layout != "fp8":
+        zeros = torch.full_like(scales, 1 << (scheme.bits - 1), dtype=torch.uint8)
+    set_matrix(linear, Matrix(numbers, scales, zeros), scheme, dtype, device)
+
+
+def dequantize(matrix: Matrix, group_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Computes (number - zero) * scale in float32, rounded once to `dtype`; [outputs, inputs].
+
+    Args:
+        matrix: The quantised weights.
+        group_size: Number of inputs that share a scale, where an output has several scales.
+        dtype: Data type of the result.
+    """
+    num_outputs, num_inputs = matrix.numbers.shape
+    out = torch.empty((num_outputs, num_inputs), dtype=dtype, device=matrix.numbers.device)
+    each = group_size if matrix.scales.shape[1] > 1 else num_inputs
+    for begin in range(0, num_outputs, _ROWS_AT_ONCE):
+        rows = slice(begin, begin + _ROWS_AT_ONCE)
+        values = matrix.numbers[rows].float()
+        if matrix.zeros is not None:
+            zeros = matrix.zeros[rows].float().repeat_interleave(each, 1)
+            values -= zeros[:, :num_inputs]
+        scales = matrix.scales[rows].float().repeat_interleave(each, 1)
+        out[rows] = values.mul_(scales[:, :num_inputs])
+    return out
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.contiguous(), requires_grad=False)
+
+
+class UnpackedMethod(LinearMethod):
+    """Quantised weights of any format on a GPU; each product dequantises the whole matrix.
+
+    Parameters of the layer: `weight` [outputs, inputs], 8 bits or two numbers of 4 bits in a byte;
+    `scales` [outputs, groups]; `zeros` uint8 [outputs, groups].
+    """
+
+    def __init__(self, scheme: WeightScheme, dtype: torch.dtype) -> None:
+        self._group_size = scheme.group_size or BLOCK
+        self._dtype = dtype
+        self._is_packed = scheme.bits == 4
+
+    def set_matrix(self, linear: Linear, matrix: Matrix) -> None:
+        """Stores the weights in the layer."""
+        self.is_exact = matrix.numbers.is_cuda and self._dtype.itemsize == 2
+        numbers, scales = matrix.numbers, matrix.scales
+        if self._is_packed:
+            numbers = F.pad(numbers, (0, numbers.shape[1] % 2))
+            numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
+        if matrix.zeros is not None:
+            scales = scales.to(self._dtype)
+            linear.zeros = _parameter(matrix.zeros)
+        linear.weight, linear.scales = _parameter(numbers), _parameter(scales)
+
+    def dequantized(self, linear: Linear) -> torch.Tensor:
+        """Returns the weights [outputs, inputs] in the activations' data type."""
+        numbers: torch.Tensor = linear.weight
+        if self._is_packed:
+            numbers = torch.stack((numbers & 15, numbers >> 4), 2).flatten(1)
+            numbers = numbers[:, : linear.num_inputs]
+        zeros = getattr(linear, "zeros", None)
+        return dequantize(Matrix(numbers, linear.scales, zeros), self._group_size, self._dtype)
+
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        weight = self.dequantized(linear)
+        if self.is_exact:
+            return exact_gemm.multiply(x, weight, linear.bias)
+        return F.linear(x, weight, linear.bias)
+
+
+class OrderedMethod(LinearMethod):
+    """Multiplies weights whose inputs are in another order (act-order), by reordering x first.
+
+    Args:
+        method: Method of the reordered weights.
+        order: int64 [inputs], for each column of the weights the index of its input in x.
+    """
+
+    def __init__(self, method: LinearMethod, order: torch.Tensor) -> None:
+        self._method, self._order = method, order
+        self.is_exact = method.is_exact
+
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        return self._method.apply(linear, x[:, self._order])

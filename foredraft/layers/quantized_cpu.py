@@ -1,0 +1,128 @@
+"""Multiplies weights of 4 and 8 bits on a CPU, in C (`_tiles.c`), with the same arithmetic for any
+number of rows.
+
+A weight is (number - zero) * scale in float32, and an output adds x[k] * weight[k] up from the
+first input to the last, each product and sum rounded once. Few rows read the packed numbers, so
+they cost the time to read these bytes; many rows share a tile's weights in float32.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from foredraft.layers import _tiles
+from foredraft.layers.linear import Linear, LinearMethod
+from foredraft.layers.stored_weights import Matrix
+from foredraft.layers.weight_scheme import WeightScheme
+
+KERNELS = _tiles.KERNELS  # instruction sets of this CPU with a kernel, fastest first
+TILE = _tiles.TILE  # outputs in a tile
+_SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class TiledMethod(LinearMethod):
+    """Keeps quantised weights in tiles of 32 outputs.
+
+    Parameters of the layer: `weight` uint8 [tiles, inputs, 32], with 4 bits [tiles, inputs, 16],
+    where outputs 0 to 15 are in the lower halves of the bytes and 16 to 31 in the upper ones;
+    `scales` [tiles, groups, 32] in the smallest type that holds them; `zeros` uint8 [tiles, groups,
+    32], or none where all are in the middle of the range.
+
+    Args:
+        scheme: Format in which the checkpoint stores the numbers.
+    """
+
+    is_exact = True
+
+    def __init__(self, scheme: WeightScheme) -> None:
+        self._bits, self._group_size = scheme.bits, scheme.group_size
+
+    def set_matrix(self, linear: Linear, matrix: Matrix) -> None:
+        """Stores the weights in the layer."""
+        numbers, middle = matrix.numbers, 1 << (self._bits - 1)
+        # A tied LM head has no widths of its own until it has weights of its own.
+        linear.num_outputs, linear.num_inputs = numbers.shape
+        if numbers.dtype == torch.int8:
+            numbers = (numbers.short() + middle).to(torch.uint8)
+        tiles = _tiled(numbers)
+        if self._bits == 4:
+            tiles = tiles[..., : TILE // 2] | tiles[..., TILE // 2 :] << 4
+        linear.weight = _parameter(tiles)
+        linear.scales = _parameter(_tiled(_smallest(matrix.scales)))
+        if matrix.zeros is not None and bool((matrix.zeros != middle).any()):
+            linear.zeros = _parameter(_tiled(matrix.zeros))
+
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        return self.multiply(linear, x).to(x.dtype)
+
+    def multiply(self, linear: Linear, x: torch.Tensor, kernel: int = 0) -> torch.Tensor:
+        """Computes x W^T + b in float32.
+
+        Args:
+            linear: Layer with the weights.
+            x: [num_rows, num_inputs], any float type.
+            kernel: Index into KERNELS; all kernels that fuse products and sums give the same bits.
+        """
+        rows = x.float().contiguous()
+        bias = None if linear.bias is None else linear.bias.float()
+        zeros = getattr(linear, "zeros", None)
+        out = torch.empty((len(rows), linear.num_outputs))
+        if len(rows):
+            _tiles.multiply(
+                rows.data_ptr(),
+                out.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                linear.weight.data_ptr(),
+                linear.scales.data_ptr(),
+                0 if zeros is None else zeros.data_ptr(),
+                len(rows),
+                linear.num_inputs,
+                linear.num_outputs,
+                self._group_size or linear.num_inputs,
+                self._bits,
+                _SCALE_TYPES[linear.scales.dtype],
+                torch.get_num_threads(),
+                kernel,
+            )
+        return out
+
+    def rows(self, linear: Linear, outputs: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod; the weights are float32."""
+        tiles, places = outputs // TILE, outputs % TILE
+        numbers = linear.weight[tiles, :, places % linear.weight.shape[2]]
+        if self._bits == 4:
+            is_upper = (places >= TILE // 2)[:, None]
+            numbers = torch.where(is_upper, numbers >> 4, numbers & 15)
+        zeros = getattr(linear, "zeros", None)
+        if zeros is None:
+            points = torch.full_like(numbers[:, :1], 1 << (self._bits - 1))
+        else:
+            points = zeros[tiles, :, places]
+        each = self._group_size or linear.num_inputs
+        scales = linear.scales[tiles, :, places].float()
+        points, scales = (
+            one.float().repeat_interleave(linear.num_inputs if one.shape[1] == 1 else each, 1)
+            for one in (points, scales)
+        )
+        width = linear.num_inputs
+        return numbers.float().sub_(points[:, :width]).mul_(scales[:, :width])
+
+
+def _tiled(rows: torch.Tensor) -> torch.Tensor:
+    """Rearranges [outputs, n] to [tiles, n, 32], with zeros after the last output."""
+    rows = F.pad(rows, (0, 0, 0, -len(rows) % TILE))
+    return rows.view(-1, TILE, rows.shape[1]).transpose(1, 2)
+
+
+def _smallest(scales: torch.Tensor) -> torch.Tensor:
+    """Returns the scales in 16 bits where that loses nothing."""
+    for dtype in (torch.bfloat16, torch.float16):
+        small = scales.to(dtype)
+        if torch.equal(small.float(), scales):
+            return small
+    return scales
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.contiguous(), requires_grad=False)

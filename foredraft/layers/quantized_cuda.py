@@ -1,0 +1,286 @@
+"""Multiplies quantised weights on NVIDIA GPUs, with the same arithmetic for any number of rows.
+
+Integers of 4 and 8 bits: (number - zero) * scale is rounded to the activations' type, then
+multiplied like a plain weight. For few rows the kernel does this in registers; for more rows the
+whole matrix is dequantised for each product.
+
+8-bit floats: each row of x is scaled by its largest magnitude and rounded to 8 bits. The 8-bit
+numbers are multiplied, and the scales applied last.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
+from foredraft.layers import exact_gemm
+from foredraft.layers.linear import Linear, LinearMethod
+from foredraft.layers.stored_weights import Matrix
+from foredraft.layers.weight_scheme import BLOCK, WeightScheme
+
+MOST_ROWS = 64  # maximum rows of the kernels that read weights once for all rows
+_UNITS = (64, 32, 16)  # words of a unit, see `multiply_words`
+_WIDE = 16384  # outputs from which on programs of 64 outputs fill an H200
+_BLOCK_N = 64  # outputs of a program of the kernel for 8-bit floats
+_ROW_MULTIPLE = 16
+_H200_SHARED = 232448
+# Compute capabilities: the first that multiplies 8-bit floats, and the range in which our kernel
+# gives the library's bits.
+_FIRST_FP8, _FIRST_KERNEL, _AFTER_KERNEL = (8, 9), (9, 0), (10, 0)
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.contiguous(), requires_grad=False)
+
+
+class WordsMethod(LinearMethod):
+    """Keeps integers of 4 or 8 bits in int32 words.
+
+    `quantized_gemm_kernels.multiply_words` describes their order.
+
+    Parameters of the layer: `weight` int32 [outputs, inputs * bits / 32]; `scales` int32 [groups,
+    outputs], which hold zero points too.
+    """
+
+    is_exact = True
+
+    def __init__(
+        self, scheme: WeightScheme, num_inputs: int, num_outputs: int, dtype: torch.dtype
+    ) -> None:
+        self._bits, self._dtype = scheme.bits, dtype
+        self._group = scheme.group_size or num_inputs
+        self._unit = _unit(scheme, num_inputs, num_outputs)
+
+    @staticmethod
+    def takes(matrix: Matrix, scheme: WeightScheme, dtype: torch.dtype) -> bool:
+        """Returns whether the kernels support matrices of this format and size."""
+        if scheme.layout == "fp8" or dtype not in (torch.bfloat16, torch.float16):
+            return False
+        num_outputs, num_inputs = matrix.numbers.shape
+        if not _unit(scheme, num_inputs, num_outputs):
+            return False
+        is_centred = matrix.zeros is None or bool((matrix.zeros == 128).all())
+        return scheme.bits == 4 or is_centred
+
+    def set_matrix(self, linear: Linear, matrix: Matrix) -> None:
+        """Stores the weights in the layer."""
+        numbers, bits = matrix.numbers, self._bits
+        if numbers.dtype == torch.int8:
+            numbers = (numbers.short() + 128).to(torch.uint8)
+        num_outputs, num_inputs = numbers.shape
+        planes = 32 // bits
+        units = numbers.view(num_outputs, -1, planes, self._unit)
+        words = units[:, :, 0].int()
+        for plane in range(1, planes):
+            words |= units[:, :, plane].int() << bits * plane
+        linear.weight = _parameter(words.view(num_outputs, num_inputs // planes))
+        scales = matrix.scales.t()
+        if bits == 8:
+            linear.scales = _parameter(scales.contiguous().float().view(torch.int32))
+            return
+        assert matrix.zeros is not None
+        base = 1024 if self._dtype == torch.float16 else 128
+        zeros = -(matrix.zeros.t().float() + base)
+        halves = [
+            part.to(self._dtype).contiguous().view(torch.int16).int() for part in (zeros, scales)
+        ]
+        linear.scales = _parameter((halves[0] & 0xFFFF) | halves[1] << 16)
+
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        if 0 < x.shape[0] <= MOST_ROWS and not VARIANTS.are_few:
+            return self._multiply(linear, x)
+        return exact_gemm.multiply(x, self.dequantized(linear), linear.bias)
+
+    def _multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        from foredraft.layers import quantized_gemm_kernels as kernels
+
+        rows, outputs, inputs = x.shape[0], linear.num_outputs, linear.num_inputs
+        out = x.new_empty((rows, outputs))
+        block_n, warps, stages = self._tile(rows, outputs)
+        block_m = max(16, power_of_two(rows))
+        stages = self._fitting(stages, block_n, block_m, shared_memory(x.device))
+        kernels.multiply_words[(-(-outputs // block_n), 1)](
+            x, linear.weight, linear.scales, x if linear.bias is None else linear.bias, out,
+            rows, outputs, inputs, BITS=self._bits, GROUP=self._group, UNIT=self._unit,
+            HAS_BIAS=linear.bias is not None, BLOCK_N=block_n, BLOCK_M=block_m,
+            ASM=self._bits == 4 and x.is_cuda, num_warps=warps, num_stages=stages, **overlapped(x.device),  # noqa: E501
+        )  # fmt: skip
+        return out
+
+    def _tile(self, rows: int, outputs: int) -> tuple[int, int, int]:
+        """Returns a program's outputs, warps and stages: the fastest of a sweep on an H200."""
+        if outputs >= _WIDE:
+            return 128, 8, 3
+        if rows <= 16:
+            return 16, 1, 3
+        return (32, 2, 3) if rows <= 32 else (64, 4, 3)
+
+    def _fitting(self, stages: int, block_n: int, block_m: int, room: int) -> int:
+        """Limits the number of stages to what shared memory holds.
+
+        A stage holds a unit of x and its words.
+
+        Args:
+            stages: Number of stages wanted.
+            block_n: Outputs of a program.
+            block_m: Rows of x.
+            room: Bytes of shared memory that a program may use.
+        """
+        stage = self._unit * (32 // self._bits * block_m * self._dtype.itemsize + block_n * 4)
+        return max(1, min(stages, room // stage))
+
+    def dequantized(self, linear: Linear) -> torch.Tensor:
+        """Returns the weights [outputs, inputs] in the activations' data type."""
+        from foredraft.layers import quantized_gemm_kernels as kernels
+
+        outputs, inputs = linear.num_outputs, linear.num_inputs
+        out = torch.empty((outputs, inputs), dtype=self._dtype, device=linear.weight.device)
+        block_n = 32
+        grid = (-(-outputs // block_n), inputs * self._bits // 32 // self._unit)
+        kernels.dequantize_words[grid](
+            linear.weight, linear.scales, out, outputs, inputs,
+            BITS=self._bits, GROUP=self._group, UNIT=self._unit, BLOCK_N=block_n,
+        )  # fmt: skip
+        return out
+
+
+def shared_memory(device: torch.device) -> int:
+    """Returns the bytes of shared memory that a program may use; an H200's for other devices than
+    GPUs.
+    """
+    if device.type != "cuda":
+        return _H200_SHARED
+    properties = torch.cuda.get_device_properties(device)
+    return int(
+        getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    )
+
+
+def _unit(scheme: WeightScheme, num_inputs: int, num_outputs: int) -> int:
+    """Returns the largest number of words for a unit; 0 where none fits.
+
+    Units must divide the inputs evenly, and each must lie in one group of scales.
+    """
+    group = scheme.group_size or num_inputs
+    planes = 32 // scheme.bits
+    for unit in _UNITS[num_outputs >= _WIDE :]:
+        if num_inputs % (unit * planes) == 0 and group % unit == 0 and num_inputs % group == 0:
+            return unit
+    return 0
+
+
+class Fp8Method(LinearMethod):
+    """Keeps weights as 8-bit floats, and rounds x to 8-bit floats too.
+
+    A row of x has one scale, or one for each 128 columns where the weights' scales are by blocks.
+
+    Parameters of the layer: `weight` float8_e4m3fn [outputs, inputs]; `scales` float32 [1,
+    outputs], or [outputs / 128, inputs / 128].
+    """
+
+    def __init__(self, scheme: WeightScheme) -> None:
+        self._by_blocks = scheme.granularity == "block"
+        self.is_exact = False
+
+    @staticmethod
+    def takes(matrix: Matrix, scheme: WeightScheme) -> bool:
+        """Returns whether device and kernels support matrices of this format and size."""
+        if scheme.layout != "fp8":
+            return False
+        num_outputs, num_inputs = matrix.numbers.shape
+        capability = torch.cuda.get_device_capability(matrix.numbers.device)
+        if scheme.granularity == "block":
+            # Matrices that are stacked must each begin with a new block.
+            blocks = _block_scales(matrix)
+            is_even = num_outputs % BLOCK == 0 and torch.equal(
+                blocks.repeat_interleave(BLOCK, 0), matrix.scales
+            )
+            return is_even and num_inputs % BLOCK == 0 and _has_kernel(capability)
+        return num_outputs % 16 == 0 and num_inputs % BLOCK == 0 and capability >= _FIRST_FP8
+
+    def set_matrix(self, linear: Linear, matrix: Matrix) -> None:
+        """Stores the weights in the layer."""
+        linear.weight = _parameter(matrix.numbers)
+        scales = _block_scales(matrix) if self._by_blocks else matrix.scales.view(1, -1)
+        linear.scales = _parameter(scales)
+        self.is_exact = _has_kernel(torch.cuda.get_device_capability(matrix.numbers.device))
+
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        if self.is_exact and 0 < x.shape[0] <= MOST_ROWS and not VARIANTS.are_few:
+            return self._multiply(linear, x)
+        # The library gives the kernel's bits: it too makes one pass over the inputs, with the same
+        # short sums in the tensor cores.
+        out = (self._scaled_blocks if self._by_blocks else _scaled_rows)(linear, x).to(x.dtype)
+        return out if linear.bias is None else out.add_(linear.bias)
+
+    def _multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        from foredraft.layers import quantized_gemm_kernels as kernels
+
+        rows, scales = quantize_rows(x, BLOCK if self._by_blocks else 0)
+        count, outputs, inputs = len(rows), linear.num_outputs, linear.num_inputs
+        out = torch.empty((count, outputs), dtype=x.dtype, device=x.device)
+        block_m = max(16, power_of_two(count))
+        # Narrow matrices have few programs; each must have more loads in flight.
+        stages = 8 if outputs >= _WIDE or block_m > 16 else 12
+        kernels.multiply_fp8[(-(-outputs // _BLOCK_N), 1)](
+            rows, scales, linear.weight, linear.scales, out if linear.bias is None else linear.bias,
+            out, count, outputs, inputs, BLOCKS=self._by_blocks, HAS_BIAS=linear.bias is not None,
+            BLOCK_N=_BLOCK_N, BLOCK_M=block_m, BLOCK_K=BLOCK, LEFT=False, num_warps=4,
+            num_stages=stages, **overlapped(x.device),
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def _scaled_blocks(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        count = x.shape[0]
+        # The library takes only multiples of this number of rows.
+        wide = F.pad(x, (0, 0, 0, -count % _ROW_MULTIPLE)) if count % _ROW_MULTIPLE else x
+        rows, scales = quantize_rows(wide, BLOCK)
+        return torch._scaled_mm(
+            rows, linear.weight.t(), scale_a=scales.t(), scale_b=linear.scales.t(),
+            out_dtype=torch.bfloat16,
+        )[:count]  # fmt: skip
+
+
+def _scaled_rows(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    rows, scales = quantize_rows(x)
+    return torch._scaled_mm(
+        rows, linear.weight.t(), scale_a=scales.t(), scale_b=linear.scales,
+        out_dtype=torch.bfloat16, use_fast_accum=True,
+    )  # fmt: skip
+
+
+def _block_scales(matrix: Matrix) -> torch.Tensor:
+    """Returns one row of scales for each block of outputs, [outputs / 128, groups]."""
+    return matrix.scales[::BLOCK].contiguous()
+
+
+def _has_kernel(capability: tuple[int, int]) -> bool:
+    return _FIRST_KERNEL <= capability < _AFTER_KERNEL
+
+
+def quantize_rows(x: torch.Tensor, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Converts rows to 8-bit floats with scales.
+
+    Args:
+        x: [n, inputs], rows to convert.
+        size: Number of columns that share a scale, a divisor of the inputs; 0 for whole rows.
+
+    Returns:
+        float8_e4m3fn [n, inputs], and scales float32 [inputs / size, n].
+    """
+    from foredraft.layers import quantized_gemm_kernels as kernels
+
+    count, inputs = x.shape
+    size = size or inputs
+    out = torch.empty((count, inputs), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((inputs // size, count), dtype=torch.float32, device=x.device)
+    if count:
+        block = power_of_two(size)
+        kernels.quantize_rows[(count, inputs // size)](
+            x, out, scales, size, inputs, count, BLOCK=block,
+            num_warps=min(16, max(1, block // 512)), **overlapped(x.device),
+        )  # fmt: skip
+    return out, scales

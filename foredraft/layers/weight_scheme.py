@@ -1,0 +1,52 @@
+"""The form in which a checkpoint stores quantised matrices of linear layers. Torch-free."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Layout = Literal["fp8", "int8", "awq", "gptq", "packed"]
+Granularity = Literal["tensor", "channel", "group", "block"]
+BLOCK = 128  # outputs and inputs that share a scale where scales go by blocks
+
+
+@dataclass(frozen=True, slots=True)
+class WeightScheme:
+    """Describes one quantised matrix [outputs, inputs]; a weight is (number - zero point) *
+    scale.
+
+    Attributes:
+        layout: Set of tensors and order of the numbers in them; see `stored_weights`.
+        bits: Number of bits of a number.
+        granularity: Unit that shares a scale: the matrix, an output, a group of an output's inputs,
+            or a block of 128 x 128.
+        group_size: Number of inputs in a group; 0 for all but groups.
+        has_zeros: Whether zero points are stored.
+        has_order: Whether a tensor assigns each input to a group (act-order).
+        zero_offset: Number that is added to stored zero points.
+        scale_name: Last part of the scales' name.
+    """
+
+    layout: Layout
+    bits: int
+    granularity: Granularity
+    group_size: int = 0
+    has_zeros: bool = False
+    has_order: bool = False
+    zero_offset: int = 0
+    scale_name: str = "weight_scale"
+
+    def num_groups(self, num_inputs: int) -> int:
+        """Returns the number of scales of an output with `num_inputs` inputs; the last group
+        may be shorter.
+        """
+        size = BLOCK if self.granularity == "block" else self.group_size
+        return -(-num_inputs // size) if size else 1
+
+    def __str__(self) -> str:
+        kind = f"fp{self.bits}" if self.layout == "fp8" else f"int{self.bits}"
+        shared = {
+            "tensor": "one scale a matrix",
+            "channel": "one scale an output",
+            "group": f"groups of {self.group_size}",
+            "block": f"blocks of {BLOCK} x {BLOCK}",
+        }[self.granularity]
+        return f"{kind} ({shared})"

@@ -1,0 +1,236 @@
+"""A model of a fresh stack on two cores, for the controller: its first requests, quiet and with
+rivals for the cores.
+
+Step times are the bundled family's on two cores, chances of a right guess its accept lengths
+(docs/algorithms.md); no clock, no model, all drawn from a seed. What rivals do is drawn apart from
+what is drafted: stretches in which everything is slower, and single hiccups of target and draft.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from testing.ngram_load import COPIED, NEW, SAMPLED, Match
+from verify_service.controller.controller import Controller
+from verify_service.controller.costs import CostModel
+from verify_service.controller.messages import (
+    NO_WAIT,
+    DraftHistory,
+    DraftKind,
+    Observed,
+    Offer,
+    Wait,
+    Want,
+)
+from verify_service.controller.tables import RowTable
+
+WIDTHS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+TARGET = [6.1e-3, 7.6e-3, 7.7e-3, 7.7e-3, 8.3e-3, 8.9e-3, 10.4e-3, 12e-3, 15.2e-3, 18.4e-3]
+REAL = RowTable(WIDTHS, TARGET)
+REQUESTS, TOKENS, PROMPT, TEST_TOKENS = 24, 96, 120, 24
+READ = 0.06e-3  # seconds of a token that a draft reads
+NOISE, BUSY_NOISE = 0.03, 0.06
+# Slowness of stretches with rivals, and their mean seconds.
+SPEEDS, STRETCH = (1.0, 1.0, 1.6, 2.5), 1 / 3
+HICCUPS, HICCUP = 0.1, 3.0
+ARMS = ("never", "always", "default")
+
+
+class Drafts(NamedTuple):
+    """A draft: its tree, seconds of an answer, of a level, of a sequence in a level, and
+    chances at temperature 0 and 1.
+    """
+
+    name: str
+    nodes: int
+    answer: float
+    level: float
+    row: float
+    chances: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def has_matches(self) -> bool:
+        """Whether it proposes continuations of matches in the text."""
+        return not any(self.chances)
+
+
+DRAFTS = (
+    Drafts("NGRAM", 11, 1.3e-3, 0.0, 0.1e-3),
+    Drafts("EAGLE3", 5, 0.9e-3, 0.75e-3, 0.15e-3, (0.74, 0.5)),
+    Drafts("MTP", 5, 0.9e-3, 0.85e-3, 0.17e-3, (0.68, 0.48)),
+    Drafts("STANDALONE", 3, 0.9e-3, 0.6e-3, 0.12e-3, (0.74, 0.5)),
+)
+SPREAD = 0.1  # difference of chances between texts
+
+
+@dataclass(slots=True)
+class _Request:
+    history: DraftHistory
+    chance: float
+    matches: tuple[Match, ...]
+    left: int
+    behind: int = PROMPT
+    steps: int = 0
+
+
+class _Machine:
+    """Draws the slowness of parts of a step."""
+
+    def __init__(self, has_rivals: bool, seed: int) -> None:
+        self._rng, self._stretches = random.Random(seed), random.Random(seed + 3)
+        self._has_rivals = has_rivals
+        self._speed, self._until = 1.0, 0.0
+        self.now = 0.0
+
+    def passes(self, *parts: float) -> list[float]:
+        """Returns the seconds that parts take one after another."""
+        if not self._has_rivals:
+            taken = [part * max(0.8, self._rng.gauss(1, NOISE)) for part in parts]
+        else:
+            while self.now >= self._until:
+                self._speed = self._stretches.choice(SPEEDS)
+                self._until += self._stretches.expovariate(1 / STRETCH)
+            taken = [
+                part
+                * self._speed
+                * max(0.8, self._rng.gauss(1, BUSY_NOISE))
+                * (HICCUP if self._rng.random() < HICCUPS else 1.0)
+                for part in parts
+            ]
+        self.now += sum(taken)
+        return taken
+
+    def error(self) -> float:
+        """Returns the factor by which a time measured at start is wrong."""
+        return 1 + abs(self._rng.gauss(0, 0.08 if self._has_rivals else 0.02))
+
+
+class _Stack:
+    def __init__(self, draft: Drafts, is_sampled: bool, has_rivals: bool, arm: str, seed: int):
+        self._draft, self._is_sampled, self._arm = draft, is_sampled, arm
+        self.machine = _Machine(has_rivals, seed)
+        self._rng = random.Random(seed + 1)
+        table = RowTable(WIDTHS, [seconds * self.machine.error() for seconds in TARGET])
+        kind = DraftKind(draft.nodes, draft.nodes, is_asked_first=draft.has_matches)
+        self.controller = Controller(CostModel(table), [kind])
+        self.texts = random.Random(seed + 2)
+
+    def request(self, tokens: int, is_sampled: bool) -> _Request:
+        """Returns a new request; texts differ."""
+        chance = self._draft.chances[is_sampled] + self.texts.uniform(-SPREAD, SPREAD)
+        repeats = self.texts.random() < 0.6
+        matches = SAMPLED if is_sampled else COPIED if repeats else NEW
+        return _Request(DraftHistory(int(is_sampled)), chance, matches, tokens)
+
+    def test(self) -> None:
+        """Runs the self-test of a draft with a model: four short texts, all drafted."""
+        running = [self.request(TEST_TOKENS, False) for _ in range(4)]
+        while running:
+            self.step(running, is_forced=True)
+            running = [one for one in running if one.left > 0]
+
+    def step(self, running: list[_Request], is_forced: bool = False) -> int:
+        """Runs a step and returns its tokens."""
+        draft, batch, most = self._draft, len(running), self._draft.nodes
+        limits = [min(most, one.left - 1) for one in running]
+        wanted = [
+            Want(one.history, limit, is_forced, one.behind, one.left)
+            for one, limit in zip(running, limits, strict=True)
+        ]
+        nodes = limits
+        if self._arm == "never" and not is_forced:
+            nodes = [0] * batch
+        elif self._arm == "default":
+            nodes = self.controller.plan(wanted).nodes
+        asked = [i for i in range(batch) if nodes[i]]
+        offers = [(0, 0)] * batch  # confidence, right nodes
+        for i in asked:
+            offers[i] = self._offer(running[i], limits[i])
+        proposed = list(nodes)
+        if draft.has_matches:
+            proposed = [num * bool(offer[0]) for num, offer in zip(nodes, offers, strict=True)]
+            nodes = proposed
+            if self._arm == "default" and asked:
+                given = [
+                    Offer(one.history, num, offer[0])
+                    for one, num, offer in zip(running, proposed, offers, strict=True)
+                ]
+                nodes = self.controller.trim(given)
+        levels = 1 if draft.has_matches else max(nodes)
+        waited = draft.answer + levels * (draft.level + draft.row * len(asked)) if asked else 0.0
+        unread = sum(max(running[i].behind - 8, 0) for i in asked)
+        waited += READ * unread
+        seconds, wait = self.machine.passes(REAL.seconds(batch, batch + sum(nodes)), waited)
+        tokens = 0
+        for i, one in enumerate(running):
+            confidence, right = offers[i]
+            accepted = min(right, nodes[i])
+            if self._arm == "default" and proposed[i]:
+                known = proposed[i] if right <= nodes[i] else nodes[i] + 1
+                self.controller.record(
+                    one.history, known, range(min(right, nodes[i] + 1)), confidence, accepted
+                )
+            one.left -= 1 + accepted
+            one.behind = 1 + accepted if i in asked else one.behind + 1
+            one.steps += 1
+            tokens += 1 + accepted
+        if self._arm == "default":
+            said = Wait(levels, len(asked), wait, lead=wait, unread=unread) if asked else NO_WAIT
+            rows = batch + sum(nodes)
+            self.controller.observe(Observed(batch, rows, seconds, tokens, said))
+        return tokens
+
+    def _offer(self, one: _Request, most: int) -> tuple[int, int]:
+        chances, confidence = (one.chance, one.chance), 0
+        if self._draft.has_matches:
+            place = self._rng.random()
+            for number, match in enumerate(one.matches, 1):
+                place -= match.share
+                if place < 0:
+                    confidence, chances = number, (match.first, match.further)
+                    break
+            else:
+                return 0, 0
+        right = 0
+        while right < most and self._rng.random() < chances[right > 0]:
+            right += 1
+        return confidence, right
+
+
+class Served(NamedTuple):
+    """Results of the first requests.
+
+    Attributes:
+        rate: Tokens per second.
+        first: Number of steps of the first request until something was drafted for it.
+    """
+
+    rate: float
+    first: int
+
+
+def serve(
+    draft: Drafts, batch: int, is_sampled: bool, has_rivals: bool, arm: str, seed: int
+) -> Served:
+    """Serves the first requests of a fresh stack, `batch` at a time, after the draft's
+    self-test.
+    """
+    stack = _Stack(draft, is_sampled, has_rivals, arm, seed)
+    if arm == "default" and not draft.has_matches:
+        stack.test()
+        stack.machine.now = 0.0
+        stack.texts.seed(seed + 2)
+    left, tokens, first = REQUESTS, 0, 0
+    running: list[_Request] = []
+    start = stack.machine.now
+    while left or running:
+        while left and len(running) < batch:
+            running.append(stack.request(TOKENS, is_sampled))
+            left -= 1
+        before = [one.behind for one in running]
+        tokens += stack.step(running)
+        one = running[0]
+        if not first and (one.behind <= before[0] or left < REQUESTS - batch):
+            first = one.steps
+        running = [one for one in running if one.left > 0]
+    return Served(tokens / (stack.machine.now - start), first)

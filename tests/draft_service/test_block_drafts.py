@@ -1,0 +1,149 @@
+"""Block drafters against their published descriptions in float64: the same chains, whatever the
+batch, the chunks, the pages and the layout of the files.
+"""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draft_service.drafters.heads import HeadDrafter
+from draft_service.models.block_draft import BlockDraft
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.config.services import DraftConfig
+from foredraft.errors import AttachRefused
+from testing.block_cases import KINDS, chain_of, check_batch_that_grows, limits, states_of
+from testing.block_drafts import BlockReference, parallel_chain, tiny_peagle
+from testing.draft_heads import TinyHead, best_paths, paths_of, save_head
+from testing.head_verifier import attached, text
+
+Make = Callable[..., HeadDrafter]
+
+
+@pytest.fixture(scope="module")
+def make(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Loads a drafter as the service does."""
+
+    def load(head: TinyHead, **flags: Any) -> HeadDrafter:
+        folder = save_head(head, tmp_path_factory.mktemp("head"))
+        return HeadDrafter.load(
+            DraftConfig(
+                model_path=str(target),
+                speculative_algorithm=flags.pop("algorithm", head.algorithm),
+                speculative_draft_model_path=str(folder),
+                num_threads=1,
+                device="cpu",
+                **flags,
+            )
+        )
+
+    return load
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chains_of_a_batch_that_grows(kind: str, make: Make, target: Path) -> None:
+    head, options = KINDS[kind]
+    reference = BlockReference(head, target, **options)
+    check_batch_that_grows(make(head), reference, target)
+
+
+def test_a_block_after_a_text_that_came_in_parts(make: Make, target: Path) -> None:
+    head, _ = KINDS["dflash-sliding"]
+    reference, drafter = BlockReference(head, target), make(head)
+    whole = text(5, 41)
+    for chunk in (1, 3, 25, 41):
+        with attached(drafter, target, limits=drafter.info().limits) as verifier:
+            for start in range(0, 41, chunk):
+                is_last = start + chunk >= 41
+                asked = limits(4) if is_last else None
+                tree = verifier.step(verifier.news(2, whole[start : start + chunk], asked))
+            expected, _ = reference.chain(whole[-1], states_of(verifier, 2), 4)
+            assert chain_of(tree[2]) == expected
+
+
+def test_keys_that_do_not_exist_are_not_attended(make: Make, target: Path) -> None:
+    head, _ = KINDS["dflash"]
+    reference, drafter = BlockReference(head, target), make(head)
+    with attached(drafter, target, limits=drafter.info().limits) as verifier:
+        message = verifier.news(1, text(3, 20), limits(4))
+        # The draft comes to a sequence whose first 7 positions it has never seen.
+        message.begin.valid_from = 7
+        message.position = 8
+        del message.tokens[:8]
+        message.ClearField("hidden")
+        verifier.add_hidden(message, 7, 19)
+        tree = verifier.step(message)
+        bonus = verifier.tokens[1][-1]
+        seen, _ = reference.chain(bonus, states_of(verifier, 1), 4, valid_from=7)
+        assert chain_of(tree[1]) == seen
+
+
+def test_confidences(make: Make, target: Path) -> None:
+    for kind in ("dspark", "dspark-gated"):
+        head, _ = KINDS[kind]
+        drafter, reference = make(head), BlockReference(head, target)
+        draft = drafter._head
+        assert isinstance(draft, BlockDraft)
+        states = torch.randn(9, head.width, generator=torch.Generator().manual_seed(1))
+        drafted, expected = reference.chain(5, states.double().numpy(), 5)
+        hidden = torch.from_numpy(reference.hidden(5, states.double().numpy())).float()
+        previous = torch.tensor([5, *drafted[:-1]])
+        given = draft.confidences(hidden, previous)
+        assert given is not None
+        np.testing.assert_allclose(given.detach(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 4, "fc_norm": True}])
+def test_peagle(options: dict[str, Any], make: Make, target: Path) -> None:
+    head = tiny_peagle(3, **options)
+    drafter = make(head)
+    assert drafter.info().algorithm == "PEAGLE"
+    with attached(drafter, target, limits=drafter.info().limits) as verifier:
+        for round_number in range(3):
+            shapes = [7, 1, 4]
+            messages = [
+                verifier.news(slot, text(9 * round_number + slot, 6 + slot), limits(steps))
+                for slot, steps in enumerate(shapes)
+            ]
+            trees = verifier.step(*messages)
+            for slot, steps in enumerate(shapes):
+                tokens, states = verifier.tokens[slot], states_of(verifier, slot)
+                expected = parallel_chain(head, target, tokens, states, steps)
+                assert chain_of(trees[slot]) == expected, (round_number, slot)
+
+
+def test_the_files_say_what_it_is(make: Make) -> None:
+    assert make(KINDS["dspark"][0], algorithm="DFLASH").info().algorithm == "DSPARK"
+    assert make(KINDS["dflash"][0], algorithm="DSPARK").info().algorithm == "DFLASH"
+    assert make(tiny_peagle(4), algorithm="EAGLE3").info().algorithm == "PEAGLE"
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash-speculators", "dspark", "dspark-rnn"])
+def test_trees_are_the_best_of_all_paths(kind: str, make: Make, target: Path) -> None:
+    head, options = KINDS[kind]
+    reference, drafter = BlockReference(head, target, **options), make(head)
+    most = draft_pb2.TreeLimits(num_steps=4, topk=3, num_draft_tokens=16)
+    shapes = [(4, 3, 16), (2, 2, 5), (3, 3, 7), (4, 1, 5), (1, 3, 4)]
+    with attached(drafter, target, limits=most, draft_sampling="topk") as verifier:
+        for round_number in range(2):
+            messages = [
+                verifier.news(slot, text(7 * round_number + slot, 5 + slot), shape)
+                for slot, shape in enumerate(shapes)
+            ]
+            trees = verifier.step(*messages)
+            for slot, (steps, topk, nodes) in enumerate(shapes):
+                bonus, states = verifier.tokens[slot][-1], states_of(verifier, slot)
+                after = functools.partial(reference.after, bonus, states)
+                assert paths_of(trees[slot]) == best_paths(after, steps, topk, nodes - 1), slot
+
+
+def test_longer_chains_than_a_block_are_refused(make: Make, target: Path) -> None:
+    drafter = make(KINDS["dflash"][0])
+    most = drafter.info().limits
+    most.num_steps, most.num_draft_tokens = 5, 6
+    with pytest.raises(AttachRefused, match="proposes 4"), attached(drafter, target, limits=most):
+        pass

@@ -1,0 +1,145 @@
+"""Ranks of two hosts: two process groups that share no memory, in network namespaces of their own
+where this machine allows that.
+"""
+
+import concurrent.futures
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from testing.stack import eventually, free_port, make_model, running_stack
+
+ROOT = Path(__file__).parents[2]
+NAMESPACE = f"foredraft-{os.getpid()}"
+# A network interface's name has 15 letters, and tests may run beside each other.
+LINKS = (f"fd{os.getpid()}a", f"fd{os.getpid()}b")
+ADDRESSES = tuple(f"10.231.{os.getpid() % 250}.{host}" for host in (1, 2))
+ASKED = {
+    "text": "Once upon a time",
+    "sampling_params": {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True},
+}
+FOUND_SECONDS = 10.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def other_host() -> Iterator[tuple[str, list[str]]]:
+    """Address of host 0, and what begins the command line of a process on host 1."""
+    steps = [
+        f"ip netns add {NAMESPACE}",
+        f"ip link add {LINKS[0]} type veth peer name {LINKS[1]} netns {NAMESPACE}",
+        f"ip addr add {ADDRESSES[0]}/24 dev {LINKS[0]}",
+        f"ip link set {LINKS[0]} up",
+        f"ip -n {NAMESPACE} addr add {ADDRESSES[1]}/24 dev {LINKS[1]}",
+        f"ip -n {NAMESPACE} link set {LINKS[1]} up",
+        f"ip -n {NAMESPACE} link set lo up",
+    ]
+    try:
+        for step in steps:
+            subprocess.run(step.split(), check=True, capture_output=True)
+        inside = f"ip netns exec {NAMESPACE} unshare -m sh -c"
+        mounts = "mount -t tmpfs none /dev/shm && mount -t tmpfs none /run"
+        subprocess.run([*inside.split(), mounts], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        yield "127.0.0.1", []
+    else:
+        yield ADDRESSES[0], [*inside.split(), f'{mounts} && exec "$@"', "host1"]
+    finally:
+        with contextlib.suppress(OSError):
+            subprocess.run(["ip", "netns", "del", NAMESPACE], check=False, capture_output=True)
+
+
+class Host:
+    """Host 1: `foredraft serve` there, and what it logs."""
+
+    def __init__(self, before: list[str], *flags: str) -> None:
+        command = [*before, sys.executable, "-m", "foredraft.cli.main", "serve", *flags]
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self._reader = concurrent.futures.ThreadPoolExecutor(1)
+        self._reader.submit(self._read)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(self.process.stdout)
+
+    def __enter__(self) -> "Host":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+        self._reader.shutdown()
+        print("".join(f"host 1: {line}" for line in self.lines))
+
+
+def answer(url: str) -> str:
+    """The text of a long request."""
+    with httpx.Client(base_url=url, timeout=120) as http:
+        reply = http.post("/generate", json=ASKED)
+    assert reply.status_code == 200, reply.text
+    text: str = reply.json()["text"]
+    return text
+
+
+def other_ranks(lines: list[str]) -> list[int]:
+    """Processes on host 1, by what rank 0 has logged last."""
+    [*_, joined] = [line for line in lines if "ranks have joined" in line]
+    return [int(pid) for pid in re.findall(r"pid (\d+) on ", joined)]
+
+
+def test_two_hosts_answer_and_a_lost_rank_is_named(
+    model: Path, other_host: tuple[str, list[str]]
+) -> None:
+    address, before = other_host
+    where = f"{address}:{free_port()}"
+    with running_stack(model, speculative_algorithm="NONE") as stack:
+        expected = answer(stack.urls["http"])
+    flags = {
+        "tensor_parallel_size": 4,
+        "nnodes": 2,
+        "dist_init_addr": where,
+        "speculative_algorithm": "NONE",
+    }
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    given += ["--node-rank=1", f"--model-path={model}", "--device=cpu", "--num-threads=1"]
+    given += ["--port=0", "--grpc-port=0"]
+    lines: list[str] = []
+    with Host(before, *given) as host, running_stack(model, lines, **flags) as stack:
+        url = stack.urls["http"]
+        assert answer(url) == expected
+        first, second = other_ranks(lines)
+        assert b"verify_service.rank" in Path(f"/proc/{first}/cmdline").read_bytes()
+        own = b"foredraft-ranks"
+        assert own not in Path(f"/proc/{first}/maps").read_bytes()
+        for pid, number, told, seconds in (
+            (second, signal.SIGKILL, "has closed its connection", 3.0),
+            (None, signal.SIGSTOP, "has shown no sign of life for 8 s", FOUND_SECONDS),
+        ):
+            pid = pid or other_ranks(lines)[1]
+            [verifier] = [state.pid for state in stack.states() if state.name == "verify"]
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(answer, url)
+                os.kill(pid, number)
+                eventually(lambda: not Path(f"/proc/{verifier}").exists(), seconds + 5)  # noqa: B023
+                assert asked.result() == expected
+            named = rf"rank 3 of 4 \(pid {pid} on [\d.]+\) {told}.*: ending this verifier"
+            assert any(re.search(named, line) for line in lines)
+        pids = other_ranks(lines)
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
+    assert host.process.returncode == 0
+    assert not [line for line in [*lines, *host.lines] if "Traceback" in line]

@@ -1,0 +1,219 @@
+"""A verifier of two ranks as it is shipped: what it says of itself, and ranks that die or stand
+still under a request.
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foredraft.cli.stack import LocalStack, check, resolve_models
+from foredraft.config.services import VerifyConfig
+from foredraft.errors import ConfigError
+from foredraft.types import SamplingParams
+from testing.checkpoints import EOS, make_checkpoint
+from testing.engines import Job, running_engine
+from testing.reference import Reference
+from testing.segments import segments
+from testing.stack import eventually, make_model, running_stack
+from verify_service.executor.ranks.board import Board
+from verify_service.executor.ranks.messages import Kind, kind_of
+from verify_service.startup import load_target
+
+ASKED = {
+    "text": "Once upon a time",
+    "sampling_params": {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True},
+}
+# A rank that dies is found at once, one that stands still within ten seconds; then a verifier
+# starts anew.
+FOUND_SECONDS = 10.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def answer(url: str) -> str:
+    """The text of a long request."""
+    with httpx.Client(base_url=url, timeout=120) as http:
+        reply = http.post("/generate", json=ASKED)
+    assert reply.status_code == 200, reply.text
+    text: str = reply.json()["text"]
+    return text
+
+
+def streamed_errors(url: str, begun: threading.Event) -> list[dict[str, Any]]:
+    """Errors that end a stream which has begun."""
+    asked = {"prompt": "Once upon a time", "max_tokens": 450, "stream": True, "ignore_eos": True}
+    errors = []
+    with (
+        httpx.Client(base_url=url, timeout=120) as http,
+        http.stream("POST", "/v1/completions", json=asked) as reply,
+    ):
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                begun.set()
+                event = json.loads(line.removeprefix("data: "))
+                errors += [event["error"]] if "error" in event else []
+    return errors
+
+
+def workers(stack: LocalStack) -> list[int]:
+    """Processes that the stack's verifier has started as ranks."""
+    [verifier] = [state.pid for state in stack.states() if state.name == "verify"]
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if b"verify_service.rank" in command and parent == verifier:
+                    found.append(int(entry.name))
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, and was reaped by whoever it belongs to."""
+    try:
+        return (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_two_ranks_answer_and_a_lost_one_ends_the_verifier(model: Path) -> None:
+    """The same text as one rank's, also from the verifier that is started after a rank has died or
+    stood still.
+    """
+    with running_stack(model, speculative_algorithm="NONE") as stack:
+        expected = answer(stack.urls["http"])
+    lines: list[str] = []
+    with running_stack(model, lines, tensor_parallel_size=2) as stack:
+        url = stack.urls["http"]
+        assert answer(url) == expected
+        info = httpx.get(f"{url}/get_server_info").json()
+        assert info["tp_size"] == 2
+        for number, told, seconds in (
+            (signal.SIGKILL, "was ended by SIGKILL", 3.0),
+            (signal.SIGSTOP, "has shown no sign of life for 8 s", FOUND_SECONDS),
+        ):
+            [worker] = workers(stack)
+            [verifier] = [state.pid for state in stack.states() if state.name == "verify"]
+            assert verifier is not None
+            sentence = f"rank 1 of 2 (pid {worker}) {told}: ending this verifier"
+            with concurrent.futures.ThreadPoolExecutor(2) as pool:
+                # Under way; it is not streamed, so the gateway asks again, and nobody sees the
+                # loss.
+                asked = pool.submit(answer, url)
+                begun = threading.Event()
+                streamed = pool.submit(streamed_errors, url, begun)
+                assert begun.wait(30)
+                os.kill(worker, number)
+                eventually(lambda: is_gone(verifier) and is_gone(worker), seconds + 1)  # noqa: B023
+                assert asked.result() == expected
+                [error] = streamed.result()
+                assert (error["code"], error["retryable"]) == ("unavailable", True)
+            assert not segments(verifier)
+            assert any(sentence in line for line in lines)
+            assert not [line for line in lines if "Traceback" in line or "Error" in line]
+        [worker] = workers(stack)
+    eventually(lambda: is_gone(worker), 5)
+
+
+def test_workers_go_with_a_verifier_that_is_killed(model: Path) -> None:
+    with running_stack(model, speculative_algorithm="NONE", tensor_parallel_size=2) as stack:
+        [worker] = workers(stack)
+        [verifier] = [state.pid for state in stack.states() if state.name == "verify"]
+        assert verifier is not None
+        os.kill(verifier, signal.SIGKILL)
+        eventually(lambda: is_gone(worker), 5)
+
+
+def spied_kinds(monkeypatch: pytest.MonkeyPatch) -> list[Kind]:
+    """Returns a list that collects the kinds of rank 0's messages from now on."""
+    kinds: list[Kind] = []
+    write = Board.write
+
+    def spy(board: Board, message: bytes) -> None:
+        kinds.append(kind_of(message))
+        write(board, message)
+
+    monkeypatch.setattr(Board, "write", spy)
+    return kinds
+
+
+def test_log_probabilities_and_filters_of_two_ranks_are_those_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside sequences whose logits are not gathered, in one batch."""
+    target = make_checkpoint(tmp_path)
+    asked = (
+        {"logprobs": 2},
+        {},
+        {"top_p": 0.8},
+        {"min_p": 0.05},
+        {"temperature": 0.0, "logprobs": 0, "prompt_logprobs": 1},
+        {"temperature": 0.0},
+    )
+    jobs = [
+        Job([5, 6, 7, 8 + i] * 3, SamplingParams(max_new_tokens=12, seed=i, **one))
+        for i, one in enumerate(asked)
+    ]
+    kinds, results = spied_kinds(monkeypatch), []
+    for size in (1, 2):
+        with running_engine(target, "NONE", tensor_parallel_size=size) as harness:
+            results.append(harness.run(jobs))
+    assert {Kind.CHOICE, Kind.GATHER, Kind.LOGITS} <= set(kinds)
+    for whole, shared in zip(*results, strict=True):
+        assert shared.tokens == whole.tokens
+        for name in ("logprobs", "prompt_logprobs"):
+            own, theirs = getattr(shared, name), getattr(whole, name)
+            assert [one.top_tokens for one in own] == [one.top_tokens for one in theirs]
+            values = [[one.logprob, *one.top_logprobs] for one in own]
+            assert values == [pytest.approx([o.logprob, *o.top_logprobs], abs=1e-4) for o in theirs]
+
+
+def test_four_ranks_of_which_two_hold_the_same_key_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token is the one that the rule gives after those before it, by transformers."""
+    target = make_checkpoint(tmp_path)
+    jobs = [
+        Job([5, 6, 7, 8] * i, SamplingParams(temperature=0.7 * (i % 2), max_new_tokens=24, seed=i))
+        for i in range(1, 7)
+    ]
+    flags = {"speculative_num_draft_tokens": 6, "tensor_parallel_size": 4}
+    kinds = spied_kinds(monkeypatch)
+    with running_engine(target, "NGRAM", **flags) as harness:
+        results = harness.run(jobs)
+        harness.check_nothing_left()
+    assert Kind.CHOICE in kinds
+    assert Kind.GATHER not in kinds, "whole logits crossed, and nothing needs them"
+    assert sum(one.finish.accepted_tokens for one in results if one.finish) > 0
+    cases = [(job.prompt, one.tokens, job.sampling) for job, one in zip(jobs, results, strict=True)]
+    assert Reference(target).check_all(cases, frozenset({EOS})) == 0
+
+
+def test_ranks_that_cannot_share_a_model_are_refused(model: Path) -> None:
+    config = VerifyConfig(model_path=str(model), device="cpu", tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3 .* its 4 attention heads"):
+        load_target(config)
+
+
+def test_serve_refuses_them_before_anything_starts(model: Path) -> None:
+    values = {"model_path": str(model), "tensor_parallel_size": 3}
+    with pytest.raises(ConfigError) as refused:
+        resolve_models(values)
+    assert str(refused.value) == (
+        "--tensor-parallel-size 3 does not go with this model: its 4 attention heads cannot be"
+        " shared equally; give 1, 2 or 4"
+    )
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 is for CPUs so far"):
+        check({"device": "cuda", "tensor_parallel_size": 2})

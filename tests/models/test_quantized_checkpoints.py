@@ -1,0 +1,259 @@
+"""Quantised checkpoints of every format against transformers in float64 with the weights that they
+stand for.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from foredraft.attention.sdpa import SdpaAttention
+from foredraft.errors import CheckpointError
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.layers.linear import Linear
+from foredraft.layers.quantized import ExpandedMethod, StoredMethod, dequantize
+from foredraft.layers.stored_weights import StoredMatrix
+from foredraft.models.config import ModelConfig
+from foredraft.models.loader import load_model
+from foredraft.runner.batch import SequenceRows
+from foredraft.runner.model_runner import ModelRunner
+from testing.quantized_checkpoints import FORMATS, Format, reference, tiny_llama, write
+
+MOST_ERROR = 1e-5  # of logits, relative to their norm
+TOKENS = torch.randint(3, 97, (21,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return tiny_llama(tmp_path_factory.mktemp("plain"))
+
+
+@torch.inference_mode()
+def logits(directory):
+    model = load_model(directory, torch.float32)
+    kv = PagedKV.for_model(model.config, 16, 4, torch.float32, "cpu")
+    runner = ModelRunner(model, kv, SdpaAttention())
+    return runner.forward([SequenceRows.chunk(list(range(6)), 0, TOKENS, "all")]).logits
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_weights_that_a_checkpoint_stands_for(name, plain, tmp_path):
+    meant = write(plain, tmp_path, FORMATS[name])
+    got = logits(tmp_path).double()
+    with torch.inference_mode():
+        want = reference(plain, meant)(torch.tensor([TOKENS])).logits[0]
+    error = float((got - want).norm() / want.norm())
+    assert error < MOST_ERROR
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_bit_of_a_matrix_is_read(name):
+    """Sizes that are no multiple of a block's, and a share of two ranks each way, where numbers are
+    not stored together.
+    """
+    form = FORMATS[name]
+    scheme = ModelConfig.from_dict(
+        CONFIG | {"quantization_config": form.config}
+    ).quantization.scheme
+    weight = torch.randn(192, 384, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    tensors, meant = form.pack(weight)
+    for split, first, count in (("none", 0, 0), ("outputs", 96, 96), ("inputs", 128, 128)):
+        if split == "outputs" and scheme.granularity == "block":
+            with pytest.raises(ValueError, match="96 outputs a rank"):
+                StoredMatrix(scheme, weight.shape, split, first, count, torch.device("cpu"))
+            continue
+        if split == "inputs" and scheme.has_order:
+            with pytest.raises(ValueError, match="act-order"):
+                StoredMatrix(scheme, weight.shape, split, first, count, torch.device("cpu"))
+            continue
+        stored = StoredMatrix(scheme, weight.shape, split, first, count, torch.device("cpu"))
+        for suffix, target in stored.targets.items():
+            if suffix not in tensors:
+                assert target.is_optional
+                continue
+            assert target.takes(tuple(tensors[suffix].shape))
+            given = tensors[suffix].reshape(target.shape)
+            if target.memory.dim():
+                given = given.narrow(target.dim, target.first, target.memory.shape[target.dim])
+            target.memory.copy_(given)
+        matrix = stored.decode()
+        if matrix.groups is not None:
+            order = torch.argsort(matrix.groups, stable=True)
+            matrix.numbers = matrix.numbers[:, order]
+        got = dequantize(matrix, scheme.group_size or 128, torch.float64)
+        if matrix.groups is not None:
+            got = got[:, torch.argsort(order)]
+        want = meant
+        if split != "none":
+            want = meant.narrow(0 if split == "outputs" else 1, first, count)
+        # Products of few bits are exact in float32 but for scales of 24 bits.
+        torch.testing.assert_close(got, want, rtol=1.2e-7, atol=0)
+
+
+@pytest.mark.parametrize("name", ["packed-32", "packed-64", "packed-int8"])
+def test_tables_give_rows_and_products_in_either_form(name):
+    """As embedding and LM head: kept as stored on a CPU, expanded elsewhere."""
+    form = FORMATS[name]
+    raw = CONFIG | {"quantization_config": form.config}
+    scheme = ModelConfig.from_dict(raw).quantization.scheme
+    weight = torch.randn(96, 384, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    tensors, meant = form.pack(weight)
+    x = torch.randn(3, 384)
+    outputs = torch.tensor([0, 95, 31, 32, 17, 17])
+    for method in (StoredMethod(scheme), ExpandedMethod(scheme)):
+        linear = Linear(384, 96, False, torch.float32, torch.device("cpu"), method=method)
+        for full_name, target in linear.targets("lm_head").items():
+            stored = tensors.get(full_name.removeprefix("lm_head."))
+            if stored is not None:
+                target.memory.copy_(stored.reshape(target.shape))
+        linear.method.finish(linear)
+        is_plain = isinstance(method, ExpandedMethod)
+        assert linear.weight.dtype == (torch.float32 if is_plain else torch.uint8)
+        got = linear.method.rows(linear, outputs).double()
+        torch.testing.assert_close(got, meant[outputs], rtol=1.2e-7, atol=0)
+        want = x.double() @ meant.T
+        assert float((linear(x) - want).norm() / want.norm()) < MOST_ERROR
+
+
+def test_layers_that_are_left_out_stay_plain(plain, tmp_path):
+    def keep(name):
+        return ".layers.1." in name or "down_proj" in name
+
+    ignored = {"ignore": ["lm_head", "re:.*down_proj", "model.layers.1"]}
+    form = Format(FORMATS["packed-128"].config | ignored, FORMATS["packed-128"].pack)
+    meant = write(plain, tmp_path, form, keep)
+    with torch.inference_mode():
+        want = reference(plain, meant)(torch.tensor([TOKENS])).logits[0]
+    got = logits(tmp_path).double()
+    assert float((got - want).norm() / want.norm()) < MOST_ERROR
+    model = load_model(tmp_path, torch.float32)
+    kinds = [type(layer.mlp.gate_up.method).__name__ for layer in model.decoder_layers]
+    assert kinds == ["TiledMethod", "Float32CpuMethod"]
+
+
+def test_a_bias_of_old_gptq_files_must_be_zero(plain, tmp_path):
+    name = "model.layers.0.self_attn.k_proj.bias"
+    write(plain, tmp_path, FORMATS["gptq"], change={name: torch.zeros(64)})
+    load_model(tmp_path, torch.float32)
+    write(plain, tmp_path, FORMATS["gptq"], change={name: torch.ones(64)})
+    with pytest.raises(CheckpointError, match="there is a bias"):
+        load_model(tmp_path, torch.float32)
+
+
+def test_what_a_checkpoint_lacks_or_has_in_another_type_is_named(plain, tmp_path):
+    form = FORMATS["fp8-tensor"]
+    scale = "model.layers.0.mlp.up_proj.weight_scale"
+    write(plain, tmp_path, form, change={scale: torch.ones(3)})
+    with pytest.raises(CheckpointError, match=r"up_proj.weight_scale has shape \[3\]"):
+        load_model(tmp_path)
+    weight = "model.layers.0.mlp.up_proj.weight"
+    write(plain, tmp_path, form, change={weight: torch.ones(256, 128)})
+    with pytest.raises(
+        CheckpointError, match=r"up_proj.weight has type torch.float32.*float8_e4m3fn"
+    ):
+        load_model(tmp_path)
+    broken = torch.full((256, 128), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    write(plain, tmp_path, form, change={weight: broken})
+    with pytest.raises(CheckpointError, match=r"up_proj.weight has values that are no numbers"):
+        load_model(tmp_path)
+
+
+def test_eight_bit_weights_without_a_quantization_config_are_not_plain_ones(plain, tmp_path):
+    write(plain, tmp_path, FORMATS["fp8-tensor"])
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"float8_e4m3fn|unexpected tensor"):
+        load_model(tmp_path)
+
+
+def test_modelopts_own_file(plain, tmp_path):
+    form = FORMATS["modelopt"]
+    write(plain, tmp_path, form)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    own = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    assert str(ModelConfig.from_dir(tmp_path).quantization) == "modelopt fp8 (one scale a matrix)"
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+CT = FORMATS["packed-128"].config
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "mxfp4"}, r"\(mxfp4\) are not supported; serve"),
+        ({"quant_method": "bitsandbytes"}, r"\(bitsandbytes\)"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+        ({"quant_method": "awq", "version": "gemv"}, "gemv"),
+        ({"quant_method": "awq", "bits": 8}, "bits 8"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 16}, "group_size 16"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "gptq", "bits": 4, "lm_head": True}, "LM head"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*mlp": {"bits": 8}}}, "mixed schemes"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\]"),
+        (CT | {"config_groups": {"group_0": CT["config_groups"]["group_0"] | {"targets": ["Linear", "Embedding"]}}}, "LM head included"),  # noqa: E501
+        (CT | {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+        (CT | {"config_groups": CT["config_groups"] | {"group_1": FORMATS["packed-32"].config["config_groups"]["group_0"]}}, "mixed schemes"),  # noqa: E501
+        (CT | {"config_groups": {"group_0": {"targets": ["re:.*mlp.*"], "weights": {}}}}, "mixed schemes"),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_what_is_not_read_is_refused_by_name(quantization, message):
+    with pytest.raises(CheckpointError, match=message) as error:
+        ModelConfig.from_dict(CONFIG | {"quantization_config": quantization})
+    assert "--quantization" in str(error.value)
+
+
+def test_tensors_of_the_tool_itself():
+    """compressed-tensors packs, and the reader sees the same numbers."""
+    tool = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    numbers = torch.randint(-8, 8, (96, 384), generator=torch.Generator().manual_seed(0)).to(
+        torch.int8
+    )
+    scheme = ModelConfig.from_dict(CONFIG | {"quantization_config": FORMATS["packed-64"].config})
+    stored = StoredMatrix(scheme.quantization.scheme, (96, 384), "none", 0, 0, torch.device("cpu"))
+    points = torch.randint(-8, 8, (96, 6), generator=torch.Generator().manual_seed(1)).to(
+        torch.int8
+    )
+    stored.targets["weight_packed"].memory.copy_(tool.pack_to_int32(numbers, 4))
+    stored.targets["weight_zero_point"].memory.copy_(tool.pack_to_int32(points, 4, packed_dim=0))
+    stored.targets["weight_scale"].memory.fill_(1)
+    matrix = stored.decode()
+    assert torch.equal(matrix.numbers.int() - 8, numbers.int())
+    assert torch.equal(matrix.zeros.int() - 8, points.int())
+
+
+def test_memory_is_that_of_the_quantised_form(plain, tmp_path):
+    write(plain, tmp_path, FORMATS["packed-128"])
+    model = load_model(tmp_path, torch.float32)
+    weights = load_file(plain / "model.safetensors")
+    kept = sum(weight.numel() * 4 for name, weight in weights.items() if "_proj" not in name)
+    packed = sum(weight.numel() for name, weight in weights.items() if "_proj" in name)
+    total = sum(one.numel() * one.element_size() for one in model.parameters())
+    assert kept + packed // 2 <= total <= kept + packed // 2 * 1.1
+    assert kept + packed // 2 <= model.config.weight_bytes(4, True) + 8 * 1024 <= total + 16 * 1024
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "awq", "packed-channel", "packed-int8", "int8"])
+def test_made_up_weights(name, plain, tmp_path):
+    write(plain, tmp_path, FORMATS[name])
+    (tmp_path / "model.safetensors").unlink()
+    model = load_model(tmp_path, torch.float32, load_format="dummy")
+    x = torch.randn(3, 128)
+    for layer in model.decoder_layers:
+        assert 0.1 < float(layer.mlp.gate_up(x).std()) < 0.4  # 0.02 * sqrt(128)

@@ -1,0 +1,1 @@
+"""Chooses how much is drafted in a step, and by which draft."""

@@ -1,0 +1,251 @@
+"""Estimates how often a draft's tokens are right: Beta-Bernoulli by tree size, with forgetting, for
+all sequences together and for each.
+"""
+
+import bisect
+import functools
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verify_service.controller.config import DEFAULT, ControllerConfig
+from verify_service.controller.messages import MOST_CONFIDENCE, DraftHistory
+
+Array = NDArray[np.float64]
+NOTHING = 0  # row of a sequence without outcomes
+
+
+class Ladder:
+    """The tree sizes that estimates distinguish. A bin has the nodes between one size and the next.
+
+    Args:
+        sizes: Numbers of nodes, rising, the largest tree last.
+        depth: Number of levels of the largest tree; 0 for chains.
+    """
+
+    def __init__(self, sizes: Sequence[int], depth: int = 0) -> None:
+        self.depth = depth
+        self.sizes = tuple(sizes)
+        self.widths = np.diff((0, *self.sizes)).astype(float)
+        self.bin_of = [bisect.bisect_right(self.sizes, node) for node in range(self.sizes[-1])]
+        # By bin: what an accepted node adds to the square of a chain's number of accepted nodes.
+        self.squares = 2 * np.array(self.sizes) - self.widths
+        # A tree that ends within a bin counts as an outcome of the whole bin.
+        nodes = range(1, self.sizes[-1] + 1)
+        self.num_told = [0, *(bisect.bisect_left(self.sizes, node) + 1 for node in nodes)]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def num_within(self, num_nodes: int) -> int:
+        """Returns the number of bins that lie wholly within `num_nodes` nodes."""
+        return bisect.bisect_right(self.sizes, num_nodes)
+
+    @functools.cached_property
+    def chains(self) -> Array:
+        """Ratios of each bin's accepted nodes to the previous bin's, [101, bins].
+
+        Row p is for a chain whose nodes are right with a chance of p percent.
+        """
+        chances = np.maximum(np.arange(101), 1)[:, None] / 100
+        powers = np.cumsum(chances ** np.arange(1, self.sizes[-1] + 1), axis=1)
+        powers = np.minimum(powers, (self.depth or self.sizes[-1]) * chances)
+        ends = np.concatenate([np.zeros((101, 1)), powers[:, np.array(self.sizes) - 1]], axis=1)
+        sums = np.diff(ends, axis=1)
+        ratios = sums.copy()
+        ratios[:, 1:] /= np.maximum(sums[:, :-1], 1e-300)
+        return ratios
+
+
+class Acceptance:
+    """Estimates the accepted nodes of each bin of a draft's trees.
+
+    A bin's outcomes are counted only for trees that reached it, and relative to the bin before it,
+    since a tree that was accepted whole shows nothing about larger trees. A sequence's estimate has
+    the outcomes of all sequences as prior. The estimate of all sequences has a chain of equal
+    chances as prior; for sampled sequences, the prior of the first bin is that of greedy ones.
+
+    Args:
+        ladder: Tree sizes to distinguish.
+        config: Numbers of the policy.
+    """
+
+    def __init__(self, ladder: Ladder, config: ControllerConfig = DEFAULT) -> None:
+        self.ladder = ladder
+        self._config = config
+        num_pools, size = 2 * (MOST_CONFIDENCE + 1), len(ladder)
+        self._hits, self._before = np.zeros((2, num_pools, size))
+        self._own_hits, self._own_tries = np.zeros((2, 64, size))
+        self._free = list(range(63, NOTHING, -1))
+        self._pending: list[tuple[int, int, int, Collection[int]]] = []
+        # Difference between recent accepted nodes and their expectation, and its variance.
+        self._surplus = self._variance = 0.0
+        self._ratios: dict[tuple[int, float], Array] = {}
+
+    def pool(self, history: DraftHistory, confidence: int) -> int:
+        """Returns the number of the pool that a proposal to a sequence belongs to."""
+        return 2 * min(confidence, MOST_CONFIDENCE) + history.group
+
+    def row(self, history: DraftHistory, draft: int, confidence: int) -> int:
+        """Returns the row of a sequence's outcomes; `NOTHING` before the first outcome."""
+        return history.tracks.get((draft, min(confidence, MOST_CONFIDENCE)), NOTHING)
+
+    def gains(self, rows: Sequence[int], pools: Sequence[int], deviations: float = 0.0) -> Array:
+        """Returns the expected accepted nodes by proposal and bin, [proposals, bins].
+
+        Per node they never exceed those of the previous bin.
+
+        Args:
+            rows: Row of each proposal's sequence, see `row`.
+            pools: Pool of each proposal, see `pool`.
+            deviations: Number of standard deviations that the pools' estimates are raised by;
+                positive ones raise only bins with few outcomes.
+        """
+        if self._pending:
+            self._flush()
+        known = {pool: self._ratio(pool, deviations) for pool in set(pools)}
+        ratios = np.stack([known[pool] for pool in pools])
+        tries, prior = self._own_tries[list(rows)], self._config.prior_outcomes
+        gains = np.empty_like(ratios)
+        before: Array | float = 1.0
+        posterior = (self._own_hits[list(rows)], tries + prior)
+        for i in range(ratios.shape[1]):
+            before = (posterior[0][:, i] + prior * before * ratios[:, i]) / posterior[1][:, i]
+            gains[:, i] = before
+        gains = np.minimum(gains, self.ladder.widths)
+        return falling(gains, self.ladder.widths)
+
+    @property
+    def num_outcomes(self) -> float:
+        """Number of outcomes behind the estimates; old outcomes count less."""
+        self._flush()
+        return float(self._before[:, 0].sum())
+
+    def record(
+        self,
+        history: DraftHistory,
+        draft: int,
+        num_nodes: int,
+        accepted: Collection[int],
+        confidence: int,
+    ) -> None:
+        """Records an outcome of a tree's first `num_nodes` nodes; `accepted` were right."""
+        key = draft, min(confidence, MOST_CONFIDENCE)
+        row = history.tracks.get(key)
+        if row is None:
+            if not self._free:
+                self._grow()
+            row = history.tracks[key] = self._free.pop()
+            self._own_hits[row] = self._own_tries[row] = 0.0
+        self._pending.append((row, self.pool(history, confidence), num_nodes, accepted))
+
+    def forget(self, history: DraftHistory, draft: int) -> None:
+        """Frees the rows of a sequence that has ended."""
+        self._flush()
+        self._free += [row for (number, _), row in history.tracks.items() if number == draft]
+
+    def pass_time(self, seconds: float) -> None:
+        """Lets evidence age by `seconds`."""
+        kept = math.exp(-seconds / self._config.forget_seconds)
+        self._hits *= kept
+        self._before *= kept
+        self._ratios.clear()
+
+    def _flush(self) -> None:
+        ladder, config, pending = self.ladder, self._config, self._pending
+        if not pending:
+            return
+        hits, told = np.zeros((2, len(pending), len(ladder)))
+        for i, (_, _, num_nodes, accepted) in enumerate(pending):
+            told[i, : ladder.num_told[min(num_nodes, ladder.sizes[-1])]] = 1.0
+            for node in accepted:
+                if node < num_nodes:
+                    hits[i, ladder.bin_of[node]] += 1.0
+        self._doubt(hits, told)
+        before = told.copy()
+        before[:, 1:] *= hits[:, :-1]
+        for i, (row, pool, _, _) in enumerate(pending):
+            own, pooled = 1 - told[i] / config.own_memory, 1 - told[i] / config.pool_memory
+            self._own_hits[row] = own * self._own_hits[row] + hits[i]
+            self._own_tries[row] = own * self._own_tries[row] + told[i]
+            self._hits[pool] = pooled * self._hits[pool] + hits[i]
+            self._before[pool] = pooled * self._before[pool] + before[i]
+        pending.clear()
+        self._ratios.clear()
+
+    def _doubt(self, hits: Array, told: Array) -> None:
+        """Drops all evidence but the newest if outcomes are far from their expectation, which means
+        that acceptance has changed.
+        """
+        pending, self._pending = self._pending, []
+        expected = self.gains([row for row, *_ in pending], [pool for _, pool, *_ in pending])
+        self._pending = pending
+        expected *= told
+        mean = expected.sum(axis=1)
+        # Variances are those of chains. Trees have smaller ones, so their changes are seen later.
+        spreads = np.minimum(expected @ self.ladder.squares - mean**2, mean * (1 + mean))
+        off, spread = float(hits.sum() - mean.sum()), float(spreads.sum())
+        kept = 1 - self._config.newest_share
+        self._surplus = kept * self._surplus + off
+        self._variance = kept**2 * self._variance + spread
+        if self._surplus**2 > self._config.surprise**2 * max(self._variance, 0.5):
+            self._surplus = self._variance = 0.0
+            self._hits[:] = self._before[:] = self._own_hits[:] = self._own_tries[:] = 0.0
+
+    def _ratio(self, pool: int, deviations: float) -> Array:
+        """Returns the ratios of each bin's accepted nodes to the previous bin's, in a pool."""
+        found = self._ratios.get((pool, deviations))
+        if found is None:
+            found = self._ratios[pool, deviations] = self._new_ratio(pool, deviations)
+        return found
+
+    def _new_ratio(self, pool: int, deviations: float) -> Array:
+        config, widths, prior = self._config, self.ladder.widths, self._config.prior_outcomes
+        hits, before = self._hits[pool], self._before[pool]
+        confidence, group = divmod(pool, 2)
+        first = min(config.prior_match * confidence, 1.0) if confidence else config.prior_chance
+        chain = self.ladder.chains[int(100 * first)]
+        least = chain[0]
+        if group:
+            greedy, tries = self._hits[pool - 1, 0], self._before[pool - 1, 0]
+            least = (greedy + prior * least) / (tries + prior)
+        density = (hits[0] + prior * least) / (before[0] + prior) / widths[0]
+        if confidence:
+            density = max(density, config.prior_repeat)
+        chain = self.ladder.chains[min(int(100 * density + 0.5), 100)].copy()
+        chain[0] = least
+        ratio: Array = (hits + prior * chain) / (before + prior)
+        if confidence:  # deeper bins have fewer outcomes, so the previous bin is their prior
+            for i in range(2, len(ratio)):
+                ratio[i] = (hits[i] + prior * ratio[i - 1]) / (before[i] + prior)
+        if deviations:
+            share = np.minimum(ratio / np.maximum(widths, 1.0), 1.0)
+            spread = np.sqrt(share * (1 - share) / (before + prior + 1)) * np.maximum(widths, 1.0)
+            if deviations > 0:
+                spread[before >= config.seen_enough] = 0.0
+            ratio = np.maximum(ratio + deviations * spread, 0.0)
+        return ratio
+
+    def _grow(self) -> None:
+        size = len(self._own_hits)
+        more = np.zeros_like(self._own_hits)
+        self._own_hits = np.concatenate([self._own_hits, more])
+        self._own_tries = np.concatenate([self._own_tries, more])
+        self._free = list(range(2 * size - 1, size - 1, -1))
+
+
+def falling(gains: Array, widths: Array) -> Array:
+    """Returns the nearest gains that do not increase per node (pool adjacent violators, by row)."""
+    density = gains / widths
+    for i in np.flatnonzero((density[:, 1:] > density[:, :-1] + 1e-12).any(axis=1)):
+        blocks: list[tuple[float, float, int]] = []  # gain, nodes, bins
+        for gain, width in zip(gains[i], widths, strict=True):
+            count = 1
+            while blocks and gain * blocks[-1][1] > blocks[-1][0] * width:
+                before, nodes, bins = blocks.pop()
+                gain, width, count = gain + before, width + nodes, count + bins
+            blocks.append((gain, width, count))
+        gains[i] = np.repeat([g / w for g, w, _ in blocks], [c for _, _, c in blocks]) * widths
+    return gains

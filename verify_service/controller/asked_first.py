@@ -1,0 +1,105 @@
+"""Estimates what a draft with proposals that cost next to nothing, such as n-grams, brings: tokens
+beyond those of plain decoding.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from verify_service.controller.bank import Bank
+from verify_service.controller.config import ControllerConfig
+from verify_service.controller.costs import CostModel
+from verify_service.controller.messages import DraftHistory, DraftKind, Want
+
+
+class AskedFirst:
+    """Estimates what asking a draft is worth, for all sequences and for each.
+
+    Args:
+        number: Number of the draft.
+        config: Numbers of the policy.
+    """
+
+    def __init__(self, number: int, config: ControllerConfig) -> None:
+        self._number = number
+        self._config = config
+        self._worth, self._count = config.prior_chance, 0.0
+
+    def worth(self, histories: Sequence[DraftHistory], is_optimistic: bool) -> list[float]:
+        """Returns the tokens that asking brings for each sequence.
+
+        Args:
+            histories: Histories of the sequences.
+            is_optimistic: Whether the estimate is at least the prior while little is known.
+        """
+        config, known = self._config, self._worth
+        if is_optimistic and self._count < config.seen_enough:
+            known = max(known, config.prior_chance)
+        prior = config.prior_outcomes
+        own = [history.asked.get(self._number, (0.0, 0.0)) for history in histories]
+        return [(prior * known + total) / (prior + count) for total, count in own]
+
+    def brought(self, history: DraftHistory, tokens: float) -> None:
+        """Records the tokens that asking for a sequence has brought."""
+        config = self._config
+        total, count = history.asked.get(self._number, (0.0, 0.0))
+        kept = 1 - 2 / config.own_memory
+        history.asked[self._number] = kept * total + tokens, kept * count + 1
+        self._count = min(self._count + 1, config.pool_memory)
+        num = max(min(self._count, config.own_memory), config.prior_outcomes)
+        self._worth += (tokens - self._worth) / num
+
+    def pass_time(self, seconds: float) -> None:
+        """Lets evidence age by `seconds`."""
+        self._count *= max(1 - seconds / self._config.forget_seconds / 4, 0.5)
+
+
+class Asking:
+    """Decides which drafts are asked first.
+
+    Args:
+        drafts: The drafts.
+        bank: Bank that pays for trials.
+        costs: Cost model.
+        config: Numbers of the policy.
+
+    Attributes:
+        each: Estimates of what asking each draft is worth.
+    """
+
+    def __init__(
+        self, drafts: Sequence[DraftKind], bank: Bank, costs: CostModel, config: ControllerConfig
+    ) -> None:
+        self.each = [AskedFirst(number, config) for number in range(len(drafts))]
+        self._drafts = drafts
+        self._bank = bank
+        self._costs = costs
+        self._config = config
+
+    def pays(
+        self, wanted: Sequence[Want], limits: Sequence[int], is_drafting: Sequence[bool]
+    ) -> dict[int, bool]:
+        """Decides which drafts are asked, by number of each draft that is asked first and has
+        sequences.
+        """
+        bank, asked = self._bank, {}
+        for number, kind in enumerate(self._drafts):
+            own = [
+                want.history
+                for want, limit in zip(wanted, limits, strict=True)
+                if limit and want.history.chosen == number
+            ]
+            if kind.is_asked_first and own:
+                cost = self._costs.draft(number, len(own), 1) * len(wanted) / bank.step
+                worth = sum(self.each[number].worth(own, bank.has_any))
+                margin = 1.0 if is_drafting[number] else self._config.margin
+                asked[number] = bank.is_full or (worth > margin * cost and not bank.is_stopped)
+        return asked
+
+    def advantage(self, wanted: Sequence[Want], asked: Mapping[int, bool]) -> float:
+        """Returns the ratio of the tokens of a step with drafts that are asked first to those of
+        plain decoding in the same time.
+        """
+        worth = 0.0
+        for number in (number for number, is_asked in asked.items() if is_asked):
+            own = [want.history for want in wanted if want.history.chosen == number]
+            worth += sum(self.each[number].worth(own, self._bank.has_any))
+        return 1 + worth / len(wanted)

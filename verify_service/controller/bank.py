@@ -1,0 +1,101 @@
+"""The bank that pays for trials: time that drafting may lose, a small share of all time."""
+
+from verify_service.controller.config import ControllerConfig
+
+
+class Bank:
+    """Holds time in units of plain steps of the current batch, so that a large batch may lose as
+    many steps as a small one.
+
+    While the bank is not empty, drafts are rated a little better than they seem. When it is empty,
+    trials are suspended, and only drafting that surely pays is done. If that loses too, nothing is
+    drafted until the debt has been earned.
+
+    Attributes:
+        step: Seconds of a plain step of the current batch.
+        is_suspended: Whether trials are suspended.
+        is_stopped: Whether nothing is drafted at all.
+    """
+
+    def __init__(self, config: ControllerConfig, step: float) -> None:
+        self.step = step
+        self.is_suspended = self.is_stopped = False
+        self._config = config
+        self._steps = config.bank_steps
+        self._debt = 0.0  # seconds spent to begin drafting that drafting has not earned yet
+        self._stake = 0.0  # seconds that the newest drafted step would have lost without a hit
+
+    @property
+    def has_any(self) -> bool:
+        """Whether drafts may be rated better than they seem."""
+        return self._steps > 0 and not self.is_suspended
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the bank is full, so that it cannot earn more."""
+        return self._steps >= self._config.bank_steps
+
+    @property
+    def has_trial_steps(self) -> bool:
+        """Whether the bank holds what a trial may lose: half a step, a ninth of a full bank."""
+        return self._steps >= self._config.bank_steps / 9
+
+    def affords(self, loss: float) -> bool:
+        """Returns whether the bank holds `loss` seconds, or is full."""
+        return self.is_full or self._steps * self.step >= loss
+
+    def look(self, step: float) -> None:
+        """Sets the seconds of a plain step, before each plan.
+
+        Ends a suspension once the bank holds what a drafted step may lose.
+        """
+        self.step = step
+        if self.is_suspended:
+            self.is_suspended = not self.affords(min(self._stake or step, step))
+        self.is_stopped &= self._steps < 0
+
+    def invest(self, seconds: float, is_more: bool = False) -> None:
+        """Records seconds spent to begin drafting.
+
+        The gains of drafted steps pay for them, or the bank does when drafting ends.
+
+        Args:
+            seconds: Seconds spent.
+            is_more: Whether they are added to the earlier ones; else they include these.
+        """
+        self._debt = max(self._debt, seconds) if not is_more else self._debt + seconds
+
+    def drafted(self, cost: float, plain: float, tokens_worth: float) -> None:
+        """Records a drafted step.
+
+        Args:
+            cost: Seconds of the step.
+            plain: Seconds of a plain step.
+            tokens_worth: Seconds that plain steps take for its tokens.
+        """
+        self._stake = cost - plain
+        loss = cost - tokens_worth
+        earned = min(max(-loss, 0.0), self._debt)
+        self._debt -= earned
+        self.pay(loss + earned - self._config.bank_share * cost)
+
+    def plain(self, cost: float, is_resting: bool, beyond: float = 0.0) -> None:
+        """Records a plain step.
+
+        Args:
+            cost: Seconds of the step.
+            is_resting: Whether nothing but trials is drafted.
+            beyond: Seconds that a trial beside the step has added to it.
+        """
+        debt = self._debt if is_resting else 0.0
+        self._debt -= debt
+        self.pay(debt + beyond - self._config.bank_share * cost)
+
+    def pay(self, seconds: float) -> None:
+        """Takes a loss of `seconds` from the bank; a negative loss adds to it."""
+        self._steps = min(self._steps - seconds / self.step, self._config.bank_steps)
+        if self._steps <= 0 < seconds:
+            self.is_suspended = True
+            # A debt beyond one step is forgiven, or drafting would stop for seconds.
+            self.is_stopped |= self._steps <= -1
+            self._steps = max(self._steps, -1.0)

@@ -1,0 +1,101 @@
+"""Costs of changes between drafted and plain steps where steps follow one another on the device, as
+on a GPU.
+"""
+
+import math
+
+from verify_service.controller.acceptance import Array
+from verify_service.controller.config import ControllerConfig
+from verify_service.controller.costs import CostModel
+from verify_service.controller.messages import Wait
+
+
+class Changes:
+    """Learns how long steps that the host begins wait, and how often prompts cause such steps.
+
+    Attributes:
+        follows: Whether drafts follow on the device, so that only steps that the host begins wait
+            for them.
+        interrupted: Recent number of steps with prompts per second.
+    """
+
+    def __init__(self, costs: CostModel, config: ControllerConfig) -> None:
+        self.follows = False
+        self.interrupted = 0.0
+        self._costs = costs
+        self._config = config
+        # Seconds before the target's part of a step that the host begins: without drafts, and with.
+        self._leads = [0.0, config.switch_steps * costs.plain(1)]
+        self._num_waited = 0  # drafted steps in a row that waited for their drafts
+        self._is_spared = False  # whether the newest step that the host began decoded plainly
+
+    @property
+    def seconds(self) -> float:
+        """Extra seconds of a step that the host begins with drafts."""
+        return max(self._leads[1] - self._leads[0], 0.0)
+
+    def burdened(self, seconds: Array, is_start: bool) -> Array:
+        """Returns the seconds of drafted steps with their share of the costs of changes.
+
+        Args:
+            seconds: Seconds of drafted steps.
+            is_start: Whether drafting begins with the step.
+        """
+        if is_start:
+            seconds = seconds + self.seconds / self._config.payback_steps
+        # For a step with prompts the host begins two steps: that one and the next one.
+        found: Array = seconds * (1 + 2 * self.seconds * self.interrupted)
+        return found
+
+    def spares(self, worth: float, more: float, has_prompts: bool) -> bool:
+        """Decides whether a step that the host begins decodes plainly, since its trees are worth
+        less than the wait for them.
+
+        Its draft reads meanwhile, so that it can follow on the device in the next step.
+
+        Args:
+            worth: Seconds that the trees bring.
+            more: Extra seconds of the target with trees.
+            has_prompts: Whether the step computes prompts.
+        """
+        if not self.follows:
+            return False
+        was_spared, self._is_spared = self._is_spared and not has_prompts, False
+        # Two such steps in a row would mean that nothing is drafted at all.
+        if was_spared or worth > more + self.seconds:
+            return False
+        self._is_spared = not has_prompts
+        return True
+
+    def followed(self) -> None:
+        """Records a step whose drafts followed on the device."""
+        self.follows, self._num_waited, self._is_spared = True, 0, False
+
+    def waited(self, wait: Wait) -> None:
+        """Records a step that the host began."""
+        self.learn(wait)
+        self._num_waited += wait.levels > 0
+        self.follows &= self._num_waited < self._config.near_steps
+
+    def learn(self, wait: Wait) -> None:
+        """Learns the host's time before a step, without the draft's estimated time of reading."""
+        if wait.lead and self.follows:
+            known = self._leads[wait.levels > 0]
+            lead = max(wait.lead - self._costs.reading(wait.unread), wait.lead / 2)
+            lead = min(lead, 2 * known + self._costs.table.unit)
+            self._leads[wait.levels > 0] += (lead - known) * self._config.newest_share
+
+    def rested(self, seconds: float, step: float) -> None:
+        """Lets unusually long waits for drafts age while nothing is drafted.
+
+        Args:
+            seconds: Seconds that have passed.
+            step: Seconds of a plain step now.
+        """
+        usual = self._leads[0] + self._config.switch_steps * step
+        share = min(seconds / self._config.forget_seconds, 1.0)
+        self._leads[1] -= share * max(self._leads[1] - usual, 0.0)
+
+    def passed(self, seconds: float) -> None:
+        """Lets the rate of steps with prompts age by `seconds`."""
+        self.interrupted *= math.exp(-seconds)

@@ -1,0 +1,189 @@
+"""Estimates the seconds of steps: the target's forward by a table measured at start, and the waits
+for drafts by observation.
+
+A slower machine slows steps of all kinds, which changes no choice between them. So only the
+difference between kinds of steps, beyond the table, is learnt.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection
+
+from verify_service.controller.acceptance import Array
+from verify_service.controller.config import DEFAULT, ControllerConfig
+from verify_service.controller.tables import Table
+
+PLAIN, VERIFY = 0, 1
+
+
+class CostModel:
+    """Estimates the seconds of steps on the table's scale, without a slowdown of all steps.
+
+    Args:
+        table: Seconds of the target's part.
+        per_token: Seconds that a token of context adds to a step, by the bytes of its KV.
+        config: Numbers of the policy.
+    """
+
+    def __init__(
+        self, table: Table, per_token: float = 0.0, config: ControllerConfig = DEFAULT
+    ) -> None:
+        self.table = table
+        self.context = 0
+        self._config = config
+        self._per_token = per_token
+        self._level = 0.0  # log of the recent slowdown of all kinds of steps against the table
+        self._more = 0.0  # log of the slowdown of steps with drafts beyond that of plain ones
+        self._offs: list[float | None] = [None, None]  # by kind: log slowdown of the newest steps
+        self._log: deque[float] = deque(maxlen=int(config.seen_enough))
+        self._kind, self._num_alike = PLAIN, 0
+        # Newest waits by (sequences, levels), of each draft and whether it follows on the device.
+        self._drafts: dict[tuple[int, bool], dict[tuple[int, int], deque[float]]] = {}
+        self._aged = 0.0
+
+    def plain(self, batch: int) -> float:
+        """Returns the seconds of a step without drafts."""
+        return self.target(batch, self.table.plain_rows(batch))
+
+    def target(self, batch: int, rows: int) -> float:
+        """Returns the seconds of the target's part of a step."""
+        kind = self._kind_of(batch, rows)
+        return math.exp(self._more * kind) * self._bare(batch, rows)
+
+    def targets(self, batch: int, rows: Array) -> Array:
+        """Returns the seconds of the target's part for several numbers of rows, all with drafts."""
+        bare = self.table.many(batch, rows) + self._per_token * self.context
+        found: Array = math.exp(self._more) * bare
+        return found
+
+    def draft(self, draft: int, sequences: int, levels: int, is_ahead: bool = False) -> float:
+        """Returns the seconds that a step waits for a draft.
+
+        Args:
+            draft: Number of the draft.
+            sequences: Number of sequences that it drafts for.
+            levels: Number of levels of the deepest tree.
+            is_ahead: Whether the draft follows on the device, behind the running step.
+        """
+        if not levels or not sequences:
+            return 0.0
+        known, key = self._drafts.get((draft, is_ahead), {}), (_size(sequences), levels)
+        seen = known.get(key, ())
+        if len(seen) == self._config.near_steps:
+            return statistics.median(seen)
+        # An answer costs about one level more than it has.
+        prior, share = self._config.prior_draft * self.table.unit, levels + 1.0
+        expected = prior * share
+        others = [one for one in known if one != key and known[one]]
+        if others:
+            near = min(others, key=lambda one: (abs(one[0] - key[0]), abs(one[1] - levels)))
+            # A captured draft computes all its levels, however many are verified.
+            own = near[1] + 1.0
+            share = min(share / own, 1.0) if is_ahead else share / own
+            share /= math.sqrt(2 ** max(near[0] - key[0], 0))  # fewer sequences take a little less
+            expected = share * self._typical(known[near], prior * own, is_ahead)
+        return self._typical(seen, expected, is_ahead)
+
+    @property
+    def check_share(self) -> float:
+        """Share of drafting's time for plain steps that measure their own time.
+
+        It is twice as large while little is known of how steps with and without drafts compare.
+        """
+        is_known = self.table.is_padded or len(self._log) == self._log.maxlen
+        return self._config.check_share if is_known else self._config.bank_share
+
+    def observe(self, batch: int, rows: int, seconds: float, is_clean: bool = True) -> None:
+        """Learns from the target's part of a real step.
+
+        Args:
+            batch: Number of sequences.
+            rows: Number of rows, as the table counts them.
+            seconds: Seconds of the target's part.
+            is_clean: Whether nothing else was done meanwhile.
+        """
+        config, kind = self._config, self._kind_of(batch, rows)
+        if kind != self._kind:
+            self._kind, self._num_alike = kind, 0
+        self._num_alike += 1
+        if not is_clean:
+            return
+        off = math.log(max(seconds / self._bare(batch, rows), 1e-3))
+        before = self._offs[1 - kind]
+        # Steps soon after a change of kind are compared with those before it, since conditions are
+        # the same.
+        if self._num_alike <= config.near_steps and before is not None:
+            self._log.append(off - before if kind == VERIFY else before - off)
+            share = len(self._log) / (len(self._log) + config.near_steps)
+            self._more = share * statistics.median(self._log)
+        own = self._offs[kind]
+        own = off if own is None or self._num_alike == 1 else own
+        self._offs[kind] = own + (off - own) * config.newest_share
+        surprise = max(min(off - self._more * kind - self._level, 0.5), -0.5)
+        self._level += surprise * config.newest_share
+
+    def reading(self, tokens: float) -> float:
+        """Returns the seconds that a draft takes to read tokens that it lacks."""
+        return self._config.read_share * self.table.row * tokens
+
+    def waited(
+        self,
+        draft: int,
+        sequences: int,
+        levels: int,
+        seconds: float,
+        is_ahead: bool = False,
+        unread: int = 0,
+    ) -> None:
+        """Learns from a real step's wait for a draft that read `unread` tokens first."""
+        known = self._drafts.setdefault((draft, is_ahead), {})
+        key = _size(sequences), levels
+        seen = known.setdefault(key, deque(maxlen=self._config.near_steps))
+        seconds = max(seconds, 0.0) / math.exp(self._level)
+        if unread and seen:  # what it read is part of it
+            seconds = min(seconds, self.draft(draft, sequences, levels, is_ahead))
+        seen.append(seconds)
+
+    def waited_within(self, draft: int, batch: int, levels: int, rows: int, seconds: float) -> None:
+        """Learns the wait for a draft as the part of a step's seconds beyond the target's own."""
+        target = self.target(batch, rows) * math.exp(self._level)
+        self.waited(draft, batch, levels, seconds - target, is_ahead=True)
+
+    def beyond(self, batch: int, rows: int, seconds: float) -> float:
+        """Returns the seconds of a real step beyond those that such steps take now.
+
+        They are on the table's scale, and at most those of a plain step.
+        """
+        most = self.plain(batch)
+        return max(min(seconds / math.exp(self._level) - self.target(batch, rows), most), -most)
+
+    def pass_time(self, seconds: float) -> None:
+        """Lets waits on the device age by `seconds`, so that slow sizes are tried again."""
+        self._aged += seconds / self._config.forget_seconds
+        while self._aged >= 1:
+            self._aged -= 1
+            for (_, is_ahead), known in self._drafts.items():
+                for seen in known.values() if is_ahead else ():
+                    if seen:
+                        seen.popleft()
+
+    def _typical(self, seen: Collection[float], expected: float, is_ahead: bool) -> float:
+        """Returns the median of the newest waits and the expected one.
+
+        For waits on the device, the expected one replaces all missing waits: else hiccups at the
+        start could keep a draft from ever being asked again.
+        """
+        missing = self._config.near_steps - len(seen)
+        return statistics.median([*seen, *[expected] * (missing if is_ahead else min(missing, 1))])
+
+    def _kind_of(self, batch: int, rows: int) -> int:
+        return VERIFY if rows > self.table.plain_rows(batch) else PLAIN
+
+    def _bare(self, batch: int, rows: int) -> float:
+        return self.table.seconds(batch, rows) + self._per_token * self.context
+
+
+def _size(sequences: int) -> int:
+    """Returns the class of a number of sequences, by powers of two; a class shares its waits."""
+    return (sequences - 1).bit_length()

@@ -1,0 +1,245 @@
+"""Finds the trees with the most tokens per second.
+
+goodput(draft, size) = expected tokens of a step / (target's seconds + draft's seconds)
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from verify_service.controller.acceptance import Acceptance, Array
+from verify_service.controller.asked_first import AskedFirst
+from verify_service.controller.changes import Changes
+from verify_service.controller.config import ControllerConfig
+from verify_service.controller.costs import CostModel
+from verify_service.controller.messages import DraftKind, Offer, Want, value_of
+
+
+class Best(NamedTuple):
+    """The best set of nodes for a step.
+
+    Attributes:
+        rate: Expected tokens per second.
+        nodes: Number of nodes of each sequence.
+        rows: Number of rows of the step, as the table counts them.
+        added: Expected number of accepted nodes.
+    """
+
+    rate: float
+    nodes: list[int]
+    rows: int
+    added: float
+
+
+class Goodput:
+    """Compares sets of nodes by the cost of the step and the tokens that they bring.
+
+    Args:
+        costs: Cost model.
+        drafts: The drafts.
+        acceptance: Acceptance of each draft.
+        asking: Estimates of what asking each draft is worth.
+        changes: Costs of changes between drafted and plain steps.
+        config: Numbers of the policy.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        drafts: Sequence[DraftKind],
+        acceptance: Sequence[Acceptance],
+        asking: Sequence[AskedFirst],
+        changes: Changes,
+        config: ControllerConfig,
+    ) -> None:
+        self._costs = costs
+        self._drafts = drafts
+        self._acceptance = acceptance
+        self._asking = asking
+        self._changes = changes
+        self._config = config
+        self._ladder = acceptance[0].ladder
+
+    def best(
+        self,
+        wanted: Sequence[Want],
+        limits: Sequence[int],
+        deviations: float,
+        was_drafted: bool,
+    ) -> Best | None:
+        """Returns the best set of nodes of drafts that steps wait for; None without such drafts.
+
+        Args:
+            wanted: All sequences that decode.
+            limits: Maximum number of nodes of each sequence.
+            deviations: See `Acceptance.gains`.
+            was_drafted: Whether the previous step was drafted, so that drafting does not begin now.
+        """
+        costs, batch = self._costs, len(wanted)
+        gains, counts = self._gains(wanted, limits, deviations)
+        if not counts:
+            return None
+        kinds = [(number, self._drafts[number], count) for number, count in counts.items()]
+        depth = max(kind.depth for _, kind, _ in kinds)
+        choices = costs.table.choices(gains, self._ladder, depth, 0)
+        if not len(choices.added):
+            return None
+        waits = {
+            level: max(
+                costs.draft(number, count, min(int(level), kind.depth), self._changes.follows)
+                for number, kind, count in kinds
+            )
+            for level in set(choices.levels)
+        }
+        seconds = costs.targets(batch, choices.rows)
+        seconds = seconds + np.array([waits[level] for level in choices.levels])
+        if any(kind.is_beside for _, kind, _ in kinds):
+            seconds = self._changes.burdened(seconds, not was_drafted)
+        rates = (batch + choices.added) / seconds
+        index = int(np.argmax(rates))
+        nodes = [min(pair) for pair in zip(choices.nodes(index), limits, strict=True)]
+        rows = int(choices.rows[index]) if costs.table.is_padded else 1 + max(nodes)
+        return Best(float(rates[index]), nodes, rows, float(choices.added[index]))
+
+    def of_drafts(self, wanted: Sequence[Want], deviations: float) -> Array:
+        """Returns tokens per second, [drafts, sequences]: the goodput if all sequences were like
+        this one and had this draft.
+        """
+        costs, batch, ladder = self._costs, len(wanted), self._ladder
+        values = np.zeros((len(self._drafts), batch))
+        for number, kind in enumerate(self._drafts):
+            if kind.is_asked_first:
+                seconds = costs.plain(batch) + costs.draft(number, batch, 1)
+                worth = self._asking[number].worth(
+                    [want.history for want in wanted], deviations > 0
+                )
+                values[number] = batch * (1 + np.array(worth)) / seconds
+            else:
+                sizes = np.array(ladder.sizes[: ladder.num_within(kind.max_nodes)])
+                gains = self._expected(wanted, range(batch), number, deviations)
+                tokens = 1 + np.cumsum(gains[:, : len(sizes)], axis=1)
+                rows = 1.0 + sizes if costs.table.is_padded else batch * (1.0 + sizes)
+                ahead = self._changes.follows and kind.is_beside
+                waits = [
+                    costs.draft(number, batch, min(int(size), kind.depth), ahead) for size in sizes
+                ]
+                rates = batch * tokens / (costs.targets(batch, rows) + waits)
+                values[number] = rates.max(axis=1)
+        return values
+
+    def assign(self, wanted: Sequence[Want], deviations: float) -> None:
+        """Assigns each sequence the draft with the most tokens per second."""
+        values = self.of_drafts(wanted, deviations)
+        for i, want in enumerate(wanted):
+            limits = (value_of(want.limits, number, want.limit) for number in range(len(values)))
+            values[[limit == 0 for limit in limits], i] = 0.0
+        best = values.argmax(axis=0).tolist()
+        for i, want in enumerate(wanted):
+            current = want.history.chosen
+            least = self._config.margin * values[current, i] if current >= 0 else 0.0
+            if values[best[i], i] > least:
+                want.history.chosen = best[i]
+            want.history.chosen = max(want.history.chosen, 0)
+
+    def of_offers(self, offers: Sequence[Offer]) -> Array:
+        """Returns the expected accepted nodes of proposals that have come, [offers, bins]."""
+        gains = np.zeros((len(offers), len(self._ladder)))
+        for number, acceptance in enumerate(self._acceptance):
+            own = [
+                i
+                for i, offer in enumerate(offers)
+                if offer.num_nodes and max(offer.history.chosen, 0) == number
+            ]
+            if own:
+                gains[own] = acceptance.gains(*_rows(acceptance, number, [offers[i] for i in own]))
+        return self._within(gains, [offer.num_nodes for offer in offers])
+
+    def worthwhile(
+        self, gains: Array, batch: int, others: int, plain: float
+    ) -> tuple[list[int], float]:
+        """Returns the number of nodes of each proposal that are worth verifying, and the step's
+        seconds with them.
+
+        Args:
+            gains: Expected accepted nodes by sequence and bin, of all or some sequences.
+            batch: Number of sequences of the step.
+            others: Number of rows beside theirs.
+            plain: Seconds of the step without these nodes.
+        """
+        choices = self._costs.table.choices(gains, self._ladder, self._ladder.sizes[-1], others)
+        if len(choices.added):
+            seconds = self._costs.targets(batch, choices.rows)
+            rates = (batch + choices.added) / seconds
+            index = int(np.argmax(rates))
+            if rates[index] > batch / plain:
+                return choices.nodes(index), float(seconds[index])
+        return [0] * len(gains), plain
+
+    def judge(self, offer: Offer, draft: int, right: Sequence[int], batch: int) -> float:
+        """Returns the tokens that verifying a proposal would have brought, less the cost of the
+        verification in tokens.
+        """
+        costs, acceptance = self._costs, self._acceptance[draft]
+        gains = acceptance.gains(*_rows(acceptance, draft, [offer]))
+        plain = costs.plain(batch)
+        beside = 0 if costs.table.is_padded else batch - 1
+        within = self._within(gains, [offer.num_nodes])
+        nodes, seconds = self.worthwhile(within, batch, beside, plain)
+        return sum(node < nodes[0] for node in right) - (seconds - plain) * batch / plain
+
+    def _gains(
+        self, wanted: Sequence[Want], limits: Sequence[int], deviations: float
+    ) -> tuple[Array, dict[int, int]]:
+        """Returns the expected accepted nodes by sequence and bin, less the cost of reading, and
+        the number of sequences of each draft.
+        """
+        batch = len(wanted)
+        gains = np.zeros((batch, len(self._ladder)))
+        counts: dict[int, int] = {}
+        for number, kind in enumerate(self._drafts):
+            own = [i for i in range(batch) if limits[i] and wanted[i].history.chosen == number]
+            if own and not kind.is_asked_first:
+                counts[number] = len(own)
+                gains[own] = self._expected(wanted, own, number, deviations)
+        return self._within(gains, limits), counts
+
+    def _expected(
+        self, wanted: Sequence[Want], own: Sequence[int], number: int, deviations: float
+    ) -> Array:
+        """Returns the expected accepted nodes of a draft for some sequences, by sequence and bin.
+
+        The cost of the tokens that it must read first is subtracted, spread over the steps that the
+        sequences may still have.
+        """
+        acceptance, costs = self._acceptance[number], self._costs
+        rows = [acceptance.row(wanted[i].history, number, 0) for i in own]
+        pools = [acceptance.pool(wanted[i].history, 0) for i in own]
+        gains = acceptance.gains(rows, pools, deviations)
+        behind = np.array([value_of(wanted[i].behinds, number, wanted[i].behind) for i in own])
+        is_far = behind > self._config.close_tokens
+        if is_far.any():
+            left = np.array([wanted[i].left for i in own])
+            token = costs.reading(1) * len(wanted) / costs.plain(len(wanted))
+            burden = np.where(is_far, token * behind, 0.0)
+            burden = burden / np.clip(left, 1, self._config.payback_steps)
+            gains = np.where((gains.sum(axis=1) > burden)[:, None], gains, 0.0)
+            for i in range(gains.shape[1]):  # subtracted from the likeliest nodes first
+                taken = np.minimum(gains[:, i], burden)
+                gains[:, i] -= taken
+                burden -= taken
+        return gains
+
+    def _within(self, gains: Array, limits: Sequence[int]) -> Array:
+        """Returns gains with zeros for bins beyond each sequence's limit."""
+        within = np.array([self._ladder.num_within(limit) for limit in limits])
+        found: Array = np.where(np.arange(len(self._ladder)) < within[:, None], gains, 0.0)
+        return found
+
+
+def _rows(
+    acceptance: Acceptance, number: int, offers: Sequence[Offer]
+) -> tuple[list[int], list[int]]:
+    """Returns the rows and pools of proposals, for `Acceptance.gains`."""
+    rows = [acceptance.row(one.history, number, one.confidence) for one in offers]
+    return rows, [acceptance.pool(one.history, one.confidence) for one in offers]

@@ -1,0 +1,163 @@
+"""The records that engine and controller exchange about a step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+MOST_CONFIDENCE = 6  # larger confidences of drafts count as this one
+NO_TRIALS: Mapping[int, Sequence[int]] = {}
+
+
+@dataclass(slots=True)
+class DraftHistory:
+    """Results of drafting for one sequence.
+
+    Attributes:
+        group: 1 for sampled sequences, whose drafts are right less often, else 0; each group has
+            its own estimates.
+        chosen: Number of the draft that drafts for the sequence; -1 before one was chosen.
+        tracks: Rows of its outcomes in the drafts' tables, by draft and confidence.
+        asked: For each draft that is asked first, the tokens that asking brought and the number of
+            times, old ones counting less.
+        cost: Cost of verifying the current proposal, in tokens of plain decoding.
+    """
+
+    group: int = 0
+    chosen: int = -1
+    tracks: dict[tuple[int, int], int] = field(default_factory=dict)
+    asked: dict[int, tuple[float, float]] = field(default_factory=dict)
+    cost: float = 0.0
+
+
+class Want(NamedTuple):
+    """Describes a sequence that decodes in the coming step.
+
+    Attributes:
+        history: Results of drafting for it.
+        limit: Maximum number of nodes to verify.
+        forced: Whether its whole tree must be verified.
+        behind: Number of tokens that its draft must read first.
+        left: Number of tokens that it may still grow by.
+        context: Number of its tokens.
+        limits: With several drafts, the limit of each; 0 for one that is not attached.
+        behinds: With several drafts, `behind` for each.
+    """
+
+    history: DraftHistory
+    limit: int
+    forced: bool = False
+    behind: int = 0
+    left: int = 1 << 30
+    context: int = 0
+    limits: Sequence[int] = ()
+    behinds: Sequence[int] = ()
+
+
+class DraftKind(NamedTuple):
+    """Properties of a draft that the controller must know.
+
+    Attributes:
+        max_nodes: Number of nodes of its largest tree.
+        depth: Number of levels of its largest tree.
+        is_asked_first: Whether asking costs so little that the size to verify is chosen after the
+            proposal has come.
+        is_beside: Whether its trials run beside steps, since steps follow one another on the
+            device.
+    """
+
+    max_nodes: int
+    depth: int
+    is_asked_first: bool = False
+    is_beside: bool = False
+
+
+def value_of(values: Sequence[int], number: int, default: int) -> int:
+    """Returns a draft's value where there are several drafts, else the default."""
+    return values[number] if values else default
+
+
+def first_draft(want: Want, num_drafts: int) -> int:
+    """Returns the draft of a sequence whose whole tree is drafted: its own one, if that may draft
+    for it, else the first that may.
+    """
+    if value_of(want.limits, max(want.history.chosen, 0), want.limit):
+        return want.history.chosen
+    there = (number for number in range(num_drafts) if value_of(want.limits, number, want.limit))
+    return next(there, want.history.chosen)
+
+
+class Offer(NamedTuple):
+    """Describes a sequence's proposal, once it has come.
+
+    Attributes:
+        history: Results of drafting for the sequence.
+        num_nodes: Number of nodes of the proposal; 0 without one.
+        confidence: Confidence of the proposal.
+        forced: Whether it must be verified whole.
+        asked: Whether a draft that is asked first was asked for it.
+    """
+
+    history: DraftHistory
+    num_nodes: int
+    confidence: int = 0
+    forced: bool = False
+    asked: bool = True
+
+
+class Plan(NamedTuple):
+    """The controller's plan for a step.
+
+    Attributes:
+        nodes: Number of nodes to draft and verify, by sequence.
+        rows: Number of rows of every sequence, the root included, where steps are padded; 1 without
+            drafts.
+        tried: Sequences of trials, by number of the draft. Whole trees are requested for them, but
+            no step waits; later tokens judge the trees.
+    """
+
+    nodes: list[int]
+    rows: int
+    tried: Mapping[int, Sequence[int]] = NO_TRIALS
+
+
+class Wait(NamedTuple):
+    """A step's wait for its drafts.
+
+    Attributes:
+        levels: Number of levels of the deepest tree; 0 for none.
+        sequences: Number of sequences that were drafted for.
+        seconds: Seconds of the wait; None where they are part of the step's own seconds.
+        parts: The wait for each draft that the step waited for, with the draft's number.
+        lead: Seconds that passed before the target's part, with or without drafts; 0 for a step
+            that was started before the previous one was done.
+        unread: Number of tokens that the draft had to read first, beyond what a step commits.
+    """
+
+    levels: int = 0
+    sequences: int = 0
+    seconds: float | None = 0.0
+    parts: tuple[tuple[int, "Wait"], ...] = ()
+    lead: float = 0.0
+    unread: int = 0
+
+
+NO_WAIT = Wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Time and tokens of a step that only decoded.
+
+    Attributes:
+        batch: Number of sequences.
+        rows: Number of rows of each sequence where steps are padded, else of all.
+        seconds: Seconds of the target's part; with drafts on the device, of both.
+        tokens: Number of tokens that were committed.
+        wait: The step's wait for its drafts.
+    """
+
+    batch: int
+    rows: int
+    seconds: float
+    tokens: int
+    wait: Wait = NO_WAIT

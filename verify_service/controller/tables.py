@@ -1,0 +1,252 @@
+"""Tables of the target's seconds, measured at start, by total rows or by padded shapes; and the
+trees that a step may have.
+"""
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from verify_service.controller.acceptance import Array, Ladder
+
+
+class Choices(NamedTuple):
+    """Sets of nodes that a step may verify.
+
+    Attributes:
+        added: Expected number of accepted nodes of each set.
+        rows: Number of rows of the step with each set, as `Table.seconds` takes them.
+        levels: Maximum number of levels of each set's trees.
+        nodes: Returns the number of nodes of each sequence, for the index of a set.
+    """
+
+    added: Array
+    rows: Array
+    levels: Array
+    nodes: Callable[[int], list[int]]
+
+
+class Table(Protocol):
+    """Seconds of target steps.
+
+    Attributes:
+        is_padded: Whether all sequences of a step have the same number of rows.
+    """
+
+    is_padded: bool
+
+    def plain_rows(self, batch: int) -> int:
+        """Returns the number of rows of a step without drafts, as `seconds` takes them."""
+
+    def seconds(self, batch: int, rows: int) -> float:
+        """Returns the seconds of a step of `batch` sequences.
+
+        `rows` is the number of rows of each sequence where steps are padded, else of all.
+        """
+
+    def many(self, batch: int, rows: Array) -> Array:
+        """Returns the seconds for several numbers of rows."""
+
+    def bucket(self, batch: int, rows: int) -> int:
+        """Returns the number of rows that `rows` rows of each sequence are padded to."""
+
+    def ladder(self, max_nodes: int, depth: int = 0) -> Ladder:
+        """Returns the tree sizes to distinguish."""
+
+    def choices(self, gains: Array, ladder: Ladder, depth: int, others: int) -> Choices:
+        """Returns the sets of nodes that a step may verify.
+
+        Args:
+            gains: Expected accepted nodes by sequence and bin; 0 for bins that a sequence may not
+                have.
+            ladder: Tree sizes of the bins.
+            depth: Number of levels of the largest tree; shallower trees have one node per level.
+            others: Number of rows of the step beside the sequences' own.
+        """
+
+    @property
+    def row(self) -> float:
+        """Seconds of one more row in a step of very many rows."""
+
+    @property
+    def unit(self) -> float:
+        """Seconds of a plain step of one sequence."""
+
+
+class RowTable:
+    """Seconds by the total number of rows, as on a CPU; they never fall as rows are added.
+
+    Args:
+        widths: Measured numbers of rows, rising.
+        seconds: Seconds for each number of rows.
+    """
+
+    is_padded = False
+
+    def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
+        self._widths = list(widths)
+        self._seconds = rising(seconds)
+        self.row = 0.0
+        if len(widths) > 1:
+            span = self._widths[-1] - self._widths[-2]
+            self.row = (self._seconds[-1] - self._seconds[-2]) / span
+
+    def plain_rows(self, batch: int) -> int:
+        """See `Table`."""
+        return batch
+
+    def seconds(self, batch: int, rows: int) -> float:
+        """See `Table`."""
+        widths, seconds = self._widths, self._seconds
+        if rows <= widths[0] or len(widths) == 1:
+            return seconds[0]
+        i = min(bisect.bisect_left(widths, rows), len(widths) - 1)
+        slope = (seconds[i] - seconds[i - 1]) / (widths[i] - widths[i - 1])
+        return seconds[i - 1] + slope * (rows - widths[i - 1])
+
+    def many(self, batch: int, rows: Array) -> Array:
+        """See `Table`."""
+        beyond = np.maximum(rows - self._widths[-1], 0.0)
+        found: Array = np.interp(rows, self._widths, self._seconds) + self.row * beyond
+        return found
+
+    def bucket(self, batch: int, rows: int) -> int:
+        """See `Table`."""
+        return rows
+
+    def ladder(self, max_nodes: int, depth: int = 0) -> Ladder:
+        """See `Table`."""
+        sizes, size = [], 1  # each about a tenth larger than the one before
+        while size < max_nodes:
+            sizes.append(size)
+            size += 1 + size // 10
+        return Ladder([*sizes, max(max_nodes, 1)], depth)
+
+    def choices(self, gains: Array, ladder: Ladder, depth: int, others: int) -> Choices:
+        """See `Table`; for each number of levels, sets take the likeliest nodes first."""
+        batch, num_bins = gains.shape
+        density = (gains / ladder.widths).ravel()
+        order = np.argsort(-density, kind="stable")
+        order = order[: np.count_nonzero(density > 0)]
+        bins = order % num_bins
+        parts, added, rows, levels = [], [], [], []
+        depth = min(depth, ladder.sizes[-1])
+        for level in range(1, depth + 1):
+            within = order if level == depth else order[np.array(ladder.sizes)[bins] <= level]
+            parts.append(within)
+            added.append(np.cumsum(gains.ravel()[within]))
+            rows.append(batch + others + np.cumsum(ladder.widths[within % num_bins]))
+            levels.append(np.full(len(within), level, float))
+        ends = np.cumsum([len(part) for part in parts])
+
+        def nodes(index: int) -> list[int]:
+            which = int(np.searchsorted(ends, index, side="right"))
+            start = int(ends[which - 1]) if which else 0
+            chosen = [0] * batch
+            for item in parts[which][: index - start + 1].tolist():
+                i, rung = divmod(item, num_bins)
+                chosen[i] = max(chosen[i], ladder.sizes[rung])
+            return chosen
+
+        return Choices(np.concatenate(added), np.concatenate(rows), np.concatenate(levels), nodes)
+
+    @property
+    def unit(self) -> float:
+        """See `Table`."""
+        return self._seconds[0]
+
+    def table(self) -> dict[int, float]:
+        """Returns seconds by width, for logs and benchmarks."""
+        return dict(zip(self._widths, self._seconds, strict=True))
+
+
+class GridTable:
+    """Seconds of steps that are padded to captured shapes, as on a GPU.
+
+    Args:
+        seconds: Seconds by (batch, rows of each sequence); every batch has at least one row.
+    """
+
+    is_padded = True
+
+    def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
+        self._seconds = dict(seconds)
+        self._batches = sorted({batch for batch, _ in seconds})
+        self._rows = {
+            batch: sorted(rows for other, rows in seconds if other == batch)
+            for batch in self._batches
+        }
+        batch = self._batches[-1]
+        few, many = self._rows[batch][0], self._rows[batch][-1]
+        more = max(many - few, 1) * batch
+        self.row = max(self._seconds[batch, many] - self._seconds[batch, few], 0.0) / more
+
+    def batch(self, num_sequences: int) -> int:
+        """Returns the batch that sequences are padded to; the largest batch for more sequences."""
+        i = bisect.bisect_left(self._batches, num_sequences)
+        return self._batches[min(i, len(self._batches) - 1)]
+
+    def rows(self, num_sequences: int) -> list[int]:
+        """Returns the captured numbers of rows per sequence, rising; the first is 1."""
+        return self._rows[self.batch(num_sequences)]
+
+    def plain_rows(self, batch: int) -> int:
+        """See `Table`."""
+        return 1
+
+    def seconds(self, batch: int, rows: int) -> float:
+        """See `Table`."""
+        padded = self.batch(batch)
+        known = self._rows[padded]
+        return self._seconds[padded, known[min(bisect.bisect_left(known, rows), len(known) - 1)]]
+
+    def many(self, batch: int, rows: Array) -> Array:
+        """See `Table`."""
+        return np.array([self.seconds(batch, int(num)) for num in rows])
+
+    def bucket(self, batch: int, rows: int) -> int:
+        """See `Table`."""
+        return next(size for size in self.rows(batch) if size >= rows)
+
+    def ladder(self, max_nodes: int, depth: int = 0) -> Ladder:
+        """See `Table`."""
+        sizes = {rows - 1 for _, rows in self._seconds if 1 < rows <= max_nodes}
+        return Ladder(sorted(sizes | {max(max_nodes, 1)}), depth)
+
+    def choices(self, gains: Array, ladder: Ladder, depth: int, others: int) -> Choices:
+        """See `Table`; all sequences have the same number of rows."""
+        shapes = [rows for rows in self.rows(len(gains)) if rows > 1]
+        totals = np.concatenate([[0.0], np.cumsum(gains.sum(axis=0))])
+        added = np.array([totals[ladder.num_within(rows - 1)] for rows in shapes])
+        levels = np.array([min(rows - 1, depth) for rows in shapes], float)
+        is_within = gains[:, 0] > 0
+
+        def nodes(index: int) -> list[int]:
+            return [shapes[index] - 1 if has_any else 0 for has_any in is_within.tolist()]
+
+        return Choices(added, np.array(shapes, float), levels, nodes)
+
+    @property
+    def unit(self) -> float:
+        """See `Table`."""
+        return self._seconds.get((1, 1)) or min(self._seconds.values())
+
+    def table(self) -> dict[tuple[int, int], float]:
+        """Returns seconds by shape, for logs and benchmarks."""
+        return dict(self._seconds)
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """Returns the non-decreasing sequence nearest to `values` in least squares (pool adjacent
+    violators).
+    """
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        block = (value, 1)
+        while blocks and blocks[-1][0] > block[0]:
+            mean, count = blocks.pop()
+            total = count + block[1]
+            block = ((mean * count + block[0] * block[1]) / total, total)
+        blocks.append(block)
+    return [mean for mean, count in blocks for _ in range(count)]

@@ -1,0 +1,182 @@
+"""Matches a draft's answers to the trees that were requested, and checks them."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.trees.draft_tree import sanitize
+from verify_service.drafts.proposals import NOTHING, Drafted, DraftRequest, Trial
+from verify_service.metrics import SpeculationMetrics
+from verify_service.scheduler.request import Sequence as RequestSequence
+
+USUAL_TOKENS = 3  # typical number of tokens that a step commits to a sequence
+MOST_CONFIDENCE = 15  # larger values are cut, since the verifier keeps acceptance by confidence
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that was sent to the draft.
+
+    Attributes:
+        request: The engine's request.
+        position: Number of tokens that the sequence had.
+        num_nodes: Number of nodes that were requested, which may be more than a step verifies.
+    """
+
+    request: DraftRequest
+    position: int
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTime:
+    """Time that a draft reports for an answer.
+
+    Attributes:
+        sequences: Number of sequences that trees were requested for.
+        usual: Seconds for a typical step; after a pause a draft reads more tokens than that.
+        whole: Seconds that the answer took.
+    """
+
+    sequences: int
+    usual: float
+    whole: float
+
+
+class OpenRequests:
+    """Matches answers to requests. Belongs to the engine's thread.
+
+    Args:
+        vocab_size: Number of the target's tokens.
+        metrics: Metrics of the draft.
+        on_tree: Called with every proposal that is no trial: the sequence, the number of tokens
+            that it had, and the proposal with all requested nodes.
+
+    Attributes:
+        trees: Trees of the newest round, by request id; a sequence without a tree has no entry.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        metrics: SpeculationMetrics,
+        on_tree: Callable[[RequestSequence, int, Drafted], None] | None = None,
+    ) -> None:
+        self._on_tree = on_tree
+        self.trees: dict[int, Drafted] = {}
+        self._vocab_size = vocab_size
+        self._metrics = metrics
+        self._asked: dict[int, dict[int, OpenRequest]] = {}  # by step and slot
+        self._num_tokens: dict[int, int] = {}  # by step: number of tokens that it sent
+        self._due: set[int] = set()  # steps of the newest round whose answers will be verified
+        self._trying: set[int] = set()  # steps with trials
+        self._trials: list[Trial] = []
+        self._warned = False
+
+    def reset(self) -> None:
+        """Drops all requests, since the draft is lost and will not answer."""
+        self._asked.clear()
+        self._num_tokens.clear()
+        self._due.clear()
+        self._trying.clear()
+        self.trees = {}
+
+    def begin(self) -> None:
+        """Begins a round and drops the trees of the last one, which have been verified."""
+        self._due.clear()
+        self.trees = {}
+
+    def expect(
+        self,
+        request: draft_pb2.StepRequest,
+        asked: Mapping[int, OpenRequest],
+        is_awaited: bool = True,
+    ) -> None:
+        """Records the requests of a step that was sent.
+
+        Args:
+            request: The step's message.
+            asked: The requests, by slot.
+            is_awaited: Whether the newest round verifies the trees.
+        """
+        if not asked:
+            return
+        step = request.step
+        self._num_tokens[step] = sum(len(sequence.tokens) for sequence in request.sequences)
+        self._asked[step] = dict(asked)
+        trials = [one.request.is_trial for one in asked.values()]
+        if any(trials):
+            self._trying.add(step)
+        if is_awaited and not all(trials):
+            self._due.add(step)
+
+    @property
+    def are_due(self) -> bool:
+        """Returns whether an answer that will be verified is missing."""
+        return bool(self._due)
+
+    @property
+    def are_trying(self) -> bool:
+        """Returns whether an answer to a trial is missing."""
+        return bool(self._trying)
+
+    @property
+    def are_open(self) -> bool:
+        """Returns whether any answer is missing."""
+        return bool(self._asked)
+
+    def read(self, response: draft_pb2.StepResponse) -> OwnTime | None:
+        """Reads an answer.
+
+        Returns:
+            The draft's time for it; None for a step without requests.
+        """
+        asked = self._asked.pop(response.step, {})
+        own = None
+        if asked:
+            num_tokens = self._num_tokens.pop(response.step)
+            part = min(1.0, USUAL_TOKENS * len(asked) / max(num_tokens, 1))
+            extend, draft = response.extend_microseconds, response.draft_microseconds
+            own = OwnTime(len(asked), (part * extend + draft) * 1e-6, (extend + draft) * 1e-6)
+        is_due = response.step in self._due
+        self._due.discard(response.step)
+        self._trying.discard(response.step)
+        for proposal in response.proposals:
+            one = asked.pop(proposal.slot, None)
+            if one is None:
+                self._complain(1, f"a proposal for slot {proposal.slot}, which asked for none")
+                continue
+            tokens, parents = list(proposal.tokens), list(proposal.parents)
+            tree, num_bad = sanitize(tokens, parents, self._vocab_size, one.num_nodes)
+            if num_bad:
+                self._complain(num_bad, f"{num_bad} unusable nodes for slot {proposal.slot}")
+            confidence = min(proposal.confidence, MOST_CONFIDENCE)
+            self._take(one, Drafted(tree, confidence), is_due)
+        for one in asked.values():
+            self._take(one, NOTHING, is_due)
+        return own
+
+    def _take(self, one: OpenRequest, drafted: Drafted, is_due: bool) -> None:
+        sequence = one.request.sequence
+        if one.request.is_trial:
+            self._trials.append(Trial(sequence, one.position, drafted))
+            return
+        if self._on_tree is not None:
+            self._on_tree(sequence, one.position, drafted)
+        if is_due and drafted.tree.tokens:
+            first = drafted.tree.first(one.request.max_nodes)
+            self.trees[sequence.request_id] = Drafted(first, drafted.confidence)
+
+    def take_trials(self) -> list[Trial]:
+        """Returns the trials that have been answered since the last call."""
+        tried, self._trials = self._trials, []
+        return tried
+
+    def _complain(self, count: int, what: str) -> None:
+        self._metrics.invalid_nodes.inc(count)
+        if not self._warned:
+            self._warned = True
+            logger.warning("the draft sent %s; more are counted, not logged", what)

@@ -1,0 +1,186 @@
+"""Runs the target's steps on a GPU: as captured graphs where possible, else op by op."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from foredraft.models.decoder import ModelOutput
+from foredraft.runner.batch import StepRows
+from foredraft.runner.model_runner import ModelRunner
+from foredraft.trees.draft_tree import DraftTree
+from verify_service.controller.tables import GridTable
+from verify_service.executor.base import (
+    Ahead,
+    DeviceOutcome,
+    FinishedStep,
+    PendingStep,
+    Step,
+    StepResult,
+    broken_of,
+)
+from verify_service.executor.captured.fill import RecordFiller
+from verify_service.executor.captured.graphs import DecodeGraphs
+from verify_service.executor.captured.mixed import MixedGraphs
+from verify_service.executor.captured.pending import GraphRun
+from verify_service.executor.captured.two_phase import SlotTables, TwoPhaseRun
+from verify_service.executor.choice.sampler import Sampler, VerifyRows
+from verify_service.executor.choice.simulation import SimulatedAcceptance
+from verify_service.executor.eager import EagerExecutor
+from verify_service.executor.ranks.workers import Ranks
+from verify_service.executor.timing import best_of_rounds
+from verify_service.scheduler.request import Sequence as RequestSequence
+
+
+class GraphExecutor(EagerExecutor):
+    """Runs steps of the target as captured graphs where possible.
+
+    Args:
+        runner: Runner of the target, on a GPU.
+        sampler: Chooses tokens for steps that `graphs` do not take: prompts, larger batches, lossy
+            acceptance.
+        graphs: Captured decode steps of the same model and cache.
+        mixed: Captured forwards with prompts, of the same model and cache; they read the page
+            tables of `graphs`.
+        simulated: Replaces the outcomes of verification, for benchmarks.
+        ranks: Other ranks of the target, see EagerExecutor; the graphs send them their steps.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        graphs: DecodeGraphs,
+        mixed: MixedGraphs,
+        simulated: SimulatedAcceptance | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        super().__init__(runner, sampler, ranks)
+        self._graphs, self._mixed = graphs, mixed
+        self._filler = RecordFiller(graphs, simulated)
+        self._vocab_size = runner.model.config.vocab_size
+        self._tables = SlotTables(graphs.two_phase, sampler.eos_token_ids, self._vocab_size)
+
+    def measure(self) -> GridTable:
+        """Measures the captured steps, on rows that belong to no sequence."""
+        graphs = self._graphs
+        torch.cuda.synchronize()
+
+        def run(shape: tuple[int, int]) -> float:
+            started = time.perf_counter()
+            graphs.idle_step(*shape)
+            return time.perf_counter() - started
+
+        times = best_of_rounds(graphs.shapes, run)
+        return GridTable(dict(zip(graphs.shapes, times, strict=True)))
+
+    def can_overlap(self, step: Step) -> bool:
+        """See Executor."""
+        fits = len(step.batch) <= self._graphs.max_batch
+        return fits and not step.chunks and not self._sampler.is_lossy
+
+    def submit(self, step: Step) -> PendingStep:
+        """See Executor."""
+        if step.ahead is not None:
+            return self._submit_ahead(step, step.ahead)
+        if self.can_overlap(step):
+            return self._submit_known(step)
+        if step.chunks or len(step.batch) > self._graphs.max_batch:
+            return super().submit(step)
+        return FinishedStep(self._run_and_choose(step))
+
+    def _submit_known(self, step: Step) -> GraphRun:
+        batch, num_rows = step.batch, self._num_rows(step.batch)
+        sequences = [rows.sequence for rows in batch]
+        self._tables.update(sequences)
+        self._filler.fill_known(batch, num_rows)
+        trees = [rows.tree for rows in batch]
+        return self._start(sequences, num_rows, step.capture, trees, [None] * len(batch))
+
+    def _submit_ahead(self, step: Step, ahead: Ahead) -> GraphRun:
+        batch, capture, graphs = step.batch, step.capture, self._graphs
+        num_rows = graphs.row_size(len(batch), ahead.num_rows)
+        sequences = [rows.sequence for rows in batch]
+        self._filler.fill_ahead(sequences, num_rows, ahead)
+        if self._filler.members.is_two_phase:
+            capture = capture or graphs.capture
+            graphs.prepare_two_phase(len(batch), num_rows, capture, _has_logprobs(sequences))
+        graphs.upload(len(batch))
+        if ahead.fetch is not None:
+            ahead.fetch(graphs.trees)
+            if self._filler.members.is_two_phase and any(
+                tree is not None and sequence.is_masked
+                for sequence, tree in zip(sequences, ahead.trees, strict=True)
+            ):
+                graphs.send_trees()
+        trees = [rows.tree for rows in batch]
+        return self._start(sequences, num_rows, capture, trees, ahead.trees)
+
+    def _run_and_choose(self, step: Step) -> StepResult:
+        """Runs the forward as a graph, and lets the sampler choose the tokens."""
+        started = time.perf_counter()
+        batch, num_rows = step.batch, self._num_rows(step.batch)
+        self._filler.fill_known(batch, num_rows)
+        capture = step.capture or self._graphs.capture
+        output = self._graphs.forward(len(batch), num_rows, capture)
+        outcomes = self._sampler.choose(batch, self._logits(output, batch, num_rows))
+        self._commit(batch, outcomes)
+        seconds = time.perf_counter() - started
+        first_rows = range(0, len(batch) * num_rows, num_rows)
+        count, broken = len(batch) * num_rows, broken_of(outcomes)
+        trees = [rows.tree for rows in batch]
+        return StepResult(outcomes, output, first_rows, count, seconds, broken, trees)
+
+    def _forward(
+        self,
+        sequences: Sequence[RequestSequence],
+        rows: Sequence[StepRows],
+        capture: Sequence[int],
+    ) -> ModelOutput:
+        if not self._mixed.takes(rows):
+            return super()._forward(sequences, rows, capture)
+        self._mixed.settle()
+        self._filler.update_pages(sequences)
+        return self._mixed.forward(rows, capture or self._graphs.capture)
+
+    def _num_rows(self, batch: Sequence[VerifyRows]) -> int:
+        return self._graphs.row_size(len(batch), 1 + max(len(rows.tree) for rows in batch))
+
+    def _start(
+        self,
+        sequences: Sequence[RequestSequence],
+        num_rows: int,
+        capture: Sequence[int],
+        trees: Sequence[DraftTree],
+        rows: Sequence[int | None],
+    ) -> GraphRun:
+        """Starts the step whose records are filled in; see `TwoPhaseRun` for the arguments."""
+        graphs, count = self._graphs, len(sequences)
+        # Graphs that capture hidden states serve steps without a draft too.
+        capture = capture or graphs.capture
+        where = graphs.accepted[:count], graphs.accepted_index
+        if not self._filler.members.is_two_phase:
+            running = graphs.start(count, num_rows, capture, self._filler.members.is_filtered)
+            outcome = DeviceOutcome(count, *where, running.output)
+            return GraphRun(running, num_rows, outcome, self._vocab_size)
+        step = graphs.start_two_phase(count, num_rows, capture, _has_logprobs(sequences))
+        outcome = DeviceOutcome(count, *where, step.output)
+        return TwoPhaseRun(
+            graphs, self._tables, step, sequences, trees, rows, outcome, self._vocab_size
+        )
+
+    def _logits(
+        self, output: ModelOutput, batch: Sequence[VerifyRows], num_rows: int
+    ) -> torch.Tensor:
+        """Returns the logits of existing rows, in memory that the sampler may change."""
+        index = [
+            first * num_rows + row
+            for first, rows in enumerate(batch)
+            for row in range(1 + len(rows.tree))
+        ]
+        where = torch.tensor(index).to(output.logits.device)
+        return output.logits.index_select(0, where)
+
+
+def _has_logprobs(sequences: Sequence[RequestSequence]) -> bool:
+    return any(sequence.sampling.logprobs is not None for sequence in sequences)

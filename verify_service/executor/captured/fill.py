@@ -1,0 +1,169 @@
+"""Fills in the records of captured steps, and the page tables on the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from foredraft.sampling.columns import SAMPLING
+from foredraft.trees.draft_tree import NO_PARENT, ROOT, DraftTree
+from verify_service.executor.base import Ahead
+from verify_service.executor.captured.graphs import DecodeGraphs
+from verify_service.executor.captured.two_phase import fill_adjustments, needs_two_phases
+from verify_service.executor.choice.sampler import VerifyRows
+from verify_service.executor.choice.simulation import SimulatedAcceptance
+from verify_service.scheduler.request import Sequence as RequestSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Holds the sequences of a step and the fields of their records that stay constant.
+
+    They are reused while consecutive steps have the same sequences.
+
+    Attributes:
+        slots: Slots of the sequences.
+        sampling: Sampling columns of their records.
+        is_two_phase: Whether some sequence needs a two-phase step.
+        is_filtered: Whether some sequence uses top-k, top-p or min-p.
+    """
+
+    sequences: list[RequestSequence]
+    slots: list[int]
+    sampling: npt.NDArray[np.void]
+    is_two_phase: bool
+    is_filtered: bool
+
+    @classmethod
+    def of(cls, sequences: list[RequestSequence], slots: list[int]) -> "Members":
+        samplings = [sequence.sampling for sequence in sequences]
+        return cls(
+            sequences,
+            slots,
+            SAMPLING.pack(samplings),
+            any(map(needs_two_phases, sequences)),
+            any(sampling.is_filtered for sampling in samplings),
+        )
+
+
+NOBODY = Members([], [], SAMPLING.pack([]), is_two_phase=False, is_filtered=False)
+
+
+class RecordFiller:
+    """Fills in the records of one step after another.
+
+    Args:
+        graphs: Graphs that own the records and page tables.
+        simulated: Draws the number of accepted tokens, for benchmarks.
+
+    Attributes:
+        members: Sequences of the newest step.
+    """
+
+    def __init__(self, graphs: DecodeGraphs, simulated: SimulatedAcceptance | None) -> None:
+        self._graphs, self._simulated = graphs, simulated
+        self.members = NOBODY
+
+    def fill_ahead(self, sequences: list[RequestSequence], num_rows: int, ahead: Ahead) -> None:
+        """Fills in a step that starts from the sequences' state on the device.
+
+        Args:
+            num_rows: Number of rows of each sequence, padding included.
+        """
+        records = self._fill(sequences, num_rows)
+        records["committed"] = -1
+        if ahead.fetch is None:
+            records["tree"], records["num_rows"] = -1, 1
+        else:
+            records["tree"] = [-1 if tree is None else tree for tree in ahead.trees]
+            records["num_rows"] = [1 if tree is None else num_rows for tree in ahead.trees]
+        self._force(records)
+        records["parents"][:, :num_rows] = NO_PARENT
+
+    def _fill(self, sequences: list[RequestSequence], num_rows: int) -> npt.NDArray[np.void]:
+        """Fills in everything but roots and trees."""
+        records = self._graphs.records(len(sequences))
+        self._fill_pages(records, sequences)
+        slots = [sequence.slot or 0 for sequence in sequences]
+        if self.members.sequences != sequences or self.members.slots != slots:
+            self.members = Members.of(sequences, slots)
+        records["slot"] = slots
+        records["sampling"] = self.members.sampling
+        if self.members.is_two_phase:
+            fill_adjustments(records, sequences, num_rows)
+        return records
+
+    def fill_known(self, batch: Sequence[VerifyRows], num_rows: int) -> None:
+        """Fills in and uploads a step that starts from committed tokens; see `fill_ahead`."""
+        sequences = [rows.sequence for rows in batch]
+        records = self._fill(sequences, num_rows)
+        records["committed"] = [sequence.num_computed for sequence in sequences]
+        records["num_rows"] = [1 + len(rows.tree) for rows in batch]
+        self._force(records)
+        records["tree"] = -1
+        tokens, parents = (records[name][:, :num_rows] for name in ("tokens", "parents"))
+        tokens[:, 0] = [sequence.tokens[-1] for sequence in sequences]
+        parents[:, 0] = ROOT
+        if num_rows > 1:
+            _fill_trees(tokens[:, 1:], parents[:, 1:], [rows.tree for rows in batch])
+        self._graphs.upload(len(batch))
+
+    def _force(self, records: npt.NDArray[np.void]) -> None:
+        """Sets the number of accepted tokens where outcomes are simulated; a sequence without a
+        tree gets one token.
+        """
+        records["forced"] = 0
+        if self._simulated is not None:
+            drawn = self._simulated.draw(len(records))
+            records["forced"] = np.minimum(drawn, records["num_rows"])
+
+    def _fill_pages(
+        self, records: npt.NDArray[np.void], sequences: Sequence[RequestSequence]
+    ) -> None:
+        """Writes changes of page tables into the records, if each record has at most one.
+
+        More changes are uploaded separately.
+        """
+        entries, new_pages = records["entry"], records["new_page"]
+        new_pages[:] = 0
+        others = []
+        for record, sequence in enumerate(sequences):
+            first, size = sequence.device_pages_from, len(sequence.pages)
+            if first + 1 == size:
+                entries[record], new_pages[record] = first, 1 + sequence.pages[first]
+                sequence.device_pages_from = size
+            elif first < size:
+                others.append(sequence)
+        if others:
+            self.update_pages(others)
+
+    def update_pages(self, sequences: Sequence[RequestSequence]) -> None:
+        """Copies changed entries of the sequences' page tables to the device."""
+        updates = []
+        for sequence in sequences:
+            first, size = sequence.device_pages_from, len(sequence.pages)
+            if first < size:
+                assert sequence.slot is not None
+                updates.append((sequence.slot, first, sequence.pages[first:]))
+                sequence.device_pages_from = size
+        self._graphs.set_pages(updates)
+
+
+def _fill_trees(
+    tokens: npt.NDArray[np.int32], parents: npt.NDArray[np.int32], trees: Sequence[DraftTree]
+) -> None:
+    """Fills in the nodes of trees, [n, nodes]; parents are row numbers."""
+    size = tokens.shape[1]
+    if all(len(tree) == size for tree in trees):
+        tokens[:] = [tree.tokens for tree in trees]
+        parents[:] = [tree.parents for tree in trees]
+        parents += 1
+        return
+    parents[:] = NO_PARENT
+    tokens[:] = 0
+    for own_tokens, own_parents, tree in zip(tokens, parents, trees, strict=True):
+        count = len(tree)
+        own_tokens[:count] = tree.tokens
+        own_parents[:count] = tree.parents
+        own_parents[:count] += 1

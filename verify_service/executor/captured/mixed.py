@@ -1,0 +1,283 @@
+"""The target's forward of a step with prompts as a CUDA graph: rows of any sequences side by side,
+padded to a fixed total.
+
+Operation by operation the host needs 6 ms to start a forward of 16 layers and 17 ms for one of 32,
+whatever the rows.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from foredraft.attention.base import AttentionBackend, Batch
+from foredraft.attention.paged_triton import TritonPlan
+from foredraft.kernel_launch import few_variants
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.models.decoder import DecoderModel, ModelOutput
+from foredraft.runner.aside import capture_graph, run_aside
+from foredraft.runner.batch import StepRows, ancestor_mask
+from foredraft.trees.draft_tree import depths
+
+# Close enough together that padding costs little where the device, not the host, is what takes
+# time.
+ROW_SIZES = (*range(32, 257, 32), *range(320, 513, 64), *range(640, 1025, 128))
+# Up to which cutting a sequence's keys into parts is not worth doing without a graph.
+SHORT_KEYS = 2048
+NUMBERS = 5  # per sequence: slot, first row, rows, committed keys, whether its rows are causal
+NO_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MixedKind:
+    """Identifies a captured graph.
+
+    Attributes:
+        size: Number of rows in all, padding included.
+        capture: Layers whose input (the residual stream) is captured for a draft.
+        is_masked: Whether there is a tree with branches.
+    """
+
+    size: int
+    capture: tuple[int, ...]
+    is_masked: bool
+
+
+class MixedGraphs:
+    """Captures and replays forwards of one model over one cache.
+
+    Args:
+        kv: Cache with a scratch page, for padding rows.
+        tables: int32 [num_slots + 1, pages] on the device: page tables by slot; the last row
+            belongs to no sequence.
+        max_tree: Maximum number of rows of a tree, the root included.
+        max_rows: Maximum number of rows in all; at most the largest of `ROW_SIZES` is used.
+        pool: Memory that is shared with other graphs, which never run at the same time.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        kv: PagedKV,
+        attention: AttentionBackend,
+        *,
+        tables: torch.Tensor,
+        max_tree: int,
+        max_rows: int,
+        pool: Any = None,
+    ) -> None:
+        self._model, self._kv, self._attention = model, kv, attention
+        self._tables, self._pool = tables, pool
+        self._num_slots = tables.shape[0] - 1
+        self._group_size = model.group_size
+        self.sizes = [
+            size
+            for before, size in itertools.pairwise((0, *ROW_SIZES))
+            if before < max_rows  # the first that holds them all is the last
+        ]
+        largest, device = self.sizes[-1], kv.data.device
+        num_ints = max(sum(self._lengths(size)) for size in self.sizes)
+        self._ints = torch.zeros(num_ints, dtype=torch.int32, device=device)
+        self._masks = torch.zeros(largest, max_tree, dtype=torch.uint8, device=device)
+        self._host_ints, self._host_masks = (
+            torch.zeros(of.shape, dtype=of.dtype, pin_memory=device.type == "cuda")
+            for of in (self._ints, self._masks)
+        )
+        self._hidden = torch.zeros(
+            largest, model.config.hidden_size, dtype=model.dtype, device=device
+        )
+        self._streams: dict[tuple[int, ...], torch.Tensor] = {}
+        self._uploaded = torch.cuda.Event()
+        self._graphs: dict[MixedKind, torch.cuda.CUDAGraph] = {}
+
+    def takes(self, rows: Sequence[StepRows]) -> bool:
+        """Returns whether there is a graph for these rows, and a graph is the faster way."""
+        counts = [len(one.tokens) for one in rows]
+        if sum(counts) > self.sizes[-1] or len(rows) > self._num_slots:
+            return False
+        if any(one.reach for one in rows):  # the graphs' rotary embeddings depend only on positions
+            return False
+        num_keys = max(one.start + count for one, count in zip(rows, counts, strict=True))
+        if num_keys <= SHORT_KEYS:
+            return True
+        return not self._attention.cuts_keys(
+            len(rows), max(counts), num_keys, self._group_size, self._kv
+        )
+
+    def forward(self, rows: Sequence[StepRows], capture: Sequence[int]) -> ModelOutput:
+        """Computes rows that `takes` has accepted, and writes their keys and values.
+
+        Returns:
+            Logits of the rows that ask for them, in memory of their own; hidden states and streams
+            of all rows, valid until the next forward.
+        """
+        num_rows = sum(len(one.tokens) for one in rows)
+        size = next(size for size in self.sizes if size >= num_rows)
+        kind = MixedKind(size, tuple(capture), any(one.parents is not None for one in rows))
+        wanted = self._upload(kind, rows)
+        if kind not in self._graphs:
+            self._graphs[kind] = self._capture(kind)
+        self._graphs[kind].replay()
+        hidden = self._hidden[:num_rows]
+        with few_variants(cut_keys=True):  # rows of any number
+            logits = self._model.lm_head(hidden[wanted])
+        if not capture:
+            return ModelOutput(logits, hidden)
+        streams = self._streams[kind.capture][:num_rows]
+        captured = list(streams.split(self._model.config.hidden_size, 1))
+        return ModelOutput(logits, hidden, captured, streams)
+
+    def settle(self) -> None:
+        """Waits until the device has read the last upload, so that host memory may be overwritten.
+
+        The chunks of a prompt need no wait, so the host may be several forwards ahead.
+        """
+        self._uploaded.synchronize()
+
+    def warm_up(self, capture: Sequence[int], has_branches: bool) -> None:
+        """Captures all sizes, the largest first, so that the others fit its memory.
+
+        Args:
+            has_branches: Whether there will be trees that are no chains; else these are captured
+                when they come.
+        """
+        for size in reversed(self.sizes):
+            for is_masked in {False, has_branches}:
+                kind = MixedKind(size, tuple(capture), is_masked)
+                self._upload(kind, ())
+                self._graphs[kind] = self._capture(kind)
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of captured graphs."""
+        return len(self._graphs)
+
+    def _lengths(self, size: int) -> tuple[int, ...]:
+        """Returns the lengths of the parts of an upload.
+
+        They are each row's token, key, position and sequence; sequences; blocks; rows with logits.
+        """
+        num_sequences = min(size, self._num_slots)
+        num_blocks = -(-size * self._group_size // self._block(size)) + num_sequences
+        return (size, size, size, size, NUMBERS * num_sequences, 2 * num_blocks, size)
+
+    def _block(self, size: int) -> int:
+        return self._attention.block_rows(size, self._group_size, self._model.dtype, self._kv)
+
+    def _upload(self, kind: MixedKind, rows: Sequence[StepRows]) -> torch.Tensor:
+        """Sends the rows to the device; returns the rows with logits there."""
+        self.settle()
+        lengths = self._lengths(kind.size)
+        total = sum(lengths)
+        parts = [part.numpy() for part in self._host_ints[:total].split(lengths)]
+        tokens, keys, positions, owners, numbers, pairs, wanted = parts
+        counts = np.array([len(one.tokens) for one in rows], dtype=np.int64)
+        first_rows = np.cumsum(counts) - counts
+        starts = np.array([one.start for one in rows], dtype=np.int64)
+        num_rows = int(counts.sum())
+        for part, padding in ((tokens, 0), (keys, 0), (positions, 0), (owners, -1)):
+            part[num_rows:] = padding
+        tokens[:num_rows] = list(itertools.chain.from_iterable(one.tokens for one in rows))
+        owners[:num_rows] = np.repeat(np.arange(len(rows)), counts)
+        keys[:num_rows] = np.arange(num_rows) + np.repeat(starts - first_rows, counts)
+        positions[:num_rows] = keys[:num_rows]
+        if kind.is_masked:
+            self._fill_trees(positions, rows, first_rows)
+        table = numbers.reshape(NUMBERS, -1)
+        table[:] = 0
+        table[0] = self._num_slots
+        table[:, : len(rows)] = (
+            [one.slot for one in rows],
+            first_rows,
+            counts,
+            starts,
+            [one.parents is None for one in rows],
+        )
+        blocks = -(-counts * self._group_size // self._block(kind.size))
+        pairs = pairs.reshape(2, -1)
+        pairs[0], pairs[1] = 0, NO_BLOCK
+        # Prompts come last and are begun with, of each the rows that see most keys.
+        sequence = np.repeat(np.arange(len(rows)), blocks)
+        block = np.arange(len(sequence)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+        pairs[:, : len(sequence)] = sequence[::-1], block[::-1]
+        asked = np.array([_first_wanted(one) for one in rows], dtype=np.int64)
+        index = np.flatnonzero(np.arange(num_rows) >= np.repeat(first_rows + asked, counts))
+        wanted[: len(index)] = index
+        self._ints[:total].copy_(self._host_ints[:total], non_blocking=True)
+        if kind.is_masked:
+            self._masks[: kind.size].copy_(self._host_masks[: kind.size], non_blocking=True)
+        self._uploaded.record()
+        return self._ints[total - kind.size :][: len(index)].long()
+
+    def _fill_trees(
+        self, positions: np.ndarray, rows: Sequence[StepRows], first_rows: np.ndarray
+    ) -> None:
+        masks = self._host_masks.numpy()
+        masks[: len(positions)] = 0
+        for one, first in zip(rows, first_rows.tolist(), strict=True):
+            if one.parents is None:
+                continue
+            count = len(one.tokens)
+            masks[first : first + count, :count] = ancestor_mask(one.parents).numpy()
+            positions[first + 1 : first + count] = one.start + np.array(depths(one.parents))
+
+    def _capture(self, kind: MixedKind) -> torch.cuda.CUDAGraph:
+        """Runs once, which compiles missing kernels, and then captures."""
+        self._make_room(kind)
+        run_aside(lambda: self.compute(kind), self._hidden.device)
+        return capture_graph(lambda: self.compute(kind), self._pool)[0]
+
+    def _make_room(self, kind: MixedKind) -> None:
+        """Allocates memory for the captured streams, outside the memory of the graphs."""
+        if kind.capture not in self._streams:
+            width = len(kind.capture) * self._model.config.hidden_size
+            self._streams[kind.capture] = self._hidden.new_zeros(self._hidden.shape[0], width)
+
+    def compute(self, kind: MixedKind) -> None:
+        """Computes the captured forward, from uploaded rows to hidden states and streams in memory
+        that stays.
+        """
+        size, kv = kind.size, self._kv
+        lengths = self._lengths(size)
+        parts = self._ints[: sum(lengths)].split(lengths)
+        tokens, keys, positions, owners = (part.long() for part in parts[:4])
+        slot, first_row, num_rows, start, is_causal = parts[4].view(NUMBERS, -1)
+        tables = self._tables[slot.long()]
+        page = tables[owners.clamp_min(0), keys // kv.page_size].long()
+        places = page * kv.page_size + keys % kv.page_size
+        places = torch.where(owners < 0, kv.num_pages * kv.page_size, places)
+        mask = tail_positions = None
+        if kind.is_masked:
+            mask = self._masks[:size]
+            columns = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
+            rows = (first_row[:, None] + columns).clamp_max(size - 1)
+            tail_positions = positions[rows.long()].to(torch.int32)
+        plan = TritonPlan(
+            kv=kv,
+            page_tables=tables,
+            first_row=first_row,
+            num_rows=num_rows,
+            prefix_start=torch.zeros_like(start),
+            prefix_len=start,
+            write_index=start,
+            positions=positions,
+            tail_mask=mask,
+            is_causal=is_causal.to(torch.int8) if kind.is_masked else None,
+            tail_positions=tail_positions,
+            max_rows=size,
+            num_splits=1,
+            blocks=parts[5].view(2, -1),
+        )
+        batch = Batch(tokens, positions, places, (), plan=plan)
+        hidden, _, streams = self._model.states(batch, kv, self._attention, kind.capture)
+        self._hidden[:size].copy_(hidden)
+        if streams is not None:
+            self._streams[kind.capture][:size].copy_(streams)
+
+
+def _first_wanted(rows: StepRows) -> int:
+    count = len(rows.tokens)
+    return {"all": 0, "last": count - 1, "none": count}[rows.logits]

@@ -1,0 +1,192 @@
+"""Two-phase steps: captured steps whose requests ask for more than the sampling rule.
+
+Such requests have penalties, biases, log-probabilities, grammars or bad words. The device handles
+all of them but masks. Masks of grammars and bad words depend on earlier tokens, so the host makes
+them once the previous outcome is known, while this step's forward runs. The device chooses the
+tokens afterwards.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from foredraft.trees.draft_tree import DraftTree
+from verify_service import metrics
+from verify_service.executor.base import DeviceOutcome, StepResult
+from verify_service.executor.captured.buffers import LogProbs
+from verify_service.executor.captured.graphs import DecodeGraphs, TwoPhaseStep
+from verify_service.executor.captured.pending import GraphRun
+from verify_service.executor.captured.two_phase_tables import TwoPhaseTables
+from verify_service.executor.choice.sampler import Outcome
+from verify_service.executor.kernels import adjust
+from verify_service.executor.records import ADJUSTMENT
+from verify_service.grammar.masks import fill_two_phase_masks, side_by_side
+from verify_service.outputs import TokenLogprob
+from verify_service.scheduler.request import Sequence as RequestSequence
+from verify_service.scheduler.token_limits import biases
+
+
+@dataclass(slots=True)
+class _Held:
+    """Names the request whose words a slot holds, and how many output tokens are counted."""
+
+    request_id: int
+    num_counted: int
+
+
+class SlotTables:
+    """Keeps words and biases on the device equal to those of the sequences in the slots."""
+
+    def __init__(
+        self, two_phase: TwoPhaseTables, eos_token_ids: frozenset[int], vocab_size: int
+    ) -> None:
+        self._two_phase = two_phase
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+        self._held: dict[int, _Held] = {}
+
+    def update(self, sequences: Sequence[RequestSequence]) -> None:
+        """Brings the tables up to the sequences' committed tokens, before a step that starts from
+        them.
+        """
+        for sequence in sequences:
+            if adjust.kinds(sequence.sampling):
+                self._update(sequence)
+
+    def counted(self, sequence: RequestSequence, num_tokens: int) -> None:
+        """Notes tokens that the device has counted itself."""
+        held = self._held.get(sequence.slot or 0)
+        if held is not None and held.request_id == sequence.request_id:
+            held.num_counted += num_tokens
+
+    def _update(self, sequence: RequestSequence) -> None:
+        slot, sampling = sequence.slot or 0, sequence.sampling
+        held = self._held.get(slot)
+        if held is not None and held.request_id == sequence.request_id:
+            missing = sequence.tokens[sequence.num_prompt + held.num_counted :]
+            if missing:
+                self._two_phase.add_words(slot, missing)
+                held.num_counted += len(missing)
+            return
+        known = (sequence.prompt, sequence.output, self._eos_token_ids)
+        self._two_phase.set_words(slot, adjust.words(sampling, *known, self._vocab_size))
+        if adjust.kinds(sampling) & adjust.BIASED:
+            self._two_phase.set_biases(slot, biases(sampling, self._vocab_size))
+        self._held[slot] = _Held(sequence.request_id, sequence.num_output)
+
+
+def needs_two_phases(sequence: RequestSequence) -> bool:
+    """Returns whether a request asks for more than the sampling rule."""
+    sampling = sequence.sampling
+    return sequence.is_masked or sampling.logprobs is not None or adjust.kinds(sampling) != 0
+
+
+def fill_adjustments(
+    records: npt.NDArray[np.void], sequences: Sequence[RequestSequence], num_rows: int
+) -> None:
+    """Fills in the columns of the records that only two-phase steps read."""
+    records["adjustment"] = ADJUSTMENT.pack(map(_adjustment, sequences))
+    records["mask"] = 0
+    for i, row in enumerate(_followers(sequences)):
+        records["mask"][row] = 1 + i * num_rows
+
+
+class TwoPhaseRun(GraphRun):
+    """Stands for a two-phase step whose forward was started.
+
+    Args:
+        trees: Trees that are verified, where the host knows them.
+        rows: For each sequence, the row of its tree among those of a draft on the device; None
+            where the host knows the tree, or there is none.
+    """
+
+    def __init__(
+        self,
+        graphs: DecodeGraphs,
+        tables: SlotTables,
+        step: TwoPhaseStep,
+        sequences: Sequence[RequestSequence],
+        trees: Sequence[DraftTree],
+        rows: Sequence[int | None],
+        outcome: DeviceOutcome,
+        vocab_size: int,
+    ) -> None:
+        super().__init__(None, step.kind.rows, outcome, vocab_size)
+        self._graphs, self._tables, self._step = graphs, tables, step
+        self._sequences, self._trees, self._rows = sequences, trees, rows
+        self._vocab_size = vocab_size
+        self._followers = _followers(sequences)
+        self._waits = any(rows[i] is not None for i in self._followers)
+        if not self._followers:
+            self._running = graphs.choose_two_phase(step, 0)
+
+    @property
+    def is_ready(self) -> bool:
+        """See PendingStep."""
+        return not self._waits or self._graphs.two_phase.are_trees_there(self._step.turn)
+
+    def choose(self) -> None:
+        """See PendingStep."""
+        if self._running is not None:
+            return
+        two_phase, turn, num_rows = self._graphs.two_phase, self._step.turn, self.num_rows
+        masks = two_phase.masks(turn, len(self._followers) * num_rows)
+        proposed = two_phase.trees(turn) if self._waits else None
+        work = []
+        for i, place in enumerate(self._followers):
+            tree, row = self._trees[place], self._rows[place]
+            if row is not None and proposed is not None:
+                tree = self._proposed(proposed[row])
+            block = masks[i * num_rows : (i + 1) * num_rows]
+            work.append(
+                functools.partial(fill_two_phase_masks, self._sequences[place], tree, block)
+            )
+        side_by_side(work)
+        metrics.LATE_MASKS.inc(len(self._followers))
+        metrics.AWAITED_MASKS.inc(self._step.forwarded.query())
+        self._running = self._graphs.choose_two_phase(self._step, len(masks))
+
+    def finish(self) -> StepResult:
+        """See PendingStep."""
+        result = super().finish()
+        logprobs = self.running.logprobs
+        for i, (sequence, outcome) in enumerate(zip(self._sequences, result.outcomes, strict=True)):
+            self._tables.counted(sequence, len(outcome.verified.tokens))
+            if sequence.sampling.logprobs is not None and logprobs is not None:
+                _report(outcome, logprobs, i * self.num_rows, sequence.sampling.logprobs)
+        return result
+
+    def _proposed(self, tree: npt.NDArray[np.int32]) -> DraftTree:
+        """Returns a draft's tree as the device reads it.
+
+        A node with an invalid token gets no parent.
+        """
+        tokens, parents = tree[:, : self.num_rows - 1]
+        parents = np.where((tokens >= 0) & (tokens < self._vocab_size), parents, -2)
+        return DraftTree(tuple(tokens.tolist()), tuple(parents.tolist()))
+
+
+def _followers(sequences: Sequence[RequestSequence]) -> list[int]:
+    """Returns the indexes of sequences that have masks."""
+    return [i for i, sequence in enumerate(sequences) if sequence.is_masked]
+
+
+def _adjustment(sequence: RequestSequence) -> tuple[float, ...]:
+    sampling = sequence.sampling
+    return (
+        adjust.kinds(sampling),
+        sequence.num_prompt + sampling.min_new_tokens,
+        sampling.repetition_penalty,
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
+    )
+
+
+def _report(outcome: Outcome, logprobs: LogProbs, first_row: int, top_n: int) -> None:
+    for row in outcome.verified.path:
+        own, *values = logprobs.values[first_row + row].tolist()
+        best = logprobs.best[first_row + row].tolist()
+        outcome.logprobs.append(TokenLogprob(own, best[:top_n], values[:top_n]))

@@ -1,0 +1,3 @@
+"""Choice of tokens on the host: sampling rule, penalties, walk of draft trees, simulated
+acceptance.
+"""

@@ -1,0 +1,295 @@
+"""Applies the sampling rule to the logits of a step and walks the trees."""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from foredraft.sampling.noise import coins
+from foredraft.sampling.rows import SamplingRows
+from foredraft.sampling.sampling import (
+    broken_rows,
+    choose,
+    log_probs,
+    probabilities,
+)
+from foredraft.trees.draft_tree import DraftTree, depths, paths
+from foredraft.types import NO_TOKEN, SamplingParams
+from verify_service.executor.choice import penalties
+from verify_service.executor.choice.simulation import SimulatedAcceptance
+from verify_service.executor.choice.verification import Verified, walk, walk_batch, walk_lossy
+from verify_service.grammar.masks import allow_only, fill_masks, side_by_side
+from verify_service.outputs import TokenLogprob
+from verify_service.scheduler.request import Sequence as RequestSequence
+from verify_service.scheduler.token_limits import WORD_BITS
+
+# Rows chosen at a time: choosing takes several times as much memory as their logits.
+CHOSEN_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Thresholds of lossy acceptance; 1.0 turns them off."""
+
+    single: float = 1.0
+    acc: float = 1.0
+
+    @property
+    def lossy(self) -> bool:
+        """Whether tokens that the rule did not choose may be accepted."""
+        return self.single < 1.0 or self.acc < 1.0
+
+
+@dataclass(slots=True)
+class VerifyRows:
+    """The rows of one sequence in a step: its newest token, then the nodes of its tree, drafted
+    with `confidence`.
+    """
+
+    sequence: RequestSequence
+    tree: DraftTree
+    confidence: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Holds the tokens chosen for one sequence.
+
+    Attributes:
+        verified: Accepted rows and emitted tokens.
+        is_lossy: Whether a threshold accepted a token that the rule did not choose.
+        logprobs: Log-probabilities of the emitted tokens; empty unless requested.
+    """
+
+    verified: Verified
+    is_lossy: bool = False
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class Sampler:
+    """Applies the sampling rule to a batch; keeps the penalty state of sequences.
+
+    Args:
+        vocab_size: Size of the target's vocabulary.
+        eos_token_ids: The model's end tokens, masked before min_new_tokens.
+        thresholds: Thresholds of lossy acceptance; 1.0 turns them off.
+        simulated: Replaces the rule's tokens, for benchmarks.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        eos_token_ids: frozenset[int],
+        thresholds: Thresholds,
+        simulated: SimulatedAcceptance | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._eos_token_ids = eos_token_ids
+        self._thresholds = thresholds
+        self._simulated = simulated
+        self._penalties: dict[int, penalties.PenaltyState] = {}
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The model's end-of-sequence tokens."""
+        return self._eos_token_ids
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether tokens that the rule did not choose may be accepted."""
+        return self._thresholds.lossy
+
+    def warm_up(self) -> None:
+        """Compiles a GPU's kernels, which would otherwise delay the first sampled step."""
+        if self._device.type == "cuda":
+            filtered = SamplingParams(temperature=1.0, top_p=0.9)
+            logits = torch.zeros(1, self._vocab_size, device=self._device)
+            choose(logits, SamplingRows.from_params([filtered], [0], self._device))
+
+    def forget(self, sequence: RequestSequence) -> None:
+        """Drops the state of a sequence that ended."""
+        self._penalties.pop(sequence.request_id, None)
+
+    def choose(self, batch: Sequence[VerifyRows], logits: torch.Tensor) -> list[Outcome]:
+        """Applies the rule at every row and walks each tree from its root.
+
+        Args:
+            logits: [rows, vocab] in the order of `batch`, root first, then nodes. Changed in place
+                where they are float32.
+        """
+        forced: list[list[int]] = []
+        if self._simulated is not None:
+            forced = self._simulated.forced([rows.tree for rows in batch])
+        outcomes: list[Outcome] = []
+        first = begin = 0
+        while first < len(batch):
+            last, end = first + 1, begin + 1 + len(batch[first].tree.tokens)
+            while last < len(batch) and end + len(batch[last].tree.tokens) < begin + CHOSEN_AT_ONCE:
+                end += 1 + len(batch[last].tree.tokens)
+                last += 1
+            part = logits[begin:end].float()
+            outcomes += self._choose(batch[first:last], part, forced[first:last])
+            first, begin = last, end
+        return outcomes
+
+    def _choose(
+        self, batch: Sequence[VerifyRows], logits: torch.Tensor, forced: list[list[int]]
+    ) -> list[Outcome]:
+        """Does the work of `choose` for a part of the batch; changes the float32 logits."""
+        params: list[SamplingParams] = []
+        positions: list[int] = []
+        spans: list[tuple[int, int]] = []
+        for rows in batch:
+            sequence, parents = rows.sequence, rows.tree.parents
+            root = len(sequence.tokens)  # index of the token that the root's row chooses
+            start = len(positions)
+            positions.append(root)
+            params.append(sequence.sampling)
+            if parents:
+                positions.extend(root + depth for depth in depths(parents))
+                params.extend([sequence.sampling] * len(parents))
+            spans.append((start, len(positions)))
+        raw = self._keep_raw(batch, spans, logits)
+        for rows, (first, last) in zip(batch, spans, strict=True):
+            if penalties.needed(rows.sequence.sampling):
+                self._penalise(rows, logits[first:last])
+        self._constrain(batch, spans, logits)
+        sampling = SamplingRows.from_params(params, positions, self._device)
+        if self._simulated is not None:
+            choose(logits, sampling)  # its cost is part of the step
+            walked = [
+                (walk(rows.tree, tokens), False) for rows, tokens in zip(batch, forced, strict=True)
+            ]
+        elif self._thresholds.lossy:
+            walked = self._walk_lossy(batch, spans, logits, sampling)
+        elif sampling.any_sampled and self._device.type == "cpu":
+            walked = [(v, False) for v in self._walk_lazily(batch, spans, logits, sampling)]
+        else:
+            chosen = choose(logits, sampling).tolist()
+            walked = [
+                (walk(rows.tree, chosen[first:last]), False)
+                for rows, (first, last) in zip(batch, spans, strict=True)
+            ]
+        return [
+            Outcome(verified, is_lossy, self._logprobs(rows, raw.get(i), verified))
+            for i, (rows, (verified, is_lossy)) in enumerate(zip(batch, walked, strict=True))
+        ]
+
+    def _walk_lazily(
+        self,
+        batch: Sequence[VerifyRows],
+        spans: list[tuple[int, int]],
+        logits: torch.Tensor,
+        sampling: SamplingRows,
+    ) -> list[Verified]:
+        """Chooses only at rows on the accepted paths: sampling a row is expensive on a CPU."""
+
+        def choose_at(places: list[tuple[int, int]]) -> list[int]:
+            index = torch.tensor([spans[i][0] + row for i, row in places])
+            return choose(logits[index], sampling.take(index)).tolist()
+
+        return walk_batch([rows.tree for rows in batch], choose_at)
+
+    def _walk_lossy(
+        self,
+        batch: Sequence[VerifyRows],
+        spans: list[tuple[int, int]],
+        logits: torch.Tensor,
+        sampling: SamplingRows,
+    ) -> list[tuple[Verified, bool]]:
+        """Walks with the second chance of lossy acceptance; returns which walks used it."""
+        chosen = choose(logits, sampling).tolist()
+        probs = probabilities(logits, sampling)
+        all_coins = coins(sampling.seed, sampling.position).tolist()
+        limits = self._thresholds
+        walked = []
+        for rows, (first, last) in zip(batch, spans, strict=True):
+            tree, by_rule = rows.tree, chosen[first:last]
+            parent_rows = torch.tensor(
+                [first + parent + 1 for parent in tree.parents], dtype=torch.int64
+            )
+            node_probs = probs[parent_rows, torch.tensor(tree.tokens, dtype=torch.int64)].tolist()
+            verified = walk_lossy(
+                tree, by_rule, node_probs, all_coins[first:last], limits.single, limits.acc
+            )
+            is_lossy = any(
+                by_rule[row] != token
+                for row, token in zip(verified.path, verified.tokens, strict=True)
+            )
+            walked.append((verified, is_lossy))
+        return walked
+
+    def _keep_raw(
+        self, batch: Sequence[VerifyRows], spans: list[tuple[int, int]], logits: torch.Tensor
+    ) -> dict[int, torch.Tensor]:
+        """Copies logits before penalties, for sequences that report log-probabilities."""
+        kept = {}
+        for i, rows in enumerate(batch):
+            if rows.sequence.sampling.logprobs is not None:
+                first, last = spans[i]
+                is_changed = penalties.needed(rows.sequence.sampling) or rows.sequence.is_masked
+                kept[i] = logits[first:last].clone() if is_changed else logits[first:last]
+        return kept
+
+    def _penalise(self, rows: VerifyRows, logits: torch.Tensor) -> None:
+        sequence = rows.sequence
+        state = self._penalties.get(sequence.request_id)
+        if state is None:
+            state = penalties.PenaltyState(
+                sequence.sampling,
+                sequence.prompt,
+                self._vocab_size,
+                self._device,
+                self._eos_token_ids,
+            )
+            self._penalties[sequence.request_id] = state
+        # Not all steps choose here.
+        state.commit(sequence.tokens[sequence.num_prompt + state.num_committed :])
+        output = sequence.num_output
+        index = [output, *(output + depth for depth in depths(rows.tree.parents))]
+        state.apply_(logits, paths(rows.tree), index)
+
+    def _constrain(
+        self, batch: Sequence[VerifyRows], spans: list[tuple[int, int]], logits: torch.Tensor
+    ) -> None:
+        """Applies the masks of grammars and forbidden tokens to the logits."""
+        followed = [
+            (rows.sequence, rows.tree, span)
+            for rows, span in zip(batch, spans, strict=True)
+            if rows.sequence.is_masked
+        ]
+        if not followed:
+            return
+        num_rows = sum(last - first for _, _, (first, last) in followed)
+        masks = np.empty((num_rows, -(-self._vocab_size // WORD_BITS)), np.int32)
+        work, start = [], 0
+        for sequence, tree, (first, last) in followed:
+            block = masks[start : start + last - first]
+            work.append(functools.partial(fill_masks, sequence, tree, block))
+            start += last - first
+        side_by_side(work)
+        index = [row for _, _, (first, last) in followed for row in range(first, last)]
+        broken = broken_rows(logits[index])
+        allow_only(logits, index, torch.from_numpy(masks))
+        # Broken logits are broken whatever the masks allow.
+        logits[index, 0] = torch.where(broken, math.nan, logits[index, 0])
+
+    def _logprobs(
+        self, rows: VerifyRows, raw: torch.Tensor | None, verified: Verified
+    ) -> list[TokenLogprob]:
+        if raw is None or verified.tokens[-1] == NO_TOKEN:
+            return []
+        top_n = rows.sequence.sampling.logprobs or 0
+        tokens = torch.tensor(verified.tokens, device=self._device)
+        values, top_tokens, top_values = log_probs(raw[verified.path], tokens, top_n)
+        return [
+            TokenLogprob(value, ids, tops)
+            for value, ids, tops in zip(
+                values.tolist(), top_tokens.tolist(), top_values.tolist(), strict=True
+            )
+        ]

@@ -1,0 +1,1 @@
+"""Triton kernels of a step around the model, and the functions that launch them."""

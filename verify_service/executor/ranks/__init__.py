@@ -1,0 +1,1 @@
+"""Runs the target on several ranks: worker processes, their messages, and a watchdog."""

@@ -1,0 +1,218 @@
+"""Captured steps on several ranks.
+
+Rank 0 sends each step to the others before it starts or captures its own; they do the same.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from foredraft.attention.base import AttentionBackend
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.models.decoder import DecoderModel, ModelOutput
+from foredraft.parallel.group import Group
+from foredraft.record_layout import WORD, Layout
+from foredraft.runner.batch import StepRows
+from verify_service.executor.captured.buffers import RunningStep
+from verify_service.executor.captured.graphs import DecodeGraphs, TwoPhaseStep
+from verify_service.executor.captured.mixed import MixedGraphs
+from verify_service.executor.captured.step import DecodeStep, StepKind, StepSizes
+from verify_service.executor.ranks import messages
+from verify_service.executor.ranks.board import Board
+from verify_service.executor.ranks.messages import Kind
+
+# Follows a message's header. The layers come next, then the records of all sequences, padding
+# included.
+STEP = Layout(("num_rows", np.int32), ("is_filtered", np.int32), ("with_logprobs", np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """Sizes of all captured forwards of a model.
+
+    Attributes:
+        steps: Sizes of steps that only decode.
+        max_mixed_rows: Maximum number of rows of a step with prompts.
+    """
+
+    steps: StepSizes
+    max_mixed_rows: int
+
+    @property
+    def numbers(self) -> list[int]:
+        """The sizes as integers, for a message."""
+        return [self.max_mixed_rows, *map(int, dataclasses.astuple(self.steps))]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> "GraphSizes":
+        """Reads sizes from the integers that `numbers` gave."""
+        max_mixed_rows, batch, rows, path, tokens, slots, simulate = numbers
+        steps = StepSizes(batch, rows, path, tokens, slots, simulate=bool(simulate))
+        return cls(steps, max_mixed_rows)
+
+
+class RankedGraphs(DecodeGraphs):
+    """Rank 0's captured decode steps, which are sent to the other ranks too."""
+
+    def __init__(self, step: DecodeStep, board: Board) -> None:
+        super().__init__(step)
+        self._board = board
+
+    def set_pages(self, updates: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """See DecodeGraphs."""
+        if updates:
+            self._board.write(messages.pages(updates))
+        super().set_pages(updates)
+
+    def start(
+        self,
+        num_sequences: int,
+        num_rows: int,
+        capture: Sequence[int],
+        is_filtered: bool = False,
+    ) -> RunningStep:
+        """See DecodeGraphs."""
+        self._tell(Kind.STEP, num_sequences, num_rows, capture, is_filtered=is_filtered)
+        return super().start(num_sequences, num_rows, capture, is_filtered)
+
+    def prepare_two_phase(
+        self, num_sequences: int, num_rows: int, capture: Sequence[int], with_logprobs: bool
+    ) -> StepKind:
+        """See DecodeGraphs."""
+        kind = self.two_phase_kind(num_sequences, num_rows, capture, with_logprobs)
+        if not self.has_two_phase(kind):
+            self._tell(Kind.PREPARE, num_sequences, num_rows, capture, with_logprobs=with_logprobs)
+        return super().prepare_two_phase(num_sequences, num_rows, capture, with_logprobs)
+
+    def start_two_phase(
+        self, num_sequences: int, num_rows: int, capture: Sequence[int], with_logprobs: bool
+    ) -> TwoPhaseStep:
+        """See DecodeGraphs.
+
+        The other ranks start the choice too, which waits for rank 0's choice on their cards.
+        """
+        self.prepare_two_phase(num_sequences, num_rows, capture, with_logprobs)
+        self._tell(Kind.LATE_STEP, num_sequences, num_rows, capture, with_logprobs=with_logprobs)
+        return super().start_two_phase(num_sequences, num_rows, capture, with_logprobs)
+
+    def forward(self, num_sequences: int, num_rows: int, capture: Sequence[int]) -> ModelOutput:
+        """See DecodeGraphs."""
+        self._tell(Kind.GRAPH_FORWARD, num_sequences, num_rows, capture)
+        return super().forward(num_sequences, num_rows, capture)
+
+    def _tell(
+        self,
+        kind: Kind,
+        num_sequences: int,
+        num_rows: int,
+        capture: Sequence[int],
+        is_filtered: bool = False,
+        with_logprobs: bool = False,
+    ) -> None:
+        header = messages.header(kind, num_sequences, len(capture))
+        step = messages.packed(STEP, [(num_rows, is_filtered, with_logprobs)])
+        layers = np.asarray(capture, np.int32).tobytes()
+        self._board.write(header + step + layers + self.block(num_sequences).tobytes())
+
+
+class RankedMixedGraphs(MixedGraphs):
+    """Rank 0's captured forwards of steps with prompts, which are sent to the other ranks too."""
+
+    board: Board
+
+    def forward(self, rows: Sequence[StepRows], capture: Sequence[int]) -> ModelOutput:
+        """See MixedGraphs."""
+        self.board.write(messages.mixed(rows, capture))
+        return super().forward(rows, capture)
+
+    def warm_up(self, capture: Sequence[int], has_branches: bool) -> None:
+        """See MixedGraphs."""
+        self.board.write(messages.mixed_warm_up(capture, has_branches))
+        super().warm_up(capture, has_branches)
+
+
+def captured(
+    model: DecoderModel,
+    kv: PagedKV,
+    attention: AttentionBackend,
+    sizes: GraphSizes,
+    group: Group,
+    board: Board | None = None,
+) -> tuple[DecodeGraphs, MixedGraphs]:
+    """Creates the graphs of one model over one cache; captures nothing yet.
+
+    Args:
+        model: The model, or this rank's share of it.
+        kv: KV cache of the model.
+        attention: Attention backend of the model's device.
+        sizes: Sizes of the captured forwards.
+        group: Ranks that share the model.
+        board: Board by which rank 0 sends messages to other ranks; None on other ranks, and for a
+            single one.
+    """
+    step = DecodeStep(model, kv, attention, sizes.steps, group)
+    graphs = DecodeGraphs(step) if board is None else RankedGraphs(step, board)
+    mixed = (MixedGraphs if board is None else RankedMixedGraphs)(
+        model,
+        kv,
+        attention,
+        tables=step.tables,
+        max_tree=step.max_rows,
+        max_rows=sizes.max_mixed_rows,
+        pool=graphs.pool,
+    )
+    if board is not None:
+        assert isinstance(mixed, RankedMixedGraphs)
+        mixed.board = board
+    return graphs, mixed
+
+
+class GraphFollower:
+    """Runs a worker's captured steps as rank 0's messages say."""
+
+    def __init__(self, graphs: DecodeGraphs, mixed: MixedGraphs) -> None:
+        self._graphs, self._mixed = graphs, mixed
+
+    def follow(self, kind: Kind, message: bytes) -> None:
+        """Carries out a message."""
+        if kind is Kind.PAGES:
+            # The device must have read the previous updates before more are filled in.
+            torch.cuda.current_stream().synchronize()
+            self._graphs.set_pages(messages.read_pages(message))
+        elif kind is Kind.MIXED:
+            self._mixed.settle()
+            self._mixed.forward(*messages.read_mixed(message))
+        elif kind is Kind.MIXED_WARM_UP:
+            self._mixed.warm_up(*messages.read_mixed_warm_up(message))
+        else:
+            self._step(kind, message)
+
+    def _step(self, kind: Kind, message: bytes) -> None:
+        graphs = self._graphs
+        [header] = messages.headers(message, messages.HEADER, 1)
+        count, num_layers = int(header["num_sequences"]), int(header["num_layers"])
+        begin = messages.HEADER.size * WORD
+        [step] = messages.headers(message[begin:], STEP, 1)
+        begin += STEP.size * WORD
+        capture = np.frombuffer(message, np.int32, num_layers, begin).tolist()
+        num_rows = int(step["num_rows"])
+        graphs.settle()
+        graphs.records(count)
+        block = graphs.block(count)
+        words = np.frombuffer(message, np.int32, block.size, begin + num_layers * WORD)
+        block[:] = words.reshape(block.shape)
+        graphs.upload(count)
+        with_logprobs = bool(step["with_logprobs"])
+        if kind is Kind.STEP:
+            graphs.start(count, num_rows, capture, bool(step["is_filtered"]))
+        elif kind is Kind.GRAPH_FORWARD:
+            graphs.forward(count, num_rows, capture)
+            torch.cuda.current_stream().synchronize()
+        elif kind is Kind.PREPARE:
+            graphs.prepare_two_phase(count, num_rows, capture, with_logprobs)
+        else:
+            two_phase = graphs.start_two_phase(count, num_rows, capture, with_logprobs)
+            graphs.choose_two_phase(two_phase, 0)

@@ -1,0 +1,104 @@
+"""Connects the ranks of one model over torch.distributed; sums are the same on all ranks."""
+
+import time
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+# Far longer than the watchdog takes to end a verifier; see `watchdog`.
+COLLECTIVE_SECONDS = 1800.0
+# A rank that lost a peer in a collective cannot tell which. It waits this long for rank 0's
+# watchdog, which names the lost rank and ends all ranks.
+LOST_SECONDS = 20.0
+
+
+class CollectiveLog(Protocol):
+    """Records the start and end of every collective, for the watchdog."""
+
+    def begin(self) -> None:
+        """Records that a collective begins."""
+
+    def end(self) -> None:
+        """Records that the collective is over."""
+
+
+class ProcessGroup:
+    """A `foredraft.parallel.group.Group` that moves bytes between processes, and adds by itself.
+
+    Sums add float32 numbers in the order of the ranks and round once, so every rank has the same
+    bits, in any batch.
+
+    Args:
+        rank: Number of this rank.
+        size: Number of ranks.
+        group: Group of torch.distributed, which no other model uses.
+        log: Records each collective.
+    """
+
+    def __init__(self, rank: int, size: int, group: Any, log: CollectiveLog) -> None:
+        self.rank, self.size = rank, size
+        self._group, self._log = group, log
+
+    @classmethod
+    def join(
+        cls,
+        rank: int,
+        size: int,
+        store: Any,
+        log: CollectiveLog,
+        host: str = "127.0.0.1",
+    ) -> "ProcessGroup":
+        """Joins the other ranks, and waits until all have joined.
+
+        Args:
+            rank: Number of this rank.
+            size: Number of ranks.
+            store: Store of torch.distributed that all ranks use to find each other.
+            log: Records each collective.
+            host: Address of this host, by which the others reach it.
+        """
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=COLLECTIVE_SECONDS)
+        return cls(rank, size, ProcessGroupGloo(store, rank, size, options), log)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See Group."""
+        first, *others = self._gathered(x)
+        total = first.float()
+        for other in others:
+            total += other.float()
+        return total.to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """See Group."""
+        return torch.cat(self._gathered(x), -1)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns rank 0's x on every rank; the others' x has its shape and type, and may be
+        changed.
+        """
+        x = x.contiguous()
+        self._log.begin()
+        self._wait(self._group.broadcast([x]))
+        return x
+
+    def close(self) -> None:
+        """Frees what the ranks share. Nothing may be computed with them any more."""
+
+    def _gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._log.begin()
+        self._wait(self._group.allgather([parts], [x]))
+        return parts
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError:
+            time.sleep(LOST_SECONDS)
+            raise
+        self._log.end()
