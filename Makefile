@@ -10,7 +10,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 # The many processes of the tests import what one of them has compiled, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test test-fast test-gpu check lint style types arrows fresh format protos docs site dist clean
+.PHONY: serve test test-fast test-gpu test-failed check lint style types arrows fresh format protos docs site dist clean
 
 $(BIN)/.ready: pyproject.toml $(wildcard draft_service/ngram/_ngram*.[ch] foredraft/layers/_tiles*.[ch])
 	$(PYTHON) -m venv $(VENV)
@@ -33,7 +33,13 @@ test-fast: $(BIN)/.ready
 test-gpu: $(BIN)/.ready
 	$(BIN)/python -m pytest -m gpu
 
-check: lint test
+# The tests that failed in the last run, one after the other: a failure that ends by itself here is one of timing, to be mended.
+test-failed: $(BIN)/.ready
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+
+# Real processes on a busy machine can be slow once; a defect fails twice.
+check: lint
+	$(MAKE) test || $(MAKE) test-failed
 
 lint: $(BIN)/.ready
 	$(MAKE) --jobs=2 --output-sync=target types style arrows fresh site
