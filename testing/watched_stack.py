@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from foredraft.cli.supervisor import Supervisor
 from monitoring import pictures
 from monitoring.panels import DASHBOARDS
 from testing import tools
+from testing.stack import free_port
 
 # Long enough that its pages are shared between requests.
 PREAMBLE = " ".join(
@@ -104,9 +104,7 @@ def running_prometheus(directory: Path, urls: dict[str, str]) -> Iterator[Promet
     }
     # JSON is YAML.
     (directory / "prometheus.yml").write_text(json.dumps(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         tools.find("prometheus"),
         f"--config.file={directory}/prometheus.yml",

@@ -1,5 +1,6 @@
 """Free ports that stay free until the service that was given one listens on it."""
 
+import collections
 import contextlib
 import random
 import socket
@@ -8,6 +9,9 @@ from pathlib import Path
 LOWEST = 20_000
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 ATTEMPTS = 64
+# Names of abstract sockets: each tells other processes of this network namespace that a port was
+# chosen. The last ones are kept for as long as this process lives.
+_marks: collections.deque[socket.socket] = collections.deque(maxlen=32)
 
 
 def bind_free(probe: socket.socket, host: str) -> int:
@@ -15,7 +19,8 @@ def bind_free(probe: socket.socket, host: str) -> int:
     possible.
 
     The system's own choice lies in that range: between the choice and the service's start any
-    client's connection may take it.
+    client's connection may take it. No other process that chooses in this way gets the port
+    meanwhile.
 
     Returns:
         The port.
@@ -24,12 +29,25 @@ def bind_free(probe: socket.socket, host: str) -> int:
         OSError: The host has no free port, or is none of this machine's.
     """
     for _ in range(ATTEMPTS):
+        port = random.randrange(LOWEST, first_ephemeral_port())
         with contextlib.suppress(OSError):
-            probe.bind((host, random.randrange(LOWEST, first_ephemeral_port())))
+            _mark(port)
+            probe.bind((host, port))
             break
     else:
         probe.bind((host, 0))
     return int(probe.getsockname()[1])
+
+
+def _mark(port: int) -> None:
+    """Raises OSError where a living process has chosen the port."""
+    mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        mark.bind(f"\0foredraft-port-{port}")
+    except OSError:
+        mark.close()
+        raise
+    _marks.append(mark)
 
 
 def first_ephemeral_port() -> int:

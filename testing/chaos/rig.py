@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import socket
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from testing.chaos.liar import Liar
 from testing.chaos.link import Link
 from testing.chaos.room import Room
 from testing.chaos.serve import LINK_VARIABLE
+from testing.stack import free_port
 
 MARK = "FOREDRAFT_CHAOS_MARK"
 SERVICES = ("gateway", "verify", "draft")
@@ -61,7 +61,7 @@ class Rig:
         self.liar = Liar(self._own / "liar.sock", self.draft_socket, rng)
         self.upstream = self.draft_socket
         self.mark = uuid.uuid4().hex
-        http, grpc, verify, draft = _free_ports(4)
+        http, grpc, verify, draft = (free_port() for _ in range(4))
         self.http, self.grpc = f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}"
         self._pages = {"gateway": http, "verify": verify, "draft": draft}
         flags = {
@@ -195,14 +195,3 @@ class Rig:
                 log.write(small.read_bytes())
             with small.open("wb"):
                 pass
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

@@ -3,10 +3,15 @@ listens.
 """
 
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from foredraft.cli import ports
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_chosen_port_is_no_outgoing_connection_s() -> None:
@@ -25,6 +30,26 @@ def test_ports_in_use_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ports.random, "randrange", lambda *bounds: next(picks, draw(*bounds)))
         with socket.socket() as probe:
             assert ports.bind_free(probe, "127.0.0.1") != busy
+
+
+def test_a_port_that_another_process_has_chosen_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = (
+        "import socket; from foredraft.cli import ports\n"
+        "with socket.socket() as probe: port = ports.bind_free(probe, '127.0.0.1')\n"
+        "print(port, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    ) as other:
+        assert other.stdout
+        theirs = int(other.stdout.readline())  # free, since nothing listens there yet
+        draw, picks = ports.random.randrange, iter([theirs, theirs])
+        monkeypatch.setattr(ports.random, "randrange", lambda *bounds: next(picks, draw(*bounds)))
+        with socket.socket() as probe:
+            assert ports.bind_free(probe, "127.0.0.1") != theirs
+        other.communicate(b"\n")
 
 
 def test_a_host_of_another_machine_is_an_error() -> None:

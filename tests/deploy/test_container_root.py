@@ -5,7 +5,6 @@ three folders.
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from testing import tools
 from testing.dockerfile import stages
+from testing.stack import free_port
 
 SCRIPT = tools.ROOT / "testing" / "container_root.sh"
 
@@ -78,7 +78,7 @@ def test_services_need_no_root_and_write_nowhere_else() -> None:
     environment = _runtime_environment()
     assert environment["XDG_CACHE_HOME"] == "/cache"
     assert environment["XDG_RUNTIME_DIR"] == "/run/foredraft"
-    environment |= {"PYTHONPATH": str(tools.ROOT), "PORTS": json.dumps(_free_ports(2))}
+    environment |= {"PYTHONPATH": str(tools.ROOT), "PORTS": json.dumps([free_port(), free_port()])}
     visible = dict.fromkeys(map(str, (tools.ROOT, Path(sys.prefix), Path(sys.base_prefix))))
     made = [path for path in (Path("/cache"), Path("/run/foredraft")) if not path.exists()]
     result = subprocess.run(
@@ -98,11 +98,3 @@ def test_services_need_no_root_and_write_nowhere_else() -> None:
     assert said["usage"]["completion_tokens"] == 8
     assert said["codes"] == [0, 0, 0]
     assert said["left"] == []
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

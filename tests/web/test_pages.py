@@ -1,6 +1,5 @@
 """The playground in a real Chromium, on the real services with the bundled model."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from gateway import errors
 from testing import stack as stacks
 from testing.browsers import Browser
 from testing.playground import TOKENS, fill, output, run, tab_to
-from testing.stack import eventually, is_listening
+from testing.stack import eventually, free_port, is_listening
 
 
 @pytest.mark.parametrize(
@@ -232,9 +231,7 @@ def test_errors_are_told_kindly(stack: LocalStack, chrome: Browser) -> None:
 
 
 def test_a_gateway_without_a_verifier_says_so(chrome: Browser) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "gateway", "--port", str(port), "--grpc-port", "0"]
     command += ["--verifier", "unix:/nonexistent/verify.sock"]
     with subprocess.Popen(command) as process:
