@@ -22,6 +22,6 @@ class Verifier(verify_pb2_grpc.VerifyServiceServicer):
 
 async def eventually(condition: Callable[[], bool]) -> None:
     """Returns once the condition holds."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.02)

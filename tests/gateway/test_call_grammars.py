@@ -181,7 +181,7 @@ def family(
     verifier = next(service.health for service in stack.services if service.name == "verify")
     flags = {"chat_template": template, "tool_call_parser": request.param}
     with stacks.running_gateway(verifier, **flags) as (url, _):
-        with httpx.Client(base_url=url) as web:
+        with httpx.Client(base_url=url, timeout=60) as web:
             stacks.eventually(lambda: web.get("/health").status_code == 200)
         with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
             yield client

@@ -31,7 +31,7 @@ TEMPLATE = """\
 {%- for i in range(60) -%}{%- set ns.found = ns.found + ns.found -%}{%- endfor -%}
 {%- endif -%}
 {{ said }}"""
-SLOTS = {"num_processes": 2, "timeout": 1.5, "memory_mb": 256}
+SLOTS = {"num_processes": 2, "timeout": 60.0, "memory_mb": 256}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def web(stack: LocalStack, template: Path) -> Iterator[httpx.Client]:
     verifier = next(service.health for service in stack.services if service.name == "verify")
-    flags = {"chat_template": template, "tokenizer_timeout": 1.5, "tokenizer_memory_mb": 256}
+    flags = {"chat_template": template, "tokenizer_timeout": 3, "tokenizer_memory_mb": 256}
     with (
         stacks.running_gateway(verifier, **flags) as (url, _),
         httpx.Client(base_url=url, timeout=60) as client,
@@ -79,7 +79,7 @@ def test_slow_prompts_do_not_stop_others(web: httpx.Client) -> None:
             error = future.result().json()["error"]
             assert future.result().status_code == 400
             assert error["param"] == "messages"
-            assert "takes more than the 1.5 s" in error["message"]
+            assert "takes more than the 3 s" in error["message"]
     assert good >= 2, "they ran side by side"
     assert kills(web, "time") == before + 4
     print(f"{good} good requests while 4 hostile ones were ended")
@@ -92,9 +92,9 @@ def test_big_prompts_are_ended(web: httpx.Client) -> None:
     assert ask(web, "hello").status_code == 200
 
 
-def run(tokenizer: Path, template: Path | None, work: Any, **slots: Any) -> Any:
+def run(tokenizer: Path, template: Path | None, work: Any) -> Any:
     async def main() -> Any:
-        pool = EncodingPool(str(tokenizer), str(template or ""), **{**SLOTS, **slots})
+        pool = EncodingPool(str(tokenizer), str(template or ""), **SLOTS)
         await pool.start()
         try:
             return await work(pool)
@@ -148,7 +148,7 @@ def test_killed_processes_come_back(model: Path, template: Path) -> None:
             await pool.encode_chat([{"role": "user", "content": "big"}], {}, "messages")
         assert await pool.encode("The dog", True, "prompt") == expected
 
-    run(model, template, work, timeout=30.0)
+    run(model, template, work)
 
 
 def test_a_tokenizer_that_does_not_load(tmp_path: Path) -> None:

@@ -45,8 +45,12 @@ class Rig:
     def metric(self, line: str) -> float:
         return metric(self.http.get("/metrics").text, line)
 
-    def stream(self, **fields: Any) -> tuple[str, dict[str, Any]]:
-        """Returns the text of a streamed completion, and its last event."""
+    def stream(
+        self, seen: threading.Event | None = None, **fields: Any
+    ) -> tuple[str, dict[str, Any]]:
+        """Returns the text of a streamed completion, and its last event; sets `seen` once text has
+        come.
+        """
         text, last = "", {}
         with self.http.stream(
             "POST", "/v1/completions", json={**BODY, **fields, "stream": True}
@@ -55,6 +59,8 @@ class Rig:
                 if line and line != "data: [DONE]":
                     last = json.loads(line.removeprefix("data: "))
                     text += "".join(choice["text"] for choice in last.get("choices", []))
+                    if text and seen is not None:
+                        seen.set()
         return text, last
 
 
@@ -112,19 +118,23 @@ def test_a_stream_that_breaks_before_the_first_token_is_tried_again(rig: Rig) ->
 
 
 def test_a_stream_that_breaks_later_ends_with_a_retryable_error(rig: Rig) -> None:
+    seen = threading.Event()
+
     async def script(talk: Conversation, submit: Submit) -> None:
         await talk.say(submit.id, TOKENS[:2])
-        await talk.wait(lambda: False, seconds=0.2)
+        await talk.wait(seen.is_set)
         await talk.end()
 
     rig.verifier.script = script
-    text, last = rig.stream()
+    text, last = rig.stream(seen)
     assert text == TOKENIZER.decode(TOKENS[:2])
     assert last["error"]["code"] == "unavailable"
     assert last["error"]["retryable"] is True
     stacks.eventually(rig.is_ready)
+    seen.clear()
+    asked = inference_pb2.GenerateRequest(text="x")
     with pytest.raises(grpc.RpcError) as lost:
-        list(rig.stub.Generate(inference_pb2.GenerateRequest(text="x")))
+        [seen.set() for _ in rig.stub.Generate(asked)]
     assert lost.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
 
 
@@ -260,10 +270,13 @@ def test_a_slow_client_is_dropped_and_nobody_else(rig: Rig) -> None:
 
 def test_a_verifier_that_hangs_is_given_up_at_the_deadline(rig: Rig) -> None:
     rig.verifier.script = nothing
-    reply = rig.http.post("/v1/completions", json={**BODY, "timeout": 0.2})
-    assert reply.status_code == 504
-    assert reply.json()["error"]["code"] == "deadline_exceeded"
-    assert 0 < rig.verifier.submitted[0].timeout_seconds <= 0.2
+    for seconds in (0.2, 2.0, 20.0):
+        reply = rig.http.post("/v1/completions", json={**BODY, "timeout": seconds})
+        assert reply.status_code == 504
+        assert reply.json()["error"]["code"] == "deadline_exceeded"
+        if rig.verifier.submitted:  # on a busy machine it may not come so far
+            break
+    assert 0 < rig.verifier.submitted[0].timeout_seconds <= seconds
     stacks.eventually(lambda: rig.verifier.submitted[0].id in rig.verifier.cancelled)
 
 
@@ -280,9 +293,15 @@ def test_the_verifiers_word_on_the_deadline(rig: Rig) -> None:
 
 def test_a_client_that_goes_away_while_it_waits_is_cancelled(rig: Rig) -> None:
     rig.verifier.script = nothing
-    for stream in (False, True):
-        with pytest.raises(httpx.ReadTimeout):
-            rig.http.post("/v1/completions", json={**BODY, "stream": stream}, timeout=0.3)
+    where = urlsplit(str(rig.http.base_url))
+    for number, stream in enumerate((False, True), 1):
+        body = json.dumps({**BODY, "stream": stream})
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+        )
+        with socket.create_connection((where.hostname, where.port), timeout=30) as client:
+            client.sendall(f"{head}\r\n{body}".encode())
+            stacks.eventually(lambda number=number: len(rig.verifier.submitted) == number)
     call = rig.stub.Generate(inference_pb2.GenerateRequest(text="x"))
     stacks.eventually(lambda: len(rig.verifier.submitted) == 3)
     call.cancel()
@@ -334,7 +353,7 @@ def test_without_a_verifier() -> None:
             assert "the server is starting" in reply.json()["error"]["message"]
         for path in ("/health", "/v1/models", "/get_model_info", "/health_generate"):
             assert httpx.get(http + path, timeout=30).status_code == 503
-        assert httpx.get(http + "/metrics").status_code == 200
+        assert httpx.get(http + "/metrics", timeout=60).status_code == 200
         with grpc.insecure_channel(grpc_address) as channel:
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
             with pytest.raises(grpc.RpcError) as down:
@@ -373,8 +392,8 @@ def test_two_verifiers_and_a_drain(files: Path, tmp_path: Path) -> None:
             next(lines)
             process = stacks.gateway_processes[-1]
             process.terminate()
-            stacks.eventually(lambda: httpx.get(http + "/health").status_code == 503)
-            refused = httpx.post(http + "/v1/completions", json=BODY)
+            stacks.eventually(lambda: httpx.get(http + "/health", timeout=60).status_code == 503)
+            refused = httpx.post(http + "/v1/completions", json=BODY, timeout=60)
             assert refused.status_code == 503
             release.set()
             rest = [
@@ -399,20 +418,20 @@ def test_the_gateway_never_reaches_torch() -> None:
 
 def test_a_client_that_waits_is_not_one_that_takes_nothing(files: Path, tmp_path: Path) -> None:
     async def script(talk: Conversation, submit: Submit) -> None:
-        for token in TOKENS[:3]:
+        for token in TOKENS[:2]:
             await talk.say(submit.id, [token])
-            await talk.wait(lambda: False, seconds=0.9)
-        await talk.say(submit.id, reason=LENGTH, prompt_tokens=2, completion_tokens=3)
+            await talk.wait(lambda: False, seconds=2.2)
+        await talk.say(submit.id, reason=LENGTH, prompt_tokens=2, completion_tokens=2)
 
     verifier = ScriptedVerifier(files, TOKENIZER.vocab_size)
     verifier.script = script
     address = f"unix:{tmp_path}/v.sock"
     with (
         serving(verifier, address),
-        stacks.running_gateway(address, client_timeout=0.4) as (url, where),
+        stacks.running_gateway(address, client_timeout=1.0) as (url, where),
         grpc.insecure_channel(where) as channel,
     ):
-        stacks.eventually(lambda: httpx.get(url + "/health").status_code == 200)
+        stacks.eventually(lambda: httpx.get(url + "/health", timeout=60).status_code == 200)
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         chunks = list(stub.Generate(inference_pb2.GenerateRequest(text="x")))
-    assert "".join(chunk.text for chunk in chunks) == TOKENIZER.decode(TOKENS[:3])
+    assert "".join(chunk.text for chunk in chunks) == TOKENIZER.decode(TOKENS[:2])

@@ -58,9 +58,9 @@ def test_pages_of_named_origins_may_use_the_server(allowed: str) -> None:
                 "access-control-request-method": "POST",
                 "access-control-request-headers": "authorization,content-type",
             }
-            preflight = httpx.options(f"{url}/v1/completions", headers=page | asks)
+            preflight = httpx.options(f"{url}/v1/completions", headers=page | asks, timeout=60)
             assert (preflight.status_code == 200) == welcome
-            answer = httpx.post(f"{url}/v1/completions", headers=page, content=b"{")
+            answer = httpx.post(f"{url}/v1/completions", headers=page, content=b"{", timeout=60)
             # Even a refusal can be read by a page that is welcome.
             assert answer.status_code == (400 if welcome else 403)
             found = answer.headers.get("access-control-allow-origin")

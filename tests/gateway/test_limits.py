@@ -77,7 +77,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
     verifier.script = script
     place = f"unix:{directory}/v.sock"
     key_file = write_keys(directory / "keys")
-    flags = {"api_key_file": key_file, "max_concurrent_requests": 3, "max_queue_seconds": 1.0}
+    flags = {"api_key_file": key_file, "max_concurrent_requests": 3, "max_queue_seconds": 3.0}
     with serving(verifier, place), stacks.running_gateway(place, **flags) as addresses:
         held = Held(place, *addresses)
         eventually(lambda: held.web.get("/health").status_code == 200)
@@ -151,7 +151,7 @@ def test_limits_of_all_together(held: Held) -> None:
 def test_connections_that_all_work(held: Held) -> None:
     with stacks.running_gateway(held.place, max_connections=2) as addresses:
         small = Held(held.place, *addresses)
-        eventually(lambda: httpx.get(f"{addresses[0]}/health").status_code == 200)
+        eventually(lambda: httpx.get(f"{addresses[0]}/health", timeout=60).status_code == 200)
         with small.running("dave"), small.running("dave"):
             with httpx.Client(base_url=addresses[0], timeout=30) as other:
                 full = other.get("/health")
@@ -161,7 +161,7 @@ def test_connections_that_all_work(held: Held) -> None:
             error = full.json()["error"]
             assert "connections of your address are in use" in error["message"]
             assert error["retryable"]
-        eventually(lambda: httpx.get(f"{addresses[0]}/health").status_code == 200)
+        eventually(lambda: httpx.get(f"{addresses[0]}/health", timeout=60).status_code == 200)
 
 
 def test_half_sent_requests_take_no_place(held: Held) -> None:

@@ -72,7 +72,8 @@ def test_streams_are_cumulative(http: httpx.Client) -> None:
     assert chunks[-1]["text"] == whole["text"]
     assert chunks[-1]["output_ids"] == whole["output_ids"]
     assert chunks[-1]["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
-    assert len(chunks) > 1
+    # On a busy machine all of it may be there before the first event is sent.
+    eventually(lambda: len(streamed(http, text=TEXT, sampling_params=FIXED)) > 1)
 
 
 def test_long_answers_are_sent_less_often() -> None:

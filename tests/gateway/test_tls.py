@@ -82,7 +82,7 @@ def generate(channel: grpc.Channel) -> str:
     asked = inference_pb2.GenerateRequest(
         text="ab", sampling=inference_pb2.SamplingParams(temperature=0, max_new_tokens=4)
     )
-    return "".join(response.text for response in stub.Generate(asked, timeout=20))
+    return "".join(response.text for response in stub.Generate(asked, timeout=60))
 
 
 def test_both_fronts(mutual: LocalStack, authority: Authority, client: Certificate) -> None:
@@ -210,15 +210,16 @@ def test_between_services(
         assert check_health(verify, identity=wrong) == "UNREACHABLE"
         other_name = Identity(str(server.file), str(server.key), str(authority.file), "other")
         assert check_health(draft, identity=other_name) == "UNREACHABLE"
-        assert check_health(draft, identity=identity) == "SERVING"
+        eventually(lambda: check_health(draft, identity=identity) == "SERVING")
         asked = [sys.executable, "-m", "foredraft.rpc.healthcheck", verify, *flags("gateway")]
+        asked.append("--timeout=60")
         assert subprocess.run(asked, capture_output=True, check=False).stdout == b"SERVING\n"
         gateway = stacks.running_gateway(verify, **tls("gateway"))
         url, _ = enter(gateway)
-        eventually(lambda: httpx.get(url + "/health").status_code == 200)
+        eventually(lambda: httpx.get(url + "/health", timeout=60).status_code == 200)
         answer = httpx.post(url + "/v1/completions", json=BODY, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 4
-        health = httpx.get(url + "/health").json()
+        health = httpx.get(url + "/health", timeout=60).json()
         assert health["status"] == "ok"
         plain, _ = enter(stacks.running_gateway(verify))
         assert httpx.post(plain + "/v1/completions", json=BODY, timeout=60).status_code == 503

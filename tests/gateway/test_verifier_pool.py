@@ -132,7 +132,7 @@ def test_a_cache_that_was_flushed_is_no_reason_to_go_there() -> None:
 def test_a_verifier_that_said_that_it_stops_is_left_alone_for_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(verifier_connection, "AVOID_SECONDS", 0.2)
+    monkeypatch.setattr(verifier_connection, "AVOID_SECONDS", 1.0)
 
     async def main() -> None:
         async with pool_of(Verifier()) as pool:
