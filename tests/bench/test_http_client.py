@@ -13,23 +13,25 @@ from foredraft.bench.http_client import ConnectionBroken, HttpClient
 from foredraft.errors import ConfigError
 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+Piece = bytes | int | None
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class RawServer:
     """Answers each request with the next list of pieces, sent one by one; None closes the
-    connection.
+    connection, and a number waits until the client has read so many.
 
     Attributes:
         requests: Heads and bodies that came.
         num_connections: That were made.
         num_closed: That the client closed.
+        num_read: Pieces that the test's client has read.
     """
 
-    def __init__(self, *answers: list[bytes | None]) -> None:
+    def __init__(self, *answers: list[Piece]) -> None:
         self._answers = list(answers)
         self.requests: list[bytes] = []
-        self.num_connections = self.num_closed = 0
+        self.num_connections = self.num_closed = self.num_read = 0
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
@@ -42,6 +44,10 @@ class RawServer:
                     if piece is None:
                         writer.close()
                         return
+                    if isinstance(piece, int):
+                        while self.num_read < piece:
+                            await asyncio.sleep(0.001)
+                        continue
                     writer.write(piece)
                     await writer.drain()
                     await asyncio.sleep(0.02)
@@ -60,13 +66,13 @@ class RawServer:
             server.close()
 
 
-def with_server(*answers: list[bytes | None]) -> Callable[[Any], None]:
+def with_server(*answers: list[Piece]) -> Callable[[Any], None]:
     """Runs a coroutine of (server, client) on the loop that the command uses."""
 
     def decorate(test: Callable[[RawServer, HttpClient], Awaitable[None]]) -> Callable[[], None]:
         async def run() -> None:
             server = RawServer(*answers)
-            async with server.running() as client, asyncio.timeout(20):
+            async with server.running() as client, asyncio.timeout(120):
                 await test(server, client)
 
         return lambda: uvloop.run(run())
@@ -84,10 +90,15 @@ async def test_a_connection_is_used_again(server: RawServer, client: HttpClient)
     assert server.requests[1].endswith(b"\r\n\r\n{}")
 
 
-@with_server([CHUNKED + b"3\r\nabc\r\n", b"2\r\nd", b"e\r\n0\r\n\r\n"], [PLAIN])
+@with_server([CHUNKED + b"3\r\nabc\r\n", 1, b"2\r\nd", 2, b"e\r\n0\r\n\r\n"], [PLAIN])
 async def test_a_stream_is_handed_on_read_by_read(server: RawServer, client: HttpClient) -> None:
     reads: list[tuple[float, bytes]] = []
-    response = await client.post("/", b"{}", lambda now, data: reads.append((now, data)))
+
+    def on_body(now: float, data: bytes) -> None:
+        reads.append((now, data))
+        server.num_read = len(reads)
+
+    response = await client.post("/", b"{}", on_body)
     assert response.status == 200
     assert [data for _, data in reads] == [b"abc", b"d", b"e"]
     times = [now for now, _ in reads]
@@ -163,9 +174,12 @@ async def test_who_hangs_up_closes_the_connection(server: RawServer, client: Htt
 async def test_a_cancelled_request_closes_the_connection(
     server: RawServer, client: HttpClient
 ) -> None:
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.1):
-            await client.get("/")
+    asking = asyncio.create_task(client.get("/"))
+    while not server.requests:
+        await asyncio.sleep(0.001)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
     assert (await client.get("/")).body == b"ok"
     assert server.num_connections == 2
 

@@ -28,13 +28,14 @@ def test_tool_calls_and_ends_belong_to_the_text() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_answers_are_compared_whole_and_as_streams(tmp_path: Path) -> None:
     model = make_model(tmp_path / "tiny", context_length=1024)
     asks = [ask for ask in requests(24, 3) if ask.kind in ("text", "chat", "penalties", "stop")]
 
     async def ask_all(url: str, found: Findings) -> None:
         http, choose = HttpClient(url), random.Random(1)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             for ask in asks * 3:
                 await compare(http, ask, choose, found)
         http.close()

@@ -28,8 +28,7 @@ async def main(arguments: argparse.Namespace) -> int:
         print(f"orphan {orphan.pid}", flush=True)
     await asyncio.sleep(arguments.delay)
     await server.set_serving()
-    if arguments.die_after is not None:
-        loop.call_later(arguments.die_after, os._exit, 7)
+    loop.add_signal_handler(signal.SIGUSR2, os._exit, 7)
     if arguments.stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         await asyncio.sleep(3600)
@@ -46,7 +45,6 @@ if __name__ == "__main__":
     parser.add_argument("--name", default="")
     parser.add_argument("--journal", default="")
     parser.add_argument("--delay", type=float, default=0)
-    parser.add_argument("--die-after", type=float)
     for switch in ("--fail", "--stubborn", "--orphan"):
         parser.add_argument(switch, action="store_true")
     parsed = parser.parse_args()

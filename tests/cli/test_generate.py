@@ -72,7 +72,7 @@ def in_terminal(*arguments: str) -> str:
             break
         shown += part
     os.close(ours)
-    assert process.wait(60) == 0
+    assert process.wait(120) == 0
     return shown.decode().replace("\r\n", "\n")
 
 
@@ -157,7 +157,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(server: str) -> None:
         assert process.stdout
         assert process.stderr
         process.stdout.close()
-        assert process.wait(60) in (0, 1)
+        assert process.wait(120) in (0, 1)
         assert b"Traceback" not in process.stderr.read()
 
 
@@ -179,7 +179,7 @@ def test_ctrl_c_leaves_nothing_behind(model: Path, when: str) -> None:
     if when == "streaming":
         assert process.stdout.read(1)
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors.decode()
     assert b"Traceback" not in errors
     eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))

@@ -54,11 +54,11 @@ def test_children_get_healthy_and_stop_in_order(
     before = threading.active_count()
     with Supervisor(services, on_line=lambda *line: lines.append(line)) as supervisor:
         supervisor.wait_healthy(
-            30, on_progress=lambda states: seen.append(sum(state.healthy for state in states))
+            120, on_progress=lambda states: seen.append(sum(state.healthy for state in states))
         )
         pids = [pid_of(supervisor, name) for name in ("front", "back")]
         assert all(state.healthy for state in supervisor.states())
-        assert ("front", f"pid {pids[0]}") in lines
+        eventually(lambda: ("front", f"pid {pids[0]}") in lines)
     assert 0 in seen
     assert journal.read_text().split() == ["front", "back"]
     assert not any(map(is_alive, pids))
@@ -71,7 +71,7 @@ def test_a_failure_to_start_is_told_at_once(make: Callable[..., Service]) -> Non
         Supervisor([make("front"), make("back", "--fail")]) as supervisor,
         pytest.raises(ServiceFailed) as failed,
     ):
-        supervisor.wait_healthy(60)
+        supervisor.wait_healthy(120)
     assert "back exited with status 3 while starting" in str(failed.value)
     assert "cannot find the weights" in str(failed.value)
 
@@ -81,7 +81,7 @@ def test_a_program_that_is_missing_is_a_failure_to_start(tmp_path: Path) -> None
         name="none", command=(str(tmp_path / "none"),), health=f"unix:{tmp_path}/none.sock"
     )
     with Supervisor([service]) as supervisor, pytest.raises(ServiceFailed, match="could not be"):
-        supervisor.wait_healthy(60)
+        supervisor.wait_healthy(120)
 
 
 def test_a_child_that_never_gets_healthy_is_named(make: Callable[..., Service]) -> None:
@@ -94,38 +94,42 @@ def test_a_child_that_never_gets_healthy_is_named(make: Callable[..., Service]) 
 
 def test_a_killed_child_comes_back(make: Callable[..., Service]) -> None:
     with Supervisor([make("draft", max_deaths=None)]) as supervisor:
-        supervisor.wait_healthy(30)
+        supervisor.wait_healthy(120)
         for number in (1, 2):
             old = pid_of(supervisor, "draft")
             os.kill(old, signal.SIGKILL)
             eventually(lambda number=number: supervisor.states()[0].num_restarts == number)
-            supervisor.wait_healthy(30)
+            supervisor.wait_healthy(120)
             assert pid_of(supervisor, "draft") != old
         supervisor.wait(_soon())
 
 
 def test_a_child_that_keeps_dying_is_given_up(make: Callable[..., Service]) -> None:
-    service = make("verify", "--die-after", "0.3", max_deaths=1, backoff_seconds=0.01)
+    service = make("verify", max_deaths=1, backoff_seconds=0.01)
     with Supervisor([service]) as supervisor:
-        supervisor.wait_healthy(30)
+        supervisor.wait_healthy(120)
+        os.kill(pid_of(supervisor, "verify"), signal.SIGUSR2)
+        eventually(lambda: supervisor.states()[0].num_restarts == 1)
+        supervisor.wait_healthy(120)
+        os.kill(pid_of(supervisor, "verify"), signal.SIGUSR2)
         with pytest.raises(ServiceFailed, match="exited with status 7; it died 2 times"):
             supervisor.wait(threading.Event())
 
 
 def test_a_child_that_hangs_is_replaced(make: Callable[..., Service]) -> None:
     with Supervisor([make("draft", max_deaths=None, hang_checks=1)]) as supervisor:
-        supervisor.wait_healthy(30)
+        supervisor.wait_healthy(120)
         old = pid_of(supervisor, "draft")
         os.kill(old, signal.SIGUSR1)
-        eventually(lambda: supervisor.states()[0].num_restarts == 1)
-        supervisor.wait_healthy(30)
+        eventually(lambda: supervisor.states()[0].num_restarts >= 1)
+        supervisor.wait_healthy(120)
         assert not is_alive(old)
 
 
 def test_a_child_that_ignores_sigterm_is_killed(make: Callable[..., Service]) -> None:
     supervisor = Supervisor([make("deaf", "--stubborn", stop_seconds=0.2)])
     supervisor.start()
-    supervisor.wait_healthy(30)
+    supervisor.wait_healthy(120)
     pid = pid_of(supervisor, "deaf")
     supervisor.stop()
     assert not is_alive(pid)
@@ -134,11 +138,11 @@ def test_a_child_that_ignores_sigterm_is_killed(make: Callable[..., Service]) ->
 def test_killing_ends_a_stop_that_waits(make: Callable[..., Service]) -> None:
     supervisor = Supervisor([make("deaf", "--stubborn", stop_seconds=3600)])
     supervisor.start()
-    supervisor.wait_healthy(30)
+    supervisor.wait_healthy(120)
     stopping = threading.Thread(target=supervisor.stop)
     stopping.start()
     supervisor.kill()
-    stopping.join(30)
+    stopping.join(120)
     assert not stopping.is_alive()
 
 
@@ -147,8 +151,9 @@ def test_what_a_child_started_goes_with_it(make: Callable[..., Service]) -> None
     with Supervisor(
         [make("draft", "--orphan")], on_line=lambda name, line: lines.append(line)
     ) as supervisor:
-        supervisor.wait_healthy(30)
-        orphan = int(next(line for line in lines if line.startswith("orphan")).split()[1])
+        supervisor.wait_healthy(120)
+        found = eventually(lambda: [line for line in lines if line.startswith("orphan")])
+        orphan = int(found[0].split()[1])
         assert is_alive(orphan)
         os.kill(pid_of(supervisor, "draft"), signal.SIGKILL)
         eventually(lambda: not is_alive(orphan))
@@ -164,7 +169,7 @@ supervisor = Supervisor([Service(name="draft", command={service.command!r}, heal
 starter = threading.Thread(target=supervisor.start)
 starter.start()
 starter.join()
-supervisor.wait_healthy(30)
+supervisor.wait_healthy(120)
 print(supervisor.states()[0].pid, flush=True)
 supervisor.wait(threading.Event())
 """  # noqa: E501
@@ -180,7 +185,7 @@ supervisor.wait(threading.Event())
 def test_a_child_whose_parent_is_gone_does_not_start(tmp_path: Path) -> None:
     environment = {**os.environ, PARENT_VARIABLE: "1"}
     command = [sys.executable, str(CHILD), "--listen", f"unix:{tmp_path}/a.sock"]
-    result = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
     assert result.returncode == 1
     assert result.stdout == b""
 
@@ -188,7 +193,7 @@ def test_a_child_whose_parent_is_gone_does_not_start(tmp_path: Path) -> None:
 def test_a_service_alone_needs_no_parent(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != PARENT_VARIABLE}
     command = [sys.executable, str(CHILD), "--listen", f"unix:{tmp_path}/a.sock", "--fail"]
-    result = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
     assert result.returncode == 3
 
 

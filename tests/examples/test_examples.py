@@ -63,6 +63,7 @@ def test_grpc_client(stack: LocalStack) -> None:
             "text": "def add(a, b):\n",
             "sampling_params": {"temperature": 0, "max_new_tokens": 48},
         },
+        timeout=60,
     ).json()
     assert output.startswith(expected["text"])
     assert re.search(r"\d+ of \d+ drafted tokens accepted\n$", output)

@@ -11,6 +11,8 @@ import pytest
 from foredraft.rpc import healthcheck
 from foredraft.rpc.server import RpcServer
 
+PATIENCE = "--timeout=60"
+
 
 @contextmanager
 def _serving(listen: str, serving: bool) -> Iterator[str]:
@@ -29,7 +31,7 @@ def _serving(listen: str, serving: bool) -> Iterator[str]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
     thread.start()
-    started.wait(10)
+    assert started.wait(60)
     try:
         yield addresses[0]
     finally:
@@ -40,8 +42,8 @@ def _serving(listen: str, serving: bool) -> Iterator[str]:
 
 def test_a_serving_server_is_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     with _serving("127.0.0.1:0", serving=True) as address:
-        assert healthcheck.main([address]) == 0
-        assert healthcheck.main([address, "--service", "no.such.Service"]) == 1
+        assert healthcheck.main([address, PATIENCE]) == 0
+        assert healthcheck.main([address, PATIENCE, "--service", "no.such.Service"]) == 1
     assert capsys.readouterr().out.split() == ["SERVING", "SERVICE_UNKNOWN"]
 
 
@@ -50,7 +52,7 @@ def test_a_server_that_starts_or_is_gone_is_not(
 ) -> None:
     address = f"unix:{tmp_path}/s.sock"
     with _serving(address, serving=False):
-        assert healthcheck.main([address]) == 1
+        assert healthcheck.main([address, PATIENCE]) == 1
     assert healthcheck.main([address, "--timeout", "0.5"]) == 1
     assert capsys.readouterr().out.split() == ["NOT_SERVING", "UNREACHABLE"]
 

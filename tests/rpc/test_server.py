@@ -78,16 +78,17 @@ def listen(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_health_follows_the_service(listen: str) -> None:
     async def main() -> None:
         server = await start(listen, Draft())
-        assert await asyncio.to_thread(check_health, server.address) == "NOT_SERVING"
+        assert await asyncio.to_thread(check_health, server.address, timeout=60) == "NOT_SERVING"
         await server.set_serving()
-        await asyncio.to_thread(wait_ready, server.address, 5, service=NAME)
+        await asyncio.to_thread(wait_ready, server.address, 60, service=NAME)
         await server.set_health("draft", False)
         assert (
-            await asyncio.to_thread(check_health, server.address, service="draft") == "NOT_SERVING"
+            await asyncio.to_thread(check_health, server.address, timeout=60, service="draft")
+            == "NOT_SERVING"
         )
-        assert await asyncio.to_thread(check_health, server.address) == "SERVING"
+        assert await asyncio.to_thread(check_health, server.address, timeout=60) == "SERVING"
         assert (
-            await asyncio.to_thread(check_health, server.address, service="other")
+            await asyncio.to_thread(check_health, server.address, timeout=60, service="other")
             == "SERVICE_UNKNOWN"
         )
         await server.stop()
@@ -107,10 +108,10 @@ def test_a_thread_can_wait_and_call(listen: str) -> None:
         await server.set_serving()
 
         def call() -> str:
-            wait_ready(server.address, 5)
+            wait_ready(server.address, 60)
             with channel(server.address) as connection:
                 stub = draft_pb2_grpc.DraftServiceStub(connection)
-                return str(stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest(), timeout=5).algorithm)
+                return str(stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest(), timeout=60).algorithm)
 
         assert await asyncio.to_thread(call) == "NGRAM"
         await server.stop()
@@ -125,7 +126,7 @@ def test_errors_reach_the_client_with_their_fields(listen: str) -> None:
         async with aio_channel(server.address) as connection:
             stub = draft_pb2_grpc.DraftServiceStub(connection)
             with pytest.raises(grpc.RpcError) as failed:
-                await stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest(), timeout=5)
+                await stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest(), timeout=60)
             back = from_rpc_error(failed.value)
             assert isinstance(back, errors.InvalidRequest)
             assert (back.field, back.message) == ("tokens", "too many")
@@ -246,7 +247,7 @@ def test_an_address_in_use_is_refused(listen: str) -> None:
         with pytest.raises(errors.ConfigError, match="cannot listen on"):
             await start(str(first.address), Draft())
         await first.set_serving()
-        await asyncio.to_thread(wait_ready, first.address, 5)
+        await asyncio.to_thread(wait_ready, first.address, 60)
         await first.stop()
 
     asyncio.run(main())
@@ -276,7 +277,7 @@ def test_a_dead_servers_socket_is_replaced_but_a_file_is_not(tmp_path: Path) -> 
 
     async def main() -> None:
         server = await start(f"unix:{dead}", Draft())
-        assert await asyncio.to_thread(check_health, server.address) == "NOT_SERVING"
+        assert await asyncio.to_thread(check_health, server.address, timeout=60) == "NOT_SERVING"
         await server.stop()
         with pytest.raises(errors.ConfigError, match="not a socket"):
             await start(f"unix:{file}", Draft())
@@ -294,7 +295,7 @@ def test_stopping_drains_first_and_then_cancels(listen: str) -> None:
         seen: list[str] = []
 
         async def drain() -> None:
-            seen.append(await asyncio.to_thread(check_health, server.address))
+            seen.append(await asyncio.to_thread(check_health, server.address, timeout=60))
             servicer.release.set()
             await answered.wait()
 
@@ -307,7 +308,7 @@ def test_stopping_drains_first_and_then_cancels(listen: str) -> None:
             answered.set()
             await serving
             assert seen == ["NOT_SERVING"]
-            await asyncio.wait_for(servicer.ended.wait(), 5)
+            await asyncio.wait_for(servicer.ended.wait(), 60)
 
     asyncio.run(main())
 
@@ -367,7 +368,7 @@ def test_a_path_that_is_not_utf8_ends_neither_the_server_nor_its_calls(listen: s
             assert (await call.read()).step.step == 1
             for number in (2, 3):
                 await asyncio.to_thread(send_path, server.address, b"/a.b\xe3/C")
-                await asyncio.to_thread(wait_ready, server.address, 20, service=NAME)
+                await asyncio.to_thread(wait_ready, server.address, 60, service=NAME)
                 await call.write(step(number))
                 assert (await call.read()).step.step == number
             await call.done_writing()
