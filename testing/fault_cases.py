@@ -128,8 +128,8 @@ def do_fault(
         faults = FaultFile(prefix, draft.pid)
         faults.arm(point, action)
     runs = [_run(harness, work)]
-    # An attach takes longer than some texts, and a draft that rests is not asked in each.
-    deadline = time.monotonic() + 60
+    # An attach takes longer than some texts, as may a draft's look at what is armed.
+    deadline = time.monotonic() + 120
     while not faults.has_happened and time.monotonic() < deadline:
         runs.append(_run(harness, work))
     happened = faults.has_happened
@@ -163,7 +163,7 @@ def do_fault(
 
 def _run(harness: Harness, work: Sequence[Job]) -> tuple[list[list[int]], float]:
     collector = TimedCollector(harness, len(work))
-    results = collector.run(work, timeout=60)
+    results = collector.run(work, timeout=120)
     if harness.engine.failure is not None:
         raise harness.engine.failure
     return [result.tokens for result in results], collector.longest_gap

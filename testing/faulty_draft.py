@@ -130,11 +130,14 @@ class Faults:
     def _look(self) -> None:
         # The tester may take it away at any time.
         with contextlib.suppress(FileNotFoundError):
-            self._point, self._action = self._path.read_text().split(":")
+            point, self._action = self._path.read_text().split(":")
+            self._point = point
 
     def _go_wrong(self) -> None:
-        action, self._point = self._action, ""
+        action = self._action
+        # First, or the other thread would read it again and look for no later fault.
         self._path.unlink(missing_ok=True)
+        self._point = ""
         if action != "FAULT":
             os.kill(os.getpid(), signal.Signals[action])
 

@@ -3,6 +3,7 @@
 On a GPU: `test_gpu_faults`.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from foredraft.types import SamplingParams
 from testing import engines
 from testing.engines import Harness, Job, running_engine
 from testing.fault_cases import BlockCount, FaultyDraft, do_fault
+from testing.faulty_draft import FaultFile, Faults
 
 BLOCKS = BlockCount()  # there are none without a GPU
 WORK = [
@@ -43,9 +45,27 @@ def harness(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ha
         patch.setattr(FaultyDraft, "num_spares", 1)
         patch.setattr(engines, "DraftProcess", FaultyDraft)
         with running_engine(
-            demo, "EAGLE3", speculative_draft_model_path=head, draft_step_timeout=3.0
+            demo, "EAGLE3", speculative_draft_model_path=head, draft_step_timeout=20.0
         ) as made:
             yield made
+
+
+def test_a_fault_happens_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the thread that looks for faults comes between."""
+    monkeypatch.setattr(Faults, "_watch", lambda faults: None)
+    file = FaultFile(tmp_path / "fault", 1)
+    file.arm("read", "FAULT")
+    faults = Faults(file.path)
+
+    def unlink(path: Path, **options: bool) -> None:
+        if not faults._point:
+            faults._look()
+        os.unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    faults.arrive("read")
+    assert file.has_happened
+    assert not faults.is_meant("read")
 
 
 @pytest.mark.slow
