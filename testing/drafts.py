@@ -68,7 +68,7 @@ class DraftProcess:
         if ready:
             self.wait_ready()
 
-    def wait_ready(self, timeout: float = 60.0) -> None:
+    def wait_ready(self, timeout: float = 120.0) -> None:
         wait_ready(self.target, timeout)
 
     def kill(self) -> None:
@@ -79,7 +79,7 @@ class DraftProcess:
     def terminate(self) -> int:
         assert self.process is not None
         self.process.terminate()
-        return self.process.wait(20)
+        return self.process.wait(60)
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -159,7 +159,7 @@ def open_stream(target: str, attach: draft_pb2.AttachRequest) -> DraftStream:
     """Attaches to a draft, which serves one verifier at a time: the previous one may still be
     leaving.
     """
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:
         try:
             return DraftStream(target, attach)

@@ -115,11 +115,11 @@ class Harness:
     draft: DraftProcess | None
     drafts: dict[str, DraftProcess] = field(default_factory=dict)
 
-    def run(self, jobs: Sequence[Job], timeout: float = 120) -> list[Result]:
+    def run(self, jobs: Sequence[Job], timeout: float = 300) -> list[Result]:
         """Runs jobs together."""
         return Collector(self.engine, len(jobs)).run(jobs, timeout)
 
-    def wait_for_draft(self, timeout: float = 60.0) -> None:
+    def wait_for_draft(self, timeout: float = 120.0) -> None:
         """Waits until all drafts are attached: after a start, which on a GPU captures graphs,
         or after a kill.
         """
@@ -159,7 +159,9 @@ def running_engine(
         "num_threads": 1,
         "max_total_tokens": 4096,
         "skip_draft_self_test": True,
-        "speculative_adaptive": False,  # most tests must not depend on this machine's speed
+        # Most tests must not depend on this machine's speed.
+        "speculative_adaptive": False,
+        "draft_step_timeout": 20.0,
         **flags,
     }
     with contextlib.ExitStack() as stack:

@@ -234,12 +234,12 @@ class HiddenDraft:
 
     def __enter__(self) -> "HiddenDraft":
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(120)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(30)
+        self._thread.join(120)
         shutil.rmtree(self._folder)
 
     async def _serve(self) -> None:

@@ -31,7 +31,7 @@ class LateDrafter(HiddenDrafter):
         def late(request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
             if self._is_held(request):
                 self.num_held += 1
-                assert self.gate.wait(60)
+                assert self.gate.wait(300)
             return step(request)
 
         proposer.step = late  # type: ignore[method-assign]

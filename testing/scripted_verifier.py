@@ -120,7 +120,7 @@ def serving(verifier: ScriptedVerifier, address: str) -> Iterator[None]:
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
-    assert started.wait(20)
+    assert started.wait(60)
     try:
         yield
     finally:

@@ -49,6 +49,9 @@ def running_stack(
         "max_total_tokens": 8192,
         "page_size": 16,
         "speculative_adaptive": False,  # no draft pays for a model as small as this
+        # On a busy machine no draft is lost, and no grammar refused.
+        "draft_step_timeout": 20.0,
+        "grammar_timeout": 60.0,
         "port": 0,
         "grpc_port": 0,
         **flags,
@@ -57,7 +60,7 @@ def running_stack(
     stack = make_supervisor(values, on_line=lambda name, line: lines.append(f"{name}: {line}"))
     try:
         with stack:
-            stack.wait_healthy(timeout=120)
+            stack.wait_healthy(timeout=300)
             yield stack
     finally:
         # pytest shows it beside a failure.
@@ -80,7 +83,7 @@ def running_gateway(*verifiers: str, **flags: Any) -> Iterator[tuple[str, str]]:
         yield f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}"
     finally:
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
 
 
 def free_port() -> int:
@@ -89,7 +92,7 @@ def free_port() -> int:
         return bind_free(probe, "127.0.0.1")
 
 
-def eventually(condition: Callable[[], Outcome], seconds: float = 60.0) -> Outcome:
+def eventually(condition: Callable[[], Outcome], seconds: float = 120.0) -> Outcome:
     """Waits until a condition holds and returns its value; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (outcome := condition()):

@@ -102,5 +102,5 @@ def gateway(verifiers: Sequence[str], **flags: Any) -> Iterator[tuple[ServicePro
 
 def usable(url: str) -> int:
     """Returns the verifiers that a gateway can use now."""
-    answer = httpx.get(f"{url}/health", timeout=30)
+    answer = httpx.get(f"{url}/health", timeout=60)
     return int(answer.json()["verifiers"]["usable"]) if answer.status_code == 200 else 0
