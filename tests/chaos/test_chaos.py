@@ -35,8 +35,8 @@ def test_a_short_run_loses_nothing_that_it_must_not(tmp_path: Path) -> None:
     output, log = tmp_path / "chaos.json", tmp_path / "chaos.log"
     command = [sys.executable, "-m", "benchmarks.chaos", "--quiet", "--seed", "2"]
     command += ["--faults", str(len(SHORT)), "--only", *SHORT, "--algorithms", "NGRAM"]
-    command += ["--clients", "3", "--output", str(output), "--log", str(log)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    command += ["--clients", "3", "--deadline", "60", "--output", str(output), "--log", str(log)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
     print(run.stdout, run.stderr, log.read_text() if log.exists() else "", sep="\n")
     assert run.returncode == 0
     # Only what fills a file system may be left out, and only where there is no room for it.

@@ -15,6 +15,7 @@ from foredraft.telemetry.metrics import value
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from testing.engines import Harness, Job, accept_length, running_engine
+from testing.stack import eventually
 
 NUM_KILLS = int(os.environ.get("FOREDRAFT_TEST_KILLS", "4"))
 MODELS = Path(__file__).parents[2] / "models"
@@ -116,7 +117,7 @@ class Load:
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()
-        self._thread.join(120)
+        self._thread.join(300)
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -129,29 +130,33 @@ def num_segments() -> int:
     return len(list(Path("/dev/shm").glob(f"foredraft-{os.getpid()}-*")))
 
 
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def num_mapped() -> int:
     """Segments that this process, the verifier, has mapped."""
     return Path("/proc/self/maps").read_text().count("/dev/shm/foredraft-")
 
 
-@pytest.mark.timeout(120 + 10 * NUM_KILLS)
+@pytest.mark.timeout(600 + 30 * NUM_KILLS)
 def test_kills_change_nothing_and_leave_nothing(plain: list[list[int]]) -> None:
     flags = {**FLAGS, **TREE, "speculative_draft_model_path": str(HEADS["EAGLE3"])}
     rng = random.Random(1)
-    descriptors = []
     with running_engine(TARGET, "EAGLE3", **flags) as harness:
         with Load(harness, jobs()) as load:
+            descriptors = num_descriptors()
             for _ in range(NUM_KILLS):
                 time.sleep(rng.random() * 0.5)
                 harness.draft.kill()
                 harness.draft.start()
                 harness.wait_for_draft()
                 assert num_mapped() <= 1
-                descriptors.append(len(os.listdir("/proc/self/fd")))
+                # gRPC closes the sockets of a lost draft a moment later.
+                eventually(lambda: num_descriptors() <= descriptors + 4)
+            eventually(lambda: load.num_accepted > 0)
         harness.check_nothing_left()
         assert harness.engine._drafts.each[0]._session.hidden._runs == {}
     assert load.outputs
     assert all(outputs == plain for outputs in load.outputs)
-    assert load.num_accepted > 0
     assert num_segments() == num_mapped() == 0
-    assert max(descriptors) <= descriptors[0] + 4

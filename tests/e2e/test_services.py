@@ -46,6 +46,7 @@ def stack(models: Path, request: pytest.FixtureRequest) -> Iterator[LocalStack]:
         "num_threads": 1,
         "max_total_tokens": 4096,
         "speculative_adaptive": False,  # no draft pays for a model as small as this
+        "draft_step_timeout": 20.0,
         "page_size": 16,
         "port": 0,
         "grpc_port": 0,
@@ -77,7 +78,7 @@ def tokens_of(stream: Iterator[inference_pb2.GenerateResponse]) -> list[int]:
 
 def metric(stack: LocalStack, name: str) -> float:
     """The sum of a metric's samples on the verifier's page."""
-    page = urllib.request.urlopen(stack.urls["verify_metrics"], timeout=10).read().decode()
+    page = urllib.request.urlopen(stack.urls["verify_metrics"], timeout=60).read().decode()
     return stacks.metric(page, name)
 
 
@@ -127,6 +128,7 @@ def test_killing_the_draft_changes_no_token(stack: LocalStack, models: Path) -> 
     params = SamplingParams(temperature=1.0, seed=9, max_new_tokens=900)
     prompt = [7, 8, 9, 7, 8, 9, 7]
     request = request_of(prompt, temperature=1.0, seed=9, max_new_tokens=900, ignore_eos=True)
+    attaches = metric(stack, "foredraft_draft_attaches_total")
     tokens: list[int] = []
     killed = False
     for response in stub.Generate(request):
@@ -134,11 +136,10 @@ def test_killing_the_draft_changes_no_token(stack: LocalStack, models: Path) -> 
         if len(tokens) >= 100 and not killed:
             killed = True
             os.kill(pid_of(stack, "draft"), signal.SIGKILL)
-            eventually(lambda: metric(stack, "foredraft_draft_attaches_total") == 2)
+            eventually(lambda: metric(stack, "foredraft_draft_attaches_total") > attaches)
     assert len(tokens) == 900
     assert reference.check(prompt, tokens, params, frozenset()) <= 2
     eventually(lambda: metric(stack, "foredraft_draft_available") == 1)
-    assert metric(stack, "foredraft_draft_attaches_total") >= 2
     before = metric(stack, "foredraft_draft_tokens_total")
     again = tokens_of(stub.Generate(request))
     assert again == tokens

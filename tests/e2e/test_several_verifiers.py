@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,11 +32,11 @@ class Cluster:
     verifiers: list[ServiceProcess]
 
     def health(self) -> dict[str, Any]:
-        answer = httpx.get(self.url + "/health", timeout=30)
+        answer = httpx.get(self.url + "/health", timeout=60)
         return answer.json() if answer.status_code == 200 else {"status": answer.status_code}
 
     def metric(self, name: str) -> float:
-        return stacks.metric(httpx.get(self.url + "/metrics", timeout=30).text, name)
+        return stacks.metric(httpx.get(self.url + "/metrics", timeout=60).text, name)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
             running.enter_context(processes.verifier(model, place, **flags)) for place in places
         ]
         _, url, grpc = running.enter_context(processes.gateway(places, log_level="warning"))
-        eventually(lambda: processes.usable(url) == 2, 120)
+        eventually(lambda: processes.usable(url) == 2)
         yield Cluster(url, grpc, verifiers)
 
 
@@ -99,17 +100,23 @@ def streamed(
     return text, None
 
 
-def test_a_killed_verifier_costs_only_what_had_streamed(cluster: Cluster) -> None:
-    url, (victim, other) = cluster.url, cluster.verifiers
-    expected = [whole(url, number) for number in range(16)]
-    retries = cluster.metric("foredraft_gateway_retries_total")
+def kill_under_load(cluster: Cluster, expected: list[str]) -> int:
+    """Kills the first verifier while some requests stream and others wait; returns how many
+    streams broke off.
+    """
+    url, victim = cluster.url, cluster.verifiers[0]
     started = threading.Semaphore(0)
     with ThreadPoolExecutor(16) as pool:
         streams = [pool.submit(streamed, url, number, started) for number in range(8)]
         for _ in range(4):
-            assert started.acquire(timeout=60)
+            assert started.acquire(timeout=120)
         wholes = [pool.submit(whole, url, number) for number in range(8, 16)]
-        eventually(lambda: cluster.metric("foredraft_gateway_queued_requests") >= 4)
+        eventually(
+            lambda: (
+                cluster.metric("foredraft_gateway_queued_requests") >= 4
+                or all(future.done() for future in streams)
+            )
+        )
         victim.kill()
         eventually(lambda: cluster.health()["status"] == "degraded")
         assert cluster.health()["verifiers"] == {"usable": 1, "known": 2}
@@ -126,8 +133,22 @@ def test_a_killed_verifier_costs_only_what_had_streamed(cluster: Cluster) -> Non
             assert expected[number].startswith(text)
             assert (error["code"], error["retryable"]) == ("unavailable", True)
             assert streamed(url, number)[0] == expected[number]
-    assert 1 <= broken <= 3  # no more than ran there
-    assert cluster.metric("foredraft_gateway_retries_total") > retries
+    return broken
+
+
+def test_a_killed_verifier_costs_only_what_had_streamed(cluster: Cluster) -> None:
+    url, (victim, other) = cluster.url, cluster.verifiers
+    expected = [whole(url, number) for number in range(16)]
+    retries = cluster.metric("foredraft_gateway_retries_total")
+    deadline = time.monotonic() + 240
+    # On a busy machine the victim may have answered all that it was asked by the time of its end.
+    while not (broken := kill_under_load(cluster, expected)) or (
+        cluster.metric("foredraft_gateway_retries_total") == retries
+    ):
+        assert time.monotonic() < deadline
+        victim.start()
+        eventually(lambda: processes.usable(url) == 2)
+    assert broken <= 3  # no more than ran there
     assert check_health(cluster.grpc) == "SERVING"
 
     other.kill()
@@ -138,7 +159,7 @@ def test_a_killed_verifier_costs_only_what_had_streamed(cluster: Cluster) -> Non
     assert (error["status"], error["code"], error["retryable"]) == (503, "unavailable", True)
     other.start()
     victim.start()
-    eventually(lambda: processes.usable(url) == 2, 120)
+    eventually(lambda: processes.usable(url) == 2)
     assert cluster.health()["status"] == "ok"
     assert whole(url, 3) == expected[3]
 
@@ -167,9 +188,9 @@ def test_a_rolling_restart_under_load_fails_nothing(cluster: Cluster) -> None:
             for verifier in cluster.verifiers:
                 before = sum(counts)
                 assert verifier.stop() == 0
-                assert cluster.health()["status"] == "degraded"
+                eventually(lambda: cluster.health()["status"] == "degraded")
                 verifier.start()
-                eventually(lambda: processes.usable(url) == 2, 120)
+                eventually(lambda: processes.usable(url) == 2)
                 eventually(lambda before=before: sum(counts) > before + 10)
         finally:
             stop.set()
@@ -183,7 +204,7 @@ def test_a_draft_that_is_away_degrades_health_and_nothing_else(model: Path, tmp_
     draft = ServiceProcess("draft_service", drafts, listen=drafts, **flags)
     with verifier, processes.gateway([where], log_level="warning") as (_, url, grpc):
         cluster = Cluster(url, grpc, [verifier])
-        eventually(lambda: processes.usable(url) == 1, 120)
+        eventually(lambda: processes.usable(url) == 1)
         away = {"status": "degraded", "draft_available": False}
         assert cluster.health().items() >= away.items()
         text = whole(url, 1)
