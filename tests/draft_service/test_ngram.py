@@ -234,7 +234,7 @@ def test_none_needs_no_draft_service() -> None:
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=30,
+        timeout=120,
     )
     assert ended.returncode == 1
     assert "--speculative-algorithm NONE" in ended.stderr

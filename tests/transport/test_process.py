@@ -12,6 +12,7 @@ import pytest
 
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.transport.process import Peer, own_identity, pid_namespace, start_time
+from testing.segments import num_descriptors
 
 
 def child() -> tuple["subprocess.Popen[bytes]", tensor_pb2.Process]:
@@ -57,12 +58,12 @@ def test_nothing_is_known_of_a_process_that_cannot_be_seen() -> None:
 
 
 def test_watching_costs_no_descriptor_in_the_end() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_descriptors("pidfd")
     for _ in range(50):
         peer = Peer(own_identity())
         peer.close()
         peer.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_descriptors("pidfd") == before
 
 
 def test_nothing_is_known_without_descriptors_and_much_with_many() -> None:

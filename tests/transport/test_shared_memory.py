@@ -19,7 +19,7 @@ from foredraft.transport import choice, shared_memory
 from foredraft.transport.base import HiddenReader, HiddenWriter
 from foredraft.transport.rows import ArenaError, RowFormat
 from foredraft.transport.shared_memory import SharedMemoryReader, SharedMemoryWriter
-from testing.segments import segments
+from testing.segments import num_descriptors, segments
 
 ROOT = Path(__file__).parents[2]
 ROW = RowFormat(48, torch.float32)
@@ -264,7 +264,7 @@ def test_what_dead_processes_left_is_removed_and_nothing_else() -> None:
         assert len(segments(child.pid)) == 1, "its process lives"
         child.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie is dead too
-        other = Path("/dev/shm/foredraft-of-somebody-else")
+        other = Path(f"/dev/shm/foredraft-of-somebody-else-{os.getpid()}")
         other.touch()
         shared_memory.remove_leftovers()
         assert not segments(child.pid)
@@ -290,14 +290,14 @@ def test_a_later_process_of_the_same_pid_is_another_one() -> None:
 
 def test_a_thousand_attaches_leave_nothing() -> None:
     writer, reader = ends(tensor_pb2.TRANSPORT_SHM, ROW, 64)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = num_descriptors("/dev/shm/")
     mappings = len(Path("/proc/self/maps").read_text().splitlines())
     for _ in range(1000):
         reader.close()
         writer.close()
         writer, reader = ends(tensor_pb2.TRANSPORT_SHM, ROW, 64)
         reader.read(writer.write(torch.zeros(3, 48)))
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert num_descriptors("/dev/shm/") == descriptors
     assert abs(len(Path("/proc/self/maps").read_text().splitlines()) - mappings) < 20
     reader.close()
     writer.close()

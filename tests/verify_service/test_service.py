@@ -105,7 +105,7 @@ def messages(
 
     async def main() -> list[verify_pb2.RunResponse]:
         context: Any = None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             return [message async for message in service.Run(said(), context)]
 
     return asyncio.run(main())
@@ -154,7 +154,7 @@ def test_a_gateway_that_goes_takes_its_requests_with_it() -> None:
     async def main() -> None:
         context: Any = None
         stream = service.Run(said(), context)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await anext(stream)
             while len(engine.submitted) < 2:
                 await asyncio.sleep(0)
@@ -197,7 +197,7 @@ def test_the_wait_for_a_grammar_counts_for_the_deadline(monkeypatch: pytest.Monk
 
         context: Any = None
         stream = service.Run(said(), context)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await anext(stream)
             while len(engine.submitted) < 2:
                 await asyncio.sleep(0)
@@ -333,7 +333,7 @@ def test_what_runs_for_a_gateway_that_reads_nothing_ends(
         verify_pb2_grpc.add_VerifyServiceServicer_to_server(service, server)
         server.add_insecure_port(address)
         await server.start()
-        async with asyncio.timeout(20), grpc.aio.insecure_channel(address) as channel:
+        async with asyncio.timeout(120), grpc.aio.insecure_channel(address) as channel:
             call = verify_pb2_grpc.VerifyServiceStub(channel).Run()
             await call.write(submit(1))
             while not engine.submitted:

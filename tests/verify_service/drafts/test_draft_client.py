@@ -1,5 +1,6 @@
 """The verifier's connection to a draft: attached, lost in every way, and attached again."""
 
+import contextlib
 import os
 import socket
 import threading
@@ -21,6 +22,12 @@ from verify_service.drafts.client import DraftClient
 COPY = [5, 6, 7, 8, 9, 10, 11, 5, 6, 7]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft on a busy machine is no draft that is not reachable."""
+    monkeypatch.setattr(draft_client, "INFO_TIMEOUT", 60.0)
+
+
 @pytest.fixture(scope="module")
 def draft() -> Iterator[DraftProcess]:
     with DraftProcess() as process:
@@ -30,7 +37,7 @@ def draft() -> Iterator[DraftProcess]:
 class Client:
     """A client of a tiny verifier, with what it said of its state."""
 
-    def __init__(self, target: str, step_timeout: float = 5.0, **attach: Any) -> None:
+    def __init__(self, target: str, step_timeout: float = 60.0, **attach: Any) -> None:
         self.states: list[str] = []
         self.client = DraftClient(
             target,
@@ -73,7 +80,7 @@ def usage() -> tuple[int, int]:
 
 def test_steps_are_answered(draft: DraftProcess) -> None:
     with Client(draft.target) as verifier:
-        info = verifier.client.wait(10)
+        info = verifier.client.wait(60)
         assert info is not None
         assert info.algorithm == "NGRAM"
         assert verifier.attached() == 1
@@ -114,10 +121,10 @@ def test_answers_are_looked_for_without_waiting(nonsense: Any) -> None:
             return draft_pb2.SpeculateResponse(
                 attach=draft_pb2.AttachResponse(epoch=request.attach.epoch)
             )
-        assert gates[request.step.step - 1].wait(30)
+        assert gates[request.step.step - 1].wait(120)
         return draft_pb2.SpeculateResponse(step=draft_pb2.StepResponse(step=request.step.step))
 
-    with Client(nonsense(answer), step_timeout=30) as verifier:
+    with Client(nonsense(answer), step_timeout=120) as verifier:
         verifier.attached()
         client = verifier.client
         with pytest.raises(DraftError, match="no step"):
@@ -145,7 +152,7 @@ def test_answers_are_looked_for_without_waiting(nonsense: Any) -> None:
 def test_nothing_is_attached_before_it_is_allowed(draft: DraftProcess) -> None:
     client = DraftClient(draft.target, lambda info, epoch: attach_request(epoch=epoch), 1.0)
     client.start()
-    assert client.wait(10) is not None
+    assert client.wait(60) is not None
     assert client.epoch == 0
     with pytest.raises(DraftError, match="no draft"):
         client.send(draft_pb2.StepRequest(step=1))
@@ -204,23 +211,25 @@ def test_a_draft_killed_while_it_is_waited_for(draft: DraftProcess) -> None:
 
 
 def test_a_stopped_draft_times_out_and_goes_on_later() -> None:
-    with DraftProcess() as process, Client(process.target, step_timeout=0.2) as verifier:
+    with DraftProcess() as process, Client(process.target) as verifier:
         verifier.attached()
         assert verifier.step() == [8, 9, 10]
         process.pause()
+        verifier.client.step_timeout = 0.2
         verifier.client.send(verifier.request())
         with pytest.raises(DraftError, match=r"no answer within 0\.2 s"):
             verifier.client.receive()
         assert verifier.client.epoch == 0
         with pytest.raises(DraftError):
             verifier.client.receive()
+        verifier.client.step_timeout = 60.0
         process.resume()
         assert verifier.attached() >= 2
         assert verifier.step() == [8, 9, 10]
 
 
 def test_a_stopped_draft_is_dropped_while_nobody_waits() -> None:
-    with DraftProcess() as process, Client(process.target, step_timeout=0.2) as verifier:
+    with DraftProcess() as process, Client(process.target, step_timeout=1.0) as verifier:
         verifier.attached()
         process.pause()
         verifier.client.send(verifier.request())
@@ -230,13 +239,14 @@ def test_a_stopped_draft_is_dropped_while_nobody_waits() -> None:
             with pytest.raises(DraftError):
                 use()
         eventually(lambda: "lost: no answer in time" in verifier.states)
+        verifier.client.step_timeout = 60.0
         process.resume()
         assert verifier.attached() >= 2
         assert verifier.step() == [8, 9, 10]
 
 
 def test_a_draft_killed_while_its_answer_is_looked_for() -> None:
-    with DraftProcess() as process, Client(process.target, step_timeout=30) as verifier:
+    with DraftProcess() as process, Client(process.target, step_timeout=120) as verifier:
         verifier.attached()
         process.pause()
         verifier.client.send(verifier.request())
@@ -288,7 +298,7 @@ def test_a_refused_step_costs_the_attach_only(draft: DraftProcess) -> None:
 
 def test_a_refused_attach_is_said_once_and_tried_again(draft: DraftProcess) -> None:
     with Client(draft.target, max_batch=0) as verifier:
-        assert verifier.client.wait(10) is not None
+        assert verifier.client.wait(60) is not None
         eventually(lambda: verifier.client._last_epoch >= 3)
         assert len(verifier.states) == 1
         assert verifier.states[0].startswith("not attached: max_batch")
@@ -406,11 +416,10 @@ def test_cycles_leave_no_thread_and_no_descriptor(
                 request = verifier.request()
                 request.sequences[0].tokens.append(128)
                 verifier.client.send(request)
-                if i % 3 == 0:  # whose answer nobody takes
-                    verifier.client.has_answer()
-                    eventually(lambda epoch=epoch: verifier.client.epoch != epoch)
-                    continue
-                if i % 3 == 1 and not verifier.client.has_answer():
+                if i % 3 < 2:  # whose answer nobody takes, or only if it has come
+                    with contextlib.suppress(DraftError):  # the draft may have refused it already
+                        if verifier.client.has_answer() and i % 3:
+                            verifier.client.receive()
                     eventually(lambda epoch=epoch: verifier.client.epoch != epoch)
                     continue
                 with pytest.raises(DraftError):

@@ -84,7 +84,7 @@ def engine(request: pytest.FixtureRequest, checkpoint: Path, device: str) -> Ite
             use_eager_graphs(patch)
             flags |= {"page_size": 8, "max_total_tokens": 512, "max_running_requests": 4}
             flags |= {"speculative_num_draft_tokens": 3} if request.param == "NGRAM" else {}
-        with running_engine(checkpoint, request.param, draft_step_timeout=5.0, **flags) as harness:
+        with running_engine(checkpoint, request.param, **flags) as harness:
             harness.engine.draft_everything()
             yield harness
 

@@ -17,6 +17,7 @@ from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from testing.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
 from testing.engines import Harness, Job, running_engine
 from testing.reference import Reference
+from testing.stack import eventually
 from verify_service.controller.controller import Controller
 from verify_service.controller.messages import DraftKind, Plan, Want
 from verify_service.engine import engine as engine_module
@@ -41,7 +42,7 @@ def plain(target: Path) -> Iterator[Harness]:
 
 @pytest.fixture(scope="module")
 def ngram(target: Path) -> Iterator[Harness]:
-    with running_engine(target, "NGRAM", draft_step_timeout=0.5) as harness:
+    with running_engine(target, "NGRAM", draft_step_timeout=4.0) as harness:
         yield harness
 
 
@@ -111,10 +112,12 @@ def test_a_deadline_ends_a_request(plain: Harness) -> None:
 
 
 def test_a_full_queue_refuses_at_once(plain: Harness) -> None:
-    long = SamplingParams(temperature=0.0, max_new_tokens=200, ignore_eos=True)
+    long = SamplingParams(temperature=0.0, max_new_tokens=400, ignore_eos=True)
     refused = 0
     jobs = []
-    for _ in range(12):
+    deadline = time.monotonic() + 60
+    while refused < 4:  # requests come far faster than they end
+        assert time.monotonic() < deadline
         try:
             number = plain.engine.submit(
                 EngineRequest(tag=0, prompt=[5], sampling=long, sink=lambda outputs, load: None)
@@ -122,14 +125,10 @@ def test_a_full_queue_refuses_at_once(plain: Harness) -> None:
             jobs.append(number)
         except Overloaded:
             refused += 1
-        time.sleep(0.02)
-    assert refused >= 4
+        time.sleep(0.002)
     for number in jobs:
         plain.engine.cancel(number)
-    deadline = time.monotonic() + 10
-    while not plain.engine.is_idle:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: plain.engine.is_idle)
     plain.check_nothing_left()
 
 
@@ -175,7 +174,7 @@ def test_prefixes_are_shared(plain: Harness) -> None:
     second = plain.run([Job(prompt, GREEDY)])[0]
     assert second.tokens == first.tokens
     assert second.finish.cached_tokens >= 64
-    assert plain.engine.flush_cache().result(10) > 0
+    assert plain.engine.flush_cache().result(60) > 0
     third = plain.run([Job(prompt, GREEDY)])[0]
     assert third.finish.cached_tokens == 0
     assert third.tokens == first.tokens
@@ -183,7 +182,7 @@ def test_prefixes_are_shared(plain: Harness) -> None:
 
 def test_a_flush_that_was_given_up_does_not_end_the_engine(plain: Harness) -> None:
     gate = threading.Event()
-    plain.engine._inbox.put(lambda: gate.wait(20))
+    plain.engine._inbox.put(lambda: gate.wait(60))
     flushed = plain.engine.flush_cache()
     assert flushed.cancel()
     gate.set()
@@ -204,7 +203,7 @@ def test_a_stop_answers_whoever_still_waits(target: Path) -> None:
     with running_engine(target, max_running_requests=2) as harness:
         for tag in answers:  # two run and one waits
             harness.engine.submit(EngineRequest(tag, [5], long, take))
-        assert begun.wait(20)
+        assert begun.wait(60)
         harness.engine.stop()
         with pytest.raises(Unavailable, match="stopping"):
             harness.engine.submit(EngineRequest(3, [5], long, take))
@@ -225,7 +224,7 @@ def test_a_defect_in_a_step_answers_everybody_and_no_more_is_taken(
 
     with running_engine(target) as harness:
         monkeypatch.setattr(harness.engine, "_execute", fail)
-        result = harness.run([Job([5, 6], GREEDY)], timeout=20)[0]
+        result = harness.run([Job([5, 6], GREEDY)])[0]
         assert result.finish is not None
         assert isinstance(result.finish.error, Unavailable)
         assert harness.engine.failure is defect
@@ -243,7 +242,7 @@ def test_pages_are_looked_at_once_after_work_and_not_all_the_time(
         time.sleep(0.001)
     monkeypatch.setattr(scheduler, "check_integrity", looks.release)
     plain.run([Job([5, 6], GREEDY)])
-    assert looks.acquire(timeout=10)
+    assert looks.acquire(timeout=60)
     assert not looks.acquire(timeout=0.05)
 
 
@@ -329,12 +328,9 @@ def test_a_stopped_draft_delays_one_step_and_changes_nothing(ngram: Harness) -> 
     killed = ngram.run([Job(REPEATING, sampling)])[0]
     assert killed.tokens == expected
     assert killed.finish.drafted_tokens == 0
-    assert ngram.engine.load().drafting_since == 0
+    eventually(lambda: ngram.engine.load().drafting_since == 0)
     ngram.draft.start()
-    deadline = time.monotonic() + 20
-    while ngram.engine.load().drafting_since <= since:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(lambda: ngram.engine.load().drafting_since > since)
     again = ngram.run([Job(REPEATING, sampling)])[0]
     assert again.tokens == expected
     assert again.finish.drafted_tokens > 0

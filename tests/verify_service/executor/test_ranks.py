@@ -41,7 +41,7 @@ def test_every_rank_reads_every_message(monkeypatch: pytest.MonkeyPatch) -> None
     for message in sent:
         writer.write(message)
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert found == {1: sent, 2: sent}
     with pytest.raises(ValueError, match="too long"):
         writer.write(bytes(2049))
