@@ -1,16 +1,13 @@
 """Computes the number of KV pages that fit beside weights, workspace and the draft."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from foredraft.errors import ConfigError
-from foredraft.models.config import ModelConfig
-from verify_service.executor.captured.step import ROWS_AT_ONCE
-from verify_service.executor.choice.sampler import CHOSEN_AT_ONCE
-from verify_service.executor.choice.scoring import SCORED_AT_ONCE
 
 CPU_FRACTION = 0.4
 GPU_FRACTION = 0.85
@@ -26,58 +23,29 @@ class GpuBudget:
         total: Memory of the card.
         used: Memory of weights and whatever else was allocated when it was counted.
         kept_free: Memory that the memory fraction leaves to others.
-        workspace: Memory of the target's steps: logits, activations, hidden states.
-        draft: Memory that a draft on the same card allocates when it is attached, beside its KV.
+        workspace: Memory of the target's steps, see `workspace`.
+        arena: Memory of hidden states on their way to drafts.
+        projection: Weights by which hidden states are projected here for drafts.
+        draft: Memory that drafts on the same card allocate when they are attached, beside their KV.
     """
 
     total: int
     used: int
     kept_free: int
     workspace: int
+    arena: int
+    projection: int
     draft: int
 
     @property
     def kv(self) -> int:
         """Memory left for the KV pages of target and draft together."""
-        return self.total - self.used - self.kept_free - self.workspace - self.draft
+        steps = self.workspace + self.arena + self.projection + self.draft
+        return self.total - self.used - self.kept_free - steps
 
     def __str__(self) -> str:
-        parts = ("total", "used", "kept_free", "workspace", "draft", "kv")
-        return ", ".join(f"{name} {getattr(self, name) / 2**20:.0f}" for name in parts)
-
-
-def workspace_bytes(
-    config: ModelConfig,
-    itemsize: int,
-    chunk_rows: int,
-    decode_rows: int,
-    num_captured: int,
-    num_sequences: int,
-) -> int:
-    """Returns an upper bound of the memory that steps need beside weights and KV.
-
-    Args:
-        itemsize: Bytes of an activation.
-        chunk_rows: Number of prompt tokens of a step.
-        decode_rows: Number of rows of the largest decode step, all with logits.
-        num_captured: Number of layers whose streams a draft reads.
-        num_sequences: Number of sequences that run together.
-    """
-    rows = chunk_rows + decode_rows
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    # Residual stream, its normalised copy, projections and their inputs, gate, up and their
-    # product; for two layers, since the sizes of freed blocks may not fit the next layer.
-    activations = rows * (4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size)
-    kept = rows * config.hidden_size * (1 + num_captured)
-    # In captured steps filters and penalties work on some rows at a time, and keep a table of
-    # tokens for each sequence.
-    choice = (12 * min(decode_rows, ROWS_AT_ONCE) + 8 * num_sequences) * config.vocab_size
-    # Outside them the logits of all rows are there once as they come, those of some rows twice in
-    # float32.
-    logits = (itemsize * decode_rows + 8 * min(decode_rows, CHOSEN_AT_ONCE)) * config.vocab_size
-    # Log-probabilities of prompts: logits in their own type and in float32, and the results.
-    scores = (itemsize + 12) * min(chunk_rows, SCORED_AT_ONCE) * config.vocab_size
-    return 2 * itemsize * (activations + kept) + logits + choice + scores
+        parts = dataclasses.asdict(self) | {"kv": self.kv}
+        return ", ".join(f"{name} {size / 2**20:.0f}" for name, size in parts.items())
 
 
 def num_pages(

@@ -15,7 +15,6 @@ from foredraft.config.speculation import with_tree_defaults
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
-from foredraft.models.loader import available_host_bytes
 from foredraft.models.registry import resolve_model_path
 from foredraft.parallel.group import SINGLE
 from foredraft.runner.batch import SequenceRows
@@ -27,6 +26,7 @@ from verify_service.controller.tables import RowTable, Table
 from verify_service.drafts.drafts import Drafts
 from verify_service.drafts.links import (
     DraftLink,
+    captured_layers,
     connect_drafts,
     followed_levels,
     infos_of,
@@ -46,20 +46,14 @@ from verify_service.executor.ranks.choice import RankedSampler
 from verify_service.executor.ranks.runner import RankedRunner
 from verify_service.executor.ranks.workers import Ranks
 from verify_service.executor.timing import best_of_rounds, without_waits
+from verify_service.kv_budget import kv_budget, step_limits
 from verify_service.kv_type import kv_scales, kv_type
-from verify_service.memory import (
-    CPU_FRACTION,
-    GPU_FRACTION,
-    GpuBudget,
-    explained,
-    num_pages,
-    workspace_bytes,
-)
+from verify_service.memory import explained, num_pages
 from verify_service.metrics import AnyMetrics
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.scheduler import Scheduler
-from verify_service.sizes import arena_bytes, chunk_size, max_decode_delay
+from verify_service.sizes import chunk_size, max_decode_delay
 from verify_service.target import Target, load_share
 from verify_service.warm_up import reach_of, warm_up
 
@@ -137,7 +131,12 @@ def build_engine(
     pages = num_pages(
         page_size=page_size,
         bytes_per_page=target_bytes + draft_bytes,
-        budget_bytes=_kv_budget(config, target, max_rows, links),
+        budget_bytes=kv_budget(
+            config,
+            target,
+            links,
+            step_limits(config, target, links, tree_limits, context_length, page_size),
+        ),
         max_total_tokens=config.max_total_tokens,
         max_useful_tokens=config.max_running_requests * (context_length + page_size),
     )
@@ -238,7 +237,7 @@ def build_engine(
             reach = reach_of(
                 chunk_size(config, target.device), limits, has_branches=tree_limits[1] > 1
             )
-            warm_up(runner, reach, _captured(links), levels)
+            warm_up(runner, reach, captured_layers(links), levels)
     costs = None
     if len(links) > 1 or (links and config.speculative_adaptive):
         table = _measure(executor, runner, pool)
@@ -318,7 +317,7 @@ def _executor(
     else:
         group, board = ranks.group, ranks.board
         graphs, mixed = captured(runner.model, runner.kv, runner.attention, sizes, group, board)
-    layers = _captured(links)
+    layers = captured_layers(links)
     graphs.warm_up(layers)
     logger.info("captured %d CUDA graphs in %.1f s", len(graphs.shapes), time.monotonic() - started)
     started = time.monotonic()
@@ -352,57 +351,6 @@ def _graph_sizes(
         ),
         chunk_size(config, device) + num_sequences * max_rows,
     )
-
-
-def _captured(links: Sequence[DraftLink]) -> tuple[int, ...]:
-    """Returns the layers that a draft reads, as far as drafts have answered."""
-    return max((tuple(info.hidden.layers) for info in infos_of(links)), default=())
-
-
-def _kv_budget(
-    config: VerifyConfig,
-    target: Target,
-    max_rows: int,
-    links: Sequence[DraftLink],
-) -> int:
-    """Returns the bytes for KV pages of target and draft together.
-
-    Args:
-        max_rows: Maximum number of rows of a sequence in a step, the root included.
-    """
-    if target.device.type == "cpu":
-        fraction = config.mem_fraction_static or CPU_FRACTION
-        num_local = config.tensor_parallel_size // config.nodes().count
-        return int(available_host_bytes() * fraction) // num_local
-    free, total = torch.cuda.mem_get_info(target.device)
-    fraction = config.mem_fraction_static or GPU_FRACTION
-    infos = infos_of(links)
-    # A draft that has answered has loaded its weights; the rest it allocates when it is attached.
-    draft = sum(
-        info.workspace_bytes
-        # A rank has parts of the weights that a draft shares with one card alone.
-        + (info.shared_weight_bytes if target.ranks is not None else 0)
-        + info.bytes_per_sequence * config.max_running_requests
-        + (arena_bytes(config, target.device) if info.HasField("hidden") else 0)
-        for info in infos
-        if info.device_uuid
-    ) + sum(link.projection_bytes for link in links)
-    budget = GpuBudget(
-        total=total,
-        used=total - free,
-        kept_free=int(total * (1 - fraction)),
-        workspace=workspace_bytes(
-            target.model.config,
-            target.dtype.itemsize,
-            chunk_size(config, target.device),
-            config.max_running_requests * max_rows,
-            sum(len(info.hidden.layers) for info in infos),
-            config.max_running_requests,
-        ),
-        draft=draft,
-    )
-    logger.info("GPU memory in MiB: %s", budget)
-    return budget.kv
 
 
 def _measure(executor: Executor, runner: ModelRunner, pool: PagePool) -> Table:

@@ -82,6 +82,29 @@ class Batch:
         return self.tokens.shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardSizes:
+    """Maximum sizes of forwards.
+
+    Attributes:
+        num_rows: Number of rows of all sequences.
+        num_keys: Number of keys of a sequence.
+        num_tree_rows: Number of rows of a tree; 0 where no forward has a mask.
+        cuts_keys: Whether keys may be cut into parts.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads.
+        head_dim: Width of a head.
+    """
+
+    num_rows: int
+    num_keys: int
+    num_tree_rows: int
+    cuts_keys: bool
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
 class AttentionBackend(ABC):
     """Computes attention of a batch's rows over the paged cache."""
 
@@ -109,6 +132,15 @@ class AttentionBackend(ABC):
             group_size: Query heads per KV head.
         """
         raise NotImplementedError
+
+    def partial_bytes(self, sizes: ForwardSizes, device: torch.device) -> int:
+        """Returns the maximum bytes of what parts of the keys leave for another kernel.
+
+        Args:
+            sizes: Sizes of the largest forward.
+            device: Device of the queries.
+        """
+        return 0
 
     @abstractmethod
     def plan(

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from foredraft.attention.base import AttentionBackend, Batch
+from foredraft.attention.base import AttentionBackend, Batch, ForwardSizes
 from foredraft.attention.paged_triton import (
     TritonPlan,
     has_room,
@@ -76,6 +76,15 @@ class ExactAttention(AttentionBackend):
             block_m = _block_rows(max_rows * group_size, kv.data.dtype, kv)
             programs = batch * -(-max_rows * group_size // block_m)
             return _num_splits(programs, block_m, num_keys, num_lines, kv) > 1
+
+    def partial_bytes(self, sizes: ForwardSizes, device: torch.device) -> int:
+        """See AttentionBackend."""
+        slot = sizes.num_rows * sizes.num_heads * _part_bytes(sizes.head_dim)
+        found = min(_MOST_PART_BYTES, slot * max(2, segment_of(sizes.num_keys - 1) + 1))
+        found = found if sizes.cuts_keys else 0
+        if sizes.num_tree_rows:  # a row has the sum before the tree's first tile, and that tile's
+            found = max(found, 2 * slot)
+        return found
 
     def plan(
         self, batch: Batch, kv: PagedKV, windows: Sequence[int | None], group_size: int
@@ -200,12 +209,17 @@ def _num_splits(programs: int, block_m: int, num_keys: int, num_lines: int, kv: 
     """
     in_all, units = programs * kv.num_kv_heads, _units(kv)
     num_segments = segment_of(num_keys - 1) + 1
-    part_bytes = num_lines * kv.num_kv_heads * num_segments * (kv.data.shape[-1] + 2) * 4
+    part_bytes = num_lines * kv.num_kv_heads * num_segments * _part_bytes(kv.data.shape[-1])
     is_many = block_m == 128 and 2 * in_all >= units  # storing the sums of all rows would take long
     is_short = VARIANTS.are_few and num_keys <= _SHORT
     if is_many or is_short or part_bytes > _MOST_PART_BYTES:
         return 1
     return min(num_segments, _PROGRAMS_PER_UNIT * units // in_all)
+
+
+def _part_bytes(head_dim: int) -> int:
+    """Returns the bytes of a row's partial sum of one head: numbers, maximum and total."""
+    return (head_dim + 2) * 4
 
 
 def _units(kv: PagedKV) -> int:

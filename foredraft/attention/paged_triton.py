@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
-from foredraft.attention.split_kv import Balance, Lengths, Levels, WorkList, build_work_lists
+from foredraft.attention.base import AttentionBackend, Batch, ForwardSizes, SequenceSpan
+from foredraft.attention.split_kv import SPARE, Balance, Lengths, Levels, WorkList, build_work_lists
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
 
@@ -22,6 +22,8 @@ MIN_KEYS_FEW_ROWS, MIN_KEYS_MANY_ROWS = 64, 1024
 # Maximum rows times query heads of a KV head for which tiles have several sizes.
 _SMALL_TILES = 32
 FEW_ROWS = 16  # maximum rows times query heads of a KV head that count as few
+_PROGRAMS_PER_UNIT = 4  # maximum number of programs per unit that a sequence's keys are cut for
+_LARGEST_TILE = 128  # maximum rows times query heads of a KV head of a program
 # Compute units assumed where there is no GPU, which is where Triton's interpreter runs the kernels.
 _INTERPRETED_UNITS = 16
 
@@ -89,20 +91,23 @@ def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_si
         max_tokens: Maximum number of keys of a sequence.
         group_size: Query heads per KV head.
     """
-    device = kv.data.device
-    units = _INTERPRETED_UNITS
-    if device.type == "cuda":
-        units = torch.cuda.get_device_properties(device).multi_processor_count
+    units = _units(kv.data.device)
     folded = max_rows * group_size
     programs = max(1, batch) * kv.num_kv_heads * -(-folded // 64)
     if folded <= FEW_ROWS:  # several programs run on a unit at a time
         # Adding up the parts costs more with more rows. A unit holds three of the larger 8-bit
         # tiles.
-        per_unit = 2 if max_rows > 1 else 3 if kv.is_8_bit else 4
+        per_unit = 2 if max_rows > 1 else 3 if kv.is_8_bit else _PROGRAMS_PER_UNIT
         wanted = min(per_unit * units // programs, max_tokens // MIN_KEYS_FEW_ROWS)
     else:
         wanted = min(2 * units // programs, max_tokens // MIN_KEYS_MANY_ROWS)
     return 1 << max(0, min(MAX_SPLITS, wanted).bit_length() - 1)
+
+
+def _units(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_UNITS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class TritonAttention(AttentionBackend):
@@ -120,6 +125,14 @@ class TritonAttention(AttentionBackend):
     ) -> bool:
         """See AttentionBackend."""
         return splits_for(batch, max_rows, kv, num_keys, group_size) > 1
+
+    def partial_bytes(self, sizes: ForwardSizes, device: torch.device) -> int:
+        """See AttentionBackend."""
+        if not sizes.cuts_keys:
+            return 0
+        # Keys are cut only until so many programs keep the device busy; work lists have spare ones.
+        programs = max(_PROGRAMS_PER_UNIT * _units(device), 2 * SPARE * sizes.num_kv_heads)
+        return programs * _LARGEST_TILE * (sizes.head_dim + 2) * 4
 
     def plan(
         self, batch: Batch, kv: PagedKV, windows: Sequence[int | None], group_size: int

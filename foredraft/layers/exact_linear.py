@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from foredraft.layers import exact_gemm
-from foredraft.layers.linear import Linear, LinearMethod
+from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 
 logger = logging.getLogger(__name__)
 
+_FLOAT_BYTES = 4  # bytes of a number in float32
 _LEAST_STEP = 8  # minimum distance between numbers of rows that cuBLAS computes
 _ROWS_AT_ONCE = 512  # number of rows that random numbers are made for at a time
 _OUTLIERS = 0.002  # part of the numbers of a proof that are a hundred times as large as the others
@@ -99,6 +100,18 @@ class ExactMethod(LinearMethod):
         if x.shape[0] > exact_gemm.SKINNY_ROWS or exact_gemm.num_parts(weight, bias) > 1:
             return None
         return exact_gemm.multiply(x, weight, bias, gated=True)
+
+    def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
+        """See LinearMethod."""
+        (outputs, inputs), size = linear.weight.shape, proven_size(num_rows)
+        parts = exact_gemm.num_parts(linear.weight, linear.bias)
+        result = size * outputs * (parts * _FLOAT_BYTES if parts > 1 else itemsize)
+        padded = size * inputs * itemsize if size > num_rows else 0
+        # Parts that are not left to a norm are added up in float32, and rounded.
+        added = size * outputs * (_FLOAT_BYTES + itemsize) if parts > 1 else 0
+        # cuBLAS is compared on random rows: their two results, and a byte for each 16 bits.
+        trial = (size * itemsize + _ROWS_AT_ONCE) * inputs + result + result // 2
+        return ProductBytes(result, max(padded, added), trial)
 
     def multiply(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,21 @@ MethodChoice = Callable[[Iterable[str]], "LinearMethod | None"]
 def plain_weights(names: Iterable[str]) -> "LinearMethod | None":
     """Returns None for all layers: the MethodChoice of a model that is not quantised."""
     return None
+
+
+class ProductBytes(NamedTuple):
+    """Bytes of GPU memory that a product takes beside its input.
+
+    Attributes:
+        result: Bytes of the result, its padding included.
+        scratch: Bytes of whatever else is there until the result is.
+        trial: Bytes, beyond the result's, of a trial that comes before the first product of so many
+            rows, outside of graphs.
+    """
+
+    result: int
+    scratch: int = 0
+    trial: int = 0
 
 
 class LinearMethod(ABC):
@@ -73,6 +88,16 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, linear: "Linear", x: torch.Tensor) -> torch.Tensor:
         """Computes x W^T + b, contiguous [num_rows, num_inputs] -> [num_rows, num_outputs]."""
+
+    def product_bytes(self, linear: "Linear", num_rows: int, itemsize: int) -> ProductBytes:
+        """Returns the maximum memory of `apply` and `apply_deferred` on a GPU.
+
+        Args:
+            linear: Layer that multiplies.
+            num_rows: Number of rows of x.
+            itemsize: Bytes of a number of x.
+        """
+        return ProductBytes(num_rows * linear.num_outputs * itemsize)
 
     def rows(self, linear: "Linear", outputs: torch.Tensor) -> torch.Tensor:
         """Returns the weights of some outputs, int64 [n] -> [n, num_inputs]."""
@@ -249,6 +274,12 @@ class CudaMethod(LinearMethod):
         ):
             return skinny_gemm.multiply_in_parts(x, weight, parts)
         return self.apply(linear, x)
+
+    def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
+        """See LinearMethod."""
+        outputs = linear.weight.shape[0]
+        most = min(num_rows, skinny_gemm.MOST_ROWS) * skinny_gemm.most_parts(outputs) * 4
+        return ProductBytes(outputs * max(num_rows * itemsize, most))
 
     def apply_gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor | None:
         """See LinearMethod."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from foredraft.layers import exact_gemm
-from foredraft.layers.linear import Linear, LinearMethod, plain_method
+from foredraft.layers.linear import Linear, LinearMethod, ProductBytes, plain_method
 from foredraft.layers.parameters import Target
 from foredraft.layers.quantized_cuda import Fp8Method, WordsMethod
 from foredraft.layers.stored_weights import Matrix, StoredMatrix
@@ -235,6 +235,17 @@ class UnpackedMethod(LinearMethod):
         zeros = getattr(linear, "zeros", None)
         return dequantize(Matrix(numbers, linear.scales, zeros), self._group_size, self._dtype)
 
+    def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
+        """See LinearMethod."""
+        numbers = linear.num_outputs * linear.num_inputs
+        # Numbers of 4 bits are taken apart first. Then some rows at a time become float32, beside
+        # a float32 scale and zero point for each.
+        unpacked = 2 * numbers if self._is_packed else 0
+        some = min(_ROWS_AT_ONCE, linear.num_outputs) * linear.num_inputs * 4 * 3
+        return ProductBytes(
+            num_rows * linear.num_outputs * itemsize, numbers * itemsize + unpacked + some
+        )
+
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
         weight = self.dequantized(linear)
@@ -258,3 +269,9 @@ class OrderedMethod(LinearMethod):
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
         return self._method.apply(linear, x[:, self._order])
+
+    def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
+        """See LinearMethod."""
+        product = self._method.product_bytes(linear, num_rows, itemsize)
+        reordered = num_rows * linear.num_inputs * itemsize
+        return ProductBytes(product.result, product.scratch + reordered)

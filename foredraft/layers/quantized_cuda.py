@@ -14,7 +14,7 @@ from torch import nn
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.layers import exact_gemm
-from foredraft.layers.linear import Linear, LinearMethod
+from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 from foredraft.layers.stored_weights import Matrix
 from foredraft.layers.weight_scheme import BLOCK, WeightScheme
 
@@ -107,6 +107,11 @@ class WordsMethod(LinearMethod):
             ASM=self._bits == 4 and x.is_cuda, num_warps=warps, num_stages=stages, **overlapped(x.device),  # noqa: E501
         )  # fmt: skip
         return out
+
+    def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
+        """See LinearMethod."""
+        numbers = linear.num_outputs * linear.num_inputs
+        return ProductBytes(num_rows * linear.num_outputs * itemsize, numbers * itemsize)
 
     def _tile(self, rows: int, outputs: int) -> tuple[int, int, int]:
         """Returns a program's outputs, warps and stages: the fastest of a sweep on an H200."""
@@ -231,6 +236,16 @@ class Fp8Method(LinearMethod):
             num_stages=stages, **overlapped(x.device),
         )  # fmt: skip
         return out
+
+    def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
+        """See LinearMethod."""
+        size = -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        groups = linear.num_inputs // BLOCK if self._by_blocks else 1
+        rounded = size * (linear.num_inputs + 4 * groups)
+        padded = size * linear.num_inputs * itemsize if self._by_blocks and size > num_rows else 0
+        result = size * linear.num_outputs * itemsize
+        # The library gives bfloat16, from which other types are made.
+        return ProductBytes(result, max(rounded + padded, result))
 
     @staticmethod
     def _scaled_blocks(linear: Linear, x: torch.Tensor) -> torch.Tensor:

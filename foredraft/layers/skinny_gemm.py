@@ -46,16 +46,21 @@ def num_parts(x: torch.Tensor, weight: torch.Tensor) -> int:
     cutting gains nothing.
     """
     outputs, inputs = weight.shape
-    if x.shape[0] == 1 or outputs >= _NARROW:
+    if x.shape[0] == 1:
         return 1
     parts = 1
     while (
-        parts < _MOST_PARTS
+        parts < most_parts(outputs)
         and 2 * parts * -(-outputs // _BLOCK_N) <= _PROGRAMS
         and inputs % (2 * parts * _PART_MULTIPLE) == 0
     ):
         parts *= 2
     return parts
+
+
+def most_parts(outputs: int) -> int:
+    """Returns the maximum of `num_parts` for a weight with so many outputs."""
+    return _MOST_PARTS if outputs < _NARROW else 1
 
 
 def multiply(

@@ -274,6 +274,11 @@ def infos_of(links: Sequence[DraftLink]) -> list[draft_pb2.GetDraftInfoResponse]
     return [info for link in links if (info := link.client.info) is not None]
 
 
+def captured_layers(links: Sequence[DraftLink]) -> tuple[int, ...]:
+    """Returns the layers that a draft reads, as far as drafts have answered."""
+    return max((tuple(info.hidden.layers) for info in infos_of(links)), default=())
+
+
 def tree_limits_of(links: Sequence[DraftLink], config: VerifyConfig) -> tuple[int, int, int]:
     """Returns (steps, topk, draft tokens), each the largest of all drafts."""
     if not links:

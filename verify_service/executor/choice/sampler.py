@@ -27,7 +27,9 @@ from verify_service.scheduler.request import Sequence as RequestSequence
 from verify_service.scheduler.token_limits import WORD_BITS
 
 # Rows chosen at a time: choosing takes several times as much memory as their logits.
-CHOSEN_AT_ONCE = 1024
+CHOSEN_AT_ONCE = 256
+# Rows masked, or turned into probabilities, at a time: both take still more.
+MASKED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +206,8 @@ class Sampler:
     ) -> list[tuple[Verified, bool]]:
         """Walks with the second chance of lossy acceptance; returns which walks used it."""
         chosen = choose(logits, sampling).tolist()
-        probs = probabilities(logits, sampling)
+        parts = (slice(i, i + MASKED_AT_ONCE) for i in range(0, len(logits), MASKED_AT_ONCE))
+        probs = torch.cat([probabilities(logits[rows], sampling.take(rows)) for rows in parts])
         all_coins = coins(sampling.seed, sampling.position).tolist()
         limits = self._thresholds
         walked = []
@@ -273,11 +276,13 @@ class Sampler:
             work.append(functools.partial(fill_masks, sequence, tree, block))
             start += last - first
         side_by_side(work)
-        index = [row for _, _, (first, last) in followed for row in range(first, last)]
-        broken = broken_rows(logits[index])
-        allow_only(logits, index, torch.from_numpy(masks))
-        # Broken logits are broken whatever the masks allow.
-        logits[index, 0] = torch.where(broken, math.nan, logits[index, 0])
+        rows = [row for _, _, (first, last) in followed for row in range(first, last)]
+        for begin in range(0, len(rows), MASKED_AT_ONCE):
+            index = rows[begin : begin + MASKED_AT_ONCE]
+            broken = broken_rows(logits[index])
+            allow_only(logits, index, torch.from_numpy(masks[begin : begin + MASKED_AT_ONCE]))
+            # Broken logits are broken whatever the masks allow.
+            logits[index, 0] = torch.where(broken, math.nan, logits[index, 0])
 
     def _logprobs(
         self, rows: VerifyRows, raw: torch.Tensor | None, verified: Verified
