@@ -65,16 +65,27 @@ class FaultFile:
         self.path = prefix.with_name(f"{prefix.name}.{pid}")
 
     def arm(self, point: str, action: str) -> None:
-        """Sets the next fault."""
+        """Sets the next fault; returns once the draft, which may still be loading, knows of it."""
         assert point in POINTS
+        seen = _seen(self.path)
+        seen.unlink(missing_ok=True)
         written = self.path.with_name(f"{self.path.name}.new")
         written.write_text(f"{point}:{action}")
         written.rename(self.path)
+        deadline = time.monotonic() + 120
+        while not seen.exists():
+            assert time.monotonic() < deadline, "the draft does not look for faults"
+            time.sleep(POLL_SECONDS)
 
     @property
     def has_happened(self) -> bool:
         """Returns whether the fault has happened, or is about to."""
         return not self.path.exists()
+
+
+def _seen(path: Path) -> Path:
+    """Returns the file by which a draft says that it has read another."""
+    return path.with_name(f"{path.name}.seen")
 
 
 class Faults:
@@ -132,6 +143,7 @@ class Faults:
         with contextlib.suppress(FileNotFoundError):
             point, self._action = self._path.read_text().split(":")
             self._point = point
+            _seen(self._path).touch()
 
     def _go_wrong(self) -> None:
         action = self._action

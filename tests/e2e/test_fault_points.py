@@ -54,7 +54,7 @@ def test_a_fault_happens_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Whenever the thread that looks for faults comes between."""
     monkeypatch.setattr(Faults, "_watch", lambda faults: None)
     file = FaultFile(tmp_path / "fault", 1)
-    file.arm("read", "FAULT")
+    file.path.write_text("read:FAULT")
     faults = Faults(file.path)
 
     def unlink(path: Path, **options: bool) -> None:

@@ -125,7 +125,7 @@ def test_gguf_is_converted_once(gguf_file, cache, monkeypatch):
     """Two processes that ask at the same time get one conversion; a changed file is converted
     anew.
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     workers = [context.Process(target=_resolve, args=(gguf_file, queue)) for _ in range(2)]
     for worker in workers:
