@@ -29,7 +29,7 @@ from verify_service.startup import load_target
 
 ASKED = {
     "text": "Once upon a time",
-    "sampling_params": {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True},
+    "sampling_params": {"max_new_tokens": 150, "temperature": 0, "ignore_eos": True},
 }
 
 
@@ -112,7 +112,7 @@ def test_two_ranks_answer_and_a_lost_one_ends_the_verifier(model: Path) -> None:
                 # Under way; it is not streamed, so the gateway asks again, and nobody sees the
                 # loss.
                 asked = pool.submit(answer, url)
-                eventually(lambda: not is_idle(http))
+                eventually(lambda: not is_idle(http) or asked.done())  # noqa: B023
                 begun = threading.Event()
                 streamed = pool.submit(streamed_errors, url, begun)
                 assert begun.wait(120)
