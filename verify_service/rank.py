@@ -29,7 +29,7 @@ from verify_service.executor.ranks.choice import LocalLogits
 from verify_service.executor.ranks.group import ProcessGroup
 from verify_service.executor.ranks.messages import Kind
 from verify_service.executor.ranks.stream import StreamBoard
-from verify_service.executor.ranks.watchdog import RANK_LOST
+from verify_service.executor.ranks.watchdog import RANK_LOST, LeaderWatch
 from verify_service.executor.ranks.workers import (
     BEAT_SECONDS,
     JOIN_SECONDS,
@@ -88,6 +88,9 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._local = LocalLogits(target.model.lm_head)
         self._follower: GraphFollower | None = None
+        # One rank is enough, and says it once.
+        self._watches = join.rank == 1
+        self._parent = join.parent
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -99,6 +102,7 @@ class Worker:
                 return
             if kind is Kind.SETUP:
                 self._set_up(*messages.read_setup(message))
+                self._watch_rank_0()
             elif self._follower is not None and kind not in EAGER:
                 self._follower.follow(kind, message)
             else:
@@ -128,6 +132,11 @@ class Worker:
         logits = runner.logits(self._group.broadcast(hidden))
         if not model.lm_head.gathers:
             model.lm_head.gather(logits)
+
+    def _watch_rank_0(self) -> None:
+        """Watches rank 0 from now on, when it has loaded the model."""
+        if self._watches and isinstance(self._inbox, Board):
+            LeaderWatch(self._inbox, self._parent).start()
 
     def _set_up(self, cache: tuple[int, int, int], sizes: list[int]) -> None:
         num_pages, page_size, num_scratch = cache

@@ -7,6 +7,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,11 @@ import httpx
 import pytest
 
 from foredraft.cli.stack import LocalStack, check, resolve_models
+from foredraft.config.options import to_flags
 from foredraft.config.services import VerifyConfig
 from foredraft.errors import ConfigError
+from foredraft.rpc.channel import check_health
+from foredraft.rpc.lifetime import child_environment
 from foredraft.types import SamplingParams
 from testing.checkpoints import EOS, make_checkpoint
 from testing.engines import Job, running_engine
@@ -66,6 +71,12 @@ def streamed_errors(url: str, begun: threading.Event) -> list[dict[str, Any]]:
 def workers(stack: LocalStack) -> list[int]:
     """Processes that the stack's verifier has started as ranks."""
     [verifier] = [state.pid for state in stack.states() if state.name == "verify"]
+    assert verifier is not None
+    return workers_of(verifier)
+
+
+def workers_of(verifier: int) -> list[int]:
+    """Processes that a verifier has started as ranks."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -126,6 +137,31 @@ def test_two_ranks_answer_and_a_lost_one_ends_the_verifier(model: Path) -> None:
             assert not [line for line in lines if "Traceback" in line or "Error" in line]
         [worker] = workers(stack)
     eventually(lambda: is_gone(worker))
+
+
+def test_a_rank_0_that_stands_still_is_named_by_another(model: Path, tmp_path: Path) -> None:
+    """No supervisor is there to kill it earlier or later."""
+    address, log = f"unix:{tmp_path}/verify.sock", tmp_path / "log"
+    flags = {"model_path": str(model), "device": "cpu", "num_threads": 1, "listen": address}
+    command = [sys.executable, "-m", "verify_service"]
+    command += to_flags(flags | {"tensor_parallel_size": 2, "speculative_algorithm": "NONE"})
+    with log.open("wb") as file:
+        verifier = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=child_environment()
+        )
+    try:
+        eventually(lambda: check_health(address) == "SERVING", 600)
+        [worker] = workers_of(verifier.pid)
+        verifier.send_signal(signal.SIGSTOP)
+        assert verifier.wait(600) == -signal.SIGKILL
+        eventually(lambda: is_gone(worker), 600)
+    finally:
+        verifier.kill()
+        verifier.wait()
+    lines = log.read_text().splitlines()
+    told = f"rank 0 of 2 (pid {verifier.pid}) has shown no sign of life for 8 s: ending this"
+    assert [told in line for line in lines].count(True) == 1
+    assert not [line for line in lines if "Traceback" in line]
 
 
 def test_workers_go_with_a_verifier_that_is_killed(model: Path) -> None:

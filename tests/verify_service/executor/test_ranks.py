@@ -2,7 +2,10 @@
 `tests/e2e/test_ranks.py` kills real ones.
 """
 
+import itertools
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -15,8 +18,14 @@ from foredraft.runner.batch import SequenceRows, StepRows
 from foredraft.trees.draft_tree import DraftTree
 from verify_service.executor.ranks import board as boards
 from verify_service.executor.ranks import messages
+from verify_service.executor.ranks import watchdog as watchdogs
 from verify_service.executor.ranks.board import Board, Progress
-from verify_service.executor.ranks.watchdog import BEHIND_SECONDS, SILENT_SECONDS, RankWatchdog
+from verify_service.executor.ranks.watchdog import (
+    BEHIND_SECONDS,
+    SILENT_SECONDS,
+    LeaderWatch,
+    RankWatchdog,
+)
 from verify_service.executor.ranks.workers import Workers
 
 
@@ -163,3 +172,106 @@ def test_a_rank_that_has_ended_is_named(watchdog: RankWatchdog) -> None:
     process.kill()
     process.wait()
     assert watchdog._dead() == f"rank 2 of 3 (pid {process.pid}) was ended by SIGKILL"
+
+
+def stopped(program: str) -> subprocess.Popen[bytes]:
+    """Starts a process, and stops it once it runs the program."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"print(1, flush=True); {program}"], stdout=-1
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    return process
+
+
+def look_for_ten_seconds(watch: LeaderWatch) -> str | None:
+    """Returns what a watch says within ten seconds, which take no time."""
+    found = None
+    for _ in range(20):
+        found = found or watch.look(0.5)
+    return found
+
+
+@pytest.fixture
+def leader() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is stopped, as rank 0."""
+    process = stopped("import time; time.sleep(600)")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_rank_0_that_stands_still_is_named(leader: subprocess.Popen[bytes]) -> None:
+    board = Board.create(2)
+    board.beat()
+    watch = LeaderWatch(board, leader.pid)
+    assert watch.look(0.5) is None
+    assert look_for_ten_seconds(watch) == (
+        f"rank 0 of 2 (pid {leader.pid}) has shown no sign of life for {SILENT_SECONDS:g} s"
+    )
+
+
+def test_a_pause_of_the_whole_machine_is_not_rank_0s_fault(
+    leader: subprocess.Popen[bytes],
+) -> None:
+    board = Board.create(2)
+    board.beat()
+    watch = LeaderWatch(board, leader.pid)
+    assert [watch.look(3600.0) for _ in range(8)] == [None] * 8
+
+
+@pytest.mark.parametrize("kind", ["beats", "starts", "rests"])
+def test_a_rank_0_that_beats_or_is_not_to_beat_is_left_alone(
+    leader: subprocess.Popen[bytes], kind: str
+) -> None:
+    board = Board.create(2)
+    watch = LeaderWatch(board, leader.pid)
+    if kind == "rests":
+        board.beat()
+        watch.look(0.5)
+        board.rest()
+    for _ in range(40):
+        if kind == "beats":
+            board.beat()
+        assert watch.look(0.5) is None
+
+
+def test_a_rank_0_that_computes_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may keep the interpreter to itself for as long as it likes."""
+    board = Board.create(2)
+    board.beat()
+    uses = itertools.cycle([("R", 5), ("S", 6), ("D", 6), ("S", 6), ("S", 7)])
+    state, ticks = "S", 0
+    monkeypatch.setattr(watchdogs, "_idle_ticks", lambda pid: ticks if state == "S" else -1)
+    watch = LeaderWatch(board, 1)
+    for _ in range(100):
+        state, more = next(uses)
+        ticks += more
+        assert watch.look(1.0) is None
+
+
+def test_threads_that_run_are_not_idle(leader: subprocess.Popen[bytes]) -> None:
+    assert watchdogs._idle_ticks(leader.pid) > 0
+    busy = subprocess.Popen(
+        [sys.executable, "-c", "print(1, flush=True)\nwhile True: pass"], stdout=-1
+    )
+    try:
+        assert busy.stdout is not None
+        busy.stdout.readline()
+        assert watchdogs._idle_ticks(busy.pid) == -1
+    finally:
+        busy.kill()
+        busy.wait()
+    assert watchdogs._idle_ticks(busy.pid) == -1
+
+
+def test_a_watchdog_that_is_closed_lets_nobody_watch_rank_0() -> None:
+    board = Board.create(2)
+    watchdog = RankWatchdog(board, Workers())
+    watchdog.start()
+    while not board.progress()[0].beats:
+        threading.Event().wait(0.01)
+    watchdog.close()
+    assert board.progress()[0].beats == 0

@@ -210,6 +210,10 @@ class Board:
         """See Inbox."""
         self._ranks[self.rank, _BEATS] += 1
 
+    def rest(self) -> None:
+        """Takes this rank's heartbeats back: nobody watches it any more."""
+        self._ranks[self.rank, _BEATS] = 0
+
     def note(self, rank: int, progress: Sequence[int]) -> None:
         """Stores the progress that a rank of another host reports, in the order of `Progress`."""
         self._ranks[rank, :PROGRESS_COLUMNS] = progress

@@ -1,9 +1,15 @@
-"""Finds ranks that have died or hang, so that a verifier never waits for ever in a collective."""
+"""Finds ranks that have died or hang, so that a verifier never waits for ever in a collective.
+
+Rank 0 watches all ranks, and a worker of its host watches rank 0.
+"""
 
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from foredraft.rpc import lifetime
@@ -19,7 +25,10 @@ SILENT_SECONDS = 8.0
 # All ranks have the same work: a rank that begins a collective this much later than the others
 # hangs.
 BEHIND_SECONDS = 8.0
-
+LOOK_SECONDS = 0.2  # between looks at rank 0 from another process
+# States of a thread, see proc_pid_stat(5), in which it cannot go on by itself: asleep, stopped,
+# traced.
+_STILL = ("S", "T", "t")
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +79,7 @@ class RankWatchdog:
         self._is_closed.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
+        self._board.rest()
 
     def _run(self) -> None:
         before, looked_at = self._board.progress(), time.monotonic()
@@ -77,6 +87,7 @@ class RankWatchdog:
             now = time.monotonic()
             # A pause of the whole machine is no rank's fault.
             seconds, looked_at = min(now - looked_at, MOST_SECONDS), now
+            self._board.beat()
             progress = self._board.progress()
             self._times.publish(progress)
             failure = self._dead() or self._stuck(before, progress, seconds)
@@ -124,3 +135,71 @@ class RankWatchdog:
             names[rank] = f"pid {pid}"
         name = f" ({names[rank]})" if rank in names else ""
         return f"rank {rank} of {self._board.size}{name}"
+
+
+class LeaderWatch:
+    """Watches rank 0 from a worker of its host, and ends the verifier when rank 0 stands still.
+
+    Rank 0's own watchdog is a thread of its process, and stands still with it. A process that
+    computes, waits for a core or reads a disk is not taken for one that hangs, however long it
+    lets nothing else run.
+
+    Args:
+        board: Board with the progress of all ranks.
+        pid: Process id of rank 0, the parent of this process.
+    """
+
+    def __init__(self, board: Board, pid: int) -> None:
+        self._board, self._pid = board, pid
+        self._beats, self._ticks = 0, -1
+        self._silent = 0.0
+        self._thread = threading.Thread(target=self._run, name="leader-watch", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def look(self, seconds: float) -> str | None:
+        """Returns a sentence once rank 0 has stood still for too long.
+
+        Args:
+            seconds: Seconds since the last look.
+        """
+        beats, ticks = self._board.progress()[0].beats, -1
+        if beats == self._beats:
+            ticks = _idle_ticks(self._pid)
+        # A rank 0 that has not begun to beat still starts; one that has ended does not beat.
+        is_still = beats > 0 and beats == self._beats and ticks == self._ticks >= 0
+        self._silent = self._silent + min(seconds, MOST_SECONDS) if is_still else 0.0
+        self._beats, self._ticks = beats, ticks
+        if self._silent < SILENT_SECONDS:
+            return None
+        name = f"rank 0 of {self._board.size} (pid {self._pid})"
+        return f"{name} has shown no sign of life for {SILENT_SECONDS:g} s"
+
+    def _run(self) -> None:
+        looked_at = time.monotonic()
+        while True:
+            time.sleep(LOOK_SECONDS)
+            now = time.monotonic()
+            failure, looked_at = self.look(now - looked_at), now
+            if failure and os.getppid() == self._pid:
+                logger.error("%s: ending this verifier", failure)
+                os.kill(self._pid, signal.SIGKILL)
+                lifetime.end_at_once(RANK_LOST)
+
+
+def _idle_ticks(pid: int) -> int:
+    """Returns the clock ticks of CPU time that a process has used, see proc_pid_stat(5); -1 where
+    one of its threads can go on by itself, or the process has ended.
+    """
+    ticks = 0
+    try:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            state, *fields = (thread / "stat").read_text().rpartition(")")[2].split()
+            if state not in _STILL:
+                return -1
+            ticks += int(fields[10]) + int(fields[11])
+    except OSError:
+        return -1
+    return ticks

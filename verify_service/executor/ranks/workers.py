@@ -96,6 +96,7 @@ class Join:
         host, port: Address of the store that ranks use to find each other.
         file, bells: Descriptors of the board; -1 and empty on other hosts than rank 0's.
         joined: Descriptor of the eventfd that counts the ranks that have joined.
+        parent: Process id of whoever starts the worker.
     """
 
     config: VerifyConfig
@@ -107,6 +108,7 @@ class Join:
     file: int
     bells: list[int]
     joined: int
+    parent: int
 
     def text(self) -> str:
         """Returns the message as a line of JSON."""
@@ -164,7 +166,10 @@ class Workers:
         self.ranks.append(rank)
         self.processes.append(process)
         size = config.tensor_parallel_size
-        join = Join(config, rank, size, num_local, *meeting, file, bells, self._joined)
+        host, port = meeting
+        join = Join(
+            config, rank, size, num_local, host, port, file, bells, self._joined, os.getpid()
+        )
         with contextlib.suppress(BrokenPipeError):  # `ended` reports the process
             process.stdin.write(join.text().encode())
             process.stdin.flush()
