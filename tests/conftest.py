@@ -1,9 +1,10 @@
 """Lets the workers of pytest-xdist, and the services that they start, share the cores; no example
-fails by being slow.
+fails by being slow, and random numbers are the same in every run.
 """
 
 import contextlib
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,17 @@ if IS_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 with contextlib.suppress(ImportError):  # tests on a GPU can do without
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("untimed", deadline=None)
-    settings.load_profile("untimed")
+    # Every run draws the same examples: --hypothesis-profile default draws others.
+    settings.register_profile(
+        "repeatable",
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("repeatable")
 
 # Begun first, longest first, so that no worker is left with one of them at the end. Others follow
 # by their number of tests.
@@ -80,6 +88,13 @@ LONG = (
 )
 # Files whose fixtures are made anew for each first parameter: these parts may run side by side.
 DIVIDED = ("tests/e2e/test_exactness.py",)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup() -> None:
+    """Seeds torch, so that no test's numbers depend on the tests that ran before it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
