@@ -41,7 +41,7 @@ class Browser:
     def page(self, url: str, width: int = 1280, height: int = 900) -> Iterator[object]:
         """Opens a page; fails the test for an error on its console or a request to another host."""
         page = self._context.new_page()  # type: ignore[attr-defined]
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(120_000)
         page.set_viewport_size({"width": width, "height": height})
         faults: list[str] = []
         host = urlsplit(url).netloc
@@ -62,6 +62,8 @@ class Browser:
             page.goto(url)
             yield page
         finally:
+            # A handler of the test may still be answering.
+            page.unroute_all(behavior="ignoreErrors")
             page.close()
         assert not faults
 
@@ -72,7 +74,11 @@ def browser(profile: Path) -> Iterator[Browser]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     with sync_api.sync_playwright() as playwright:
         context = playwright.chromium.launch_persistent_context(
-            profile, executable_path=chromium(), headless=True, args=list(FLAGS)
+            profile,
+            executable_path=chromium(),
+            headless=True,
+            args=list(FLAGS),
+            timeout=120_000,
         )
         try:
             yield Browser(context)

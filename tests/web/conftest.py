@@ -12,12 +12,19 @@ from testing.browsers import Browser, browser, chromium
 def stack() -> Iterator[LocalStack]:
     chromium()  # skips before the services start
     stack = make_supervisor(
-        {"port": 0, "grpc_port": 0, "device": "cpu", "num_threads": 1, "max_total_tokens": 8192},
+        {
+            "port": 0,
+            "grpc_port": 0,
+            "device": "cpu",
+            "num_threads": 1,
+            "max_total_tokens": 8192,
+            "speculative_adaptive": False,  # pages show drafts, however busy the machine is
+        },
         on_line=lambda name, line: print(f"{name}: {line}"),
     )
     try:
         stack.start()
-        stack.wait_healthy()
+        stack.wait_healthy(timeout=200)
         yield stack
     finally:
         stack.stop()
