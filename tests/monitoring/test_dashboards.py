@@ -5,15 +5,16 @@ load.
 import json
 import math
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from monitoring import pictures
 from monitoring.panels import DASHBOARDS, Dashboard, Panel
 from testing import tools
+from testing.stack import eventually
 from testing.watched_stack import INTERVAL, Prometheus, get_json, watched
 
 PANELS = [panel for dashboard in DASHBOARDS for panel in dashboard.panels]
@@ -26,7 +27,6 @@ SILENT = {"count(ALERTS", "foredraft_draft_self_test", "sum by (rank, part)"}
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     tools.find("prometheus")
     with watched(tmp_path_factory.mktemp("prometheus")) as (_, running):
-        time.sleep(14)  # more than the interval of rates
         yield running
 
 
@@ -58,16 +58,20 @@ def test_grafana_finds_every_query_and_only_known_variables() -> None:
         assert len(set(places)) == len(places)
 
 
+def with_data(prometheus: Prometheus, promql: str) -> list[dict[str, Any]]:
+    """Returns a query's result once it has a number; [] before."""
+    result = prometheus.query(promql)
+    return result if any(math.isfinite(float(series["value"][1])) for series in result) else []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
 def test_every_query_has_data_under_load(prometheus: Prometheus, panel: Panel) -> None:
     for query in panel.queries:
-        result = prometheus.query(query.concrete(INTERVAL))
         if any(query.expr.startswith(silent) for silent in SILENT):
+            prometheus.query(query.concrete(INTERVAL))
             continue
-        assert result, query.expr
-        values = [float(series["value"][1]) for series in result]
-        assert any(map(math.isfinite, values)), query.expr
+        result = eventually(lambda query=query: with_data(prometheus, query.concrete(INTERVAL)))
         # A label of the legend is a label of the series.
         for label in re.findall(r"\{\{(\w+)\}\}", query.legend):
             assert all(label in series["metric"] for series in result), query.expr
@@ -75,22 +79,22 @@ def test_every_query_has_data_under_load(prometheus: Prometheus, panel: Panel) -
 
 @pytest.mark.slow
 def test_all_is_scraped_and_nothing_fires(prometheus: Prometheus) -> None:
-    up = prometheus.query("up")
-    assert {series["metric"]["job"] for series in up if series["value"][1] == "1"} == {
-        "foredraft-gateway",
-        "foredraft-verifier",
-        "foredraft-draft",
-    }
-    rules = [
-        rule
-        for group in get_json(f"{prometheus.url}/api/v1/rules")["data"]["groups"]
-        for rule in group["rules"]
-    ]
-    assert rules
-    assert all(rule["health"] == "ok" for rule in rules)
+    jobs = {"foredraft-gateway", "foredraft-verifier", "foredraft-draft"}
+
+    def scraped() -> set[str]:
+        up = prometheus.query("up")
+        return {series["metric"]["job"] for series in up if series["value"][1] == "1"}
+
+    def evaluated() -> list[dict[str, Any]]:
+        groups = get_json(f"{prometheus.url}/api/v1/rules")["data"]["groups"]
+        rules = [rule for group in groups for rule in group["rules"]]
+        return rules if all(rule["health"] == "ok" for rule in rules) else []
+
+    eventually(lambda: scraped() == jobs)
+    rules = eventually(evaluated)
     assert [rule["name"] for rule in rules if rule.get("state") == "firing"] == []
     for record in ("foredraft:accept_length:mean30m", "foredraft:kv_usage:ratio"):
-        assert prometheus.query(record), record
+        assert eventually(lambda record=record: prometheus.query(record)), record
     length = float(prometheus.query("foredraft:accept_length:mean30m")[0]["value"][1])
     assert 1.0 <= length <= 12.0
 
