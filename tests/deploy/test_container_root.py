@@ -39,7 +39,7 @@ ports = json.loads(os.environ["PORTS"])
 commands["gateway"][:2] = [f"--port={ports[0]}", f"--grpc-port={ports[1]}"]
 running = [subprocess.Popen([sys.executable, "-m", name, *flags]) for name, flags in commands.items()]
 for address in (f"{sockets}/draft.sock", f"{sockets}/verify.sock", f"127.0.0.1:{ports[1]}"):
-    wait_ready(address, 90)
+    wait_ready(address, 240)
 body = json.dumps({"prompt": "The capital of France is", "max_tokens": 8, "ignore_eos": True}).encode()
 request = urllib.request.Request(f"http://127.0.0.1:{ports[0]}/v1/completions", body,
                                  {"Content-Type": "application/json"})
@@ -87,7 +87,7 @@ def test_services_need_no_root_and_write_nowhere_else() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=840,
     )
     # Where the namespace was mounted; nothing was written there.
     for path in made:

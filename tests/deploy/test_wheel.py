@@ -70,6 +70,7 @@ def test_an_installed_wheel_serves(environment: Path, tmp_path: Path) -> None:
 def _serving(environment: Path, folder: Path) -> Iterator[httpx.Client]:
     port, grpc_port = free_port(), free_port()
     command = [environment / "bin" / "foredraft", "serve", "--device=cpu", "--num-threads=1"]
+    command += ["--no-speculative-adaptive"]  # drafts, however busy the machine is
     command += [f"--port={port}", f"--grpc-port={grpc_port}", "--max-total-tokens=4096"]
     log = folder / "log"
     with log.open("wb") as output:
@@ -78,11 +79,11 @@ def _serving(environment: Path, folder: Path) -> Iterator[httpx.Client]:
         )
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
-            eventually(lambda: process.poll() is not None or _is_healthy(http), seconds=120)
+            eventually(lambda: process.poll() is not None or _is_healthy(http), seconds=300)
             yield http
     finally:
         process.send_signal(signal.SIGTERM)
-        status = process.wait(60)
+        status = process.wait(120)
         print(log.read_text())
     assert status == 0
 

@@ -18,13 +18,15 @@ def stack() -> Iterator[LocalStack]:
             "device": "cpu",
             "num_threads": 1,
             "max_total_tokens": 8192,
-            "speculative_adaptive": False,  # pages show drafts, however busy the machine is
+            # Pages show drafts, however busy the machine is.
+            "speculative_adaptive": False,
+            "draft_step_timeout": 20.0,
         },
         on_line=lambda name, line: print(f"{name}: {line}"),
     )
     try:
         stack.start()
-        stack.wait_healthy(timeout=200)
+        stack.wait_healthy(timeout=300)
         yield stack
     finally:
         stack.stop()
