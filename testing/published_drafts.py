@@ -156,9 +156,9 @@ def _head(name: str, device: torch.device) -> DraftHead:
         LMHead(layer.hidden_size, layer.vocab_size, None, None, BF16, device),
     )
     if config.algorithm == "MTP":
-        return MTPHead(config, shared, 32, BF16, device)
+        return MTPHead(config, shared, 32, BF16, device, {})
     if config.algorithm == "EAGLE":
-        return EagleHead(config, shared, 32, BF16, device, fc_bias=True)
+        return EagleHead(config, shared, 32, BF16, device, {}, fc_bias=True)
     vocab = config.draft_vocab_size
     layout = {"lm_head.weight": (vocab, layer.hidden_size)} if vocab else {}
     return Eagle3Head(config, shared, 32, BF16, device, layout)

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 Tensors = dict[str, torch.Tensor]
 Pack = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 FP8 = torch.float8_e4m3fn
+_TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs in an int32, from the lowest bits
 
 
@@ -77,12 +78,14 @@ def write(
     form: Format,
     keep: Callable[[str], bool] = lambda name: False,
     change: Mapping[str, torch.Tensor] | None = None,
+    has_vocabulary: bool = False,
 ) -> Tensors:
     """Writes a plain checkpoint in a quantised format.
 
     Args:
         keep: Returns whether the linear layer of a weight stays plain.
         change: Tensors to add, or to put in place of others.
+        has_vocabulary: Whether embedding and LM head are quantised too, as in GGUF files.
 
     Returns:
         The weights that the checkpoint stands for, float64, by their plain names.
@@ -90,8 +93,12 @@ def write(
     directory.mkdir(parents=True, exist_ok=True)
     tensors: Tensors = {}
     meant: Tensors = {}
-    for name, weight in load_file(plain / "model.safetensors").items():
-        if not is_quantized(name) or keep(name):
+    stored: Tensors = {}
+    for file in plain.glob("*.safetensors"):
+        stored |= load_file(file)
+    for name, weight in stored.items():
+        is_table = has_vocabulary and name in _TABLES
+        if not (is_quantized(name) or is_table) or keep(name):
             tensors[name], meant[name] = weight, weight.double()
             continue
         packed, meant[name] = form.pack(weight.double())
@@ -99,9 +106,14 @@ def write(
         tensors |= {f"{stem}{suffix}": tensor.contiguous() for suffix, tensor in packed.items()}
     save_file(tensors | dict(change or {}), directory / "model.safetensors")
     raw = json.loads((plain / "config.json").read_text())
-    raw["quantization_config"] = form.config
+    raw["quantization_config"] = _with_tables(form.config) if has_vocabulary else form.config
     (directory / "config.json").write_text(json.dumps(raw))
     return meant
+
+
+def _with_tables(config: dict[str, Any]) -> dict[str, Any]:
+    group = config["config_groups"]["group_0"] | {"targets": ["Linear", "Embedding"]}
+    return config | {"config_groups": {"group_0": group}, "ignore": []}
 
 
 def reference(plain: Path, meant: Mapping[str, torch.Tensor]) -> LlamaForCausalLM:
@@ -206,14 +218,19 @@ def int8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"weight": numbers.to(torch.int8), "weight_scale": scales.float()}, meant
 
 
-def awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Packs AutoAWQ's gemm version with groups of 128."""
-    numbers, scales, zeros, meant = _asymmetric(weight, 128, 15)
-    return {
-        "qweight": into_words(numbers.t(), 4, AWQ_ORDER),
-        "qzeros": into_words(zeros.t(), 4, AWQ_ORDER),
-        "scales": scales.t().half(),
-    }, meant
+def awq(size: int = 128) -> Pack:
+    """Packs AutoAWQ's gemm version; `size` -1 for a scale per output."""
+
+    def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        each = size if size > 0 else weight.shape[1]
+        numbers, scales, zeros, meant = _asymmetric(weight, each, 15)
+        return {
+            "qweight": into_words(numbers.t(), 4, AWQ_ORDER),
+            "qzeros": into_words(zeros.t(), 4, AWQ_ORDER),
+            "scales": scales.t().half(),
+        }, meant
+
+    return pack
 
 
 def gptq(
@@ -291,6 +308,13 @@ def compressed(form: str, activations: Any = None, **weights: Any) -> dict[str, 
 
 _BY_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 _STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+_AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "zero_point": True,
+    "version": "gemm",
+}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
 
 
@@ -327,16 +351,9 @@ FORMATS: dict[str, Format] = {
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
         with_input_scale(fp8("tensor")),
     ),
-    "awq": Format(
-        {
-            "quant_method": "awq",
-            "bits": 4,
-            "group_size": 128,
-            "zero_point": True,
-            "version": "gemm",
-        },
-        awq,
-    ),
+    "awq": Format(_AWQ, awq()),
+    "awq-64": Format(_AWQ | {"group_size": 64}, awq(64)),
+    "awq-channel": Format(_AWQ | {"group_size": -1}, awq(-1)),
     "gptq": Format(_GPTQ, gptq()),
     "gptq-order": Format(_GPTQ | {"desc_act": True, "group_size": 32}, gptq(32, order=True)),
     "gptq-sym": Format(_GPTQ | {"sym": True, "group_size": 64}, gptq(64, symmetric=True)),
@@ -347,6 +364,7 @@ FORMATS: dict[str, Format] = {
     "packed-64": Format(_grouped(64, symmetric=False), packed(64, zeros=True)),
     "packed-128": Format(_grouped(128), packed(128)),
     "packed-channel": Format(_grouped(-1), packed(-1)),
+    "packed-int8-32": Format(_grouped(32, bits=8), packed(32, bits=8)),  # as of GGUF's Q8_0
     "packed-int8": Format(_grouped(128, bits=8), packed(128, bits=8)),
     "int8": Format(compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8),
 }

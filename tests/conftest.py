@@ -54,6 +54,7 @@ LONG = (
     "tests/verify_service/drafts/test_missed_states.py",
     "tests/e2e/test_structured_output.py",
     "tests/e2e/test_quantized_exactness.py",
+    "tests/e2e/test_quantized_drafts.py",
     "tests/e2e/test_ngram_override.py",
     "tests/e2e/test_block_drafts.py",
     "tests/draft_service/test_mtp_engine.py",
@@ -83,6 +84,7 @@ LONG = (
     "tests/e2e/test_concurrent_clients.py",
     "tests/e2e/test_many_connections.py",
     "tests/bench/test_serve.py",
+    "tests/models/test_quantized_heads.py",
     "tests/models/test_registry.py",
     "tests/e2e/test_eight_bit_kv.py",
 )

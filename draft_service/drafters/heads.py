@@ -20,6 +20,7 @@ from draft_service.drafters.paged import (
     Limits,
     PagedDrafter,
     PagedProposer,
+    check_plain,
     device_of,
     graph_settings,
     source_of,
@@ -45,6 +46,7 @@ from foredraft.errors import AttachRefused
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.conversions import convert_linears
 from foredraft.models.config import ModelConfig
+from foredraft.models.head_config import HeadConfig
 from foredraft.models.registry import resolve_model_path
 from foredraft.models.speculation import complete
 from foredraft.text.tokenizer import tokenizer_fingerprint
@@ -79,7 +81,7 @@ class HeadDrafter(PagedDrafter):
         self._name = name
         self.target_weights: TargetWeights | None = None
         self.has_device_steps = head.num_modules == 1 and head.config.algorithm != "PEAGLE"
-        self.offers_fusion = head.fusion is not None and head.fusion.shape.has_projection
+        self.offers_fusion = head.fusion is not None and head.fusion.is_plain
 
     @classmethod
     def load(cls, config: DraftConfig) -> "HeadDrafter":
@@ -101,8 +103,11 @@ class HeadDrafter(PagedDrafter):
         if config.dtype == "auto" and device.type == "cpu":
             name = "float32"
         dtype = getattr(torch, name)
-        # On a GPU the verifier may share its weights; a quantised head needs its own.
-        is_plain = config.speculative_draft_model_quantization == "unquant"
+        # On a GPU the verifier may share its weights; the flag quantises the draft's own.
+        flag = config.speculative_draft_model_quantization
+        is_plain = flag == "unquant"
+        stored = HeadConfig.from_dir(path, config.speculative_algorithm).layer.quantization  # type: ignore[arg-type]
+        check_plain(path, flag, stored)
         on_host = device.type == "cuda" and is_plain
         shared = load_shared_weights(
             target_path, target, dtype, device, config.load_format, on_host=on_host
@@ -110,7 +115,7 @@ class HeadDrafter(PagedDrafter):
         if config.speculative_token_map:
             token_map = read_token_map(config.speculative_token_map, target.vocab_size)
             shared.token_map = token_map.to(device)
-            shared.lm_head = reduce_vocabulary(shared.lm_head, shared.token_map)
+            shared.lm_head = reduce_vocabulary(shared.lm_head, shared.token_map, dtype)
         head = load_head(
             path,
             config.speculative_algorithm,  # type: ignore[arg-type]
@@ -121,7 +126,7 @@ class HeadDrafter(PagedDrafter):
             config.speculative_draft_load_format,
             config.enable_multi_layer_eagle,
         )
-        convert_linears(head, config.speculative_draft_model_quantization, device)
+        convert_linears(head, flag, device)
         drafter = cls(
             head,
             target,
@@ -130,7 +135,7 @@ class HeadDrafter(PagedDrafter):
             config.tree_limits,
         )
         drafter.offers_fusion &= is_plain
-        drafter.source = source_of(path, config.speculative_draft_model_quantization)
+        drafter.source = source_of(path, flag, head.config.layer.quantization)
         drafter.graphs = graph_settings(config, device)
         drafter.ngrams = OverrideSettings.from_config(config)
         if on_host:

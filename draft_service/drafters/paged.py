@@ -20,10 +20,11 @@ from draft_service.drafters.paged_sequences import Extension, PagedSequences
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.choice import attention_for, device_for
 from foredraft.config.services import DraftConfig
-from foredraft.errors import AttachRefused, InvalidRequest
+from foredraft.errors import AttachRefused, ConfigError, InvalidRequest
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
 from foredraft.models.provenance import checksum, trained_for
+from foredraft.models.quantization_config import Quantization
 from foredraft.transport import cuda
 from foredraft.trees.draft_tree import DraftTree
 from foredraft.trees.tree_building import Ordering
@@ -65,16 +66,31 @@ def graph_settings(config: DraftConfig, device: torch.device) -> GraphSettings |
     return GraphSettings(config.cuda_graph_max_bs, captures=not config.disable_cuda_graph)
 
 
-def source_of(path: Path, quantization: str) -> draft_pb2.GetDraftInfoResponse:
+def source_of(path: Path, flag: str, stored: Quantization | None) -> draft_pb2.GetDraftInfoResponse:
     """Returns an info message with only the origin and quantisation of a draft's weights.
 
     Args:
         path: Directory of the checkpoint.
-        quantization: Value of the flag for the draft's quantisation.
+        flag: Value of --speculative-draft-model-quantization.
+        stored: Quantisation of the checkpoint; None for plain weights.
     """
     return draft_pb2.GetDraftInfoResponse(
-        checksum=checksum(path), quantization=quantization, trained_for=trained_for(path)
+        checksum=checksum(path),
+        quantization=flag if stored is None else str(stored),
+        trained_for=trained_for(path),
     )
+
+
+def check_plain(path: Path, flag: str, stored: Quantization | None) -> None:
+    """Raises ConfigError where a flag would quantise weights that are quantised already.
+
+    Args: see `source_of`.
+    """
+    if stored is not None and flag != "unquant":
+        raise ConfigError(
+            f"--speculative-draft-model-quantization {flag}: {path} is {stored} already; leave the"
+            " flag out"
+        )
 
 
 def weight_bytes(*modules: torch.nn.Module) -> int:

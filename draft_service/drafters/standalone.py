@@ -16,6 +16,7 @@ from draft_service.drafters.paged import (
     Limits,
     PagedDrafter,
     PagedProposer,
+    check_plain,
     device_of,
     graph_settings,
     source_of,
@@ -32,6 +33,7 @@ from foredraft.config.services import DraftConfig
 from foredraft.errors import AttachRefused
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.conversions import convert_linears
+from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import load_model
 from foredraft.models.registry import resolve_model_path
@@ -80,6 +82,8 @@ class StandaloneDrafter(PagedDrafter):
         path = resolve_model_path(
             config.speculative_draft_model_path, config.speculative_draft_model_revision
         )
+        flag = config.speculative_draft_model_quantization
+        check_plain(path, flag, ModelConfig.from_dir(path).quantization)
         model = load_model(
             path, dtype=dtype, device=device, load_format=config.speculative_draft_load_format
         )
@@ -87,11 +91,11 @@ class StandaloneDrafter(PagedDrafter):
         if config.speculative_token_map:
             token_map = read_token_map(config.speculative_token_map, model.config.vocab_size)
             token_map = token_map.to(device)
-            model.lm_head = reduce_vocabulary(model.lm_head, token_map)
-        convert_linears(model, config.speculative_draft_model_quantization, device)
+            model.lm_head = reduce_vocabulary(model.lm_head, token_map, model.dtype)
+        convert_linears(model, flag, device)
         name = Path(config.speculative_draft_model_path).name.removesuffix(".gguf")
         drafter = cls(model, name, tokenizer_fingerprint(path), config.tree_limits, token_map)
-        drafter.source = source_of(path, config.speculative_draft_model_quantization)
+        drafter.source = source_of(path, flag, model.config.quantization)
         drafter.graphs = graph_settings(config, device)
         drafter.ngrams = OverrideSettings.from_config(config)
         return drafter

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from draft_service.models.draft_head import DraftHead, Pass, SharedWeights, block_tensors
+from draft_service.models.draft_head import DraftHead, Pass, SharedWeights
 from draft_service.models.markov import ConfidenceHead, MarkovHead
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.embedding import LMHead
 from foredraft.layers.fusion import Fusion
+from foredraft.layers.parameters import Target
 from foredraft.models.block_config import BlockOptions
 from foredraft.models.head_config import HeadConfig
 from foredraft.types import FusionShape
@@ -45,14 +46,13 @@ class BlockDraft(DraftHead):
         device: torch.device,
         layout: Mapping[str, tuple[int, ...]],
     ) -> None:
-        super().__init__(config, shared, num_target_layers, dtype, device)
+        super().__init__(config, shared, num_target_layers, dtype, device, layout)
         assert config.block is not None
         self.options: BlockOptions = config.block
         layer, size = config.layer, config.layer.hidden_size
-        self._layout = layout
         eps = layer.rms_norm_eps
         shape = FusionShape(self.hidden_width, size, normalizes_output=True, eps=eps)
-        self.fusion = Fusion(shape, dtype, device)
+        self.fusion = Fusion(shape, dtype, device, self._forms.of("")(["fc"]))
         self.norm = self.make_norm(size)
         self._layers = [self.make_layer(index, size) for index in range(layer.num_layers)]
         self._norms = [self.make_norm(size) for _ in self._layers]
@@ -82,26 +82,24 @@ class BlockDraft(DraftHead):
         """Whether some layers need the block's rows in causal order."""
         return self.options.is_window_causal and any(self.config.layer.windows)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def targets(self) -> dict[str, Target]:
         """See DraftHead."""
         assert self.fusion is not None
-        fusion = self.fusion.tensors()
-        found: dict[str, torch.Tensor] = {
-            "fc.weight": fusion["weight"],
-            "hidden_norm.weight": fusion["output_norm"],
+        assert self.fusion.projection is not None
+        found = self.fusion.projection.targets("fc")
+        tensors = {
+            "hidden_norm.weight": self.fusion.norms()["output_norm"],
             "norm.weight": self.norm.weight,
         }
         for index, layer in enumerate(self._layers):
-            prefix = f"layers.{index}."
-            found |= block_tensors(prefix, layer.attention, layer.mlp, self._layout)
-            found[f"{prefix}input_layernorm.weight"] = self._norms[index].weight
-            found[f"{prefix}post_attention_layernorm.weight"] = layer.mlp_norm.weight
+            found |= self.layer_targets(f"layers.{index}.", layer)
+            tensors[f"layers.{index}.input_layernorm.weight"] = self._norms[index].weight
         if self._own_lm_head:
-            found["lm_head.weight"] = self.lm_head.weight
+            tensors["lm_head.weight"] = self.lm_head.weight
         for part in (self.markov, self.confidence):
             if part is not None:
-                found |= part.tensors()
-        return found
+                tensors |= part.tensors()
+        return found | {name: Target.whole(tensor) for name, tensor in tensors.items()}
 
     def extend(
         self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: PagedKV

@@ -5,21 +5,21 @@ A row of a head pairs the hidden state of position p, computed by the target or 
 the token at p + 1. The row stands at position p, and its logits are about the token at p + 2.
 """
 
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from draft_service.models.head_forms import HeadForms
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.layers.attention import SelfAttention
 from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.layers.fusion import Fusion
-from foredraft.layers.mlp import GatedMLP
+from foredraft.layers.linear import Linear, MethodChoice
 from foredraft.layers.norm import RMSNorm
+from foredraft.layers.parameters import Target
 from foredraft.layers.rotary import Rotary
 from foredraft.models.config import ModelConfig
 from foredraft.models.head_config import HeadConfig
@@ -76,27 +76,6 @@ class Pass:
     kept_rows: torch.Tensor | None
 
 
-def block_tensors(
-    prefix: str, attention: SelfAttention, mlp: GatedMLP, stored: Collection[str] = ()
-) -> dict[str, torch.Tensor]:
-    """Returns the memory of a head's attention and MLP weights by tensor name; names begin with
-    `prefix`.
-
-    Args:
-        stored: Names of the checkpoint's tensors, where queries, keys and values may be one matrix.
-    """
-    own = f"{prefix}self_attn."
-    targets = attention.targets(own) | mlp.targets(f"{prefix}mlp.")
-    found = {name: target.memory for name, target in targets.items()}
-    if f"{own}qkv_proj.weight" in stored:
-        for part, suffix in itertools.product("qkv", ("weight", "bias")):
-            found.pop(f"{own}{part}_proj.{suffix}", None)
-        found[f"{own}qkv_proj.weight"] = attention.qkv.weight
-        if attention.qkv.bias is not None:
-            found[f"{own}qkv_proj.bias"] = attention.qkv.bias
-    return found
-
-
 class HeadLayer(nn.Module):
     """Attention and MLP of a head, around its residual stream.
 
@@ -105,6 +84,7 @@ class HeadLayer(nn.Module):
     Args:
         layer: Index of the layer in the cache.
         input_size: Width of attention's input.
+        forms: Selects the form of the weights of a part, see `layer_parts`.
     """
 
     def __init__(
@@ -114,12 +94,33 @@ class HeadLayer(nn.Module):
         input_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        forms: Callable[[str], MethodChoice],
     ) -> None:
         super().__init__()
         self._index = layer
         self._rope = config.ropes[layer]
-        self.attention, self.mlp = layer_parts(config, layer, input_size, dtype, device)
+        self.attention, self.mlp = layer_parts(
+            config, layer, input_size, dtype, device, forms=forms
+        )
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, False, dtype, device)
+
+    def targets(self, prefix: str, has_one_qkv: bool = False) -> dict[str, Target]:
+        """Returns the memory of the weights of attention, MLP and the norm between them, by tensor
+        name; names begin with `prefix`.
+
+        Args:
+            has_one_qkv: Whether queries, keys and values are one tensor in the checkpoint.
+        """
+        own, qkv = f"{prefix}self_attn.", self.attention.qkv
+        found = self.attention.targets(own) | self.mlp.targets(f"{prefix}mlp.")
+        found[f"{prefix}post_attention_layernorm.weight"] = Target.whole(self.mlp_norm.weight)
+        if has_one_qkv:
+            parts = tuple(f"{own}{part}_proj." for part in "qkv")
+            found = {name: one for name, one in found.items() if not name.startswith(parts)}
+            found[f"{own}qkv_proj.weight"] = Target.whole(qkv.weight)
+            if qkv.bias is not None:
+                found[f"{own}qkv_proj.bias"] = Target.whole(qkv.bias)
+        return found
 
     def forward(
         self,
@@ -159,6 +160,8 @@ class DraftHead(nn.Module, ABC):
         num_target_layers: Number of layers of the target.
         dtype: Type of weights and activations.
         device: Device of the weights.
+        layout: Shapes of the checkpoint's tensors by our names, which decide what config.json
+            leaves open; empty where weights are made up.
 
     Attributes:
         captured_layers: Target layers whose input (the residual stream) is read; empty for the
@@ -178,9 +181,12 @@ class DraftHead(nn.Module, ABC):
         num_target_layers: int,
         dtype: torch.dtype,
         device: torch.device,
+        layout: Mapping[str, tuple[int, ...]],
     ) -> None:
         super().__init__()
         self.config = config
+        self._layout = layout
+        self._forms = HeadForms(config.layer.quantization, layout, device)
         self.fusion: Fusion | None = None
         self.captured_layers = config.captured_layers(num_target_layers)
         self.hidden_width = config.target_hidden_size * max(1, len(self.captured_layers))
@@ -213,9 +219,9 @@ class DraftHead(nn.Module, ABC):
         return rows if self.fusion is None else self.fusion(rows)
 
     @abstractmethod
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the memory of each checkpoint tensor, by the names of `head_loader`; shared
-        weights are not included.
+    def targets(self) -> dict[str, Target]:
+        """Returns the memory that each checkpoint tensor fills, by the names of `head_loader`;
+        shared weights are not included. A loader calls it once.
         """
 
     def make_norm(self, size: int) -> RMSNorm:
@@ -223,9 +229,22 @@ class DraftHead(nn.Module, ABC):
         eps = self.config.layer.rms_norm_eps
         return RMSNorm(size, eps, False, self._dtype, self._device)
 
-    def make_layer(self, index: int, input_size: int) -> HeadLayer:
-        """Creates layer `index` of the cache."""
-        return HeadLayer(self.config.layer, index, input_size, self._dtype, self._device)
+    def make_layer(self, index: int, input_size: int, prefix: str = "layers.") -> HeadLayer:
+        """Creates layer `index` of the cache; its tensors' names begin with `prefix`."""
+
+        def forms(part: str) -> MethodChoice:
+            return self._forms.of(f"{prefix}{index}.{part}")
+
+        return HeadLayer(self.config.layer, index, input_size, self._dtype, self._device, forms)
+
+    def make_linear(self, name: str, num_inputs: int, num_outputs: int, bias: bool) -> Linear:
+        """Creates a matrix of its own, `name` in the checkpoint."""
+        method = self._forms.of("")([name])
+        return Linear(num_inputs, num_outputs, bias, self._dtype, self._device, method=method)
+
+    def layer_targets(self, prefix: str, layer: HeadLayer) -> dict[str, Target]:
+        """Returns a layer's targets, with queries, keys and values as the checkpoint has them."""
+        return layer.targets(prefix, f"{prefix}self_attn.qkv_proj.weight" in self._layout)
 
     def angles(self, positions: torch.Tensor) -> dict[RopeConfig, Angles]:
         """Computes the angles of rows at `positions` int64 [n], for every kind of rotary

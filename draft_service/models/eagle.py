@@ -3,11 +3,13 @@
 By Li et al. 2024 (arXiv 2401.15077 and 2406.16858).
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
-from draft_service.models.draft_head import LevelHead, Pass, SharedWeights, block_tensors
-from foredraft.layers.linear import Linear
+from draft_service.models.draft_head import LevelHead, Pass, SharedWeights
+from foredraft.layers.parameters import Target
 from foredraft.models.head_config import HeadConfig
 
 
@@ -28,25 +30,23 @@ class EagleHead(LevelHead):
         num_target_layers: int,
         dtype: torch.dtype,
         device: torch.device,
+        layout: Mapping[str, tuple[int, ...]],
         fc_bias: bool,
     ) -> None:
-        super().__init__(config, shared, num_target_layers, dtype, device)
+        super().__init__(config, shared, num_target_layers, dtype, device, layout)
         size = config.layer.hidden_size
-        self.fc = Linear(2 * size, size, fc_bias, dtype, device)
+        self.fc = self.make_linear("fc", 2 * size, size, fc_bias)
         self._layers = [self.make_layer(index, size) for index in range(config.layer.num_layers)]
         self._norms = [self.make_norm(size) for _ in self._layers[1:]]
         self.layers, self.norms = nn.ModuleList(self._layers), nn.ModuleList(self._norms)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """See LevelHead."""
-        found: dict[str, torch.Tensor] = {"fc.weight": self.fc.weight}
-        if self.fc.bias is not None:
-            found["fc.bias"] = self.fc.bias
+    def targets(self) -> dict[str, Target]:
+        """See DraftHead."""
+        found = self.fc.targets("fc")
         for index, layer in enumerate(self._layers):
-            found |= block_tensors(f"layers.{index}.", layer.attention, layer.mlp)
-            found[f"layers.{index}.post_attention_layernorm.weight"] = layer.mlp_norm.weight
+            found |= self.layer_targets(f"layers.{index}.", layer)
         for index, norm in enumerate(self._norms, 1):
-            found[f"layers.{index}.input_layernorm.weight"] = norm.weight
+            found[f"layers.{index}.input_layernorm.weight"] = Target.whole(norm.weight)
         return found
 
     def compute(

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from draft_service.models.draft_head import LevelHead, Pass, SharedWeights, block_tensors
+from draft_service.models.draft_head import LevelHead, Pass, SharedWeights
 from foredraft.layers.embedding import LMHead
 from foredraft.layers.fusion import Fusion
+from foredraft.layers.parameters import Target
 from foredraft.models.head_config import HeadConfig
 from foredraft.types import FusionShape
 
@@ -37,12 +38,12 @@ class Eagle3Head(LevelHead):
         device: torch.device,
         layout: Mapping[str, tuple[int, ...]],
     ) -> None:
-        super().__init__(config, shared, num_target_layers, dtype, device)
+        super().__init__(config, shared, num_target_layers, dtype, device, layout)
         layer = config.layer
         size, width = layer.hidden_size, self.hidden_width
         bias = config.fc_bias if config.fc_bias is not None else "fc.bias" in layout
-        has_fc = config.num_streams > 0 or width != size or "fc.weight" in layout
-        self._layout = layout
+        is_stored = any(name.startswith("fc.") for name in layout)
+        has_fc = config.num_streams > 0 or width != size or is_stored
         streams = max(1, config.num_streams) if config.fc_norm else 0
         shape = FusionShape(
             num_inputs=width,
@@ -53,7 +54,7 @@ class Eagle3Head(LevelHead):
             has_bias=bias,
             eps=layer.rms_norm_eps,
         )
-        self.fusion = Fusion(shape, dtype, device)
+        self.fusion = Fusion(shape, dtype, device, self._forms.of("")(["fc"]))
         self.embedding_norm = self.make_norm(size)
         self._layers = [
             self.make_layer(index, size if index else 2 * size) for index in range(layer.num_layers)
@@ -77,21 +78,23 @@ class Eagle3Head(LevelHead):
             self.lm_head = LMHead(size, vocab or layer.vocab_size, None, None, dtype, device)
             self.token_map = None  # head_loader sets it
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """See LevelHead."""
-        found: dict[str, torch.Tensor] = {
+    def targets(self) -> dict[str, Target]:
+        """See DraftHead."""
+        assert self.fusion is not None
+        found = self.fusion.projection.targets("fc") if self.fusion.projection is not None else {}
+        norms: dict[str, torch.Tensor] = {
             "norm.weight": self.norm.weight,
             "layers.0.input_layernorm.weight": self.embedding_norm.weight,
         }
-        assert self.fusion is not None
-        for name, weight in self.fusion.tensors().items():
-            found[_stored_name(name)] = weight
+        for name, weight in self.fusion.norms().items():
+            # Streams' norms are fc_norm.0 and so on.
+            norms[f"{name.replace('stream_norm', 'fc_norm')}.weight"] = weight
         for index, layer in enumerate(self._layers):
-            found |= block_tensors(f"layers.{index}.", layer.attention, layer.mlp, self._layout)
-            found[f"layers.{index}.post_attention_layernorm.weight"] = layer.mlp_norm.weight
-            found[self._norm_names[index]] = self._norms[index].weight
+            found |= self.layer_targets(f"layers.{index}.", layer)
+            norms[self._norm_names[index]] = self._norms[index].weight
+        found |= {name: Target.whole(weight) for name, weight in norms.items()}
         if self._own_lm_head:
-            found["lm_head.weight"] = self.lm_head.weight
+            found["lm_head.weight"] = Target.whole(self.lm_head.weight)
         return found
 
     def compute(
@@ -122,12 +125,3 @@ class Eagle3Head(LevelHead):
             stream, x = layer(x, stream, run, layer is self._layers[-1], next_norm)
         out = x
         return out, out if self.config.norm_output else stream
-
-
-def _stored_name(name: str) -> str:
-    """Returns a checkpoint's name for a tensor of `Fusion.tensors`."""
-    if name in ("weight", "bias"):
-        return f"fc.{name}"
-    if name.startswith("stream_norm."):
-        return f"fc_norm.{name.removeprefix('stream_norm.')}.weight"
-    return f"{name}.weight"

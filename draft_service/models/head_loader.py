@@ -1,15 +1,11 @@
-"""Loads draft heads in every published layout of names, from safetensors or .bin files, and
-refuses anything unexpected.
-"""
+"""Loads draft heads in every published layout of names, and refuses anything unexpected."""
 
 import dataclasses
 import logging
 import os
-import pickle
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -17,11 +13,13 @@ from draft_service.models.block_draft import BlockDraft
 from draft_service.models.draft_head import DraftHead, SharedWeights
 from draft_service.models.eagle import EagleHead
 from draft_service.models.eagle3 import Eagle3Head
+from draft_service.models.head_tensors import CheckpointTensors
 from draft_service.models.markov import PREFIX as MARKOV
 from draft_service.models.mtp import MTPHead
 from draft_service.models.peagle import PEagleHead
 from foredraft.errors import CheckpointError
 from foredraft.layers.embedding import Embedding, LMHead
+from foredraft.layers.linear import Linear
 from foredraft.layers.parameters import Target
 from foredraft.models.config import ModelConfig
 from foredraft.models.head_config import (
@@ -31,15 +29,13 @@ from foredraft.models.head_config import (
     HeadAlgorithm,
     HeadConfig,
 )
-from foredraft.models.loader import fill_tensors_randomly
-from foredraft.models.weights import (
-    SafetensorsFile,
-    TensorEntry,
-    check_finite,
-    checkpoint_files,
-    first_line,
-    weight_files,
+from foredraft.models.loader import (
+    DUMMY_STD,
+    fill_tensors_randomly,
+    finish_linears,
+    may_fill,
 )
+from foredraft.models.weights import check_finite
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +53,19 @@ _RENAMED = (
     ("joint_proj.", f"{MARKOV}joint_proj."),
     ("confidence_proj.", "confidence_head.proj."),
 )
-# Tensors that a head may carry and that are not computed with.
+# Beginnings of tensors that a head may carry and that are not computed with.
+_VERIFIERS = ("verifier_norm.", "verifier_lm_head.")
 _UNUSED: dict[HeadAlgorithm, tuple[str, ...]] = {
-    "EAGLE": ("lm_head.weight",),  # a copy of the target's
-    "EAGLE3": ("verifier_norm.weight", "verifier_lm_head.weight"),
-    "MTP": ("lm_head.weight",),
-    "PEAGLE": ("verifier_norm.weight", "verifier_lm_head.weight"),
-    "DFLASH": ("verifier_norm.weight", "verifier_lm_head.weight"),
-    "DSPARK": ("verifier_norm.weight", "verifier_lm_head.weight"),
+    "EAGLE": ("lm_head.",),  # a copy of the target's
+    "EAGLE3": _VERIFIERS,
+    "MTP": ("lm_head.",),
+    "PEAGLE": _VERIFIERS,
+    "DFLASH": _VERIFIERS,
+    "DSPARK": _VERIFIERS,
 }
+# Ends of tensors that follow from the configuration, or that scale a cache of 8-bit floats, which
+# drafts do not have.
+_PASSED_OVER = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".output_scale")
 _EMBEDDING = "embed_tokens.weight"
 
 
@@ -103,7 +103,7 @@ def load_head(
         config = dataclasses.replace(config, layer=_first_layer(config.layer))
     if load_format == "dummy":
         head = _make(config, shared, target.num_layers, dtype, device, {})
-        fill_tensors_randomly(head.tensors())
+        _fill_randomly(head, shared)
         _set_token_map(head, _dummy_map(head), directory)
         return head
     with CheckpointTensors(directory) as tensors:
@@ -116,99 +116,12 @@ def load_head(
         head = _make(config, shared, target.num_layers, dtype, device, layout)
         _fill(head, tensors, names, num_modules, directory)
         if _EMBEDDING in names:
-            _own_embedding(head, tensors, names[_EMBEDDING], directory)
+            _own_embedding(head, shared, tensors, names[_EMBEDDING], directory)
         if algorithm in BLOCK_KINDS:
             _share_equal_lm_head(head, shared, directory)
         if algorithm in OWN_VOCABULARY:
             _set_token_map(head, _stored_map(head, tensors, names, directory), directory)
     return head
-
-
-class CheckpointTensors:
-    """Reads all tensors of a directory's weight files, one by one.
-
-    Reads safetensors, else .bin without running code in it.
-
-    Attributes:
-        entries: Tensors by their name in the file; `begin` and `end` are meaningless for .bin
-            files.
-
-    Raises:
-        CheckpointError: There are no weights, or they are broken or hold more than tensors.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.entries: dict[str, TensorEntry] = {}
-        self._files: list[SafetensorsFile] = []
-        self._where: dict[str, SafetensorsFile | torch.Tensor] = {}
-        bins = weight_files(directory, "pytorch_model.bin")
-        has_safetensors = any(directory.glob("*.safetensors"))
-        if bins and not has_safetensors:
-            for path in bins:
-                for name, tensor in _load_bin(path).items():
-                    entry = TensorEntry(name, tensor.dtype, tuple(tensor.shape), 0, 0)
-                    self._add(path, name, entry, tensor)
-            return
-        try:
-            for path in checkpoint_files(directory):
-                file = SafetensorsFile(path)
-                self._files.append(file)
-                for name, entry in file.entries.items():
-                    self._add(path, name, entry, file)
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> "CheckpointTensors":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def copy_to(self, name: str, target: torch.Tensor) -> None:
-        """Copies a tensor to memory of the same shape, converting its type."""
-        source = self._where[name]
-        if isinstance(source, torch.Tensor):
-            target.copy_(source)
-        else:
-            source.copy_to(self.entries[name], Target.whole(target))
-
-    def close(self) -> None:
-        """Closes the files."""
-        for file in self._files:
-            file.__exit__(None, None, None)
-
-    def _add(
-        self, path: Path, name: str, entry: TensorEntry, source: SafetensorsFile | torch.Tensor
-    ) -> None:
-        if name in self.entries:
-            raise CheckpointError(f"{path}: tensor {name} is there twice")
-        self.entries[name], self._where[name] = entry, source
-
-
-def _load_bin(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the format of torch before 1.6 cannot be mapped
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: holds more than tensors, which could be code; it is not loaded"
-        ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
-    if not isinstance(loaded, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor)
-        for name, tensor in loaded.items()
-    ):
-        raise CheckpointError(f"{path}: not a dictionary of tensors")
-    return loaded
 
 
 def _own_names(
@@ -224,8 +137,7 @@ def _own_names(
         for prefix, ours in _RENAMED:
             if own.startswith(prefix):
                 own = ours + own.removeprefix(prefix)
-        # Rotary frequencies follow from the configuration.
-        if own.endswith("rotary_emb.inv_freq"):
+        if own.endswith(_PASSED_OVER) or own.startswith(_UNUSED[algorithm]):
             continue
         if own in names:
             raise CheckpointError(f"{directory}: tensors {names[own]} and {name} are the same")
@@ -247,11 +159,11 @@ def _make(
         make = PEagleHead if config.algorithm == "PEAGLE" else Eagle3Head
         return make(config, shared, num_target_layers, dtype, device, layout)
     if config.algorithm == "MTP":
-        return MTPHead(config, shared, num_target_layers, dtype, device)
+        return MTPHead(config, shared, num_target_layers, dtype, device, layout)
     # EAGLE's own code takes a missing key for a bias; published heads without one have no such
     # tensor either.
     bias = config.fc_bias if config.fc_bias is not None else not layout or "fc.bias" in layout
-    return EagleHead(config, shared, num_target_layers, dtype, device, bias)
+    return EagleHead(config, shared, num_target_layers, dtype, device, layout, bias)
 
 
 @torch.no_grad()
@@ -263,20 +175,18 @@ def _fill(
     directory: Path,
 ) -> None:
     """Fills every tensor of the head from exactly one of the checkpoint; none may be left over."""
-    targets = head.tensors()
-    algorithm = head.config.algorithm
-    known = {_EMBEDDING, *_UNUSED[algorithm]}
-    if algorithm in OWN_VOCABULARY:
+    targets = head.targets()
+    known = {_EMBEDDING}
+    if head.config.algorithm in OWN_VOCABULARY:
         known |= {"d2t", "t2d"}
     beyond = tuple(f"mtp_layers.{index}." for index in range(head.num_modules, num_modules))
-    unexpected = [
-        stored
-        for name, stored in names.items()
-        if name not in targets and name not in known and not name.startswith(beyond)
-    ]
-    missing = [name for name in targets if name not in names]
+    others = [name for name in names if name not in targets and not name.startswith(beyond)]
+    _check_quantized(head, others, directory)
+    unexpected = [names[name] for name in others if name not in known]
+    needed = [name for name, target in targets.items() if not target.is_optional]
+    missing = [name for name in needed if name not in names]
     # Modules that are not kept have to be there all the same.
-    first = [name for name in targets if name.startswith("mtp_layers.0.")]
+    first = [name for name in needed if name.startswith("mtp_layers.0.")]
     missing += [
         name
         for prefix in beyond
@@ -292,21 +202,63 @@ def _fill(
         ]
         raise CheckpointError(f"{directory}: not this kind of head: {'; '.join(parts)}")
     for name, target in targets.items():
+        if name not in names:
+            continue
         entry = tensors.entries[names[name]]
-        if entry.shape != tuple(target.shape):
+        if not target.takes(entry.shape):
             raise CheckpointError(
                 f"{directory}: tensor {names[name]} has shape {list(entry.shape)}, config.json and"
                 f" the target ask for {list(target.shape)}"
             )
-        if not entry.dtype.is_floating_point:
-            raise CheckpointError(f"{directory}: tensor {names[name]} has type {entry.dtype}")
+        if not may_fill(entry.dtype, target.memory.dtype):
+            raise CheckpointError(
+                f"{directory}: tensor {names[name]} has type {entry.dtype}, config.json asks for"
+                f" {target.memory.dtype}"
+            )
         tensors.copy_to(names[name], target)
-        check_finite(target, names[name], directory)
+        check_finite(target.memory, names[name], directory)
+    finish_linears(head, directory)
+
+
+def _check_quantized(head: DraftHead, unread: Iterable[str], directory: Path) -> None:
+    """Raises CheckpointError where a matrix is quantised that heads keep plain.
+
+    Args:
+        unread: Names of tensors without a place in the head.
+    """
+    quantization = head.config.layer.quantization
+    if quantization is None:
+        return
+    scale = f".{quantization.scheme.scale_name}"
+    refused = sorted(name.removesuffix(scale) for name in unread if name.endswith(scale))
+    if refused:
+        raise CheckpointError(
+            f"{directory}: quantised {', '.join(refused[:4])} is not supported: {quantization} is"
+            " read for attention's and the MLP's own matrices and the one that joins a row's"
+            " inputs; quantise the head again and leave the named ones out (ignore)"
+        )
+
+
+@torch.no_grad()
+def _fill_randomly(head: DraftHead, shared: SharedWeights) -> None:
+    """Fills the head's own parameters; the target's stay as they are."""
+    theirs = {
+        id(weight) for one in (shared.embedding, shared.lm_head) for weight in one.parameters()
+    }
+    own = {name: one for name, one in head.named_parameters() if id(one) not in theirs}
+    fill_tensors_randomly(own)
+    for module in head.modules():
+        if isinstance(module, Linear) and module is not shared.lm_head:
+            module.method.fill_randomly(module, DUMMY_STD)
 
 
 @torch.no_grad()
 def _own_embedding(
-    head: DraftHead, tensors: CheckpointTensors, stored: str, directory: Path
+    head: DraftHead,
+    shared: SharedWeights,
+    tensors: CheckpointTensors,
+    stored: str,
+    directory: Path,
 ) -> None:
     """Returns the head's own embedding if it differs from the target's.
 
@@ -321,7 +273,9 @@ def _own_embedding(
             f" {list(shape)}"
         )
     own = Embedding(layer.vocab_size, layer.hidden_size, 1.0, head.dtype, head.device)
-    tensors.copy_to(stored, own.weight)
+    if not may_fill(entry.dtype, head.dtype):
+        raise CheckpointError(f"{directory}: tensor {stored} has type {entry.dtype}")
+    tensors.copy_to(stored, Target.whole(own.weight))
     check_finite(own.weight, stored, directory)
     theirs = head.embedding.weight
     if own.weight.shape != theirs.shape or not torch.equal(
@@ -329,10 +283,8 @@ def _own_embedding(
     ):
         logger.info("%s has an embedding of its own", directory.name)
         head.embedding = own
-        has_lm_head = (
-            head.config.algorithm not in OWN_VOCABULARY or "lm_head.weight" in head.tensors()
-        )
-        if layer.tie_word_embeddings and not has_lm_head:
+        may_be_tied = head.config.algorithm in OWN_VOCABULARY and head.lm_head is shared.lm_head
+        if layer.tie_word_embeddings and may_be_tied:
             head.lm_head = LMHead(0, 0, own, None, head.dtype, head.device)
 
 
@@ -364,7 +316,7 @@ def _stored_map(
             f" {rows} integers"
         )
     ids = torch.empty(rows, dtype=torch.int64)
-    tensors.copy_to(names["d2t"], ids)
+    tensors.copy_to(names["d2t"], Target.whole(ids))
     ids += torch.arange(rows)
     if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) != rows:
         raise CheckpointError(
@@ -374,7 +326,7 @@ def _stored_map(
         mask = torch.zeros(vocab, dtype=torch.bool)
         mask[ids] = True
         stored = torch.empty(tensors.entries[names["t2d"]].shape, dtype=torch.bool)
-        tensors.copy_to(names["t2d"], stored)
+        tensors.copy_to(names["t2d"], Target.whole(stored))
         if stored.shape != mask.shape or not torch.equal(stored, mask):
             raise CheckpointError(f"{directory}: tensors d2t and t2d contradict each other")
     return None if torch.equal(ids, torch.arange(vocab)) else ids

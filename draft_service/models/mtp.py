@@ -2,12 +2,16 @@
 arXiv 2412.19437, section 2.2).
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
-from draft_service.models.draft_head import LevelHead, Pass, SharedWeights, block_tensors
-from foredraft.layers.linear import Linear
+from draft_service.models.draft_head import LevelHead, Pass, SharedWeights
+from foredraft.layers.parameters import Target
 from foredraft.models.head_config import HeadConfig
+
+PREFIX = "mtp_layers."
 
 
 class MTPModule(nn.Module):
@@ -18,8 +22,9 @@ class MTPModule(nn.Module):
         size = head.config.layer.hidden_size
         self.token_norm, self.hidden_norm = head.make_norm(size), head.make_norm(size)
         self.attention_norm, self.final_norm = head.make_norm(size), head.make_norm(size)
-        self.projection = Linear(2 * size, size, False, head.dtype, head.device)
-        self.layer = head.make_layer(index, size)
+        name = f"{PREFIX}{index}.input_proj"
+        self.projection = head.make_linear(name, 2 * size, size, False)
+        self.layer = head.make_layer(index, size, PREFIX)
 
     def forward(
         self, embeds: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, run: Pass
@@ -52,8 +57,9 @@ class MTPHead(LevelHead):
         num_target_layers: int,
         dtype: torch.dtype,
         device: torch.device,
+        layout: Mapping[str, tuple[int, ...]],
     ) -> None:
-        super().__init__(config, shared, num_target_layers, dtype, device)
+        super().__init__(config, shared, num_target_layers, dtype, device, layout)
         self._modules_by_depth = [
             MTPModule(self, index) for index in range(config.layer.num_layers)
         ]
@@ -64,20 +70,21 @@ class MTPHead(LevelHead):
         """See LevelHead."""
         return len(self._modules_by_depth)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """See LevelHead."""
-        found: dict[str, torch.Tensor] = {}
+    def targets(self) -> dict[str, Target]:
+        """See DraftHead."""
+        found: dict[str, Target] = {}
         for index, module in enumerate(self._modules_by_depth):
-            prefix = f"mtp_layers.{index}."
-            found |= block_tensors(prefix, module.layer.attention, module.layer.mlp)
-            found |= {
-                f"{prefix}token_layernorm.weight": module.token_norm.weight,
-                f"{prefix}hidden_layernorm.weight": module.hidden_norm.weight,
-                f"{prefix}input_proj.weight": module.projection.weight,
-                f"{prefix}input_layernorm.weight": module.attention_norm.weight,
-                f"{prefix}post_attention_layernorm.weight": module.layer.mlp_norm.weight,
-                f"{prefix}final_layernorm.weight": module.final_norm.weight,
+            prefix = f"{PREFIX}{index}."
+            found |= self.layer_targets(prefix, module.layer)
+            found |= module.projection.targets(f"{prefix}input_proj")
+            norms = {
+                "token_layernorm": module.token_norm,
+                "hidden_layernorm": module.hidden_norm,
+                "input_layernorm": module.attention_norm,
+                "final_layernorm": module.final_norm,
             }
+            for name, norm in norms.items():
+                found[f"{prefix}{name}.weight"] = Target.whole(norm.weight)
         return found
 
     def compute(

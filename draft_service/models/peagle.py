@@ -8,7 +8,7 @@ import torch
 
 from draft_service.models.draft_head import SharedWeights
 from draft_service.models.eagle3 import Eagle3Head
-from foredraft.layers.parameters import new_parameter
+from foredraft.layers.parameters import Target, new_parameter
 from foredraft.models.head_config import HeadConfig
 
 
@@ -33,9 +33,9 @@ class PEagleHead(Eagle3Head):
         # Replaces the target's hidden states, before fc and its norms.
         self.mask_hidden = new_parameter((1, 1, self.hidden_width), dtype, device)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def targets(self) -> dict[str, Target]:
         """See DraftHead."""
-        return super().tensors() | {"mask_hidden": self.mask_hidden}
+        return super().targets() | {"mask_hidden": Target.whole(self.mask_hidden)}
 
     def mask_feature(self) -> torch.Tensor:
         """Returns the feature of a mask row, [1, hidden_size]."""

@@ -75,19 +75,20 @@ def load_shared_weights(
     return SharedWeights(embedding, lm_head)
 
 
-def reduce_vocabulary(lm_head: LMHead, token_map: torch.Tensor) -> LMHead:
-    """Returns the LM head of only the tokens in `token_map`.
+def reduce_vocabulary(lm_head: LMHead, token_map: torch.Tensor, dtype: torch.dtype) -> LMHead:
+    """Returns the LM head of only the tokens in `token_map`, with plain weights of type `dtype`.
 
     The method is FR-Spec (Zhao et al. 2025, arXiv 2502.14856).
     """
     weight = lm_head.weight
-    reduced = LMHead(0, 0, None, lm_head.softcap, weight.dtype, weight.device)
+    reduced = LMHead(0, 0, None, lm_head.softcap, dtype, weight.device)
     if weight.is_meta:
         rows = weight.new_empty(len(token_map), weight.shape[1])
     else:
-        rows = weight[token_map.to(weight.device)]
+        rows = lm_head.method.rows(lm_head, token_map.to(weight.device)).to(dtype)
     reduced.weight = nn.Parameter(rows, requires_grad=False)
-    reduced.method = lm_head.method  # the weight may still be on its way to the device
+    if weight.is_floating_point():
+        reduced.method = lm_head.method  # the weight may still be on its way to the device
     return reduced
 
 

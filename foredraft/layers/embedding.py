@@ -83,6 +83,8 @@ class Embedding(nn.Module):
             rows = self._gathered(tokens)
             return rows if self._scale is None else rows.mul_(self._scale)
         if self.table is not None:
+            if self.takes_any_id:
+                tokens = tokens.clamp(max=self.share.total - 1)
             rows = self.table.method.rows(self.table, tokens).to(self._dtype)
             return rows if self._scale is None else rows.mul_(self._scale)
         if self.takes_any_id:

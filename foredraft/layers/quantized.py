@@ -67,6 +67,9 @@ class StoredMethod(LinearMethod):
             raise ValueError("there is a bias, and config.json says that there is none")
         matrix = _merge([stored.decode() for stored in self._stored])
         self._stored.clear()
+        self._keep(linear, matrix)
+
+    def _keep(self, linear: Linear, matrix: Matrix) -> None:
         set_matrix(linear, matrix, self._scheme, self._dtype, self._device)
 
     def fill_randomly(self, linear: Linear, std: float) -> None:
@@ -81,11 +84,11 @@ class StoredMethod(LinearMethod):
 class ExpandedMethod(StoredMethod):
     """Loads a quantised matrix from a checkpoint and keeps it as plain weights."""
 
-    def finish(self, linear: Linear) -> None:
-        """See LinearMethod."""
-        matrix = _merge([stored.decode() for stored in self._stored])
-        self._stored.clear()
-        weight = dequantize(matrix, self._scheme.group_size, self._dtype)
+    def _keep(self, linear: Linear, matrix: Matrix) -> None:
+        order = _sort_inputs(matrix)
+        weight = dequantize(matrix, self._scheme.group_size or BLOCK, self._dtype)
+        if order is not None:
+            weight = weight[:, torch.argsort(order)]
         linear.weight, linear.method = _parameter(weight), plain_method(self._dtype, self._device)
 
     def fill_randomly(self, linear: Linear, std: float) -> None:
@@ -93,6 +96,19 @@ class ExpandedMethod(StoredMethod):
         shape = (linear.num_outputs, linear.num_inputs)
         weight = torch.empty(shape, dtype=self._dtype, device=self._device).normal_(0.0, std)
         linear.weight, linear.method = _parameter(weight), plain_method(self._dtype, self._device)
+
+
+def _sort_inputs(matrix: Matrix) -> torch.Tensor | None:
+    """Puts the inputs of each group side by side (act-order).
+
+    Returns:
+        int64 [inputs], for each column its input's index before; None where nothing moved.
+    """
+    if matrix.groups is None:
+        return None
+    order = torch.argsort(matrix.groups, stable=True)
+    matrix.numbers = matrix.numbers[:, order]
+    return order
 
 
 def _merge(parts: list[Matrix]) -> Matrix:
@@ -141,10 +157,7 @@ def set_matrix(
         method = Fp8Method(scheme)
     else:
         method = UnpackedMethod(scheme, dtype)
-    order = None
-    if matrix.groups is not None:
-        order = torch.argsort(matrix.groups, stable=True)
-        matrix.numbers = matrix.numbers[:, order]
+    order = _sort_inputs(matrix)
     method.set_matrix(linear, matrix)
     linear.method = method if order is None else OrderedMethod(method, order)
 

@@ -95,12 +95,7 @@ class ModelConfig:
                 supported.
         """
         file = Path(path) / "config.json"
-        raw = read_json(file)
-        # ModelOpt's first exports have the key in a file of its own.
-        modelopt = Path(path) / "hf_quant_config.json"
-        if not raw.get("quantization_config") and modelopt.is_file():
-            own = read_json(modelopt).get("quantization") or {}
-            raw["quantization_config"] = {"quant_method": "modelopt", **own}
+        raw = with_modelopts_file(read_json(file), Path(path))
         generation_file = Path(path) / "generation_config.json"
         generation = read_json(generation_file) if generation_file.is_file() else {}
         config = cls.from_dict(raw, generation, where=str(file))
@@ -207,6 +202,17 @@ class ModelConfig:
         norms = (4 if self.sandwich_norms else 2) * self.hidden_size
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * (attention + mlp + norms) + tables + self.hidden_size
+
+
+def with_modelopts_file(raw: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Returns the content of config.json with `quantization_config`, which ModelOpt's first exports
+    have in a file of its own.
+    """
+    file = directory / "hf_quant_config.json"
+    if raw.get("quantization_config") or not file.is_file():
+        return dict(raw)
+    own = read_json(file).get("quantization") or {}
+    return {**raw, "quantization_config": {"quant_method": "modelopt", **own}}
 
 
 def _parse(

@@ -20,9 +20,10 @@ from foredraft.models.block_config import (
     read_target_layers,
     stored_names,
 )
-from foredraft.models.config import ModelConfig
+from foredraft.models.config import ModelConfig, with_modelopts_file
 from foredraft.models.config_keys import REFUSED_KINDS
 from foredraft.models.config_reader import read_json
+from foredraft.models.quantization_config import QUANTIZATION_KEYS
 
 HeadAlgorithm = Literal["EAGLE", "EAGLE3", "MTP", "PEAGLE", "DFLASH", "DSPARK"]
 EAGLE3_KINDS = ("EAGLE3", "PEAGLE")
@@ -52,6 +53,8 @@ _SPECULATORS: dict[str, HeadAlgorithm] = {
     "peagle": "PEAGLE",
 }
 _SPECULATORS_LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Last parts of the names of tensors that are not those of a quantised matrix.
+_PLAIN_TENSORS = frozenset({"weight", "bias", "d2t", "t2d", "mask_hidden", "inv_freq"})
 _MASK_HIDDEN = "mask_hidden"  # the tensor that gives P-EAGLE away
 _MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 DEFAULT_PARALLEL_TOKENS = 7
@@ -111,8 +114,9 @@ class HeadConfig:
         Raises:
             CheckpointError: The file is missing or broken, or this is another kind of head or none.
         """
-        file = Path(path) / "config.json"
-        return cls.from_dict(read_json(file), algorithm, str(file), stored_names(Path(path)))
+        directory, file = Path(path), Path(path) / "config.json"
+        raw = with_modelopts_file(read_json(file), directory)
+        return cls.from_dict(raw, algorithm, str(file), stored_names(directory))
 
     @classmethod
     def from_dict(
@@ -147,6 +151,11 @@ class HeadConfig:
         # Keys of the target, left in a config.json that began as a copy of the target's.
         for key in ("num_nextn_predict_layers", *REFUSED_KINDS):
             inner.pop(key, None)
+        for key in QUANTIZATION_KEYS:
+            # Tools write it beside speculators' nested configuration of the layers.
+            inner[key] = raw.get(key) or inner.get(key)
+            if _are_plain(tensors, found):
+                del inner[key]
         if set(inner.get("layer_types") or ()) == {"full_attention"}:
             del inner["layer_types"]
         if found == "MTP":
@@ -154,12 +163,6 @@ class HeadConfig:
             # A target's own entry: its layers' kinds say nothing about the modules.
             inner.pop("layer_types", None)
         layer = ModelConfig.from_dict(inner, where=where, is_whole_model=False)
-        if layer.quantization is not None:
-            raise CheckpointError(
-                f"{where}: quantization_config: quantized heads ({layer.quantization}) are not"
-                " supported; give a head of 16 bits, --speculative-draft-model-quantization makes"
-                " it smaller"
-            )
         if layer.norm_offset or layer.sandwich_norms:
             raise CheckpointError(f"{where}: heads with {architecture} layers are not supported")
         # EAGLE's own key; Qwen2's layers have no other.
@@ -304,6 +307,14 @@ class HeadConfig:
                 f"the target has {target.num_layers}"
             )
         self.captured_layers(target.num_layers)
+
+
+def _are_plain(tensors: Collection[str], algorithm: HeadAlgorithm) -> bool:
+    """Returns whether a head has plain tensors alone, whatever a config.json says that began as a
+    copy of its target's.
+    """
+    own = [name for name in tensors if algorithm != "MTP" or "mtp_layers." in name]
+    return bool(own) and all(name.rpartition(".")[2] in _PLAIN_TENSORS for name in own)
 
 
 class _Options:

@@ -1,6 +1,6 @@
 """Creates attention and MLP of a layer from a model's configuration."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -19,13 +19,17 @@ def layer_parts(
     dtype: torch.dtype,
     device: torch.device,
     group: Group = SINGLE,
+    forms: Callable[[str], MethodChoice] | None = None,
 ) -> tuple[SelfAttention, GatedMLP]:
     """Creates both parts of one layer, for weights still to come.
 
     Args:
         layer: Number of the layer, by which windows differ.
         input_size: Width of what attention reads; a head's may read more than the hidden size.
+        forms: Selects the form of weights by the part of the layer that they are in, "self_attn."
+            or "mlp."; None for what `config.quantization` says.
     """
+    forms = forms or (lambda part: _methods(config, f"model.layers.{layer}.{part}"))
     has_offset = config.norm_offset != 0.0
     attention = SelfAttention(
         input_size=input_size,
@@ -41,7 +45,7 @@ def layer_parts(
         dtype=dtype,
         device=device,
         group=group,
-        methods=_methods(config, f"model.layers.{layer}.self_attn."),
+        methods=forms("self_attn."),
     )
     mlp = GatedMLP(
         config.hidden_size,
@@ -51,7 +55,7 @@ def layer_parts(
         dtype,
         device,
         group,
-        _methods(config, f"model.layers.{layer}.mlp."),
+        forms("mlp."),
     )
     return attention, mlp
 

@@ -72,7 +72,7 @@ def load_model(
         raise CheckpointError(f"{directory}: {error}") from error
     copy_checkpoint(directory, targets, model.ignored_tensors(), scales)
     del targets
-    _finish_linears(model, directory)
+    finish_linears(model, directory)
     check_scales(model.kv_scales, str(directory))
     embedding = model.embedding
     if config.tie_word_embeddings and embedding.table is None:
@@ -82,8 +82,16 @@ def load_model(
 
 
 @torch.no_grad()
-def _finish_linears(model: DecoderModel, directory: Path) -> None:
-    """Converts quantised weights to the form that is computed with, layer after layer."""
+def finish_linears(model: torch.nn.Module, directory: Path) -> None:
+    """Converts quantised weights to the form that is computed with, layer after layer.
+
+    Args:
+        model: Model or draft head whose tensors are loaded.
+        directory: The checkpoint, for errors.
+
+    Raises:
+        CheckpointError: Tensors of a matrix contradict each other.
+    """
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             try:
@@ -145,7 +153,7 @@ def copy_checkpoint(
                         f"{file.path}: tensor {name} has shape {list(entry.shape)}, "
                         f"config.json asks for {list(target.shape)}"
                     )
-                if not _may_fill(entry.dtype, target.memory.dtype):
+                if not may_fill(entry.dtype, target.memory.dtype):
                     raise CheckpointError(
                         f"{file.path}: tensor {name} has type {entry.dtype}, "
                         f"config.json asks for {target.memory.dtype}"
@@ -166,7 +174,7 @@ def copy_checkpoint(
         raise CheckpointError(f"{directory}: missing tensor {', '.join(missing[:3])}{more}")
 
 
-def _may_fill(stored: torch.dtype, kept: torch.dtype) -> bool:
+def may_fill(stored: torch.dtype, kept: torch.dtype) -> bool:
     """Returns whether numbers of one type may be stored as another: floats of 16 bits or more
     as each other, others only as themselves.
     """

@@ -13,9 +13,11 @@ from foredraft.models.config_reader import Reader
 
 GROUP_SIZES = (32, 64, 128)
 BLOCKS = [BLOCK, BLOCK]
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _REMEDY = (
     "serve a checkpoint in FP8, AWQ, GPTQ or compressed-tensors (float-, int- or pack-quantized), "
-    "or the bf16 one with --quantization fp8, int8 or int4"
+    "or the bf16 one with --quantization fp8, int8 or int4 (a draft with "
+    "--speculative-draft-model-quantization)"
 )
 
 
@@ -44,6 +46,11 @@ class Quantization:
         """
         return any(_matches(name, pattern) for pattern in self.skipped)
 
+    @property
+    def kind(self) -> str:
+        """`fp8`, `int8` or `int4`."""
+        return "fp8" if self.scheme.layout == "fp8" else f"int{self.scheme.bits}"
+
     def __str__(self) -> str:
         return f"{self.method} {self.scheme}"
 
@@ -69,8 +76,7 @@ def on_load(
     }
     if stored is None:
         return Quantization("--quantization", schemes[kind], is_on_load=True)
-    has = "fp8" if stored.scheme.layout == "fp8" else f"int{stored.scheme.bits}"
-    if has != kind or group_size not in (None, stored.scheme.group_size):
+    if stored.kind != kind or group_size not in (None, stored.scheme.group_size):
         flags = f"--quantization {kind}"
         if group_size is not None:
             flags += f" --quantization-group-size {group_size}"
@@ -98,10 +104,8 @@ def read_quantization(reader: Reader) -> Quantization | None:
     Raises:
         CheckpointError: The format, or a variant of it, is not read; it is named.
     """
-    key = "quantization_config"
-    if not reader.raw.get(key):
-        key = "compression_config"
-    if not reader.raw.get(key):
+    key = next((key for key in QUANTIZATION_KEYS if reader.raw.get(key)), None)
+    if key is None:
         return None
     raw = reader.mapping(key)
     method = str(raw.get("quant_method", "unknown method"))

@@ -42,8 +42,9 @@ def changed(head: TinyHead, config: dict[str, Any] | None = None, **tensors: Any
 
 
 def same(one: BlockDraft, other: BlockDraft) -> None:
-    for name, tensor in one.tensors().items():
-        assert torch.equal(tensor, other.tensors()[name]), name
+    others = other.targets()
+    for name, target in one.targets().items():
+        assert torch.equal(target.memory, others[name].memory), name
     assert one.captured_layers == other.captured_layers
     assert one.options.num_drafted == other.options.num_drafted
 

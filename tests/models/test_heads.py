@@ -362,7 +362,7 @@ def test_a_reduced_vocabulary(target: Path, tmp_path: Path) -> None:
     for name in ("map.pt", "map.safetensors", "map.json"):
         assert read_token_map(tmp_path / name, VOCAB).tolist() == ids
     whole = shared.lm_head
-    reduced = reduce_vocabulary(whole, torch.tensor(ids))
+    reduced = reduce_vocabulary(whole, torch.tensor(ids), torch.float32)
     x = torch.randn(3, HIDDEN)
     torch.testing.assert_close(reduced(x), whole(x)[:, ids])
     bundled = read_token_map("foredraft-demo-token-map", 8192)

@@ -116,6 +116,24 @@ def test_tables_give_rows_and_products_in_either_form(name):
         assert float((linear(x) - want).norm() / want.norm()) < MOST_ERROR
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_can_be_expanded_to_plain_weights(name):
+    form = FORMATS[name]
+    raw = CONFIG | {"quantization_config": form.config}
+    method = ExpandedMethod(ModelConfig.from_dict(raw).quantization.scheme)
+    weight = torch.randn(192, 384, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    tensors, meant = form.pack(weight)
+    linear = Linear(384, 192, False, torch.float32, torch.device("cpu"), method=method)
+    for full_name, target in linear.targets("x").items():
+        if (stored := tensors.get(full_name.removeprefix("x."))) is not None:
+            target.memory.copy_(stored.reshape(target.shape))
+    method.finish(linear)
+    torch.testing.assert_close(linear.weight.double(), meant, rtol=1.2e-7, atol=0)
+    x = torch.randn(3, 384)
+    want = x.double() @ meant.T
+    assert float((linear(x) - want).norm() / want.norm()) < MOST_ERROR
+
+
 def test_layers_that_are_left_out_stay_plain(plain, tmp_path):
     def keep(name):
         return ".layers.1." in name or "down_proj" in name
