@@ -182,7 +182,7 @@ def _served(config: VerifyConfig, target: Target, links: Sequence[DraftLink]) ->
         ServedDraft(
             link.config.speculative_algorithm,
             Path(link.config.speculative_draft_model_path).name,
-            link.client,
+            link,
         )
         for link in links
     ]

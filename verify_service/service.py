@@ -18,7 +18,7 @@ from foredraft.errors import ForedraftError, InvalidRequest, Overloaded, Unavail
 from foredraft.telemetry import tracing
 from foredraft.telemetry.tracing import Span
 from foredraft.types import FinishReason, Grammar
-from verify_service.drafts.client import DraftClient
+from verify_service.drafts.links import DraftLink
 from verify_service.engine.engine import Engine
 from verify_service.engine.live_requests import EngineRequest
 from verify_service.exactness import Exactness
@@ -59,22 +59,23 @@ class ServedDraft:
     Attributes:
         name: Algorithm of the draft.
         model: Name of its model; empty where it has none of its own.
-        client: Client that has the draft's own description.
+        link: Link that has the draft's own description.
     """
 
     name: str
     model: str
-    client: DraftClient
+    link: DraftLink
 
     def message(self) -> verify_pb2.ConfiguredDraft:
         """Returns the draft's message in GetModelInfo's answer."""
-        said = self.client.info or draft_pb2.GetDraftInfoResponse()
+        said = self.link.client.info or draft_pb2.GetDraftInfoResponse()
         return verify_pb2.ConfiguredDraft(
             name=self.name,
             model=self.model,
             checksum=said.checksum,
             quantization=said.quantization,
             trained_for=said.trained_for,
+            note=self.link.note,
         )
 
 

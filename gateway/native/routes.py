@@ -127,6 +127,7 @@ def make_router(serving: Serving) -> APIRouter:
                     "checksum": draft.checksum,
                     "quantization": draft.quantization,
                     "trained_for": draft.trained_for,
+                    "note": draft.note,
                 }
                 for draft in info.drafts
             ],

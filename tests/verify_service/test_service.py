@@ -233,6 +233,10 @@ def test_a_request_can_end_while_its_grammar_is_compiled(
     assert not engine.submitted
 
 
+def link(info: draft_pb2.GetDraftInfoResponse | None, note: str) -> Any:
+    return SimpleNamespace(client=SimpleNamespace(info=info), note=note)
+
+
 def test_what_is_served_is_told_under_its_name() -> None:
     engine = Engine()
     engine.limits = SimpleNamespace(
@@ -260,8 +264,8 @@ def test_what_is_served_is_told_under_its_name() -> None:
         tree_limits=(16, 17, 18),
         checksum="sum",
         drafts=[
-            ServedDraft("EAGLE3", "head", SimpleNamespace(info=said)),  # type: ignore[arg-type]
-            ServedDraft("NGRAM", "", SimpleNamespace(info=None)),  # type: ignore[arg-type]
+            ServedDraft("EAGLE3", "head", link(said, "another quantisation")),
+            ServedDraft("NGRAM", "", link(None, "")),
         ],
         exactness=Exactness("strict", {"card": "one"}),
     )
@@ -299,6 +303,7 @@ def test_what_is_served_is_told_under_its_name() -> None:
                 checksum="abc",
                 quantization="int8",
                 trained_for="organisation/target",
+                note="another quantisation",
             ),
             verify_pb2.ConfiguredDraft(name="NGRAM", model=""),
         ],

@@ -22,6 +22,7 @@ from verify_service.drafts.arena import Arena
 from verify_service.drafts.capabilities import DraftCapabilities
 from verify_service.drafts.client import DraftClient
 from verify_service.drafts.fusion import FusionSource
+from verify_service.drafts.trained_quantization import quantization_note
 from verify_service.metrics import AnyMetrics, SpeculationMetrics
 from verify_service.sizes import arena_bytes, chunk_size
 
@@ -123,6 +124,15 @@ class DraftLink:
             return DraftCapabilities.expected(self.config.speculative_algorithm)
         return DraftCapabilities.of(info)
 
+    @property
+    def note(self) -> str:
+        """What an operator should know of the draft beside its description; mostly empty."""
+        info = self.client.info
+        if info is None or not info.HasField("hidden"):
+            return ""
+        quantization = self._model.config.quantization
+        return quantization_note(info.trained_for, self.config.model_path, quantization)
+
     def _on_state(self, state: str) -> None:
         is_attached = state == "attached"
         level = logging.INFO if is_attached else logging.WARNING
@@ -132,6 +142,8 @@ class DraftLink:
             self._metrics.attaches.inc()
             if self.client.info is not None and (about := described(self.client.info)):
                 logger.info("%s: %s", name, about)
+            if note := self.note:
+                logger.warning("%s: %s", name, note)
 
     def _attach(self, info: draft_pb2.GetDraftInfoResponse, epoch: int) -> draft_pb2.AttachRequest:
         expected = self.config.speculative_algorithm

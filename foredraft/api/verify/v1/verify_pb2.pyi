@@ -107,18 +107,20 @@ class Exactness(_message.Message):
     def __init__(self, level: _Optional[str] = ..., fingerprint: _Optional[str] = ..., depends_on: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ConfiguredDraft(_message.Message):
-    __slots__ = ("name", "model", "checksum", "quantization", "trained_for")
+    __slots__ = ("name", "model", "checksum", "quantization", "trained_for", "note")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FOR_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     checksum: str
     quantization: str
     trained_for: str
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., checksum: _Optional[str] = ..., quantization: _Optional[str] = ..., trained_for: _Optional[str] = ...) -> None: ...
+    note: str
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., checksum: _Optional[str] = ..., quantization: _Optional[str] = ..., trained_for: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
 
 class FlushCacheRequest(_message.Message):
     __slots__ = ()
