@@ -1,5 +1,6 @@
 """The configuration of each service. Flags carry SGLang's names where SGLang has them."""
 
+import re
 from dataclasses import dataclass
 
 from foredraft.config.options import option
@@ -9,6 +10,7 @@ from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@A-Z]+")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -447,3 +449,12 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
     drain_timeout: float = option(
         30.0, "Seconds that running requests get to finish on SIGTERM.", least=0
     )
+
+    def check_origins(self) -> None:
+        """Raises ConfigError for an --allowed-origin that no browser sends."""
+        for origin in self.allowed_origin:
+            if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"--allowed-origin {origin}: must be * or scheme://host or scheme://host:port,"
+                    " in small letters and without a path"
+                )

@@ -49,10 +49,14 @@ class Identity:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             # A key with a password must not stop the start with a question.
             context.load_cert_chain(self.certificate, self.key, password=lambda: "")
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            files = f"{self.certificate} and {self.key}"
+            raise ConfigError(f"{flags} {files}: {_mismatch(error)}") from None
+        try:
             if self.authorities:
                 context.load_verify_locations(self.authorities)
-        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            raise ConfigError(f"{flags}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{flags} {self.authorities}: {error}") from None
 
     def version(self) -> Version:
         """Changes when a file does.
@@ -118,6 +122,16 @@ def public_identity(config: GatewayConfig) -> Identity | None:
     identity = Identity(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
     identity.check("--ssl-*")
     return identity
+
+
+def _mismatch(error: Exception) -> str:
+    """Returns in words what is wrong with a certificate and a key; OpenSSL says little."""
+    text = str(error)
+    if "KEY_VALUES_MISMATCH" in text:
+        return "the key belongs to another certificate"
+    if "PEM lib" in text:
+        return "one of them is not what it should be in PEM form, or the key has a password"
+    return text
 
 
 class _Follower:

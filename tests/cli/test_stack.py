@@ -264,12 +264,19 @@ def test_wrong_files_are_found_before_anything_is_loaded(
         stack.check({**FREE, flag: str(path)})
 
 
+@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "HTTPS://chat"])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match=f"--allowed-origin {origin}: must be"):
+        stack.check({**FREE, "allowed_origin": ("https://chat.example:8443", "*", origin)})
+
+
 def test_a_wrong_certificate_is_named(tmp_path: Path) -> None:
     missing, empty = tmp_path / "missing.pem", tmp_path / "empty.pem"
     empty.write_text("")
     for key in (missing, empty):
         with pytest.raises(
-            ConfigError, match=f"{key}: No such file" if key == missing else "--ssl-"
+            ConfigError,
+            match=f"{key}: No such file" if key == missing else f"{key}: one of them is not",
         ):
             stack.check({**FREE, "ssl_certfile": str(empty), "ssl_keyfile": str(key)})
 

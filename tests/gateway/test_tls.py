@@ -235,7 +235,15 @@ def vars_of(certificate: Certificate) -> tuple[Path, Path, Path]:
         (("--ssl-certfile=nothing.pem",), "needed together"),
         (("--ssl-certfile=nothing.pem", "--ssl-keyfile=nothing.key"), "No such file"),
         (("--service-tls-cert=nothing.pem",), "needed together"),
-        (("--ssl-certfile={server.file}", "--ssl-keyfile={client.key}"), "ssl"),
+        (
+            ("--ssl-certfile={server.file}", "--ssl-keyfile={client.key}"),
+            "{server.file} and {client.key}: the key belongs to another certificate",
+        ),
+        (
+            ("--ssl-certfile={server.key}", "--ssl-keyfile={server.file}"),
+            "{server.key} and {server.file}: one of them is not",
+        ),
+        (("--allowed-origin=chat.example",), "--allowed-origin chat.example: must be"),
     ],
 )
 def test_wrong_files_stop_the_start(
@@ -246,7 +254,7 @@ def test_wrong_files_stop_the_start(
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 1
     assert "cannot start" in ended.stderr
-    assert message in ended.stderr
+    assert message.format(server=server, client=client) in ended.stderr
 
 
 def test_an_identity_is_checked(tmp_path: Path) -> None:
