@@ -27,6 +27,7 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.post("/v1/messages", response_model=None, openapi_extra=reads(MessagesBody))
     async def messages(request: Request) -> Response:
+        """Answers a conversation in Anthropic's form."""
         body = await read(request, MessagesBody, bounds)
         job, answer = await _prepare(serving, body)
         with naming_by(body.field):
@@ -37,6 +38,7 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens", response_model=None, openapi_extra=reads(CountBody))
     async def count_tokens(request: Request) -> Response:
+        """The number of tokens of such a conversation."""
         body = await read(request, CountBody, bounds)
         body.check(bool(serving.config.reasoning_parser))
         chat = body.chat(_messages(body))

@@ -36,6 +36,7 @@ def make_router(serving: Serving) -> APIRouter:
     @router.post("/generate", response_model=None, openapi_extra=reads(GenerateBody))
     @router.put("/generate", response_model=None, openapi_extra=reads(GenerateBody))
     async def generate(request: Request) -> Response:
+        """Goes on with a text or token ids, in SGLang's form; `meta_info` tells of the drafts."""
         body = await read(request, GenerateBody, bounds)
         with naming(body.names()):
             jobs, is_batch = await _jobs(serving, body)
@@ -46,6 +47,7 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.post("/tokenize", response_model=None, openapi_extra=reads(TokenizeBody))
     async def tokenize(request: Request) -> Response:
+        """Token ids of a text, or of a conversation by the chat template."""
         body = await read(request, TokenizeBody, bounds)
         serving.check_model(body.model)
         chat = body.chat()
@@ -60,6 +62,7 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.post("/detokenize", response_model=None, openapi_extra=reads(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
         body = await read(request, DetokenizeBody, bounds)
         serving.check_model(body.model)
         batch = _token_batch(body.tokens)
@@ -71,6 +74,7 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.post("/abort_request", openapi_extra=reads(AbortBody))
     async def abort_request(request: Request) -> dict[str, Any]:
+        """Ends a running request of the same key, or all of them."""
         body = await read(request, AbortBody, bounds)
         if body.abort_all:
             return {"aborted": serving.generator.abort_all()}
@@ -81,11 +85,13 @@ def make_router(serving: Serving) -> APIRouter:
     @router.get("/flush_cache")
     @router.post("/flush_cache")
     async def flush_cache() -> dict[str, Any]:
+        """Forgets cached prefixes; `pages` says how many pages they had."""
         return {"pages": await serving.pool.flush_cache()}
 
     @router.get("/get_model_info")
     @router.get("/model_info")
     async def model_info() -> dict[str, Any]:
+        """The model: names, context length, vocabulary."""
         info = serving.info
         return {
             "model_path": info.model_path,
@@ -101,6 +107,7 @@ def make_router(serving: Serving) -> APIRouter:
     @router.get("/get_server_info")
     @router.get("/server_info")
     async def server_info() -> dict[str, Any]:
+        """The server: version, device, KV pool, drafts."""
         info = serving.info
         return {
             "version": __version__,

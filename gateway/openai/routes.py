@@ -51,21 +51,25 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
+        """The model that is served."""
         return {"object": "list", "data": [replies.model(serving)]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
+        """The model, by its name."""
         serving.check_model(name)
         return replies.model(serving)
 
     @router.post("/v1/completions", response_model=None, openapi_extra=reads(CompletionBody))
     async def completions(request: Request) -> Response:
+        """Goes on with a prompt, or with each of several."""
         body = await read(request, CompletionBody, bounds)
         with naming(body.names()):
             return await _answer(serving, request, await _completion_call(serving, body))
 
     @router.post("/v1/chat/completions", response_model=None, openapi_extra=reads(ChatBody))
     async def chat_completions(request: Request) -> Response:
+        """Answers a conversation."""
         body = await read(request, ChatBody, bounds)
         with naming(body.names()):
             return await _answer(serving, request, await _chat_call(serving, body))

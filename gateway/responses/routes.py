@@ -57,6 +57,7 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.post("/v1/responses", response_model=None, openapi_extra=reads(ResponsesBody))
     async def create_response(request: Request) -> Response:
+        """Answers a text or items; keeps the answer unless `store` is false."""
         body = await read(request, ResponsesBody, serving.bounds)
         call = await _call(serving, store, body)
         with naming_by(body.field):
@@ -68,6 +69,7 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.get("/v1/responses/{name}", response_model=None)
     async def response(request: Request, name: str) -> Response:
+        """A kept response of the same key."""
         if request.query_params.get("stream", "false") != "false":
             raise InvalidRequest("stream", "a kept response is given whole")
         found = store.get(current_caller().name, name)
@@ -82,6 +84,7 @@ def make_router(serving: Serving) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> dict[str, Any]:
+        """The items that a kept response answers."""
         turn = store.turn(current_caller().name, name)
         if turn is None:
             raise UnknownResponse("response_id", f"there is no response {name[:80]!r}")
@@ -89,6 +92,7 @@ def make_router(serving: Serving) -> APIRouter:
 
     @router.delete("/v1/responses/{name}")
     async def delete_response(name: str) -> dict[str, Any]:
+        """Forgets a kept response."""
         if not store.delete(current_caller().name, name):
             raise UnknownResponse("response_id", f"there is no response {name[:80]!r}")
         return {"id": name, "object": "response", "deleted": True}

@@ -1,6 +1,7 @@
 """The page of the API: whole, and from this server alone."""
 
 import re
+from html import escape
 from html.parser import HTMLParser
 
 import httpx
@@ -12,8 +13,10 @@ def test_every_route_and_field_is_on_the_page(http: httpx.Client) -> None:
     assert answer.headers["content-type"].startswith("text/html")
     document = http.get("/openapi.json").json()
     for path, operations in document["paths"].items():
-        for method in operations:
+        for method, operation in operations.items():
             assert f"<code>{method.upper()} {path}</code>" in answer.text
+            # A heading alone says nothing to a reader.
+            assert f"<p>{escape(operation['description'])}</p>" in answer.text, (method, path)
     for name in ("ChatBody", "GenerateBody", "NativeSampling"):
         for field in document["components"]["schemas"][name]["properties"]:
             assert f"<code>{field}</code>" in answer.text, (name, field)
