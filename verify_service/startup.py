@@ -199,8 +199,8 @@ def build_engine(
         simulated = SimulatedAcceptance(config.simulate_accept_length, tree_limits[0])
     if config.enable_torch_compile or config.torch_compile_max_bs is not None:
         logger.info(
-            "--enable-torch-compile and --torch-compile-max-bs change nothing: steps are captured"
-            " as CUDA graphs with fused kernels anyway; --cuda-graph-max-bs bounds them"
+            "--enable-torch-compile and --torch-compile-max-bs change nothing: on a GPU, steps are"
+            " captured as CUDA graphs with fused kernels anyway; --cuda-graph-max-bs bounds them"
         )
     if config.speculative_attention_mode != "prefill":
         logger.info(
