@@ -241,9 +241,10 @@ class _Sizes:
         product = self._product([self._model.lm_head], num_rows)
         at_once = min(num_rows, max(CHOSEN_AT_ONCE, self._limits.max_rows))
         block = min(num_rows, MASKED_AT_ONCE)
-        block *= _LOSSY_BYTES if self._limits.is_lossy else _MASK_BYTES
-        then = _PROBABILITY_BYTES if self._limits.is_lossy else _SCRUBBED_BYTES
-        choice = at_once * (_KEPT_BYTES + then) + block
+        then = max(at_once * _SCRUBBED_BYTES, block * _MASK_BYTES)
+        if self._limits.is_lossy:
+            then = max(then, at_once * _PROBABILITY_BYTES + block * _LOSSY_BYTES)
+        choice = at_once * _KEPT_BYTES + then
         after = max(product.scratch, self._vocabularies(choice))
         return num_rows * 2 * self._row + product.result + self._widened(num_rows) + after
 
