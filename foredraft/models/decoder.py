@@ -119,6 +119,7 @@ class DecoderModel(nn.Module):
         group: The ranks that share its attention heads, MLPs and vocabulary.
 
     Attributes:
+        dtype: Type of weights and activations, even where norms keep float32.
         num_kv_heads: Number of key and value heads of this rank, which determines the size of its
             cache.
         group_size: Number of this rank's query heads for each of them.
@@ -135,6 +136,7 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.dtype = dtype
         self.kv_scales = torch.ones(config.num_layers, 2)
         sizes = config.hidden_size, config.vocab_size
         head: LMHead | None = None
@@ -199,11 +201,6 @@ class DecoderModel(nn.Module):
             for name, parameter in self.named_parameters():
                 if name.endswith("norm.weight"):
                     parameter.add_(self.config.norm_offset)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the weights."""
-        return self.norm.weight.dtype
 
     @property
     def device(self) -> torch.device:

@@ -3,9 +3,11 @@
 import logging
 
 import pytest
+import torch
 
 from foredraft.config.services import VerifyConfig
 from foredraft.models.loader import load_model
+from testing.checkpoints import ARCHITECTURES, make_checkpoint
 from testing.quantized_checkpoints import tiny_llama
 from verify_service.target import load_share
 
@@ -51,3 +53,12 @@ def test_fingerprints_differ_with_the_model_and_with_what_it_is_made_of(plain, t
     levels = {name: one.level for name, one in found.items()}
     assert levels.pop("small keys") == "off"
     assert set(levels.values()) == {"float32"}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_weights_of_16_bits_are_not_taken_for_float32(architecture, tmp_path):
+    """Gemma's norms are float32 beside them, which says nothing of what rows are rounded to."""
+    target = loaded(make_checkpoint(tmp_path, architecture), dtype="bfloat16")
+    assert target.dtype == torch.bfloat16
+    assert target.exactness.level == "off"
+    assert target.exactness.depends_on["kv_cache_dtype"] == "bfloat16"
