@@ -106,7 +106,7 @@ def test_two_ranks_answer_and_a_lost_one_ends_the_verifier(model: Path) -> None:
     with running_stack(model, lines, tensor_parallel_size=2) as stack:
         url = stack.urls["http"]
         assert answer(url) == expected
-        info = httpx.get(f"{url}/get_server_info").json()
+        info = httpx.get(f"{url}/get_server_info", timeout=60).json()
         assert info["tp_size"] == 2
         for number, told in (
             (signal.SIGKILL, "was ended by SIGKILL"),
