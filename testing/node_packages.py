@@ -10,8 +10,8 @@ PACKAGES = ("@grpc/grpc-js@1.14.7", "@grpc/proto-loader@0.8.1")
 
 
 def node_path(cache: Path) -> Path:
-    """Returns a node_modules with the packages, installed under `cache` once; without npm the
-    test skips.
+    """Returns a node_modules with the packages, installed under `cache` once; the test skips
+    where there is no npm, or no way to its registry.
     """
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
@@ -19,6 +19,10 @@ def node_path(cache: Path) -> Path:
     done = cache / "-".join(PACKAGES).replace("/", "-")
     if not done.exists():
         flags = ("--no-save", "--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error")
-        subprocess.run([npm, "install", *flags, *PACKAGES], cwd=cache, check=True, timeout=240)
+        command = [npm, "install", *flags, *PACKAGES]
+        try:
+            subprocess.run(command, cwd=cache, check=True, timeout=120)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            pytest.skip(f"npm does not get the packages: {error}")
         done.touch()
     return cache / "node_modules"
