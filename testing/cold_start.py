@@ -15,12 +15,12 @@ from verify_service.controller.controller import Controller
 from verify_service.controller.costs import CostModel
 from verify_service.controller.messages import (
     NO_WAIT,
+    Candidate,
     DraftHistory,
     DraftKind,
     Observed,
     Offer,
     Wait,
-    Want,
 )
 from verify_service.controller.tables import RowTable
 
@@ -133,15 +133,15 @@ class _Stack:
         """Runs a step and returns its tokens."""
         draft, batch, most = self._draft, len(running), self._draft.nodes
         limits = [min(most, one.left - 1) for one in running]
-        wanted = [
-            Want(one.history, limit, is_forced, one.behind, one.left)
+        candidates = [
+            Candidate(one.history, limit, is_forced, one.behind, one.left)
             for one, limit in zip(running, limits, strict=True)
         ]
         nodes = limits
         if self._arm == "never" and not is_forced:
             nodes = [0] * batch
         elif self._arm == "default":
-            nodes = self.controller.plan(wanted).nodes
+            nodes = self.controller.plan(candidates).nodes
         asked = [i for i in range(batch) if nodes[i]]
         offers = [(0, 0)] * batch  # confidence, right nodes
         for i in asked:

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 
 from verify_service.controller.controller import Controller
-from verify_service.controller.messages import NO_WAIT, DraftHistory, Observed, Wait, Want
+from verify_service.controller.messages import NO_WAIT, Candidate, DraftHistory, Observed, Wait
 from verify_service.controller.tables import RowTable
 
 WIDTHS = [1, 2, 3, 4, 6, 8, 16, 32]
@@ -118,11 +118,11 @@ def serve(
             active[-1].began = now
         nodes = [0] * len(active)
         if controller is not None:
-            wanted = [
-                Want(one.history, min(depth, one.left - 1), behind=one.behind, left=one.left)
+            candidates = [
+                Candidate(one.history, min(depth, one.left - 1), behind=one.behind, left=one.left)
                 for one in active
             ]
-            nodes = controller.plan(wanted).nodes
+            nodes = controller.plan(candidates).nodes
         unread = sum(
             one.behind for one, num in zip(active, nodes, strict=True) if num and one.behind > 8
         )

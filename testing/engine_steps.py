@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from verify_service.controller.messages import Plan
 from verify_service.drafts.proposals import Proposals
 from verify_service.engine.engine import Engine
-from verify_service.engine.overlap import Flight
+from verify_service.engine.overlap import StepInFlight
 from verify_service.executor.base import StepResult
 from verify_service.scheduler.request import Sequence as RequestSequence
 from verify_service.scheduler.step_plan import StepPlan
@@ -92,7 +92,7 @@ class EngineSteps:
         self._expects = expects
         self._last = 0.0
         self._planned = self._begun = _Begun()
-        self._flights: dict[int, _Begun] = {}
+        self._in_flight: dict[int, _Begun] = {}
         self._outcome = 0, 0, 0.0  # rows, tokens and seconds of the newest step's target
         self._listens = threading.Event()
         engine._inbox.put(self._listen)
@@ -101,7 +101,7 @@ class EngineSteps:
 
     def _listen(self) -> None:
         engine: Any = self._engine
-        ahead, sizes = engine._ahead, engine._sizes
+        ahead, sizes = engine._overlap, engine._sizes
         sizes.plan = self._plan(sizes.plan)
         engine._draft = self._draft(engine._draft)
         engine._execute = self._run(engine._execute)
@@ -141,7 +141,7 @@ class EngineSteps:
                 history = self._engine._sizes._history(sequence)
                 row, pool = acceptance.row(history, 0, 0), acceptance.pool(history, 0)
                 gains = acceptance.gains([row], [pool])[0]
-                tokens += float(gains[: acceptance.ladder.num_within(num_nodes)].sum())
+                tokens += float(gains[: acceptance.bins.num_within(num_nodes)].sum())
         draft = costs.draft(0, asked, levels, controller._changes.follows)
         return Expected(draft, costs.target(batch, rows), tokens, costs.plain(batch))
 
@@ -166,31 +166,33 @@ class EngineSteps:
 
         return ran
 
-    def _start(self, start: Callable[..., Flight]) -> Callable[..., Flight]:
-        def has_started(*args: Any) -> Flight:
-            flight = start(*args)
-            self._flights[id(flight)] = self._begun
-            return flight
+    def _start(self, start: Callable[..., StepInFlight]) -> Callable[..., StepInFlight]:
+        def has_started(*args: Any) -> StepInFlight:
+            running = start(*args)
+            self._in_flight[id(running)] = self._begun
+            return running
 
         return has_started
 
-    def _start_behind(self, start: Callable[..., Flight | None]) -> Callable[..., Flight | None]:
-        def has_started(*args: Any) -> Flight | None:
-            flight = start(*args)
-            if flight is not None:
+    def _start_behind(
+        self, start: Callable[..., StepInFlight | None]
+    ) -> Callable[..., StepInFlight | None]:
+        def has_started(*args: Any) -> StepInFlight | None:
+            running = start(*args)
+            if running is not None:
                 self._planned.is_behind = True
-                self._flights[id(flight)] = self._planned
-            return flight
+                self._in_flight[id(running)] = self._planned
+            return running
 
         return has_started
 
-    def _finish(self, finish: Callable[[Flight], Any]) -> Callable[[Flight], Any]:
-        def finished(flight: Flight) -> Any:
+    def _finish(self, finish: Callable[[StepInFlight], Any]) -> Callable[[StepInFlight], Any]:
+        def finished(running: StepInFlight) -> Any:
             started = time.perf_counter()
-            result = finish(flight)
-            self._begun = self._flights.pop(id(flight), _Begun())
-            self._begun.batch = len(flight.sequences)
-            self._take(result, flight.started.num_rows, started)
+            result = finish(running)
+            self._begun = self._in_flight.pop(id(running), _Begun())
+            self._begun.batch = len(running.sequences)
+            self._take(result, running.started.num_rows, started)
             return result
 
         return finished

@@ -13,12 +13,12 @@ from verify_service.controller.controller import Controller
 from verify_service.controller.costs import CostModel
 from verify_service.controller.messages import (
     NO_WAIT,
+    Candidate,
     DraftHistory,
     DraftKind,
     Observed,
     Offer,
     Wait,
-    Want,
 )
 from verify_service.controller.tables import RowTable
 
@@ -124,8 +124,10 @@ def _step(
     rng: random.Random,
 ) -> tuple[float, int]:
     """Returns its seconds at the machine's usual speed, and its tokens."""
-    wanted = [Want(one.history, MAX_NODES if one.left > 1 else 0, left=one.left) for one in texts]
-    asked = sum(map(bool, controller.plan(wanted).nodes))
+    candidates = [
+        Candidate(one.history, MAX_NODES if one.left > 1 else 0, left=one.left) for one in texts
+    ]
+    asked = sum(map(bool, controller.plan(candidates).nodes))
     found = [_match(matches, one, rng) if asked else (0, 0) for one in texts]
     offers = [
         Offer(one.history, min(MAX_NODES, one.left - 1) if confidence else 0, confidence)

@@ -11,7 +11,7 @@ from foredraft.trees.draft_tree import DraftTree
 from foredraft.types import FinishReason, SamplingParams
 from testing.toy_target import END, ToyGrammar, ToyTarget, decode
 from verify_service.controller.controller import Controller
-from verify_service.controller.messages import DraftKind, Plan, Want
+from verify_service.controller.messages import Candidate, DraftKind, Plan
 from verify_service.drafts.capabilities import DraftCapabilities
 from verify_service.drafts.drafts import Drafts
 from verify_service.drafts.proposals import DeviceRequest, Drafted, DraftRequest, Trial
@@ -169,11 +169,13 @@ class FickleController(Controller):
         super().__init__(None, [DraftKind(NODES, NODES)])
         self._rng = rng
 
-    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
+    def plan(
+        self, candidates: Sequence[Candidate], other_rows: int = 0, is_ahead: bool = False
+    ) -> Plan:
         rows = 1 + self._rng.choice([0, 0, 1, 2, NODES])
         if rows == 1:
-            return Plan([0] * len(wanted), 1)
-        nodes = [min(want.limit, self._rng.choice([0, rows - 1, rows - 1])) for want in wanted]
+            return Plan([0] * len(candidates), 1)
+        nodes = [min(one.limit, self._rng.choice([0, rows - 1, rows - 1])) for one in candidates]
         return Plan(nodes, rows)
 
 
@@ -262,4 +264,4 @@ class Run:
                 assert got == want
         self.scheduler.check_integrity()
         assert self.pool.num_free + self.pool.num_idle == self.pool.num_pages
-        assert self.engine._flight is None
+        assert self.engine._in_flight is None

@@ -12,12 +12,12 @@ from testing.step_trace import Trace, TraceStep
 from verify_service.controller.controller import Controller
 from verify_service.controller.messages import (
     NO_WAIT,
+    Candidate,
     DraftHistory,
     DraftKind,
     Observed,
     Plan,
     Wait,
-    Want,
 )
 
 HOST_SECONDS = 5e-4  # the host's work for a step; it waits for the rest
@@ -64,18 +64,20 @@ class FixedNodes(Controller):
         self._nodes = nodes
 
     @property
-    def is_resting(self) -> bool:
+    def is_suspended(self) -> bool:
         """See Controller."""
         return self._nodes == 0
 
     @property
-    def rests_on(self) -> bool:
+    def stays_suspended(self) -> bool:
         """See Controller."""
         return self._nodes == 0
 
-    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
+    def plan(
+        self, candidates: Sequence[Candidate], other_rows: int = 0, is_ahead: bool = False
+    ) -> Plan:
         """See Controller."""
-        return Plan([min(want.limit, self._nodes) for want in wanted], 1 + self._nodes)
+        return Plan([min(one.limit, self._nodes) for one in candidates], 1 + self._nodes)
 
 
 def simulate(
@@ -173,11 +175,13 @@ class _Run:
         unread = sum(one.behind for one, num in zip(answers, nodes, strict=True) if num)
         lead = 0.0
         if padded and not is_ahead:
-            if is_drafted or not policy.is_resting:
+            if is_drafted or not policy.is_suspended:
                 lead = model.change_seconds(num_asked, unread)
             elif self._was_drafted:
                 lead = model.change_seconds(0, 0)
-            if not is_drafted and not policy.is_resting:  # the draft is synced, and reads meanwhile
+            if (
+                not is_drafted and not policy.is_suspended
+            ):  # the draft is synced, and reads meanwhile
                 self._unread = sum(one.behind for one in answers)
         late = max(self._busy_until - self.now, 0.0)
         if is_drafted:
@@ -185,7 +189,7 @@ class _Run:
         factor = max(0.7, self._rng.gauss(1, self._noise))
         outcomes = [self._commit(*pair) for pair in zip(answers, nodes, strict=True)]
         tokens = sum(len(path) + 1 for _, _, path in outcomes)
-        is_told = padded and not is_ahead and not is_drafted and not policy.is_resting
+        is_told = padded and not is_ahead and not is_drafted and not policy.is_suspended
         if is_told:
             for one in answers:
                 one.behind = 0
@@ -241,8 +245,8 @@ class _Run:
 
     def _plan(self, num_prompts: int, is_ahead: bool) -> Plan:
         most = self._model.tree[2]
-        wanted = [
-            Want(
+        candidates = [
+            Candidate(
                 one.history,
                 most if one.num_left > 1 else 0,
                 behind=one.behind * self._model.is_padded,
@@ -255,10 +259,10 @@ class _Run:
             for outcome in trial:
                 self._policy.record(*outcome)
             self._policy.ended_trial()
-        if self._policy.rests_on:
-            return Plan([0] * len(wanted), 1)
-        plan = self._policy.plan(wanted, num_prompts, is_ahead)
-        self._host += len(wanted) * self._model.host[0]
+        if self._policy.stays_suspended:
+            return Plan([0] * len(candidates), 1)
+        plan = self._policy.plan(candidates, num_prompts, is_ahead)
+        self._host += len(candidates) * self._model.host[0]
         if plan.tried:
             self._try([self._answers[i] for i in plan.tried[0]])
         return plan

@@ -35,7 +35,7 @@ from foredraft.cli import mps
 from testing.engine_steps import Step
 from testing.engines import Harness, running_engine
 from verify_service.controller.controller import Controller
-from verify_service.controller.messages import DraftKind, Plan, Want
+from verify_service.controller.messages import Candidate, DraftKind, Plan
 from verify_service.engine.engine import Engine
 from verify_service.executor.choice.simulation import SimulatedAcceptance
 
@@ -58,9 +58,11 @@ class FixedRows(Controller):
         super().__init__(None, [DraftKind(max(rows - 1, 1), 1)])
         self._fixed, self.is_drafting = rows, [rows > 1]
 
-    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
+    def plan(
+        self, candidates: Sequence[Candidate], other_rows: int = 0, is_ahead: bool = False
+    ) -> Plan:
         """See Controller."""
-        return Plan([min(want.limit, self._fixed - 1) for want in wanted], self._fixed)
+        return Plan([min(one.limit, self._fixed - 1) for one in candidates], self._fixed)
 
 
 @dataclass(slots=True)

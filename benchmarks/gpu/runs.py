@@ -8,7 +8,7 @@ from typing import Any
 
 from foredraft.types import SamplingParams
 from testing.engines import Harness, Job
-from verify_service.engine.overlap import RunAhead
+from verify_service.engine.overlap import OverlapScheduler
 
 
 def random_jobs(
@@ -31,16 +31,16 @@ def watched_waits() -> Iterator[list[tuple[float, float]]]:
     `perf_counter`.
     """
     waits: list[tuple[float, float]] = []
-    finish = RunAhead.finish
+    finish = OverlapScheduler.finish
 
-    def timed(self: RunAhead, flight: Any) -> Any:
+    def timed(self: OverlapScheduler, running: Any) -> Any:
         started = time.perf_counter()
-        result = finish(self, flight)
+        result = finish(self, running)
         waits.append((started, time.perf_counter()))
         return result
 
-    RunAhead.finish = timed  # type: ignore[method-assign]
+    OverlapScheduler.finish = timed  # type: ignore[method-assign]
     try:
         yield waits
     finally:
-        RunAhead.finish = finish  # type: ignore[method-assign]
+        OverlapScheduler.finish = finish  # type: ignore[method-assign]

@@ -69,7 +69,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._read = b""
         self._refusal: tuple[HTTPStatus, str] | None = None
         self._may_stay = True  # open after the answer to the newest request
-        self._is_deaf = False  # nothing more is read
+        self._ignores_input = False  # nothing more is read
         self.is_ending = False  # the connection is to be closed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -86,7 +86,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_deaf:
+        if self._ignores_input:
             return
         self._unset_keepalive_if_required()
         self._read = data
@@ -100,7 +100,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             status, why = self._refusal or (HTTPStatus.BAD_REQUEST, "the request is not HTTP/1.1")
             self._refuse(status, why)
         self._read = b""
-        if self._is_deaf:
+        if self._ignores_input:
             return
         if self._timer is None and self._is_idle:  # blank lines keep nothing open
             self._start_timer()
@@ -168,7 +168,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._seat_follows()
 
     def on_response_complete(self) -> None:
-        if self._is_deaf and not (self.pipeline and not self.pipeline[-1][0].more_body):
+        if self._ignores_input and not (self.pipeline and not self.pipeline[-1][0].more_body):
             self.end()
         super().on_response_complete()
         self._seat_follows()
@@ -230,7 +230,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
         Answers to requests before it come first.
         """
-        self._is_deaf = True
+        self._ignores_input = True
         self._stop_timer()
         cycle = self.cycle
         if not self._is_idle and (self.pipeline or cycle.response_started or not cycle.more_body):
@@ -267,7 +267,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not (lingers or (self.cycle is not None and self.cycle.more_body)):
             self._close()
             return
-        self._is_deaf = self.is_ending = True
+        self._ignores_input = self.is_ending = True
         self._stop_timer()
         self._watch_writes()
         self._seat.wait()
@@ -277,7 +277,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(min(LINGER_SECONDS, self._seconds), self._close)
 
     def _close(self) -> None:
-        self._is_deaf = self.is_ending = True
+        self._ignores_input = self.is_ending = True
         self._stop_timer()
         self._watch_writes()
         self._wire.close()

@@ -12,7 +12,7 @@ from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from testing.engines import Harness, running_engine
 from testing.family_texts import assert_same, plain_jobs, texts_of
 from testing.triton_device import needs_gpu
-from verify_service.controller.messages import Want
+from verify_service.controller.messages import Candidate
 from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.run import Run
 from verify_service.metrics import OVERLAPPED_STEPS
@@ -36,12 +36,12 @@ def change_often(harness: Harness) -> None:
     """Gives every sequence to another draft now and then, all at a time or one by one."""
     num_drafts, num_steps = len(harness.drafts), 0
 
-    def values(wanted: Wants[Want], plain: float) -> np.ndarray:
+    def values(candidates: Wants[Candidate], plain: float) -> np.ndarray:
         nonlocal num_steps
         num_steps += 1
-        found = np.ones((num_drafts, len(wanted)))
-        for i, want in enumerate(wanted):
-            shift = id(want.history) // 64 % 2 if num_steps % 60 > 40 else 0
+        found = np.ones((num_drafts, len(candidates)))
+        for i, one in enumerate(candidates):
+            shift = id(one.history) // 64 % 2 if num_steps % 60 > 40 else 0
             found[(num_steps // 12 + shift) % num_drafts, i] = 2.0
         return found
 

@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 NOTHING = 0  # row of a sequence without outcomes
 
 
-class Ladder:
+class SizeBins:
     """The tree sizes that estimates distinguish. A bin has the nodes between one size and the next.
 
     Args:
@@ -68,14 +68,14 @@ class Acceptance:
     chances as prior; for sampled sequences, the prior of the first bin is that of greedy ones.
 
     Args:
-        ladder: Tree sizes to distinguish.
+        bins: Tree sizes to distinguish.
         config: Numbers of the policy.
     """
 
-    def __init__(self, ladder: Ladder, config: ControllerConfig = DEFAULT) -> None:
-        self.ladder = ladder
+    def __init__(self, bins: SizeBins, config: ControllerConfig = DEFAULT) -> None:
+        self.bins = bins
         self._config = config
-        num_pools, size = 2 * (MOST_CONFIDENCE + 1), len(ladder)
+        num_pools, size = 2 * (MOST_CONFIDENCE + 1), len(bins)
         self._hits, self._before = np.zeros((2, num_pools, size))
         self._own_hits, self._own_tries = np.zeros((2, 64, size))
         self._free = list(range(63, NOTHING, -1))
@@ -114,8 +114,8 @@ class Acceptance:
         for i in range(ratios.shape[1]):
             before = (posterior[0][:, i] + prior * before * ratios[:, i]) / posterior[1][:, i]
             gains[:, i] = before
-        gains = np.minimum(gains, self.ladder.widths)
-        return falling(gains, self.ladder.widths)
+        gains = np.minimum(gains, self.bins.widths)
+        return falling(gains, self.bins.widths)
 
     @property
     def num_outcomes(self) -> float:
@@ -154,15 +154,15 @@ class Acceptance:
         self._ratios.clear()
 
     def _flush(self) -> None:
-        ladder, config, pending = self.ladder, self._config, self._pending
+        bins, config, pending = self.bins, self._config, self._pending
         if not pending:
             return
-        hits, told = np.zeros((2, len(pending), len(ladder)))
+        hits, told = np.zeros((2, len(pending), len(bins)))
         for i, (_, _, num_nodes, accepted) in enumerate(pending):
-            told[i, : ladder.num_told[min(num_nodes, ladder.sizes[-1])]] = 1.0
+            told[i, : bins.num_told[min(num_nodes, bins.sizes[-1])]] = 1.0
             for node in accepted:
                 if node < num_nodes:
-                    hits[i, ladder.bin_of[node]] += 1.0
+                    hits[i, bins.bin_of[node]] += 1.0
         self._doubt(hits, told)
         before = told.copy()
         before[:, 1:] *= hits[:, :-1]
@@ -185,7 +185,7 @@ class Acceptance:
         expected *= told
         mean = expected.sum(axis=1)
         # Variances are those of chains. Trees have smaller ones, so their changes are seen later.
-        spreads = np.minimum(expected @ self.ladder.squares - mean**2, mean * (1 + mean))
+        spreads = np.minimum(expected @ self.bins.squares - mean**2, mean * (1 + mean))
         off, spread = float(hits.sum() - mean.sum()), float(spreads.sum())
         kept = 1 - self._config.newest_share
         self._surplus = kept * self._surplus + off
@@ -202,11 +202,11 @@ class Acceptance:
         return found
 
     def _new_ratio(self, pool: int, deviations: float) -> Array:
-        config, widths, prior = self._config, self.ladder.widths, self._config.prior_outcomes
+        config, widths, prior = self._config, self.bins.widths, self._config.prior_outcomes
         hits, before = self._hits[pool], self._before[pool]
         confidence, group = divmod(pool, 2)
         first = min(config.prior_match * confidence, 1.0) if confidence else config.prior_chance
-        chain = self.ladder.chains[int(100 * first)]
+        chain = self.bins.chains[int(100 * first)]
         least = chain[0]
         if group:
             greedy, tries = self._hits[pool - 1, 0], self._before[pool - 1, 0]
@@ -214,7 +214,7 @@ class Acceptance:
         density = (hits[0] + prior * least) / (before[0] + prior) / widths[0]
         if confidence:
             density = max(density, config.prior_repeat)
-        chain = self.ladder.chains[min(int(100 * density + 0.5), 100)].copy()
+        chain = self.bins.chains[min(int(100 * density + 0.5), 100)].copy()
         chain[0] = least
         ratio: Array = (hits + prior * chain) / (before + prior)
         if confidence:  # deeper bins have fewer outcomes, so the previous bin is their prior

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from verify_service.controller.bank import Bank
 from verify_service.controller.config import ControllerConfig
 from verify_service.controller.costs import CostModel
-from verify_service.controller.messages import DraftHistory, DraftKind, Want
+from verify_service.controller.messages import Candidates, DraftHistory, DraftKind
 
 
 class AskedFirst:
@@ -75,7 +75,7 @@ class Asking:
         self._config = config
 
     def pays(
-        self, wanted: Sequence[Want], limits: Sequence[int], is_drafting: Sequence[bool]
+        self, candidates: Candidates, limits: Sequence[int], is_drafting: Sequence[bool]
     ) -> dict[int, bool]:
         """Decides which drafts are asked, by number of each draft that is asked first and has
         sequences.
@@ -83,23 +83,23 @@ class Asking:
         bank, asked = self._bank, {}
         for number, kind in enumerate(self._drafts):
             own = [
-                want.history
-                for want, limit in zip(wanted, limits, strict=True)
-                if limit and want.history.chosen == number
+                one.history
+                for one, limit in zip(candidates, limits, strict=True)
+                if limit and one.history.chosen == number
             ]
             if kind.is_asked_first and own:
-                cost = self._costs.draft(number, len(own), 1) * len(wanted) / bank.step
+                cost = self._costs.draft(number, len(own), 1) * len(candidates) / bank.step
                 worth = sum(self.each[number].worth(own, bank.has_any))
                 margin = 1.0 if is_drafting[number] else self._config.margin
                 asked[number] = bank.is_full or (worth > margin * cost and not bank.is_stopped)
         return asked
 
-    def advantage(self, wanted: Sequence[Want], asked: Mapping[int, bool]) -> float:
+    def advantage(self, candidates: Candidates, asked: Mapping[int, bool]) -> float:
         """Returns the ratio of the tokens of a step with drafts that are asked first to those of
         plain decoding in the same time.
         """
         worth = 0.0
         for number in (number for number, is_asked in asked.items() if is_asked):
-            own = [want.history for want in wanted if want.history.chosen == number]
+            own = [one.history for one in candidates if one.history.chosen == number]
             worth += sum(self.each[number].worth(own, self._bank.has_any))
-        return 1 + worth / len(wanted)
+        return 1 + worth / len(candidates)

@@ -79,15 +79,15 @@ class Bank:
         self._debt -= earned
         self.pay(loss + earned - self._config.bank_share * cost)
 
-    def plain(self, cost: float, is_resting: bool, beyond: float = 0.0) -> None:
+    def plain(self, cost: float, are_drafts_suspended: bool, beyond: float = 0.0) -> None:
         """Records a plain step.
 
         Args:
             cost: Seconds of the step.
-            is_resting: Whether nothing but trials is drafted.
+            are_drafts_suspended: Whether nothing but trials is drafted.
             beyond: Seconds that a trial beside the step has added to it.
         """
-        debt = self._debt if is_resting else 0.0
+        debt = self._debt if are_drafts_suspended else 0.0
         self._debt -= debt
         self.pay(debt + beyond - self._config.bank_share * cost)
 

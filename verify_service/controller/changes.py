@@ -85,7 +85,7 @@ class Changes:
             lead = min(lead, 2 * known + self._costs.table.unit)
             self._leads[wait.levels > 0] += (lead - known) * self._config.newest_share
 
-    def rested(self, seconds: float, step: float) -> None:
+    def suspended(self, seconds: float, step: float) -> None:
         """Lets unusually long waits for drafts age while nothing is drafted.
 
         Args:

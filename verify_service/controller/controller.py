@@ -18,15 +18,14 @@ from verify_service.controller.costs import CostModel
 from verify_service.controller.goodput import Best, Goodput
 from verify_service.controller.messages import (
     NO_TRIALS,
+    Candidates,
     DraftHistory,
     DraftKind,
     Observed,
     Offer,
     Plan,
     Wait,
-    Want,
     first_draft,
-    value_of,
 )
 from verify_service.controller.trials import Trials
 
@@ -44,7 +43,8 @@ class Controller:
         drafts: The drafts, as the controller knows them.
         is_drafting: For each draft, whether it drafts for more than trials at present.
         has_trial: For each draft, whether a trial beside steps is running.
-        is_deaf: Whether suspended drafts are not synced for now, since very many prompts come.
+        keeps_states: Whether hidden states are kept for suspended drafts; they are not while very
+            many prompts come.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Controller:
         self.drafts = list(drafts)
         self.is_drafting = [True] * len(drafts)
         self.has_trial = [False] * len(drafts)
-        self.is_deaf = False
+        self.keeps_states = True
         if costs is None or not drafts:
             self._costs = None
             return
-        ladder = costs.table.ladder(self.max_nodes, max(kind.depth for kind in drafts))
-        self._acceptance = [Acceptance(ladder, config) for _ in drafts]
+        bins = costs.table.bins(self.max_nodes, max(kind.depth for kind in drafts))
+        self._acceptance = [Acceptance(bins, config) for _ in drafts]
         self._bank = Bank(config, costs.plain(1))
         self._asking = Asking(self.drafts, self._bank, costs, config)
         self._trials = Trials(
@@ -77,7 +77,7 @@ class Controller:
         )
         self._is_forced = self._was_drafted = False
         self._since_plain = 0.0  # seconds of steps with drafts since the last one without
-        self._rested = 0.0  # seconds since a plan was made, while nothing is drafted
+        self._unplanned = 0.0  # seconds since a plan was made, while nothing is drafted
 
     def draft_everything(self) -> None:
         """Drafts whole trees from now on; only the draft of each sequence is still chosen."""
@@ -95,69 +95,69 @@ class Controller:
         return max((kind.max_nodes for kind in self.drafts), default=0)
 
     @property
-    def is_resting(self) -> bool:
+    def is_suspended(self) -> bool:
         """Whether nothing but trials is drafted, so that drafts need not be synced."""
         return self._is_adaptive and not any(self.is_drafting)
 
     @property
-    def rests_on(self) -> bool:
+    def stays_suspended(self) -> bool:
         """Whether the next step is surely plain, so that no plan is needed."""
-        if self._costs is None or not self.is_padded or not self.is_resting:
+        if self._costs is None or not self.is_padded or not self.is_suspended:
             return False
         config = self._config
-        return self._rested < (config.busy_seconds if self.is_deaf else config.look_seconds)
+        return self._unplanned < (config.look_seconds if self.keeps_states else config.busy_seconds)
 
     # Before a step.
 
-    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
+    def plan(self, candidates: Candidates, other_rows: int = 0, is_ahead: bool = False) -> Plan:
         """Plans what to draft in the coming step.
 
         Args:
-            wanted: All sequences that decode.
+            candidates: All sequences that decode.
             other_rows: Number of rows of prompts in the same step.
             is_ahead: Whether the step is started before the running one is done.
         """
         costs = self._costs
-        self._is_forced = any(want.forced for want in wanted)
+        self._is_forced = any(one.forced for one in candidates)
         if costs is None or self._is_forced:
-            for want in wanted:
-                want.history.chosen = max(first_draft(want, len(self.drafts)), 0)
-            return self._everything([self._limit(want) for want in wanted])
-        costs.context = sum(want.context for want in wanted)
-        self._rested = 0.0
-        batch = len(wanted)
+            for one in candidates:
+                one.history.chosen = first_draft(one, len(self.drafts))
+            return self._everything(self._limits(candidates))
+        costs.context = sum(one.context for one in candidates)
+        self._unplanned = 0.0
+        batch = len(candidates)
         self._bank.look(costs.plain(batch))
         if len(self.drafts) > 1:
-            self._goodput.assign(wanted, self._deviations)
-        limits = [self._limit(want) for want in wanted]
+            self._goodput.assign(candidates, self._deviations)
+        limits = self._limits(candidates)
         may_try = not other_rows
         if not self._is_adaptive:
-            chosen = {want.history.chosen for want in wanted}
+            chosen = {one.history.chosen for one in candidates}
             self.is_drafting = [number in chosen for number in range(len(self.drafts))]
-            tried = self._trials.others(wanted) if may_try else NO_TRIALS
+            tried = self._trials.others(candidates) if may_try else NO_TRIALS
             return self._everything(limits)._replace(tried=tried)
         if not any(limits):
             return Plan([0] * batch, 1)
-        asked = self._asking.pays(wanted, limits, self.is_drafting)
-        best, beside = self._decide(wanted, limits, asked, may_try)
+        asked = self._asking.pays(candidates, limits, self.is_drafting)
+        best, beside = self._decide(candidates, limits, asked, may_try)
         if may_try:
-            beside |= self._trials.others(wanted)
+            beside |= self._trials.others(candidates)
         nodes, rows = [0] * batch, 1
         if best is not None and self._pays:
-            self._bank.invest(costs.reading(max(self.unread(wanted, best.nodes))))
+            self._bank.invest(costs.reading(max(self.unread(candidates, best.nodes))))
             more = costs.target(batch, best.rows) - self._bank.step
             bring = best.added / best.rate
             is_spared = not is_ahead and self._changes.spares(bring, more, not may_try)
             if not is_spared and not self._must_check(batch, best.rate * self._bank.step / batch):
                 nodes, rows = best.nodes, best.rows
         elif best is not None and may_try:
-            found = self._trials.probed(wanted, limits)
+            found = self._trials.probed(candidates, limits)
             nodes, rows = (nodes, 1) if found is None else (found, 2)
         if any(asked.values()) and not self._must_check(
-            batch, self._asking.advantage(wanted, asked)
+            batch, self._asking.advantage(candidates, asked)
         ):
-            for i, want in enumerate(wanted):
-                if asked.get(want.history.chosen):
+            for i, one in enumerate(candidates):
+                if asked.get(one.history.chosen):
                     nodes[i] = limits[i]
         return Plan(nodes, costs.table.bucket(batch, max(rows, 1 + max(nodes))), beside)
 
@@ -191,7 +191,7 @@ class Controller:
 
     def _decide(
         self,
-        wanted: Sequence[Want],
+        candidates: Candidates,
         limits: Sequence[int],
         asked: dict[int, bool],
         may_try: bool,
@@ -199,36 +199,36 @@ class Controller:
         """Returns the best set of nodes of drafts that steps wait for, and the sequences of a trial
         beside steps. Sets `_pays`: whether the set pays.
         """
-        bank, config, batch = self._bank, self._config, len(wanted)
-        used = {want.history.chosen for want in wanted} - set(asked)
+        bank, config, batch = self._bank, self._config, len(candidates)
+        used = {one.history.chosen for one in candidates} - set(asked)
         is_start = not any(self.is_drafting[number] for number in used)
-        best = self._goodput.best(wanted, limits, self._deviations, self._was_drafted)
+        best = self._goodput.best(candidates, limits, self._deviations, self._was_drafted)
         beside: dict[int, list[int]] = {}
         self._pays = False
         if best is not None:
             least = (config.margin if is_start else 1.0) * batch / bank.step
             self._pays = best.rate > least and not bank.is_stopped
             is_frequent = self._changes.interrupted * bank.step > config.busy_share
-            self.is_deaf = is_start and not self._pays and is_frequent
+            self.keeps_states = not (is_start and not self._pays and is_frequent)
             are_beside = any(self.drafts[number].is_beside for number in used)
             if is_start and bank.has_any and are_beside:
                 # Trials run beside steps, so drafting begins only when it surely pays.
                 is_open = self._pays or bank.has_trial_steps
-                best = self._goodput.best(wanted, limits, config.sure, self._was_drafted)
+                best = self._goodput.best(candidates, limits, config.sure, self._was_drafted)
                 self._pays = best is not None and best.rate > least
                 if is_open and not self._pays and may_try:
-                    beside = self._trials.beside(wanted, used)
+                    beside = self._trials.beside(candidates, used)
         for number, kind in enumerate(self.drafts):
-            has_any = any(want.history.chosen == number for want in wanted)
+            has_any = any(one.history.chosen == number for one in candidates)
             pays = self._pays if not kind.is_asked_first else asked.get(number, False)
             self.is_drafting[number] = has_any and pays
         return best, beside
 
-    def _limit(self, want: Want) -> int:
-        """Returns the maximum number of nodes for a sequence's tree."""
-        if want.history.chosen < 0 or len(self.drafts) == 1:
-            want.history.chosen = 0
-        return value_of(want.limits, want.history.chosen, want.limit)
+    def _limits(self, candidates: Candidates) -> list[int]:
+        """Returns the maximum number of nodes for each sequence's tree."""
+        for one in candidates:
+            one.history.chosen = max(one.history.chosen, 0)
+        return [one.limit_of(one.history.chosen) for one in candidates]
 
     # Trials and checks.
 
@@ -249,14 +249,14 @@ class Controller:
         cost += self._changes.seconds if self._changes.follows else 0.0
         return self._since_plain * self._costs.check_share > cost
 
-    def unread(self, wanted: Sequence[Want], nodes: Sequence[int]) -> list[int]:
+    def unread(self, candidates: Candidates, nodes: Sequence[int]) -> list[int]:
         """Returns, for each draft, the number of tokens that it reads before a step beyond what a
         step commits.
         """
         totals = [0] * len(self.drafts)
-        for want, num in zip(wanted, nodes, strict=True):
-            number = max(want.history.chosen, 0)
-            behind = value_of(want.behinds, number, want.behind)
+        for one, num in zip(candidates, nodes, strict=True):
+            number = max(one.history.chosen, 0)
+            behind = one.behind_of(number)
             if num and behind > self._config.close_tokens:
                 totals[number] += behind
         return totals
@@ -307,17 +307,17 @@ class Controller:
     def ended_trial(self, draft: int = 0) -> None:
         """Ends a trial beside steps, once its outcomes have been recorded."""
         self.has_trial[draft] = False
-        if not self.is_deaf:
-            self._rested = self._config.look_seconds
+        if self.keeps_states:
+            self._unplanned = self._config.look_seconds
 
     def passes(self, seconds: float) -> bool:
         """Records a plain step briefly if nothing is to be learnt from it.
 
         Returns False where the caller must call `observe` instead.
         """
-        if not self.is_deaf or self._costs is None or not self.is_resting:
+        if self.keeps_states or self._costs is None or not self.is_suspended:
             return False
-        self._rested += seconds
+        self._unplanned += seconds
         self._changes.passed(seconds)
         self._bank.plain(seconds, True)
         return True
@@ -340,12 +340,12 @@ class Controller:
                 bank.drafted(cost, plain, step.tokens * plain / batch)
         else:
             self._since_plain = 0.0
-            self._rested += cost
+            self._unplanned += cost
             beyond = 0.0
             if any(self.has_trial):  # a trial runs beside the step and slows it
                 beyond = costs.beyond(batch, step.rows, step.seconds + wait.lead)
-            bank.plain(cost, self.is_resting, beyond)
-            changes.rested(cost, bank.step)
+            bank.plain(cost, self.is_suspended, beyond)
+            changes.suspended(cost, bank.step)
         for acceptance, asking in zip(self._acceptance, self._asking.each, strict=True):
             acceptance.pass_time(cost)
             asking.pass_time(cost)

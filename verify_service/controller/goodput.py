@@ -13,7 +13,7 @@ from verify_service.controller.asked_first import AskedFirst
 from verify_service.controller.changes import Changes
 from verify_service.controller.config import ControllerConfig
 from verify_service.controller.costs import CostModel
-from verify_service.controller.messages import DraftKind, Offer, Want, value_of
+from verify_service.controller.messages import Candidates, DraftKind, Offer
 
 
 class Best(NamedTuple):
@@ -59,11 +59,11 @@ class Goodput:
         self._asking = asking
         self._changes = changes
         self._config = config
-        self._ladder = acceptance[0].ladder
+        self._bins = acceptance[0].bins
 
     def best(
         self,
-        wanted: Sequence[Want],
+        candidates: Candidates,
         limits: Sequence[int],
         deviations: float,
         was_drafted: bool,
@@ -71,18 +71,18 @@ class Goodput:
         """Returns the best set of nodes of drafts that steps wait for; None without such drafts.
 
         Args:
-            wanted: All sequences that decode.
+            candidates: All sequences that decode.
             limits: Maximum number of nodes of each sequence.
             deviations: See `Acceptance.gains`.
             was_drafted: Whether the previous step was drafted, so that drafting does not begin now.
         """
-        costs, batch = self._costs, len(wanted)
-        gains, counts = self._gains(wanted, limits, deviations)
+        costs, batch = self._costs, len(candidates)
+        gains, counts = self._gains(candidates, limits, deviations)
         if not counts:
             return None
         kinds = [(number, self._drafts[number], count) for number, count in counts.items()]
         depth = max(kind.depth for _, kind, _ in kinds)
-        choices = costs.table.choices(gains, self._ladder, depth, 0)
+        choices = costs.table.choices(gains, self._bins, depth, 0)
         if not len(choices.added):
             return None
         waits = {
@@ -102,22 +102,22 @@ class Goodput:
         rows = int(choices.rows[index]) if costs.table.is_padded else 1 + max(nodes)
         return Best(float(rates[index]), nodes, rows, float(choices.added[index]))
 
-    def of_drafts(self, wanted: Sequence[Want], deviations: float) -> Array:
+    def of_drafts(self, candidates: Candidates, deviations: float) -> Array:
         """Returns tokens per second, [drafts, sequences]: the goodput if all sequences were like
         this one and had this draft.
         """
-        costs, batch, ladder = self._costs, len(wanted), self._ladder
+        costs, batch, bins = self._costs, len(candidates), self._bins
         values = np.zeros((len(self._drafts), batch))
         for number, kind in enumerate(self._drafts):
             if kind.is_asked_first:
                 seconds = costs.plain(batch) + costs.draft(number, batch, 1)
                 worth = self._asking[number].worth(
-                    [want.history for want in wanted], deviations > 0
+                    [one.history for one in candidates], deviations > 0
                 )
                 values[number] = batch * (1 + np.array(worth)) / seconds
             else:
-                sizes = np.array(ladder.sizes[: ladder.num_within(kind.max_nodes)])
-                gains = self._expected(wanted, range(batch), number, deviations)
+                sizes = np.array(bins.sizes[: bins.num_within(kind.max_nodes)])
+                gains = self._expected(candidates, range(batch), number, deviations)
                 tokens = 1 + np.cumsum(gains[:, : len(sizes)], axis=1)
                 rows = 1.0 + sizes if costs.table.is_padded else batch * (1.0 + sizes)
                 ahead = self._changes.follows and kind.is_beside
@@ -128,23 +128,23 @@ class Goodput:
                 values[number] = rates.max(axis=1)
         return values
 
-    def assign(self, wanted: Sequence[Want], deviations: float) -> None:
+    def assign(self, candidates: Candidates, deviations: float) -> None:
         """Assigns each sequence the draft with the most tokens per second."""
-        values = self.of_drafts(wanted, deviations)
-        for i, want in enumerate(wanted):
-            limits = (value_of(want.limits, number, want.limit) for number in range(len(values)))
+        values = self.of_drafts(candidates, deviations)
+        for i, one in enumerate(candidates):
+            limits = (one.limit_of(number) for number in range(len(values)))
             values[[limit == 0 for limit in limits], i] = 0.0
         best = values.argmax(axis=0).tolist()
-        for i, want in enumerate(wanted):
-            current = want.history.chosen
+        for i, one in enumerate(candidates):
+            current = one.history.chosen
             least = self._config.margin * values[current, i] if current >= 0 else 0.0
             if values[best[i], i] > least:
-                want.history.chosen = best[i]
-            want.history.chosen = max(want.history.chosen, 0)
+                one.history.chosen = best[i]
+            one.history.chosen = max(one.history.chosen, 0)
 
     def of_offers(self, offers: Sequence[Offer]) -> Array:
         """Returns the expected accepted nodes of proposals that have come, [offers, bins]."""
-        gains = np.zeros((len(offers), len(self._ladder)))
+        gains = np.zeros((len(offers), len(self._bins)))
         for number, acceptance in enumerate(self._acceptance):
             own = [
                 i
@@ -167,7 +167,7 @@ class Goodput:
             others: Number of rows beside theirs.
             plain: Seconds of the step without these nodes.
         """
-        choices = self._costs.table.choices(gains, self._ladder, self._ladder.sizes[-1], others)
+        choices = self._costs.table.choices(gains, self._bins, self._bins.sizes[-1], others)
         if len(choices.added):
             seconds = self._costs.targets(batch, choices.rows)
             rates = (batch + choices.added) / seconds
@@ -189,23 +189,23 @@ class Goodput:
         return sum(node < nodes[0] for node in right) - (seconds - plain) * batch / plain
 
     def _gains(
-        self, wanted: Sequence[Want], limits: Sequence[int], deviations: float
+        self, candidates: Candidates, limits: Sequence[int], deviations: float
     ) -> tuple[Array, dict[int, int]]:
         """Returns the expected accepted nodes by sequence and bin, less the cost of reading, and
         the number of sequences of each draft.
         """
-        batch = len(wanted)
-        gains = np.zeros((batch, len(self._ladder)))
+        batch = len(candidates)
+        gains = np.zeros((batch, len(self._bins)))
         counts: dict[int, int] = {}
         for number, kind in enumerate(self._drafts):
-            own = [i for i in range(batch) if limits[i] and wanted[i].history.chosen == number]
+            own = [i for i in range(batch) if limits[i] and candidates[i].history.chosen == number]
             if own and not kind.is_asked_first:
                 counts[number] = len(own)
-                gains[own] = self._expected(wanted, own, number, deviations)
+                gains[own] = self._expected(candidates, own, number, deviations)
         return self._within(gains, limits), counts
 
     def _expected(
-        self, wanted: Sequence[Want], own: Sequence[int], number: int, deviations: float
+        self, candidates: Candidates, own: Sequence[int], number: int, deviations: float
     ) -> Array:
         """Returns the expected accepted nodes of a draft for some sequences, by sequence and bin.
 
@@ -213,14 +213,14 @@ class Goodput:
         sequences may still have.
         """
         acceptance, costs = self._acceptance[number], self._costs
-        rows = [acceptance.row(wanted[i].history, number, 0) for i in own]
-        pools = [acceptance.pool(wanted[i].history, 0) for i in own]
+        rows = [acceptance.row(candidates[i].history, number, 0) for i in own]
+        pools = [acceptance.pool(candidates[i].history, 0) for i in own]
         gains = acceptance.gains(rows, pools, deviations)
-        behind = np.array([value_of(wanted[i].behinds, number, wanted[i].behind) for i in own])
+        behind = np.array([candidates[i].behind_of(number) for i in own])
         is_far = behind > self._config.close_tokens
         if is_far.any():
-            left = np.array([wanted[i].left for i in own])
-            token = costs.reading(1) * len(wanted) / costs.plain(len(wanted))
+            left = np.array([candidates[i].left for i in own])
+            token = costs.reading(1) * len(candidates) / costs.plain(len(candidates))
             burden = np.where(is_far, token * behind, 0.0)
             burden = burden / np.clip(left, 1, self._config.payback_steps)
             gains = np.where((gains.sum(axis=1) > burden)[:, None], gains, 0.0)
@@ -232,8 +232,8 @@ class Goodput:
 
     def _within(self, gains: Array, limits: Sequence[int]) -> Array:
         """Returns gains with zeros for bins beyond each sequence's limit."""
-        within = np.array([self._ladder.num_within(limit) for limit in limits])
-        found: Array = np.where(np.arange(len(self._ladder)) < within[:, None], gains, 0.0)
+        within = np.array([self._bins.num_within(limit) for limit in limits])
+        found: Array = np.where(np.arange(len(self._bins)) < within[:, None], gains, 0.0)
         return found
 
 

@@ -29,7 +29,7 @@ class DraftHistory:
     cost: float = 0.0
 
 
-class Want(NamedTuple):
+class Candidate(NamedTuple):
     """Describes a sequence that decodes in the coming step.
 
     Attributes:
@@ -52,6 +52,17 @@ class Want(NamedTuple):
     limits: Sequence[int] = ()
     behinds: Sequence[int] = ()
 
+    def limit_of(self, draft: int) -> int:
+        """Returns the maximum number of nodes of a draft's tree."""
+        return self.limits[draft] if self.limits else self.limit
+
+    def behind_of(self, draft: int) -> int:
+        """Returns the number of tokens that a draft must read first."""
+        return self.behinds[draft] if self.behinds else self.behind
+
+
+Candidates = Sequence[Candidate]
+
 
 class DraftKind(NamedTuple):
     """Properties of a draft that the controller must know.
@@ -71,19 +82,12 @@ class DraftKind(NamedTuple):
     is_beside: bool = False
 
 
-def value_of(values: Sequence[int], number: int, default: int) -> int:
-    """Returns a draft's value where there are several drafts, else the default."""
-    return values[number] if values else default
-
-
-def first_draft(want: Want, num_drafts: int) -> int:
+def first_draft(one: Candidate, num_drafts: int) -> int:
     """Returns the draft of a sequence whose whole tree is drafted: its own one, if that may draft
     for it, else the first that may.
     """
-    if value_of(want.limits, max(want.history.chosen, 0), want.limit):
-        return want.history.chosen
-    there = (number for number in range(num_drafts) if value_of(want.limits, number, want.limit))
-    return next(there, want.history.chosen)
+    own = max(one.history.chosen, 0)
+    return next((number for number in (own, *range(num_drafts)) if one.limit_of(number)), own)
 
 
 class Offer(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from verify_service.controller.acceptance import Array, Ladder
+from verify_service.controller.acceptance import Array, SizeBins
 
 
 class Choices(NamedTuple):
@@ -51,16 +51,16 @@ class Table(Protocol):
     def bucket(self, batch: int, rows: int) -> int:
         """Returns the number of rows that `rows` rows of each sequence are padded to."""
 
-    def ladder(self, max_nodes: int, depth: int = 0) -> Ladder:
+    def bins(self, max_nodes: int, depth: int = 0) -> SizeBins:
         """Returns the tree sizes to distinguish."""
 
-    def choices(self, gains: Array, ladder: Ladder, depth: int, others: int) -> Choices:
+    def choices(self, gains: Array, bins: SizeBins, depth: int, others: int) -> Choices:
         """Returns the sets of nodes that a step may verify.
 
         Args:
             gains: Expected accepted nodes by sequence and bin; 0 for bins that a sequence may not
                 have.
-            ladder: Tree sizes of the bins.
+            bins: Tree sizes of the bins.
             depth: Number of levels of the largest tree; shallower trees have one node per level.
             others: Number of rows of the step beside the sequences' own.
         """
@@ -115,28 +115,28 @@ class RowTable:
         """See `Table`."""
         return rows
 
-    def ladder(self, max_nodes: int, depth: int = 0) -> Ladder:
+    def bins(self, max_nodes: int, depth: int = 0) -> SizeBins:
         """See `Table`."""
         sizes, size = [], 1  # each about a tenth larger than the one before
         while size < max_nodes:
             sizes.append(size)
             size += 1 + size // 10
-        return Ladder([*sizes, max(max_nodes, 1)], depth)
+        return SizeBins([*sizes, max(max_nodes, 1)], depth)
 
-    def choices(self, gains: Array, ladder: Ladder, depth: int, others: int) -> Choices:
+    def choices(self, gains: Array, bins: SizeBins, depth: int, others: int) -> Choices:
         """See `Table`; for each number of levels, sets take the likeliest nodes first."""
         batch, num_bins = gains.shape
-        density = (gains / ladder.widths).ravel()
+        density = (gains / bins.widths).ravel()
         order = np.argsort(-density, kind="stable")
         order = order[: np.count_nonzero(density > 0)]
-        bins = order % num_bins
+        numbers = order % num_bins
         parts, added, rows, levels = [], [], [], []
-        depth = min(depth, ladder.sizes[-1])
+        depth = min(depth, bins.sizes[-1])
         for level in range(1, depth + 1):
-            within = order if level == depth else order[np.array(ladder.sizes)[bins] <= level]
+            within = order if level == depth else order[np.array(bins.sizes)[numbers] <= level]
             parts.append(within)
             added.append(np.cumsum(gains.ravel()[within]))
-            rows.append(batch + others + np.cumsum(ladder.widths[within % num_bins]))
+            rows.append(batch + others + np.cumsum(bins.widths[within % num_bins]))
             levels.append(np.full(len(within), level, float))
         ends = np.cumsum([len(part) for part in parts])
 
@@ -145,8 +145,8 @@ class RowTable:
             start = int(ends[which - 1]) if which else 0
             chosen = [0] * batch
             for item in parts[which][: index - start + 1].tolist():
-                i, rung = divmod(item, num_bins)
-                chosen[i] = max(chosen[i], ladder.sizes[rung])
+                i, number = divmod(item, num_bins)
+                chosen[i] = max(chosen[i], bins.sizes[number])
             return chosen
 
         return Choices(np.concatenate(added), np.concatenate(rows), np.concatenate(levels), nodes)
@@ -209,16 +209,16 @@ class GridTable:
         """See `Table`."""
         return next(size for size in self.rows(batch) if size >= rows)
 
-    def ladder(self, max_nodes: int, depth: int = 0) -> Ladder:
+    def bins(self, max_nodes: int, depth: int = 0) -> SizeBins:
         """See `Table`."""
         sizes = {rows - 1 for _, rows in self._seconds if 1 < rows <= max_nodes}
-        return Ladder(sorted(sizes | {max(max_nodes, 1)}), depth)
+        return SizeBins(sorted(sizes | {max(max_nodes, 1)}), depth)
 
-    def choices(self, gains: Array, ladder: Ladder, depth: int, others: int) -> Choices:
+    def choices(self, gains: Array, bins: SizeBins, depth: int, others: int) -> Choices:
         """See `Table`; all sequences have the same number of rows."""
         shapes = [rows for rows in self.rows(len(gains)) if rows > 1]
         totals = np.concatenate([[0.0], np.cumsum(gains.sum(axis=0))])
-        added = np.array([totals[ladder.num_within(rows - 1)] for rows in shapes])
+        added = np.array([totals[bins.num_within(rows - 1)] for rows in shapes])
         levels = np.array([min(rows - 1, depth) for rows in shapes], float)
         is_within = gains[:, 0] > 0
 

@@ -6,7 +6,7 @@ from verify_service.controller.acceptance import Acceptance
 from verify_service.controller.bank import Bank
 from verify_service.controller.config import ControllerConfig
 from verify_service.controller.costs import CostModel
-from verify_service.controller.messages import DraftKind, Want, value_of
+from verify_service.controller.messages import Candidates, DraftKind
 
 
 class Trials:
@@ -37,13 +37,13 @@ class Trials:
         self._costs = costs
         self._config = config
 
-    def probed(self, wanted: Sequence[Want], limits: Sequence[int]) -> list[int] | None:
+    def probed(self, candidates: Candidates, limits: Sequence[int]) -> list[int] | None:
         """Selects sequences for a trial within a step, which drafts one token for each of them.
 
         Returns the number of nodes by sequence; None where the bank could not pay for a trial
         without hits.
         """
-        config, batch = self._config, len(wanted)
+        config, batch = self._config, len(candidates)
         if self._bank.is_suspended or any(kind.is_beside for kind in self._drafts):
             return None
         num = min(config.probed_sequences, batch)
@@ -52,9 +52,9 @@ class Trials:
         if not self._bank.affords(more + max(waits)):
             return None
         order = sorted(
-            (value_of(want.behinds, want.history.chosen, want.behind), i)
-            for i, want in enumerate(wanted)
-            if limits[i] and not self._drafts[want.history.chosen].is_asked_first
+            (one.behind_of(one.history.chosen), i)
+            for i, one in enumerate(candidates)
+            if limits[i] and not self._drafts[one.history.chosen].is_asked_first
         )
         nodes = [0] * batch
         for behind, i in order[:num]:
@@ -63,22 +63,22 @@ class Trials:
         return nodes
 
     def beside(
-        self, wanted: Sequence[Want], numbers: Collection[int], are_others: bool = False
+        self, candidates: Candidates, numbers: Collection[int], are_others: bool = False
     ) -> dict[int, list[int]]:
         """Selects the sequences of a trial beside steps, by number of the draft: one at most.
 
         Args:
-            wanted: Sequences that decode.
+            candidates: Sequences that decode.
             numbers: Numbers of the drafts to choose from.
             are_others: Whether the sequences are those of other drafts, instead of its own.
         """
         for number in numbers:
-            if not self._has_trial[number] and (found := self._tried(wanted, number, are_others)):
+            if not self._has_trial[number] and (own := self._tried(candidates, number, are_others)):
                 self._has_trial[number] = True
-                return {number: found}
+                return {number: own}
         return {}
 
-    def others(self, wanted: Sequence[Want]) -> dict[int, list[int]]:
+    def others(self, candidates: Candidates) -> dict[int, list[int]]:
         """Selects the sequences of a trial with a draft that is not their own.
 
         Such a draft is tried while it has few outcomes, or when the bank is full.
@@ -88,17 +88,16 @@ class Trials:
         known = [acceptance.num_outcomes for acceptance in self._acceptance]
         for number in sorted(range(len(self._drafts)), key=known.__getitem__):
             is_due = known[number] < self._config.seen_enough or self._bank.is_full
-            if is_due and (found := self.beside(wanted, {number}, are_others=True)):
+            if is_due and (found := self.beside(candidates, {number}, are_others=True)):
                 return found
         return {}
 
-    def _tried(self, wanted: Sequence[Want], number: int, are_others: bool) -> list[int]:
+    def _tried(self, candidates: Candidates, number: int, are_others: bool) -> list[int]:
         """Selects as many sequences as the draft reads within a plain step, at least one."""
         order = sorted(
-            (value_of(want.behinds, number, want.behind), i)
-            for i, want in enumerate(wanted)
-            if value_of(want.limits, number, want.limit)
-            and (want.history.chosen == number) is not are_others
+            (one.behind_of(number), i)
+            for i, one in enumerate(candidates)
+            if one.limit_of(number) and (one.history.chosen == number) is not are_others
         )
         found: list[int] = []
         num_tokens = 0

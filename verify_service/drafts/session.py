@@ -8,9 +8,9 @@ import torch
 
 from foredraft.transport.device_exchange import DeviceExchange
 from verify_service.drafts.arena import Arena, Exchange
-from verify_service.drafts.ask_ahead import AskAhead
 from verify_service.drafts.capabilities import DraftCapabilities
 from verify_service.drafts.client import DraftClient
+from verify_service.drafts.draft_ahead import DraftAhead
 from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.open_requests import OpenRequest
 from verify_service.drafts.page_marks import DraftMarks
@@ -91,7 +91,7 @@ class Session:
             self.capabilities.uses_pages,
             settings.number,
         )
-        self.ahead = AskAhead()
+        self.ahead = DraftAhead()
         self.released: set[int] = set()
         on_tree = self.ahead.keep if self.capabilities.is_free else None
         self.wire = DraftWire(client, epoch, settings.vocab_size, metrics, self.hidden, on_tree)

@@ -25,7 +25,7 @@ from verify_service.drafts.drafts import Drafts
 from verify_service.drafts.proposals import NO_PROPOSALS, DraftRequest, Proposals
 from verify_service.engine.live_requests import EngineRequest, Live, LiveRequests
 from verify_service.engine.outcomes import Outcomes
-from verify_service.engine.overlap import Flight, RunAhead
+from verify_service.engine.overlap import OverlapScheduler, StepInFlight
 from verify_service.engine.self_test import SelfTest
 from verify_service.engine.tree_sizes import Judge, TreeSizes, known_outcome
 from verify_service.executor.base import Executor, Step, StepResult
@@ -100,9 +100,9 @@ class Engine:
         self._speculation = speculation
         self._self_tests = tuple(self_tests)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ahead = RunAhead(executor, scheduler, drafts)
-        self._overlap = overlap
-        self._flight: Flight | None = None
+        self._overlap = OverlapScheduler(executor, scheduler, drafts)
+        self._overlaps = overlap
+        self._in_flight: StepInFlight | None = None
         self._ended_at = 0.0  # when the newest step's outcome was known
         self._published_at = 0.0  # when the figures were
         self._is_checked = False  # pages and slots, since something was last done
@@ -209,10 +209,10 @@ class Engine:
                     self.step()
                 # Outputs are emitted while a draft or the next step runs. Without these, emit them
                 # here.
-                if not self._has_work or (not self._drafts.each and self._flight is None):
+                if not self._has_work or (not self._drafts.each and self._in_flight is None):
                     self._emit()
-            if self._flight is not None:
-                self._ahead.finish(self._flight)
+            if self._in_flight is not None:
+                self._overlap.finish(self._in_flight)
         except BaseException as error:
             logger.exception("the engine failed; the verifier has to be restarted")
             with self._submit_lock:  # requests submitted before are answered below
@@ -223,7 +223,7 @@ class Engine:
 
     @property
     def _has_work(self) -> bool:
-        return self._scheduler.has_work or self._flight is not None
+        return self._scheduler.has_work or self._in_flight is not None
 
     def _wait_for_work(self) -> None:
         self._observe()
@@ -297,12 +297,12 @@ class Engine:
 
         While steps overlap, starts the next step and commits the running one.
         """
-        if self._flight is not None:
-            flight = self._flight
+        if self._in_flight is not None:
+            running = self._in_flight
             choose = functools.partial(self._sizes.plan, is_ahead=True)
-            self._flight = self._ahead.start_behind(flight, choose)
+            self._in_flight = self._overlap.start_behind(running, choose)
             self._emit()
-            self._land(flight)
+            self._land(running)
             return
         started = time.perf_counter()
         self._drafts.refresh()
@@ -317,9 +317,9 @@ class Engine:
         wait = self._sizes.wait(plan.decode, proposals, drafted - started)
         capture = self._drafts.capture
         step = Step(batch, plan.prefill, capture or ())
-        if self._overlap and self._executor.can_overlap(step):
-            self._flight = self._ahead.start(step)
-            self._flight.wait = wait
+        if self._overlaps and self._executor.can_overlap(step):
+            self._in_flight = self._overlap.start(step)
+            self._in_flight.wait = wait
             return
         starts = [slot.seq.num_computed for slot in plan.decode]
         result = self._execute(step)
@@ -346,7 +346,7 @@ class Engine:
         if capture is not None:
             decoding = [slot.seq for slot in plan.decode]
             paths = [outcome.verified.path for outcome in decoded]
-            self._ahead.keep(result, decoding, plan.prefill, starts, paths)
+            self._overlap.keep(result, decoding, plan.prefill, starts, paths)
         metrics.FORWARD_SECONDS.observe(result.forward_seconds)
         metrics.VERIFY_SECONDS.observe(verified - drafted - result.forward_seconds)
         self._ended(started, plan.prefill, has_decodes=num_decoding > 0)
@@ -357,26 +357,26 @@ class Engine:
         pending.choose()
         return pending.finish()
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, running: StepInFlight) -> None:
         """Waits for an overlapped step and commits its outcome."""
-        result = self._ahead.finish(flight)
-        starts = [sequence.num_computed for sequence in flight.sequences]
+        result = self._overlap.finish(running)
+        starts = [sequence.num_computed for sequence in running.sequences]
         paths = [outcome.verified.path for outcome in result.outcomes]
-        self._outcomes.break_off(flight.sequences[i] for i in result.broken)
-        batch = map(VerifyRows, flight.sequences, result.trees, flight.confidences)
+        self._outcomes.break_off(running.sequences[i] for i in result.broken)
+        batch = map(VerifyRows, running.sequences, result.trees, running.confidences)
         self._outcomes.commit_all(batch, result.outcomes)
-        if self._flight is not None:
-            self._ahead.choose(self._flight)
-        self._ahead.tell(flight, result, starts, paths)
+        if self._in_flight is not None:
+            self._overlap.choose(self._in_flight)
+        self._overlap.tell(running, result, starts, paths)
         self._sizes.observe(
-            len(flight.sequences),
+            len(running.sequences),
             result.num_logit_rows,
-            time.perf_counter() - max(flight.started_at, self._ended_at),
+            time.perf_counter() - max(running.started_at, self._ended_at),
             sum(map(len, paths)),
-            flight.wait,
+            running.wait,
         )
-        metrics.OVERLAPPED_STEPS.inc(self._flight is not None)
-        self._ended(max(flight.started_at, self._ended_at))
+        metrics.OVERLAPPED_STEPS.inc(self._in_flight is not None)
+        self._ended(max(running.started_at, self._ended_at))
 
     def _ended(
         self, started: float, chunks: Iterable[PrefillChunk] = (), has_decodes: bool = True

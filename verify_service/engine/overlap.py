@@ -29,7 +29,7 @@ RELEASE_SECONDS = 1e-3  # between two attempts to end the wait for a draft that 
 
 
 @dataclass(slots=True)
-class Flight:
+class StepInFlight:
     """A running step.
 
     Attributes:
@@ -54,7 +54,7 @@ class Flight:
     started_at: float = field(default_factory=time.perf_counter)
 
 
-class RunAhead:
+class OverlapScheduler:
     """Starts steps and waits for them."""
 
     def __init__(self, executor: Executor, scheduler: Scheduler, drafts: Drafts) -> None:
@@ -62,18 +62,20 @@ class RunAhead:
         self._scheduler = scheduler
         self._drafts = drafts
 
-    def start(self, step: Step) -> Flight:
+    def start(self, step: Step) -> StepInFlight:
         """Starts a step whose sequences and tokens are all known to the host."""
         started = self._executor.submit(step)
         started.choose()
         sequences = [rows.sequence for rows in step.batch]
-        return self._flight(sequences, started, [rows.confidence for rows in step.batch])
+        return self._in_flight(sequences, started, [rows.confidence for rows in step.batch])
 
-    def start_behind(self, flight: Flight, plan: Callable[[list[Sequence]], Plan]) -> Flight | None:
+    def start_behind(
+        self, running: StepInFlight, plan: Callable[[list[Sequence]], Plan]
+    ) -> StepInFlight | None:
         """Starts the step after the running one.
 
         Args:
-            flight: The running step.
+            running: The running step.
             plan: Returns how much the sequences of the next step should verify.
 
         Returns:
@@ -82,7 +84,7 @@ class RunAhead:
         drafts = self._drafts
         if drafts.are_stale:
             return _drained("draft")
-        going = self._scheduler.going_on(flight.sequences)
+        going = self._scheduler.going_on(running.sequences)
         nodes, num_rows, _ = plan(going)
         if any(nodes):
             nodes = [_followed(*pair, num_rows) for pair in zip(going, nodes, strict=True)]
@@ -93,7 +95,7 @@ class RunAhead:
                 return _drained("draft")
             if reads_hidden and drafts.must_sync:  # drafts other than the one that follows
                 return _drained("draft")
-        elif reads_hidden and (flight.started.num_rows > 1 or drafts.must_sync):
+        elif reads_hidden and (running.started.num_rows > 1 or drafts.must_sync):
             # The rows that will be committed, and must be kept, are not known yet; or too many are
             # kept already.
             return _drained("draft")
@@ -102,23 +104,23 @@ class RunAhead:
             return _drained(why_not)
         if not any(nodes):
             if reads_hidden:
-                output = flight.started.outcome.output
-                flight.gathered = drafts.gather(output, len(flight.sequences))
+                output = running.started.outcome.output
+                running.gathered = drafts.gather(output, len(running.sequences))
             return self._start_ahead(going, Ahead(1, [None] * len(going)))
-        row_of = {sequence.request_id: i for i, sequence in enumerate(flight.sequences)}
+        row_of = {sequence.request_id: i for i, sequence in enumerate(running.sequences)}
         requests = [
-            DeviceRequest(sequence, row_of[sequence.request_id], wanted)
-            for sequence, wanted in zip(going, nodes, strict=True)
+            DeviceRequest(sequence, row_of[sequence.request_id], num_nodes)
+            for sequence, num_nodes in zip(going, nodes, strict=True)
         ]
-        outcome = flight.started.outcome
+        outcome = running.started.outcome
         proposals = drafts.follow(requests, outcome)
         if proposals is None or proposals.device is None:
             return _drained("draft")
-        flight.followed_by = proposals.device
+        running.followed_by = proposals.device
         if reads_hidden:
-            count = len(flight.sequences) * flight.started.num_rows
+            count = len(running.sequences) * running.started.num_rows
             gathered = drafts.gather(outcome.output, count, without=proposals.draft)
-            flight.gathered = gathered or None
+            running.gathered = gathered or None
         trees = [one.row if one.num_nodes else None for one in requests]
         behind = self._start_ahead(going, Ahead(num_rows, trees, proposals.device.fetch))
         wait = Wait(proposals.depth, len(going), None)
@@ -126,29 +128,29 @@ class RunAhead:
         behind.wait = wait._replace(parts=((proposals.draft, wait),))
         return behind
 
-    def _start_ahead(self, going: list[Sequence], ahead: Ahead) -> Flight:
+    def _start_ahead(self, going: list[Sequence], ahead: Ahead) -> StepInFlight:
         batch = [VerifyRows(sequence, EMPTY) for sequence in going]
         started = self._executor.submit(Step(batch, capture=self._capture, ahead=ahead))
-        return self._flight(going, started)
+        return self._in_flight(going, started)
 
-    def choose(self, flight: Flight) -> None:
+    def choose(self, running: StepInFlight) -> None:
         """Lets a step choose its tokens once the previous step has been committed.
 
         See `PendingStep.choose`.
         """
-        self._await(flight, lambda: flight.started.is_ready)
-        flight.started.choose()
+        self._await(running, lambda: running.started.is_ready)
+        running.started.choose()
 
-    def finish(self, flight: Flight) -> StepResult:
+    def finish(self, running: StepInFlight) -> StepResult:
         """Waits for a step. See `PendingStep.finish`."""
-        self._await(flight, lambda: flight.started.is_done)
-        finished = flight.started.finish()
-        for sequence in flight.sequences:
-            sequence.num_in_flight -= flight.started.num_rows
+        self._await(running, lambda: running.started.is_done)
+        finished = running.started.finish()
+        for sequence in running.sequences:
+            sequence.num_in_flight -= running.started.num_rows
         return finished
 
     def tell(
-        self, flight: Flight, result: StepResult, starts: list[int], paths: list[list[int]]
+        self, running: StepInFlight, result: StepResult, starts: list[int], paths: list[list[int]]
     ) -> None:
         """Records a step's commits for the draft.
 
@@ -156,20 +158,20 @@ class RunAhead:
         for it.
         """
         drafts = self._drafts
-        if flight.followed_by is not None:
-            for sequence, start in zip(flight.sequences, starts, strict=True):
+        if running.followed_by is not None:
+            for sequence, start in zip(running.sequences, starts, strict=True):
                 if sequence.status is Status.RUNNING:
-                    flight.followed_by.followed(sequence, start)
-            if flight.gathered is None:
+                    running.followed_by.followed(sequence, start)
+            if running.gathered is None:
                 return
         if drafts.capture is None:
             return
-        if flight.started.num_rows == 1:  # for example, while drafting is suspended
-            gathered = flight.gathered or drafts.gather(result.output, len(starts))
-            drafts.keep_step(flight.sequences, starts, gathered)
+        if running.started.num_rows == 1:  # for example, while drafting is suspended
+            gathered = running.gathered or drafts.gather(result.output, len(starts))
+            drafts.keep_step(running.sequences, starts, gathered)
         else:
-            committed = committed_rows(flight.sequences, (), result.first_rows, starts, paths)
-            drafts.keep(result.output, committed, flight.gathered)
+            committed = committed_rows(running.sequences, (), result.first_rows, starts, paths)
+            drafts.keep(result.output, committed, running.gathered)
 
     def keep(
         self,
@@ -194,29 +196,29 @@ class RunAhead:
             committed = committed_rows(decoding, chunks, result.first_rows, starts, paths)
             drafts.keep(result.output, committed)
 
-    def _await(self, flight: Flight, is_over: Callable[[], bool]) -> None:
+    def _await(self, running: StepInFlight, is_over: Callable[[], bool]) -> None:
         """Waits for a step that needs a draft's trees; abandons a draft that is late."""
-        trees = flight.proposals.device
+        trees = running.proposals.device
         if trees is not None:
             while not is_over():
-                if trees.is_late(time.perf_counter() - flight.started_at):
+                if trees.is_late(time.perf_counter() - running.started_at):
                     trees.abandon()
                     time.sleep(RELEASE_SECONDS)
                 time.sleep(0)  # lets other threads run, and comes back at once
 
-    def _flight(
+    def _in_flight(
         self, sequences: list[Sequence], started: PendingStep, confidences: list[int] | None = None
-    ) -> Flight:
+    ) -> StepInFlight:
         for sequence in sequences:
             sequence.num_in_flight += started.num_rows
-        return Flight(sequences, started, confidences or [0] * len(sequences))
+        return StepInFlight(sequences, started, confidences or [0] * len(sequences))
 
     @property
     def _capture(self) -> tuple[int, ...]:
         return self._drafts.capture or ()
 
 
-def _drained(why: str) -> Flight | None:
+def _drained(why: str) -> StepInFlight | None:
     """Counts a step after which no other step can be started, and returns None."""
     metrics.DRAINED_STEPS.labels(why).inc()
     return None

@@ -7,12 +7,12 @@ from foredraft.trees.draft_tree import DraftTree
 from verify_service.controller.controller import Controller
 from verify_service.controller.messages import (
     NO_WAIT,
+    Candidate,
     DraftHistory,
     Observed,
     Offer,
     Plan,
     Wait,
-    Want,
 )
 from verify_service.drafts.drafts import Drafts
 from verify_service.drafts.proposals import DraftRequest, Proposals, Trial
@@ -102,21 +102,21 @@ class TreeSizes:
         for number in list(self._trials):
             self._judge(number, len(sequences))
         controller.has_trial[:] = [number in self._trials for number in range(len(self._each))]
-        if controller.rests_on and not self._probes:
+        if controller.stays_suspended and not self._probes:
             for one in self._each:
-                one.suspend(True, not controller.is_deaf)
+                one.suspend(True, controller.keeps_states)
             return Plan([0] * len(sequences), 1)
         for number, one in enumerate(self._each):
             is_first = one.capabilities.is_free
             controller.drafts[number] = controller.drafts[number]._replace(
                 is_asked_first=is_first, is_beside=controller.is_padded and not is_first
             )
-        wanted = [self._want(one, available) for one in sequences]
-        plan = controller.plan(wanted, other_rows, is_ahead)
+        candidates = [self._candidate(one, available) for one in sequences]
+        plan = controller.plan(candidates, other_rows, is_ahead)
         if not is_ahead:
-            self._unread = controller.unread(wanted, plan.nodes)
+            self._unread = controller.unread(candidates, plan.nodes)
         if self._drafts.are_several:
-            self._assign(sequences, wanted)
+            self._assign(sequences, candidates)
         for one, is_drafting in zip(self._each, controller.is_drafting, strict=True):
             one.suspend(not is_drafting)
         for number, tried in plan.tried.items():
@@ -264,13 +264,13 @@ class TreeSizes:
         """Records a step with prompts."""
         self.controller.interrupted(wait)
 
-    def _want(self, sequence: RequestSequence, available: Sequence[bool]) -> Want:
+    def _candidate(self, sequence: RequestSequence, available: Sequence[bool]) -> Candidate:
         limit = self.limit(sequence)
         history = self._history(sequence)
         is_probe, left = sequence.request_id in self._probes, sequence.num_output_left
         if not self._drafts.are_several:
             lag = self._each[0].lag(sequence)
-            return Want(history, limit, is_probe, lag, left, len(sequence.tokens))
+            return Candidate(history, limit, is_probe, lag, left, len(sequence.tokens))
         name, names = self._named(sequence), self._drafts.names
         limits = [
             min(limit, kind.max_nodes) if is_there and name in ("", own) else 0
@@ -278,7 +278,7 @@ class TreeSizes:
         ]
         behinds = [one.lag(sequence) for one in self._each]
         context = len(sequence.tokens)
-        return Want(history, limit, is_probe, 0, left, context, limits, behinds)
+        return Candidate(history, limit, is_probe, 0, left, context, limits, behinds)
 
     def limit(self, sequence: RequestSequence) -> int:
         """Returns the maximum number of nodes for a sequence's tree."""
@@ -299,10 +299,12 @@ class TreeSizes:
     def _number(self, sequence: RequestSequence) -> int:
         return self._drafts.proposer(sequence) if self._drafts.are_several else 0
 
-    def _assign(self, sequences: Sequence[RequestSequence], wanted: Sequence[Want]) -> None:
+    def _assign(
+        self, sequences: Sequence[RequestSequence], candidates: Sequence[Candidate]
+    ) -> None:
         assigned = self._drafts.assigned
-        for sequence, want in zip(sequences, wanted, strict=True):
-            number = max(want.history.chosen, 0)
+        for sequence, one in zip(sequences, candidates, strict=True):
+            number = max(one.history.chosen, 0)
             before = assigned.get(sequence.request_id, number)
             self._num_changes[number] += number != before
             assigned[sequence.request_id] = number

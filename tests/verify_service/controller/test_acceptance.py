@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from verify_service.controller.acceptance import Acceptance, Ladder, falling
+from verify_service.controller.acceptance import Acceptance, SizeBins, falling
 from verify_service.controller.config import ControllerConfig
 from verify_service.controller.messages import DraftHistory
 
@@ -30,7 +30,7 @@ def test_estimates_are_the_posteriors_of_each_depth_given_the_one_before_it() ->
     that no tree reached say nothing.
     """
     rng, config = random.Random(1), LASTING
-    acceptance, one = Acceptance(Ladder([1, 2, 3, 4]), config), DraftHistory()
+    acceptance, one = Acceptance(SizeBins([1, 2, 3, 4]), config), DraftHistory()
     outcomes = [(size, len(chain(rng, 0.7, size))) for size in rng.choices([1, 2, 4], k=60)]
     for i, (size, right) in enumerate(outcomes):
         history = one if i < 20 else DraftHistory()
@@ -52,7 +52,7 @@ def test_estimates_are_the_posteriors_of_each_depth_given_the_one_before_it() ->
 
 
 def test_what_is_expected_comes_from_the_sequence_and_before_that_from_others() -> None:
-    acceptance = Acceptance(Ladder([1, 3, 7]))
+    acceptance = Acceptance(SizeBins([1, 3, 7]))
     good, bad = DraftHistory(), DraftHistory()
     for _ in range(60):
         acceptance.record(good, 0, 7, [0, 1, 2], 0)
@@ -65,14 +65,14 @@ def test_what_is_expected_comes_from_the_sequence_and_before_that_from_others() 
 
 
 def test_what_greedy_texts_show_is_what_sampled_ones_begin_with() -> None:
-    acceptance = Acceptance(Ladder([1, 2]))
+    acceptance = Acceptance(SizeBins([1, 2]))
     for _ in range(100):
         acceptance.record(DraftHistory(), 0, 2, [], 0)
     assert gains(acceptance, DraftHistory(group=1))[0] < 0.1
 
 
 def test_a_change_of_all_sequences_is_noticed_in_one_step() -> None:
-    acceptance = Acceptance(Ladder([1, 2, 3]))
+    acceptance = Acceptance(SizeBins([1, 2, 3]))
     histories = [DraftHistory() for _ in range(16)]
     for right in [[0, 1, 2]] * 40 + [[]]:
         for history in histories:
@@ -82,7 +82,7 @@ def test_a_change_of_all_sequences_is_noticed_in_one_step() -> None:
 
 
 def test_time_lets_the_prior_come_back_and_little_evidence_is_taken_for_a_little_better() -> None:
-    acceptance = Acceptance(Ladder([1]))
+    acceptance = Acceptance(SizeBins([1]))
     for _ in range(100):
         acceptance.record(DraftHistory(), 0, 1, [], 0)
     low = acceptance.gains([0], [0])[0, 0]
@@ -94,7 +94,7 @@ def test_time_lets_the_prior_come_back_and_little_evidence_is_taken_for_a_little
 
 
 def test_sequences_that_end_give_their_rows_back() -> None:
-    acceptance = Acceptance(Ladder([1, 2]))
+    acceptance = Acceptance(SizeBins([1, 2]))
     for _ in range(1000):
         history = DraftHistory()
         acceptance.record(history, 0, 2, [0], 0)

@@ -18,7 +18,14 @@ from testing.step_model import TABLES, StepModel
 from testing.step_trace import Trace
 from verify_service.controller.controller import Controller
 from verify_service.controller.costs import CostModel
-from verify_service.controller.messages import DraftHistory, DraftKind, Observed, Offer, Wait, Want
+from verify_service.controller.messages import (
+    Candidate,
+    DraftHistory,
+    DraftKind,
+    Observed,
+    Offer,
+    Wait,
+)
 from verify_service.controller.tables import GridTable, RowTable, Table
 
 CHAIN, TREE = (3, 1, 3), (5, 8, 31)
@@ -156,11 +163,11 @@ def test_mixed_sequences_and_a_wrong_table(
 
 
 def test_free_rows_are_always_used() -> None:
-    assert controller(FLAT, 11, 11).plan([Want(DraftHistory(), 11)]).nodes == [11]
+    assert controller(FLAT, 11, 11).plan([Candidate(DraftHistory(), 11)]).nodes == [11]
 
 
 def test_without_a_table_everything_is_drafted() -> None:
-    plan = controller(None, 5, 5).plan([Want(DraftHistory(), 5), Want(DraftHistory(), 2)])
+    plan = controller(None, 5, 5).plan([Candidate(DraftHistory(), 5), Candidate(DraftHistory(), 2)])
     assert plan.nodes == [5, 2]
     assert plan.rows == 6
 
@@ -169,7 +176,7 @@ def test_who_must_not_draft_does_not_and_who_must_does() -> None:
     controller_ = controller(GPU_TREE.times(), 31, 5)
     histories = [DraftHistory() for _ in range(3)]
     plan = controller_.plan(
-        [Want(histories[0], 0), Want(histories[1], 31, True), Want(histories[2], 4)]
+        [Candidate(histories[0], 0), Candidate(histories[1], 31, True), Candidate(histories[2], 4)]
     )
     assert plan.nodes[0] == 0
     assert plan.nodes[1] == 31
@@ -182,7 +189,7 @@ def test_an_ngram_that_is_never_right_costs_little_and_one_that_is_right_is_used
         controller_, rng = controller(TYPICAL, 11, 11, is_first=True), random.Random(1)
         history, tokens, seconds = DraftHistory(), 0, 0.0
         for _ in range(600):
-            asked = controller_.plan([Want(history, 11)]).nodes[0] > 0
+            asked = controller_.plan([Candidate(history, 11)]).nodes[0] > 0
             wait = 0.001 if asked else 0.0
             offered = 11 if asked and rng.random() < 0.7 else 0
             nodes = controller_.trim([Offer(history, offered, 1)])[0] if asked else 0
@@ -207,6 +214,6 @@ def test_rows_are_padded_to_what_was_captured() -> None:
     times = GridTable({(1, 1): 4.0, (1, 4): 4.1, (4, 1): 4.2, (4, 2): 4.3, (4, 4): 4.4})
     controller_ = controller(times, 3, 3)
     for batch in range(1, 5):
-        plan = controller_.plan([Want(DraftHistory(), 3)] * batch)
+        plan = controller_.plan([Candidate(DraftHistory(), 3)] * batch)
         assert plan.rows in times.rows(batch)
         assert all(nodes <= plan.rows - 1 for nodes in plan.nodes)

@@ -63,13 +63,13 @@ def test_steps_that_contain_the_draft_teach_what_it_takes() -> None:
 def test_the_sets_that_are_compared_hold_the_best_of_all(table: RowTable | GridTable) -> None:
     """Two chains of up to three nodes: every pair of sizes on a CPU, one size for all on a GPU."""
     rng = np.random.default_rng(5)
-    ladder = table.ladder(3)
+    bins = table.bins(3)
     for _ in range(50):
         chances = np.sort(rng.random((2, 3)), axis=1)[:, ::-1]
         sums = np.concatenate([np.zeros((2, 1)), np.cumsum(chances, axis=1)], axis=1)
-        ends = [0, *ladder.sizes]
+        ends = [0, *bins.sizes]
         gains = np.diff(sums[:, ends], axis=1)
-        choices = table.choices(gains, ladder, 3, 0)
+        choices = table.choices(gains, bins, 3, 0)
         rates = (2 + choices.added) / table.many(2, choices.rows)
         found = choices.nodes(int(rates.argmax()))
         best = 0.0

@@ -112,6 +112,6 @@ def test_a_step_with_prompts_is_drafted_for_where_that_pays(
     model = replace(LARGE, change=(change[0] * 1e-3, change[1] * 1e-3))
     controller = Listening(model)
     simulate(model, controller, [Load(0, 8, (0.9, 0.9), 10)], 4.0)
-    assert not controller.is_resting
+    assert not controller.is_suspended
     late = controller.drafted[len(controller.drafted) // 2 :]
     assert sum(late) > 0.9 * len(late) if pays else sum(late) < 0.1 * len(late)

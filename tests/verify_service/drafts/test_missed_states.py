@@ -126,27 +126,27 @@ def test_a_draft_that_is_not_asked_is_told_now_and_then(target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept_bytes", "drops", "is_deaf"),
+    ("kept_bytes", "drops", "drops_states"),
     [(1 << 30, 0.0, False), (40_000, 0.0, False), (1 << 30, 0.05, False), (1 << 30, 0.0, True)],
 )
-def test_a_draft_that_rests_is_told_nothing_until_it_is_asked(
-    target: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, drops: float, is_deaf: bool
+def test_a_suspended_draft_is_told_nothing_until_it_is_asked(
+    target: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, drops: float, drops_states: bool
 ) -> None:
     """Then it is told all, in an order in which no page is read before it was filled, whoever
     shares it.
     """
     monkeypatch.setattr(session, "MOST_KEPT", kept_bytes)
     monkeypatch.setattr(sync, "MOST_READ", 100)
-    plan, rng, num_resting = TreeSizes.plan, random.Random(4), 0
+    plan, rng, num_suspended = TreeSizes.plan, random.Random(4), 0
 
     def now_and_then(self: TreeSizes, sequences: Any, other_rows: int = 0) -> Plan:
-        nonlocal num_resting
+        nonlocal num_suspended
         whole = plan(self, sequences, other_rows)
         assert self._each
-        num_resting += 1
-        is_suspended = num_resting % 30 < 22
+        num_suspended += 1
+        is_suspended = num_suspended % 30 < 22
         # Part of the time not even kept anything for, with a probe of whom that is so now and then.
-        self._each[0].suspend(is_suspended, not (is_deaf and num_resting % 30 < 14))
+        self._each[0].suspend(is_suspended, not (drops_states and num_suspended % 30 < 14))
         if not is_suspended:
             return whole
         if rng.random() < drops:
@@ -164,7 +164,7 @@ def test_a_draft_that_rests_is_told_nothing_until_it_is_asked(
         assert harness.engine._drafts.each[0]._session.hidden._runs == {}
     told = [request for request in drafter.requests if request.sequences]
     if kept_bytes > 1 << 20:
-        assert len(told) < 0.6 * num_resting
+        assert len(told) < 0.6 * num_suspended
     assert drafter.check(target) > 1000
 
 
@@ -176,7 +176,7 @@ def test_steps_with_prompts_put_off_what_a_draft_is_told(
     as_on_a_gpu = property(lambda self: SimpleNamespace(trees=torch.zeros(1, 2, 4)))
 
     def spared(self: TreeSizes, sequences: Any, other_rows: int = 0) -> Plan:
-        """Drafts now and then, mostly not beside prompts, and rests for a while."""
+        """Drafts now and then, mostly not beside prompts, and is suspended for a while."""
         whole = plan(self, sequences, other_rows)
         assert self._each
         is_suspended = len(told) // 40 % 3 == 2

@@ -14,7 +14,7 @@ from testing.checkpoints import make_checkpoint
 from testing.drafts import DraftProcess
 from testing.engines import Collector, Harness, Job, running_engine
 from testing.stack import eventually
-from verify_service.controller.messages import Want
+from verify_service.controller.messages import Candidate
 from verify_service.outputs import Load, StepOutput
 
 CHAIN = {
@@ -70,8 +70,8 @@ def count(name: str, algorithm: str) -> float:
 def prefer(harness: Harness, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes one draft better than any measurement could say."""
 
-    def values(wanted: Sequence[Want], plain: float) -> np.ndarray:
-        return np.ones((2, len(wanted))) + (np.arange(2) == number)[:, None]
+    def values(candidates: Sequence[Candidate], plain: float) -> np.ndarray:
+        return np.ones((2, len(candidates))) + (np.arange(2) == number)[:, None]
 
     monkeypatch.setattr(harness.engine._sizes.controller._goodput, "of_drafts", values)
 

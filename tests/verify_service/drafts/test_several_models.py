@@ -18,7 +18,7 @@ from testing.hidden_work import FLAGS, WIDTH, jobs, texts
 from testing.late_drafts import LateDrafter, asks
 from testing.stack import eventually
 from verify_service import startup
-from verify_service.controller.messages import DraftHistory, Offer, Want
+from verify_service.controller.messages import Candidate, DraftHistory, Offer
 from verify_service.drafts import links as draft_links
 
 SCARCE = {**FLAGS, "max_total_tokens": 8 * 34}
@@ -48,10 +48,10 @@ def prefer(harness: Harness, wish: Callable[[DraftHistory], int]) -> None:
     """Makes the draft that `wish` names for a sequence better than any measurement could say."""
     controller = harness.engine._sizes.controller
 
-    def values(wanted: Sequence[Want], plain: float) -> np.ndarray:
-        found = np.ones((len(controller.drafts), len(wanted)))
-        for i, want in enumerate(wanted):
-            found[wish(want.history), i] = 2.0
+    def values(candidates: Sequence[Candidate], plain: float) -> np.ndarray:
+        found = np.ones((len(controller.drafts), len(candidates)))
+        for i, one in enumerate(candidates):
+            found[wish(one.history), i] = 2.0
         return found
 
     controller._goodput.of_drafts = values
@@ -126,7 +126,7 @@ def test_one_that_dies_leaves_the_others_what_is_theirs(
         assert drafter.num_attaches == 3
 
 
-def test_for_a_draft_that_rests_no_prefix_is_computed_again(
+def test_for_a_suspended_draft_no_prefix_is_computed_again(
     target: Path, drafters: list[HiddenDrafter]
 ) -> None:
     first, *others = jobs(2, num_new=20)
@@ -135,7 +135,7 @@ def test_for_a_draft_that_rests_no_prefix_is_computed_again(
         drafter.texts = known
     with engine_with(drafters, target, **FLAGS) as harness:
         harness.wait_for_draft()
-        harness.engine._sizes.controller._trials.others = lambda wanted: {}
+        harness.engine._sizes.controller._trials.others = lambda candidates: {}
         found = []
         for best, work in ((2, [first]), *((best, others) for best in (2, 2, 0, 0, 0))):
             prefer(harness, lambda history, best=best: best)

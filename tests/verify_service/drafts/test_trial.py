@@ -14,7 +14,7 @@ from testing.hidden_work import FLAGS, WIDTH, jobs, texts
 from testing.late_drafts import LateDrafter, asks
 from testing.stack import eventually
 from verify_service.controller.controller import Controller
-from verify_service.controller.messages import DraftKind, Offer, Plan, Want
+from verify_service.controller.messages import Candidate, DraftKind, Offer, Plan
 from verify_service.drafts import wire
 from verify_service.executor.choice.simulation import FILLER
 
@@ -34,11 +34,13 @@ class Tries(Controller):
         self.counts: list[int] = []
         self._is_open = False
 
-    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
+    def plan(
+        self, candidates: Sequence[Candidate], other_rows: int = 0, is_ahead: bool = False
+    ) -> Plan:
         """See Controller."""
-        tried = [] if self._is_open else [i for i, want in enumerate(wanted) if want.limit][-2:]
+        tried = [] if self._is_open else [i for i, one in enumerate(candidates) if one.limit][-2:]
         self._is_open |= bool(tried)
-        return Plan([0] * len(wanted), 1, {0: tried} if tried else {})
+        return Plan([0] * len(candidates), 1, {0: tried} if tried else {})
 
     def tried(
         self, offer: Offer, draft: int, num_known: int, right: Collection[int], batch: int
@@ -61,11 +63,13 @@ class Tells(Tries):
     is_told = True
     may_try = False
 
-    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
+    def plan(
+        self, candidates: Sequence[Candidate], other_rows: int = 0, is_ahead: bool = False
+    ) -> Plan:
         """See Controller."""
         if not self.may_try:
-            return Plan([0] * len(wanted), 1)
-        return super().plan(wanted, other_rows, is_ahead)
+            return Plan([0] * len(candidates), 1)
+        return super().plan(candidates, other_rows, is_ahead)
 
 
 def run_all(harness: Harness, drafter: HiddenDrafter, work: Sequence[Job]) -> None:

@@ -19,7 +19,7 @@ from testing.engines import Harness, Job, running_engine
 from testing.reference import Reference
 from testing.stack import eventually
 from verify_service.controller.controller import Controller
-from verify_service.controller.messages import DraftKind, Plan, Want
+from verify_service.controller.messages import Candidate, DraftKind, Plan
 from verify_service.engine import engine as engine_module
 from verify_service.engine.live_requests import EngineRequest
 from verify_service.outputs import Load, StepOutput
@@ -375,11 +375,13 @@ class Pausing(Controller):
         super().__init__(None, [DraftKind(3, 3)])
         self.num_plans = 0
 
-    def plan(self, wanted: Sequence[Want], other_rows: int = 0, is_ahead: bool = False) -> Plan:
+    def plan(
+        self, candidates: Sequence[Candidate], other_rows: int = 0, is_ahead: bool = False
+    ) -> Plan:
         self.num_plans += 1
         self.is_drafting = [self.num_plans > self.PAUSE or not self.rests]
-        plan = super().plan(wanted, other_rows, is_ahead)
-        return Plan([0] * len(wanted), 1) if self.num_plans <= self.PAUSE else plan
+        plan = super().plan(candidates, other_rows, is_ahead)
+        return Plan([0] * len(candidates), 1) if self.num_plans <= self.PAUSE else plan
 
 
 class Resting(Pausing):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from testing.oracle_draft import NODES, PAGE, VOCAB, OracleDraft, Run
 from verify_service.controller.controller import Controller
 from verify_service.controller.costs import CostModel
-from verify_service.controller.messages import DraftKind, Want
+from verify_service.controller.messages import Candidate, DraftKind
 from verify_service.controller.tables import GridTable
 from verify_service.drafts.drafts import Drafts
 from verify_service.engine.engine import Engine, EngineLimits
@@ -61,10 +61,10 @@ class SeveralRun(Run):
         )
         self.preferred, self.is_split = 0, False
 
-        def values(wanted: Sequence[Want], plain: float) -> np.ndarray:
-            found = np.ones((len(self.parts), len(wanted)))
-            for i, want in enumerate(wanted):
-                preferred = self.preferred + (self.is_split and id(want.history) // 64 % 3)
+        def values(candidates: Sequence[Candidate], plain: float) -> np.ndarray:
+            found = np.ones((len(self.parts), len(candidates)))
+            for i, one in enumerate(candidates):
+                preferred = self.preferred + (self.is_split and id(one.history) // 64 % 3)
                 found[preferred % len(self.parts), i] = 2.0
             return found
 

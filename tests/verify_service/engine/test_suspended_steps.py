@@ -96,7 +96,7 @@ class Client:
 class Resting(Controller):
     """Believes that drafting does not pay."""
 
-    rests_on = True
+    stays_suspended = True
 
 
 def engine(num_sequences: int, has_draft: bool) -> Engine:
@@ -142,14 +142,14 @@ def num_calls(num_sequences: int, has_draft: bool) -> int:
             nonlocal count
             count += event in ("call", "c_call")
 
-        assert made._flight is not None
+        assert made._in_flight is not None
         sys.setprofile(note)
         try:
             made.step()
         finally:
             sys.setprofile(None)
         counts.append(count)
-    assert made._flight is not None
+    assert made._in_flight is not None
     return min(counts)  # of steps in which nobody takes a page and nothing is published
 
 

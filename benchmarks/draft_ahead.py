@@ -1,7 +1,7 @@
 """Measures the wait for n-gram trees where text is copied: requested while the target computes, or
 not.
 
-    python -m benchmarks.ask_ahead --rounds 5
+    python -m benchmarks.draft_ahead --rounds 5
 
 The bundled model is made to repeat a token, so that every proposal is right; engine in this
 process, draft service beside it. Each round decodes the same requests both ways. Prints
@@ -17,7 +17,7 @@ from unittest import mock
 from foredraft.models.registry import resolve_model_path
 from foredraft.types import SamplingParams
 from testing.engines import Harness, Job, running_engine
-from verify_service.drafts.ask_ahead import AskAhead
+from verify_service.drafts.draft_ahead import DraftAhead
 from verify_service.metrics import DRAFT_WAIT_SECONDS, DRAFTS_AHEAD
 
 TOKEN = 100
@@ -61,7 +61,7 @@ def main() -> None:
             run(harness, batch, 100)
             found: dict[str, list[tuple[float, float, float]]] = {"in turn": [], "ahead": []}
             for _ in range(args.rounds):
-                with mock.patch.object(AskAhead, "take", return_value=None):
+                with mock.patch.object(DraftAhead, "take", return_value=None):
                     found["in turn"].append(run(harness, batch, args.tokens))
                 found["ahead"].append(run(harness, batch, args.tokens))
             for way, rows in found.items():

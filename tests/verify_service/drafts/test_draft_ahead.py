@@ -13,7 +13,7 @@ from foredraft.trees.draft_tree import DraftTree
 from foredraft.types import SamplingParams, SpeculationParams
 from testing.checkpoints import make_checkpoint
 from testing.engines import Harness, Job, running_engine
-from verify_service.drafts.ask_ahead import AskAhead, below
+from verify_service.drafts.draft_ahead import DraftAhead, below
 from verify_service.drafts.proposals import Drafted, DraftRequest, Proposals
 from verify_service.engine.tree_sizes import TreeSizes
 from verify_service.metrics import DRAFTS_AHEAD
@@ -68,7 +68,7 @@ def sequence(*output: int, max_new: int = 50, **asked: int) -> Sequence:
 
 
 def test_more_is_asked_for_only_while_text_is_copied() -> None:
-    ahead, copying = AskAhead(), sequence()
+    ahead, copying = DraftAhead(), sequence()
     want = DraftRequest(copying, 4)
     assert ahead.num_nodes(want) == 4
     ahead.keep(copying, 1, Drafted(CHAIN.first(4), 2))
@@ -86,7 +86,11 @@ def test_more_is_asked_for_only_while_text_is_copied() -> None:
 
 
 def test_nobody_goes_without_waiting_unless_all_do() -> None:
-    ahead, one, other = AskAhead(), sequence(), Sequence(2, [9], SamplingParams(max_new_tokens=50))
+    ahead, one, other = (
+        DraftAhead(),
+        sequence(),
+        Sequence(2, [9], SamplingParams(max_new_tokens=50)),
+    )
     ahead.keep(one, 1, Drafted(CHAIN, 0))
     assert ahead.take([DraftRequest(one, 4), DraftRequest(other, 0)]) is not None
     assert ahead.take([DraftRequest(one, 4), DraftRequest(other, 4, is_trial=True)]) is not None
@@ -95,7 +99,7 @@ def test_nobody_goes_without_waiting_unless_all_do() -> None:
 
 
 def test_too_little_is_left_as_it_is_unless_the_output_ends_there() -> None:
-    ahead, one = AskAhead(), sequence()
+    ahead, one = DraftAhead(), sequence()
     ahead.keep(one, 1, Drafted(CHAIN, 0))
     one.append_tokens([1, 2, 3, 4])
     assert ahead.take([DraftRequest(one, 6)]) is None
@@ -107,7 +111,7 @@ def test_too_little_is_left_as_it_is_unless_the_output_ends_there() -> None:
 
 
 def test_nothing_is_kept_of_what_has_ended() -> None:
-    ahead, ended = AskAhead(), sequence(max_new=1)
+    ahead, ended = DraftAhead(), sequence(max_new=1)
     ahead.keep(ended, 1, Drafted(CHAIN, 0))
     ended.append_tokens([1])
     ahead.forget(1)
@@ -116,7 +120,7 @@ def test_nothing_is_kept_of_what_has_ended() -> None:
 
 
 def test_bounds_of_a_request_hold() -> None:
-    ahead, one = AskAhead(), sequence(num_steps=2)
+    ahead, one = DraftAhead(), sequence(num_steps=2)
     ahead.keep(one, 1, Drafted(CHAIN.first(2), 0))
     one.append_tokens([1, 2, 3])
     ahead.take([DraftRequest(one, 6)])

@@ -23,7 +23,7 @@ class _Kept:
     drafted: Drafted
 
 
-class AskAhead:
+class DraftAhead:
     """Keeps proposals for the next step. Belongs to the engine's thread."""
 
     def __init__(self) -> None:
