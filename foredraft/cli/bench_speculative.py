@@ -24,8 +24,8 @@ from foredraft.bench.prompts import Prompt
 from foredraft.bench.statistics import summarize
 from foredraft.bench.sweep import Case, Figures, Results, Setting
 from foredraft.cli.sweep_servers import RunningServer, Servers, StartedServers
+from foredraft.config.algorithms import ALGORITHMS
 from foredraft.config.flag_parser import FlagParser
-from foredraft.config.speculation import ALGORITHMS
 from foredraft.errors import ConfigError
 
 DESCRIPTION = """\

@@ -19,11 +19,12 @@ from foredraft.cli.leftovers import of_the_dead
 from foredraft.cli.mps import Mps
 from foredraft.cli.ports import bind_free
 from foredraft.cli.supervisor import Service, Supervisor
+from foredraft.config.algorithms import ALGORITHMS
 from foredraft.config.api_keys import configured
 from foredraft.config.options import flag_of, option, to_flags, variable_of
 from foredraft.config.quantization import has_gpu
 from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
-from foredraft.config.speculation import HEADS, MODELS, each_draft
+from foredraft.config.speculation import each_draft
 from foredraft.errors import ConfigError
 from foredraft.models.config import ModelConfig
 from foredraft.models.hub import is_repository
@@ -169,8 +170,10 @@ def resolve_models(values: Mapping[str, Any]) -> dict[str, Any]:
     for one in each_draft(config):
         if path := one.speculative_draft_model_path:
             name, revision = one.speculative_algorithm, one.speculative_draft_model_revision
-            drafts[name] = str(resolve_model_path(path, revision, bins=name in HEADS))
-    if sum(name in MODELS for name in config.algorithms) > 1:
+            drafts[name] = str(
+                resolve_model_path(path, revision, bins=ALGORITHMS[name].reads_hidden)
+            )
+    if sum(ALGORITHMS[name].has_model for name in config.algorithms) > 1:
         resolved[_DRAFT_MODEL] = ",".join(f"{name}={path}" for name, path in drafts.items())
     elif drafts:
         [resolved[_DRAFT_MODEL]] = drafts.values()

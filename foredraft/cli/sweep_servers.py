@@ -15,7 +15,7 @@ from foredraft.bench import peers, sweep
 from foredraft.bench.http_client import HttpClient
 from foredraft.bench.sweep import Setting
 from foredraft.cli import serve, stack
-from foredraft.config.speculation import ALGORITHMS
+from foredraft.config.algorithms import ALGORITHMS
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.models.registry import BUNDLED_DRAFTS
 

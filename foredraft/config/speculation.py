@@ -1,27 +1,21 @@
 """Flags of speculation, and checks that their combination can be served."""
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from foredraft.config.algorithms import ALGORITHMS, Algorithm
+from foredraft.config.by_name import check_names, is_by_name, value_of
 from foredraft.config.options import flag_of, option
 from foredraft.errors import ConfigError
 
-BLOCKS = ("DFLASH", "DSPARK", "PEAGLE")  # algorithms whose chain comes from one forward
-ALGORITHMS = ("NONE", "NGRAM", "STANDALONE", "EAGLE", "NEXTN", "EAGLE3", "MTP", *BLOCKS)
-HEADS = ("EAGLE", "EAGLE3", "MTP", *BLOCKS)
-MODELS = ("STANDALONE", *HEADS)
-TOKEN_MAPS = ("STANDALONE", "EAGLE", "MTP")  # algorithms that can draft a part of the vocabulary
-MODULES = ("EAGLE", "MTP")  # algorithms that may have a module for each depth
 # Fields that may hold NAME=VALUE for each of several algorithms.
 BY_NAME = (
     "speculative_draft_model_path",
     "speculative_draft_model_revision",
     "speculative_token_map",
 )
-_NEXT_NAME = re.compile(rf"(?:^|,)({'|'.join(ALGORITHMS)})=", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +28,7 @@ class SpeculationConfig:
         " it), EAGLE3, MTP, or a block in one forward: DFLASH, DSPARK or PEAGLE. Several may be"
         " given with commas between them, as in EAGLE3,NGRAM: each sequence is drafted for by the"
         " best one.",
-        choices=ALGORITHMS,
+        choices=tuple(ALGORITHMS),
         joined=True,
         aliases=("--speculative-algo",),
     )
@@ -157,6 +151,11 @@ class SpeculationConfig:
         return tuple(self.speculative_algorithm.split(","))
 
     @property
+    def traits(self) -> Algorithm:
+        """Returns what is declared of the algorithm; for several, what is declared of none."""
+        return ALGORITHMS.get(self.speculative_algorithm, ALGORITHMS["NONE"])
+
+    @property
     def ngram_window(self) -> tuple[int, int]:
         """Returns (longest matched suffix, inserted window)."""
         depth = self.speculative_ngram_max_trie_depth
@@ -212,7 +211,8 @@ def each_draft(config: C) -> list[C]:
 
 def _own_fields(config: SpeculationConfig, name: str) -> dict[str, Any]:
     """Returns the fields that a draft beside others has of its own."""
-    if name not in MODELS:
+    traits = ALGORITHMS[name]
+    if not traits.has_model:
         return {
             **dict.fromkeys(BY_NAME, ""),
             "speculative_num_steps": None,
@@ -224,41 +224,13 @@ def _own_fields(config: SpeculationConfig, name: str) -> dict[str, Any]:
     fields: dict[str, Any] = {field: value_of(getattr(config, field), name) for field in BY_NAME}
     # A value without names goes only to algorithms that use it; without any of these, a later check
     # refuses the flag.
-    token_map, others = config.speculative_token_map, set(config.algorithms)
-    if name not in TOKEN_MAPS and others & set(TOKEN_MAPS) and not _NEXT_NAME.match(token_map):
+    all_traits = [ALGORITHMS[one] for one in config.algorithms]
+    is_for_all = not is_by_name(config.speculative_token_map)
+    if not traits.may_map_tokens and is_for_all and any(one.may_map_tokens for one in all_traits):
         fields["speculative_token_map"] = ""
-    if name not in MODULES and others & set(MODULES):
+    if not traits.may_have_modules and any(one.may_have_modules for one in all_traits):
         fields["enable_multi_layer_eagle"] = False
     return fields
-
-
-def value_of(text: str, algorithm: str) -> str:
-    """Returns the value that NAME=VALUE,NAME=VALUE has for an algorithm, "" for none; any other
-    text is the value for all.
-    """
-    if not _NEXT_NAME.match(text):
-        return text
-    _, *parts = _NEXT_NAME.split(text)
-    values = {_known_as(name): value for name, value in zip(parts[::2], parts[1::2], strict=True)}
-    return values.get(algorithm, "")
-
-
-def check_names(flag: str, text: str, algorithms: Sequence[str]) -> None:
-    """Raises ConfigError where a value NAME=VALUE,NAME=VALUE has a name twice, or one of no
-    algorithm that drafts.
-    """
-    names = [_known_as(name) for name in _NEXT_NAME.findall(text)] if _NEXT_NAME.match(text) else []
-    if len(set(names)) < len(names):
-        raise ConfigError(f"{flag} {text}: each name may be given once")
-    for name in names:
-        if name not in algorithms:
-            raise ConfigError(
-                f"{flag} {text}: {name} is not among --speculative-algorithm {','.join(algorithms)}"
-            )
-
-
-def _known_as(name: str) -> str:
-    return "EAGLE" if name.upper() == "NEXTN" else name.upper()
 
 
 def with_tree_defaults(config: C, architecture: str, on_cpu: bool = False) -> C:
@@ -271,8 +243,8 @@ def with_tree_defaults(config: C, architecture: str, on_cpu: bool = False) -> C:
         architecture: Architecture of the target.
         on_cpu: Whether the models run on the CPU, where the flags leave it open.
     """
-    algorithm = config.speculative_algorithm
-    if algorithm not in HEADS or algorithm in BLOCKS or config.speculative_num_steps is not None:
+    traits = config.traits
+    if not traits.reads_hidden or traits.is_block or config.speculative_num_steps is not None:
         return config
     if architecture != "LlamaForCausalLM" or config.enable_multi_layer_eagle:
         return config
@@ -294,8 +266,8 @@ def check_together(algorithms: Sequence[str], model_path: str) -> None:
         raise ConfigError(f"{given}: NONE goes with no other")
     if len(set(algorithms)) < len(algorithms):
         raise ConfigError(f"{given}: each may be given once")
-    models = [name for name in algorithms if name in MODELS]
-    if len(models) > 1 and model_path and not _NEXT_NAME.match(model_path):
+    models = [name for name in algorithms if ALGORITHMS[name].has_model]
+    if len(models) > 1 and model_path and not is_by_name(model_path):
         raise ConfigError(
             f"--speculative-draft-model-path {model_path}: {' and '.join(models)} have a model"
             " each; give NAME=PATH for each, with commas between them"
@@ -304,18 +276,17 @@ def check_together(algorithms: Sequence[str], model_path: str) -> None:
 
 def check_speculation(config: SpeculationConfig) -> None:
     """Raises ConfigError, naming the flags, for a combination that cannot be served."""
-    algorithm = config.speculative_algorithm
-    if algorithm in ("STANDALONE", "EAGLE3", *BLOCKS) and not config.speculative_draft_model_path:
+    algorithm, traits = config.speculative_algorithm, config.traits
+    if traits.needs_files and not config.speculative_draft_model_path:
         raise ConfigError(
             f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path"
         )
-    if config.speculative_token_map and algorithm not in TOKEN_MAPS:
-        has_own = algorithm in ("EAGLE3", *BLOCKS)
-        reason = "its head brings its own map (d2t)" if has_own else "no model drafts"
+    if config.speculative_token_map and not traits.may_map_tokens:
+        reason = "its head brings its own map (d2t)" if traits.reads_hidden else "no model drafts"
         raise ConfigError(
             f"--speculative-token-map cannot go with --speculative-algorithm {algorithm}: {reason}"
         )
-    if config.enable_multi_layer_eagle and algorithm not in MODULES:
+    if config.enable_multi_layer_eagle and not traits.may_have_modules:
         raise ConfigError(
             f"--enable-multi-layer-eagle is for MTP layers, not --speculative-algorithm {algorithm}"
         )
@@ -329,12 +300,12 @@ def check_speculation(config: SpeculationConfig) -> None:
             "--speculative-draft-model-quantization fp8 does not go with --device cpu: a CPU has no"
             " products of 8-bit floats; int8 works"
         )
-    if quantization != "unquant" and algorithm in ("NONE", "NGRAM"):
+    if quantization != "unquant" and not traits.has_model:
         raise ConfigError(
             "--speculative-draft-model-quantization has no use with --speculative-algorithm"
             f" {algorithm}: no model drafts"
         )
-    if algorithm in ("NONE", "NGRAM") and config.speculative_draft_model_path:
+    if not traits.has_model and config.speculative_draft_model_path:
         raise ConfigError(
             f"--speculative-draft-model-path has no use with --speculative-algorithm {algorithm}"
         )
@@ -368,7 +339,7 @@ def check_speculation(config: SpeculationConfig) -> None:
             "--speculative-num-draft-tokens has no use with --speculative-algorithm NONE: nothing"
             " is drafted"
         )
-    if algorithm == "STANDALONE" or algorithm in HEADS:
+    if traits.has_model:
         _check_tree(config)
     if algorithm == "NGRAM" or config.speculative_ngram_override:
         _check_ngram(config)
@@ -408,7 +379,7 @@ def _check_tree(config: SpeculationConfig) -> None:
 def _check_override(config: SpeculationConfig) -> None:
     if not config.speculative_ngram_override:
         return
-    if config.speculative_algorithm not in MODELS:
+    if not config.traits.has_model:
         raise ConfigError(
             "--speculative-ngram-override has no use with --speculative-algorithm"
             f" {config.speculative_algorithm}: no model drafts"

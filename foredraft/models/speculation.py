@@ -8,8 +8,9 @@ import logging
 from pathlib import Path
 from typing import TypeVar
 
+from foredraft.config.algorithms import ALGORITHMS
 from foredraft.config.services import TargetConfig
-from foredraft.config.speculation import BLOCKS, HEADS, SpeculationConfig, with_tree_defaults
+from foredraft.config.speculation import SpeculationConfig, with_tree_defaults
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.models.block_config import is_block_draft, stored_names
 from foredraft.models.config import FAMILIES, ModelConfig
@@ -90,7 +91,7 @@ def resolve(config: C, on_cpu: bool = False) -> C:
     """
     if config.speculative_algorithm == "STANDALONE":
         _check_standalone(config)
-    if config.speculative_algorithm not in HEADS:
+    if not config.traits.reads_hidden:
         return config
     assert isinstance(config, TargetConfig)
     target = ModelConfig.from_dir(resolve_model_path(config.model_path, config.revision))
@@ -124,7 +125,7 @@ def complete(config: C, target: ModelConfig, head: Path | None, on_cpu: bool = F
         ConfigError: The flags do not fit the models; it names them.
     """
     algorithm = config.speculative_algorithm
-    if algorithm not in HEADS:
+    if not config.traits.reads_hidden:
         return config
     if head is None and target.num_mtp_layers == 0:
         raise ConfigError(
@@ -134,7 +135,7 @@ def complete(config: C, target: ModelConfig, head: Path | None, on_cpu: bool = F
     if algorithm == "EAGLE" and (head is None or HeadConfig.algorithm_of(head, "EAGLE") == "MTP"):
         algorithm = "MTP"
         config = dataclasses.replace(config, speculative_algorithm=algorithm)
-    if head is not None and algorithm in ("EAGLE3", *BLOCKS):
+    if head is not None and (algorithm == "EAGLE3" or ALGORITHMS[algorithm].is_block):
         config = _settle_blocks(config, head)
     if not config.enable_multi_layer_eagle:
         return with_tree_defaults(config, target.architecture, on_cpu)
@@ -170,7 +171,7 @@ def _settle_blocks(config: C, head: Path) -> C:
     if found != asked and any(asked in family and found in family for family in families):
         logger.info("%s: by its files a draft for %s, not %s", head.name, found, asked)
         config = dataclasses.replace(config, speculative_algorithm=found)
-    if found not in BLOCKS:
+    if not ALGORITHMS[found].is_block:
         return config
     read = HeadConfig.from_dir(head, found)
     steps, drafted = config.speculative_num_steps, read.num_drafted
@@ -189,7 +190,7 @@ def _check_head(config: SpeculationConfig, head: Path, target: ModelConfig) -> N
     """
     name = f"--speculative-draft-model-path {head}"
     algorithm = config.speculative_algorithm
-    assert algorithm in HEADS
+    assert config.traits.reads_hidden
     if find_algorithm(head) == "STANDALONE":
         raise ConfigError(
             f"{name} is a whole model, not a head: draft with it by --speculative-algorithm"

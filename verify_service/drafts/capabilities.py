@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.config.speculation import HEADS, MODELS
+from foredraft.config.algorithms import Algorithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,14 @@ class DraftCapabilities:
         )
 
     @classmethod
-    def expected(cls, algorithm: str) -> "DraftCapabilities":
-        """Returns the capabilities to expect of a draft that has not answered yet.
+    def expected(cls, algorithm: Algorithm) -> "DraftCapabilities":
+        """Returns the capabilities to expect of an algorithm's draft that has not answered yet.
 
         Sizes that are fixed at start depend on them.
         """
-        is_model = algorithm in MODELS
         return cls(
-            layers=() if algorithm in HEADS else None,
-            follows_on_device=is_model,
-            is_free=not is_model,
-            uses_pages=is_model,
+            layers=() if algorithm.reads_hidden else None,
+            follows_on_device=algorithm.has_model,
+            is_free=not algorithm.has_model,
+            uses_pages=algorithm.has_model,
         )

@@ -121,7 +121,7 @@ class DraftLink:
         """The draft's capabilities; those of its algorithm until the draft has answered."""
         info = self.client.info
         if info is None:
-            return DraftCapabilities.expected(self.config.speculative_algorithm)
+            return DraftCapabilities.expected(self.config.traits)
         return DraftCapabilities.of(info)
 
     @property
@@ -304,6 +304,6 @@ def followed_levels(configs: Sequence[VerifyConfig]) -> int:
     Without such drafts, it is the depth of the deepest tree of all.
     """
     levels = [one.tree_limits[0] for one in configs]
-    expected = [DraftCapabilities.expected(one.speculative_algorithm) for one in configs]
+    expected = [DraftCapabilities.expected(one.traits) for one in configs]
     followed = [num for one, num in zip(expected, levels, strict=True) if one.follows_on_device]
     return max(followed or levels)

@@ -7,6 +7,7 @@ import pytest
 from draft_service.drafters import create_drafter
 from draft_service.drafters.base import Drafter
 from foredraft.api.draft.v1 import draft_pb2
+from foredraft.config.algorithms import ALGORITHMS
 from foredraft.config.services import DraftConfig
 from foredraft.models.speculation import resolve
 from testing.block_drafts import tiny_block, tiny_peagle
@@ -79,7 +80,7 @@ def test_drafts_say_what_they_propose_at_what_cost(
 ) -> None:
     info = drafter(algorithm, target, tmp_path, **flags).info()
     assert (info.proposes, info.cost) == (proposes, cost)
-    found, expected = DraftCapabilities.of(info), DraftCapabilities.expected(algorithm)
+    found, expected = DraftCapabilities.of(info), DraftCapabilities.expected(ALGORITHMS[algorithm])
     assert found.is_free == expected.is_free == (algorithm == "NGRAM")
     assert found.uses_pages == expected.uses_pages
     assert (found.layers is None) == (expected.layers is None)
