@@ -1,5 +1,6 @@
 """Addresses that services listen on: `host:port` or `unix:/path`."""
 
+import ipaddress
 import os
 from dataclasses import dataclass
 
@@ -26,6 +27,16 @@ class Address:
     @property
     def is_unix(self) -> bool:
         return bool(self.path)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a Unix socket or on the loopback interface."""
+        if self.is_unix or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
     @property
     def target(self) -> str:

@@ -60,6 +60,33 @@ class DraftTree:
                 parents.append(new_index[row])
         return DraftTree(tuple(tokens), tuple(parents))
 
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the nodes of a path from the root on, as far as the tree has its tokens.
+
+        Of equal siblings it takes the first.
+        """
+        below, row, nodes = children(self), 0, []
+        for token in tokens:
+            found = below[row].get(token)
+            if found is None:
+                break
+            row = found
+            nodes.append(row - 1)
+        return nodes
+
+    def below(self, node: int) -> "DraftTree":
+        """Returns the tree below a node; -1 is the root."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        new_index = {node: -1}
+        for index in range(node + 1, len(self)):
+            parent = new_index.get(self.parents[index])
+            if parent is not None:
+                new_index[index] = len(tokens)
+                tokens.append(self.tokens[index])
+                parents.append(parent)
+        return DraftTree(tuple(tokens), tuple(parents))
+
 
 EMPTY = DraftTree()
 

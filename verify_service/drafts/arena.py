@@ -5,7 +5,6 @@ The draft client's thread creates and frees it; the engine's thread writes to it
 rows go through.
 """
 
-import ipaddress
 import logging
 import mmap
 from collections import Counter
@@ -91,7 +90,7 @@ class Arena:
         shared: Mapping[str, torch.Tensor] | None = None,
         steps: StepSizes | None = None,
     ) -> None:
-        supported = choice.supported(is_same_host(draft), device)
+        supported = choice.supported(address.parse(draft).is_local, device)
         self._own = [t for t in supported if required in ("any", choice.NAMES[t])]
         self._device = device
         self._uuid = ""
@@ -284,14 +283,3 @@ class Arena:
                 "hidden.width", f"a row of {row.num_bytes} bytes does not fit --arena-mb"
             )
         return choice.open_writer(transports, row, capacity, epoch, self._device, steps)
-
-
-def is_same_host(draft: str) -> bool:
-    """Returns whether an address is a Unix socket or on the loopback interface."""
-    where = address.parse(draft)
-    if where.is_unix or where.host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(where.host).is_loopback
-    except ValueError:
-        return False

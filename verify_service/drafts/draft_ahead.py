@@ -6,28 +6,19 @@ step need not wait for an answer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from foredraft.trees.draft_tree import DraftTree
 from verify_service.drafts.proposals import Drafted, DraftRequest
 from verify_service.scheduler.request import Sequence as RequestSequence
 
 LEAST_PART = 2  # at least one in this many of the nodes that a step may verify must be left
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A proposal that was made when its sequence had `position` tokens."""
-
-    position: int
-    drafted: Drafted
-
-
 class DraftAhead:
     """Keeps proposals for the next step. Belongs to the engine's thread."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, _Kept] = {}
+        # By request: number of tokens that the sequence had, and the proposal made then.
+        self._kept: dict[int, tuple[int, Drafted]] = {}
         self._followed: set[int] = set()  # requests whose text followed the newest tree to its end
 
     def forget(self, request: int) -> None:
@@ -50,7 +41,7 @@ class DraftAhead:
     def keep(self, sequence: RequestSequence, position: int, drafted: Drafted) -> None:
         """Stores a proposal that was made when the sequence had `position` tokens."""
         if sequence.finish_reason is None:
-            self._kept[sequence.request_id] = _Kept(position, drafted)
+            self._kept[sequence.request_id] = position, drafted
 
     def take(self, requests: Sequence[DraftRequest]) -> dict[int, Drafted] | None:
         """Returns the trees left of stored proposals, by request id.
@@ -72,45 +63,20 @@ class DraftAhead:
     def _rest(self, one: DraftRequest) -> Drafted | None:
         sequence = one.sequence
         request = sequence.request_id
-        kept = self._kept.get(request)
-        if kept is None:
+        if request not in self._kept:
             return None
-        rest, was_followed = below(kept.drafted.tree, sequence.tokens[kept.position :])
-        if was_followed:
+        position, drafted = self._kept[request]
+        tree, tokens = drafted.tree, sequence.tokens[position:]
+        path = tree.follow(tokens)
+        last = path[-1] if path else -1
+        is_within = len(path) == len(tokens)
+        if is_within or (path and last not in tree.parents):  # the text goes on to or past a leaf
             self._followed.add(request)
         else:
             self._followed.discard(request)
-        most = min(one.max_nodes, sequence.num_output_left - 1)
-        if rest is None or LEAST_PART * len(rest) < most:
+        if not is_within:
             return None
-        return Drafted(rest.first(one.max_nodes), kept.drafted.confidence)
-
-
-def below(tree: DraftTree, tokens: Sequence[int]) -> tuple[DraftTree | None, bool]:
-    """Cuts a tree to the part below a path.
-
-    Args:
-        tree: The tree.
-        tokens: Tokens of the path, from the root on.
-
-    Returns:
-        The tree below the last token, None where the path leaves the tree; and whether the path
-        follows the tree at least to a leaf.
-    """
-    at = -1
-    for token in tokens:
-        children = [node for node, parent in enumerate(tree.parents) if parent == at]
-        found = next((node for node in children if tree.tokens[node] == token), None)
-        if found is None:
-            return None, not children and at >= 0
-        at = found
-    index = {at: -1}
-    kept: list[int] = []
-    parents: list[int] = []
-    for node in range(at + 1, len(tree)):
-        parent = index.get(tree.parents[node])
-        if parent is not None:
-            index[node] = len(kept)
-            kept.append(tree.tokens[node])
-            parents.append(parent)
-    return DraftTree(tuple(kept), tuple(parents)), True
+        rest = tree.below(last)
+        if LEAST_PART * len(rest) < min(one.max_nodes, sequence.num_output_left - 1):
+            return None
+        return Drafted(rest.first(one.max_nodes), drafted.confidence)

@@ -31,17 +31,32 @@ class OpenRequest:
     num_nodes: int
 
 
+@dataclass(slots=True)
+class _OpenStep:
+    """A step that was sent with requests, and not answered yet.
+
+    Attributes:
+        asked: The requests, by slot.
+        num_tokens: Number of tokens that it sent.
+        is_due: Whether the newest round verifies its trees.
+        is_trial: Whether any of the requests is a trial.
+    """
+
+    asked: dict[int, OpenRequest]
+    num_tokens: int
+    is_due: bool
+    is_trial: bool
+
+
 @dataclass(frozen=True, slots=True)
 class OwnTime:
     """Time that a draft reports for an answer.
 
     Attributes:
-        sequences: Number of sequences that trees were requested for.
         usual: Seconds for a typical step; after a pause a draft reads more tokens than that.
         whole: Seconds that the answer took.
     """
 
-    sequences: int
     usual: float
     whole: float
 
@@ -69,24 +84,19 @@ class OpenRequests:
         self.trees: dict[int, Drafted] = {}
         self._vocab_size = vocab_size
         self._metrics = metrics
-        self._asked: dict[int, dict[int, OpenRequest]] = {}  # by step and slot
-        self._num_tokens: dict[int, int] = {}  # by step: number of tokens that it sent
-        self._due: set[int] = set()  # steps of the newest round whose answers will be verified
-        self._trying: set[int] = set()  # steps with trials
+        self._steps: dict[int, _OpenStep] = {}  # by number
         self._trials: list[Trial] = []
         self._warned = False
 
     def reset(self) -> None:
         """Drops all requests, since the draft is lost and will not answer."""
-        self._asked.clear()
-        self._num_tokens.clear()
-        self._due.clear()
-        self._trying.clear()
+        self._steps.clear()
         self.trees = {}
 
     def begin(self) -> None:
         """Begins a round and drops the trees of the last one, which have been verified."""
-        self._due.clear()
+        for step in self._steps.values():
+            step.is_due = False
         self.trees = {}
 
     def expect(
@@ -104,29 +114,25 @@ class OpenRequests:
         """
         if not asked:
             return
-        step = request.step
-        self._num_tokens[step] = sum(len(sequence.tokens) for sequence in request.sequences)
-        self._asked[step] = dict(asked)
+        num_tokens = sum(len(sequence.tokens) for sequence in request.sequences)
         trials = [one.request.is_trial for one in asked.values()]
-        if any(trials):
-            self._trying.add(step)
-        if is_awaited and not all(trials):
-            self._due.add(step)
+        is_due = is_awaited and not all(trials)
+        self._steps[request.step] = _OpenStep(dict(asked), num_tokens, is_due, any(trials))
 
     @property
     def are_due(self) -> bool:
         """Returns whether an answer that will be verified is missing."""
-        return bool(self._due)
+        return any(step.is_due for step in self._steps.values())
 
     @property
     def are_trying(self) -> bool:
         """Returns whether an answer to a trial is missing."""
-        return bool(self._trying)
+        return any(step.is_trial for step in self._steps.values())
 
     @property
     def are_open(self) -> bool:
         """Returns whether any answer is missing."""
-        return bool(self._asked)
+        return bool(self._steps)
 
     def read(self, response: draft_pb2.StepResponse) -> OwnTime | None:
         """Reads an answer.
@@ -134,16 +140,12 @@ class OpenRequests:
         Returns:
             The draft's time for it; None for a step without requests.
         """
-        asked = self._asked.pop(response.step, {})
-        own = None
+        step = self._steps.pop(response.step, None) or _OpenStep({}, 0, False, False)
+        own, asked = None, step.asked
         if asked:
-            num_tokens = self._num_tokens.pop(response.step)
-            part = min(1.0, USUAL_TOKENS * len(asked) / max(num_tokens, 1))
+            part = min(1.0, USUAL_TOKENS * len(asked) / max(step.num_tokens, 1))
             extend, draft = response.extend_microseconds, response.draft_microseconds
-            own = OwnTime(len(asked), (part * extend + draft) * 1e-6, (extend + draft) * 1e-6)
-        is_due = response.step in self._due
-        self._due.discard(response.step)
-        self._trying.discard(response.step)
+            own = OwnTime((part * extend + draft) * 1e-6, (extend + draft) * 1e-6)
         for proposal in response.proposals:
             one = asked.pop(proposal.slot, None)
             if one is None:
@@ -154,9 +156,9 @@ class OpenRequests:
             if num_bad:
                 self._complain(num_bad, f"{num_bad} unusable nodes for slot {proposal.slot}")
             confidence = min(proposal.confidence, MOST_CONFIDENCE)
-            self._take(one, Drafted(tree, confidence), is_due)
+            self._take(one, Drafted(tree, confidence), step.is_due)
         for one in asked.values():
-            self._take(one, NOTHING, is_due)
+            self._take(one, NOTHING, step.is_due)
         return own
 
     def _take(self, one: OpenRequest, drafted: Drafted, is_due: bool) -> None:

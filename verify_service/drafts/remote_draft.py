@@ -6,10 +6,15 @@ the rows on the device that take the running step's tokens, where the draft writ
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
 
 from foredraft.errors import DraftError
+from foredraft.transport.device_exchange import DeviceExchange
 from foredraft.transport.rows import ArenaError
+from foredraft.trees.draft_tree import NO_PARENT
 from verify_service.drafts.arena import Arena
 from verify_service.drafts.capabilities import DraftCapabilities
 from verify_service.drafts.client import DraftClient
@@ -21,7 +26,6 @@ from verify_service.drafts.proposals import (
     DraftRequest,
     Trial,
 )
-from verify_service.drafts.remote_trees import RemoteTrees
 from verify_service.drafts.session import DraftSettings, Session
 from verify_service.drafts.wire import tree_limits
 from verify_service.executor.base import DeviceOutcome
@@ -248,3 +252,46 @@ class RemoteDraft:
         logger.warning("drafting by %s stopped: %s; decoding goes on without it", name, error)
         self._metrics.failures.inc()
         self._session.wire.requests.reset()
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTrees:
+    """`DeviceTrees` of a step that was sent to a draft in another process.
+
+    Attributes:
+        client: Connection to the draft.
+        session: Session of the attach that the step belongs to.
+        exchange: Memory that the draft writes its trees to.
+        step: Number of the step.
+        on_lost: Called with the reason if the draft is dropped.
+    """
+
+    client: DraftClient
+    session: Session
+    exchange: DeviceExchange
+    step: int
+    on_lost: Callable[[DraftError], None]
+
+    def fetch(self, trees: torch.Tensor) -> None:
+        """See `DeviceTrees`. Entries beyond this draft's largest tree are set to no node."""
+        self.exchange.wait_trees(self.step)
+        own = self.exchange.trees[: len(trees)]
+        num_nodes = own.shape[2]
+        if num_nodes < trees.shape[2]:
+            trees[:, 1, num_nodes:].fill_(NO_PARENT)
+            trees = trees[:, :, :num_nodes]
+        trees.copy_(own)
+
+    def followed(self, sequence: RequestSequence, start: int) -> None:
+        """See `DeviceTrees`."""
+        self.session.messages.followed(sequence, start)
+
+    def is_late(self, waiting: float) -> bool:
+        """See `DeviceTrees`."""
+        return self.client.epoch != self.session.epoch or waiting > self.client.step_timeout
+
+    def abandon(self) -> None:
+        """See `DeviceTrees`."""
+        self.exchange.release(self.step)
+        if self.client.epoch == self.session.epoch:
+            self.on_lost(self.client.drop("its trees did not come in time"))

@@ -1,6 +1,6 @@
 """Connects engine and controller: gathers a step's facts, applies the plan, reports outcomes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 from foredraft.trees.draft_tree import DraftTree
@@ -32,21 +32,11 @@ def known_outcome(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, list[int
     Returns:
         The number of leading nodes that can be judged, and the nodes that were right.
     """
-    children: Mapping[tuple[int, int], int] = {
-        (parent, token): node
-        for node, (token, parent) in reversed(
-            list(enumerate(zip(tree.tokens, tree.parents, strict=True)))
-        )
-    }
-    at = -1
-    right: list[int] = []
-    for token in tokens:
-        node = children.get((at, token))
-        if node is None:
-            return len(tree), right
-        right.append(node)
-        at = node
-    num_known = next((i for i, parent in enumerate(tree.parents) if parent == at), len(tree))
+    right = tree.follow(tokens)
+    if len(right) < len(tokens):
+        return len(tree), right
+    last = right[-1] if right else -1
+    num_known = next((i for i, parent in enumerate(tree.parents) if parent == last), len(tree))
     return num_known, right
 
 

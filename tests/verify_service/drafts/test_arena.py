@@ -12,6 +12,7 @@ import torch
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import AttachRefused, DraftError, Overloaded
+from foredraft.rpc.address import parse
 from foredraft.telemetry.metrics import value
 from foredraft.transport import choice, shared_memory
 from foredraft.transport.base import HiddenWriter, Region
@@ -24,7 +25,7 @@ from testing.engines import Job
 from testing.hidden_drafts import HiddenDrafter, engine_with
 from testing.segments import segments
 from testing.stack import eventually
-from verify_service.drafts.arena import Arena, is_same_host
+from verify_service.drafts.arena import Arena
 
 SHM, INLINE = tensor_pb2.TRANSPORT_SHM, tensor_pb2.TRANSPORT_INLINE
 CUDA_IPC = tensor_pb2.TRANSPORT_CUDA_IPC
@@ -58,7 +59,7 @@ def info(**needs: object) -> draft_pb2.GetDraftInfoResponse:
     ],
 )
 def test_only_addresses_of_this_host_are_on_it(address: str, same: bool) -> None:
-    assert is_same_host(address) == same
+    assert parse(address).is_local == same
     arena = make(address)
     assert arena.open(info(), 1).transport == (SHM if same else INLINE)
     arena.ended(1, None)

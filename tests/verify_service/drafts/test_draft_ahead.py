@@ -13,7 +13,7 @@ from foredraft.trees.draft_tree import DraftTree
 from foredraft.types import SamplingParams, SpeculationParams
 from testing.checkpoints import make_checkpoint
 from testing.engines import Harness, Job, running_engine
-from verify_service.drafts.draft_ahead import DraftAhead, below
+from verify_service.drafts.draft_ahead import DraftAhead
 from verify_service.drafts.proposals import Drafted, DraftRequest, Proposals
 from verify_service.engine.tree_sizes import TreeSizes
 from verify_service.metrics import DRAFTS_AHEAD
@@ -45,20 +45,19 @@ def paths(tree: DraftTree) -> set[tuple[int, ...]]:
 
 @given(tree=trees(), tokens=st.lists(st.integers(0, 2), max_size=5))
 def test_what_is_left_is_what_continues_the_tokens(tree: DraftTree, tokens: list[int]) -> None:
-    rest, was_followed = below(tree, tokens)
-    known, done = paths(tree), tuple(tokens)
-    if done and done not in known:
-        assert rest is None
-        inside = max(n for n in range(len(done)) if n == 0 or done[:n] in known)
-        is_leaf = not any(len(p) > inside and p[:inside] == done[:inside] for p in known)
-        assert was_followed == (inside > 0 and is_leaf)
-        return
-    assert rest is not None
-    assert was_followed
-    assert paths(rest) == {
-        p[len(done) :] for p in known if len(p) > len(done) and p[: len(done)] == done
-    }
+    path, known = tree.follow(tokens), paths(tree)
+    inside = max(n for n in range(len(tokens) + 1) if n == 0 or tuple(tokens[:n]) in known)
+    done = tuple(tokens[:inside])
+    assert tuple(tree.tokens[node] for node in path) == done
+    assert [tree.parents[node] for node in path] == [-1, *path][:inside]
+    rest = tree.below(path[-1] if path else -1)
+    assert paths(rest) == {p[inside:] for p in known if len(p) > inside and p[:inside] == done}
     assert all(parent < node for node, parent in enumerate(rest.parents))
+    ahead, one = DraftAhead(), sequence(*tokens)
+    ahead.keep(one, 1, Drafted(tree, 0))
+    ahead.take([DraftRequest(one, 4)])
+    was_followed = inside == len(tokens) or (inside > 0 and not rest.tokens)
+    assert ahead.num_nodes(DraftRequest(one, 4)) == (9 if was_followed else 4)
 
 
 def sequence(*output: int, max_new: int = 50, **asked: int) -> Sequence:
