@@ -14,11 +14,12 @@ from foredraft.config.speculation import each_draft
 from foredraft.models.speculation import resolve
 from foredraft.types import SamplingParams, SpeculationParams
 from testing.drafts import DraftProcess
+from verify_service.attach.links import connect_drafts
 from verify_service.engine.engine import Engine
 from verify_service.engine.live_requests import EngineRequest
 from verify_service.metrics import speculation_metrics
 from verify_service.outputs import Finish, Load, StepOutput, TokenLogprob
-from verify_service.startup import build_engine, connect_draft, load_target
+from verify_service.startup import build_engine, load_target
 
 if TYPE_CHECKING:  # llguidance may be absent
     from verify_service.grammar.matcher import CompiledGrammar
@@ -181,7 +182,7 @@ def running_engine(
         config = resolve(VerifyConfig(**flags))
         metrics = speculation_metrics(config.algorithms)
         target = load_target(config)
-        links = connect_draft(config, target, metrics)
+        links = connect_drafts(config, target, metrics)
         engine = build_engine(config, target, metrics, links)
         engine.start()
         try:

@@ -27,8 +27,9 @@ from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.config.services import VerifyConfig
 from foredraft.rpc.server import RpcServer
 from testing.engines import Harness
+from verify_service.attach.links import connect_drafts
 from verify_service.metrics import speculation_metrics
-from verify_service.startup import build_engine, connect_draft, load_target
+from verify_service.startup import build_engine, load_target
 
 TOLERANCE = 3e-4  # relative to the largest element of a state
 
@@ -286,7 +287,7 @@ def engine_with(
         )
         metrics = speculation_metrics(names)
         target = load_target(config)
-        engine = build_engine(config, target, metrics, connect_draft(config, target, metrics))
+        engine = build_engine(config, target, metrics, connect_drafts(config, target, metrics))
         engine.draft_everything()  # tests must not depend on this machine's speed
         engine.start()
         try:

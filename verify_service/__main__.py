@@ -26,14 +26,14 @@ from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from foredraft.telemetry.metrics import start_metrics_server
 from foredraft.transport import cuda
-from verify_service.drafts.links import DraftLink
+from verify_service.attach.links import DraftLink, connect_drafts
 from verify_service.engine.engine import Engine
 from verify_service.executor.ranks.watchdog import RANK_LOST
 from verify_service.executor.ranks.workers import start_further
 from verify_service.grammar.compiler import GrammarCompiler, GrammarLimits
 from verify_service.metrics import AnyMetrics, speculation_metrics
 from verify_service.service import ServedDraft, ServedModel, VerifyService
-from verify_service.startup import build_engine, check_ranks, connect_draft, load_target
+from verify_service.startup import build_engine, check_ranks, load_target
 from verify_service.target import Target
 
 SERVICE_NAME = "foredraft.api.verify.v1.VerifyService"
@@ -155,7 +155,7 @@ async def _serve_further(config: VerifyConfig, nodes: Nodes) -> int:
 
 def _build(config: VerifyConfig, speculation: AnyMetrics) -> tuple[Target, Engine, list[DraftLink]]:
     target = load_target(config)
-    links = connect_draft(config, target, speculation)
+    links = connect_drafts(config, target, speculation)
     return target, build_engine(config, target, speculation, links), links
 
 

@@ -7,7 +7,7 @@ import torch
 
 from foredraft.config.services import VerifyConfig
 from foredraft.models.loader import available_host_bytes
-from verify_service.drafts.links import DraftLink, captured_layers, infos_of
+from verify_service.attach.links import DraftLink, captured_layers, infos_of
 from verify_service.memory import CPU_FRACTION, GPU_FRACTION, GpuBudget
 from verify_service.sizes import arena_bytes, chunk_size
 from verify_service.target import Target

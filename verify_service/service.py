@@ -18,7 +18,7 @@ from foredraft.errors import ForedraftError, InvalidRequest, Overloaded, Unavail
 from foredraft.telemetry import tracing
 from foredraft.telemetry.tracing import Span
 from foredraft.types import FinishReason, Grammar
-from verify_service.drafts.links import DraftLink
+from verify_service.attach.links import DraftLink
 from verify_service.engine.engine import Engine
 from verify_service.engine.live_requests import EngineRequest
 from verify_service.exactness import Exactness

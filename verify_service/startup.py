@@ -19,21 +19,18 @@ from foredraft.models.registry import resolve_model_path
 from foredraft.parallel.group import SINGLE
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
+from verify_service.attach.links import (
+    DraftLink,
+    captured_layers,
+    followed_levels,
+    infos_of,
+    tree_limits_of,
+)
 from verify_service.controller.controller import Controller
 from verify_service.controller.costs import CostModel
 from verify_service.controller.messages import DraftKind
 from verify_service.controller.tables import RowTable, Table
 from verify_service.drafts.drafts import Drafts
-from verify_service.drafts.links import (
-    DraftLink,
-    captured_layers,
-    connect_drafts,
-    followed_levels,
-    infos_of,
-    tree_limits_of,
-)
-from verify_service.drafts.remote_draft import RemoteDraft
-from verify_service.drafts.session import DraftSettings
 from verify_service.engine.engine import Engine, EngineLimits
 from verify_service.engine.self_test import SelfTest, built_in_prompts
 from verify_service.engine.tree_sizes import known_outcome
@@ -78,14 +75,17 @@ def load_target(config: VerifyConfig) -> Target:
     """
     size = config.tensor_parallel_size
     if size == 1:
-        return load_share(config)
-    check_ranks(config)
-    ranks = Ranks.start(config)
-    try:
-        return dataclasses.replace(load_share(config, ranks.group), ranks=ranks)
-    except ForedraftError:
-        ranks.close()
-        raise
+        target = load_share(config)
+    else:
+        check_ranks(config)
+        ranks = Ranks.start(config)
+        try:
+            target = dataclasses.replace(load_share(config, ranks.group), ranks=ranks)
+        except ForedraftError:
+            ranks.close()
+            raise
+    logger.info("target %s: checksum %s", target.name, target.checksum)
+    return target
 
 
 def check_ranks(config: VerifyConfig) -> None:
@@ -93,12 +93,6 @@ def check_ranks(config: VerifyConfig) -> None:
     config.check_devices(device_for(config.device).type != "cpu")
     path = resolve_model_path(config.model_path, config.revision)
     config.check_shares(ModelConfig.from_dir(path).shared_sizes)
-
-
-def connect_draft(config: VerifyConfig, target: Target, metrics: AnyMetrics) -> list[DraftLink]:
-    """Starts the connections to the configured drafts; see `connect_drafts`."""
-    logger.info("target %s: checksum %s", target.name, target.checksum)
-    return connect_drafts(config, target.model, target.path, target.device, metrics)
 
 
 def build_engine(
@@ -167,9 +161,7 @@ def build_engine(
         ranks.board.write(messages.setup((pages, page_size, scratch), numbers))
         runner = RankedRunner(target.model, kv, target.attention, ranks)
     pool = PagePool(pages, page_size)
-    drafts = Drafts(
-        [_draft(link, number, pool, limits, metrics) for number, link in enumerate(links)]
-    )
+    drafts = Drafts([link.proxy(number, pool) for number, link in enumerate(links)])
     scheduler = Scheduler(
         pool,
         None if config.disable_radix_cache else PrefixTree(pool),
@@ -266,21 +258,6 @@ def build_engine(
 def _allow_attach(links: Sequence[DraftLink], limits: EngineLimits) -> None:
     for link in links:
         link.sized(limits.num_pages, limits.page_size, limits.context_length)
-
-
-def _draft(
-    link: DraftLink, number: int, pool: PagePool, limits: EngineLimits, metrics: AnyMetrics
-) -> RemoteDraft:
-    """Creates the engine's side of a draft."""
-    config = link.config
-    settings = DraftSettings(
-        limits.vocab_size,
-        config.tree_limits[:2],
-        config.speculative_ngram_scope,
-        config.draft_refill_tokens,
-        number,
-    )
-    return RemoteDraft(link.name, link.client, link.arena, pool, settings, metrics.of(link.name))
 
 
 def _executor(

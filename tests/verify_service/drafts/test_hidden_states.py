@@ -20,8 +20,8 @@ from testing.hidden_drafts import HiddenDrafter, engine_with
 from testing.hidden_work import FLAGS, WIDTH, jobs, run, texts
 from testing.stack import eventually
 from verify_service import startup
+from verify_service.attach import links as draft_links
 from verify_service.controller.messages import Plan
-from verify_service.drafts import links as draft_links
 from verify_service.drafts.arena import Arena
 from verify_service.drafts.run import Run
 from verify_service.engine.tree_sizes import TreeSizes

@@ -18,8 +18,8 @@ from testing.hidden_work import FLAGS, WIDTH, jobs, texts
 from testing.late_drafts import LateDrafter, asks
 from testing.stack import eventually
 from verify_service import startup
+from verify_service.attach import links as draft_links
 from verify_service.controller.messages import Candidate, DraftHistory, Offer
-from verify_service.drafts import links as draft_links
 
 SCARCE = {**FLAGS, "max_total_tokens": 8 * 34}
 

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -18,13 +17,17 @@ from foredraft.rpc.tls import service_identity
 from foredraft.text.tokenizer import tokenizer_fingerprint
 from foredraft.transport import codec
 from foredraft.transport.device_exchange import StepSizes
+from verify_service.attach.fusion import FusionSource
+from verify_service.attach.trained_quantization import quantization_note
 from verify_service.drafts.arena import Arena
 from verify_service.drafts.capabilities import DraftCapabilities
 from verify_service.drafts.client import DraftClient
-from verify_service.drafts.fusion import FusionSource
-from verify_service.drafts.trained_quantization import quantization_note
+from verify_service.drafts.remote_draft import RemoteDraft
+from verify_service.drafts.session import DraftSettings
 from verify_service.metrics import AnyMetrics, SpeculationMetrics
+from verify_service.scheduler.page_pool import PagePool
 from verify_service.sizes import arena_bytes, chunk_size
+from verify_service.target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +52,7 @@ class DraftLink:
         name: Name of the draft for logs, where there are several.
         config: Configuration as if this draft were the only one, with its tree's sizes set.
         address: Address of the draft.
-        model: The target.
-        path: Path of the target.
-        device: Device that the target runs on.
+        target: The target.
         metrics: Metrics of the draft.
         on_device: Whether the draft's steps may stay on the GPU.
 
@@ -64,32 +65,31 @@ class DraftLink:
         name: str,
         config: VerifyConfig,
         address: str,
-        model: DecoderModel,
-        path: Path,
-        device: torch.device,
+        target: Target,
         metrics: SpeculationMetrics,
         on_device: bool,
     ) -> None:
         self.name = name
         self.config = config
         self._address = address
-        self._model = model
+        self._model = target.model.config
         self._metrics = metrics
         self._pool = (0, 0, 0)
-        self._fingerprint = tokenizer_fingerprint(path)
-        self._fusion = FusionSource(address, service_identity(config), device)
+        self._fingerprint = tokenizer_fingerprint(target.path)
+        self._fusion = FusionSource(address, service_identity(config), target.device)
         nodes = config.tree_limits[2]
         steps = StepSizes(config.max_running_requests, config.tree_limits[0] + 1, nodes - 1)
+        num_rows = chunk_size(config, target.device) + config.max_running_requests * nodes
         self.arena = Arena(
             address,
-            model.config.hidden_size,
-            model.config.num_layers,
-            max_bytes=arena_bytes(config, device),
+            self._model.hidden_size,
+            self._model.num_layers,
+            max_bytes=arena_bytes(config, target.device),
             # Rows of a step and of the one before it, whose answer may be unread.
-            useful_rows=2 * (chunk_size(config, device) + config.max_running_requests * nodes),
+            useful_rows=2 * num_rows,
             required=config.require_transport,
-            device=device,
-            shared=_shared(model),
+            device=target.device,
+            shared=_shared(target.model),
             steps=steps if on_device else None,
         )
         self.client = DraftClient(
@@ -112,7 +112,7 @@ class DraftLink:
         check_tokens(
             f"the {info.algorithm} draft {info.model or self._address}",
             TokenIds(info.vocab_size, info.tokenizer_fingerprint),
-            TokenIds(self._model.config.vocab_size, self._fingerprint),
+            TokenIds(self._model.vocab_size, self._fingerprint),
             may_be_fewer=not info.HasField("hidden"),
         )
 
@@ -130,7 +130,7 @@ class DraftLink:
         info = self.client.info
         if info is None or not info.HasField("hidden"):
             return ""
-        quantization = self._model.config.quantization
+        quantization = self._model.quantization
         return quantization_note(info.trained_for, self.config.model_path, quantization)
 
     def _on_state(self, state: str) -> None:
@@ -157,7 +157,7 @@ class DraftLink:
                 f"the draft, version {info.version or 'unknown'}, speaks {info.protocol}, this"
                 f" verifier {DRAFT_PROTOCOL}; both must be of one release",
             )
-        model = self._model.config
+        model = self._model
         fusion = self._fusion.get(info) if self._projects_here(info) else None
         num_pages, page_size, context_length = self._pool
         steps, topk, tokens = self.config.tree_limits
@@ -181,6 +181,22 @@ class DraftLink:
             weights=self.arena.weights(info, epoch),
         )
 
+    def proxy(self, number: int, pool: PagePool) -> RemoteDraft:
+        """Creates the engine's side of the draft.
+
+        Args:
+            number: Number of the draft, where there are several.
+            pool: The verifier's pages.
+        """
+        settings = DraftSettings(
+            self._model.vocab_size,
+            self.config.tree_limits[:2],
+            self.config.speculative_ngram_scope,
+            self.config.draft_refill_tokens,
+            number,
+        )
+        return RemoteDraft(self.name, self.client, self.arena, pool, settings, self._metrics)
+
     @property
     def projection_bytes(self) -> int:
         """Bytes of the draft's projection in this process; 0 until the draft has answered."""
@@ -202,9 +218,7 @@ class DraftLink:
 
 def connect_drafts(
     config: VerifyConfig,
-    model: DecoderModel,
-    path: Path,
-    device: torch.device,
+    target: Target,
     metrics: AnyMetrics,
 ) -> list[DraftLink]:
     """Starts the connections to the configured drafts and waits for their info.
@@ -213,9 +227,7 @@ def connect_drafts(
 
     Args:
         config: Configuration of the verifier.
-        model: The target.
-        path: Path of the target.
-        device: Device that the target runs on.
+        target: The target.
         metrics: Metrics of the drafts.
 
     Raises:
@@ -225,8 +237,8 @@ def connect_drafts(
     are_several = len(addresses) > 1
     configs = [
         with_tree_defaults(
-            resolve(one, on_cpu=device.type == "cpu") if are_several else one,
-            model.config.architecture,
+            resolve(one, on_cpu=target.device.type == "cpu") if are_several else one,
+            target.model.config.architecture,
         )
         for one in each_draft(config)
     ]
@@ -240,9 +252,7 @@ def connect_drafts(
                 name if are_several else "",
                 one,
                 address,
-                model,
-                path,
-                device,
+                target,
                 metrics.of(name),
                 on_device,
             )
@@ -281,14 +291,14 @@ def described(info: draft_pb2.GetDraftInfoResponse) -> str:
     )
 
 
-def infos_of(links: Sequence[DraftLink]) -> list[draft_pb2.GetDraftInfoResponse]:
-    """Returns the info of the drafts that have answered."""
-    return [info for link in links if (info := link.client.info) is not None]
-
-
 def captured_layers(links: Sequence[DraftLink]) -> tuple[int, ...]:
     """Returns the layers that a draft reads, as far as drafts have answered."""
     return max((tuple(info.hidden.layers) for info in infos_of(links)), default=())
+
+
+def infos_of(links: Sequence[DraftLink]) -> list[draft_pb2.GetDraftInfoResponse]:
+    """Returns the info of the drafts that have answered."""
+    return [info for link in links if (info := link.client.info) is not None]
 
 
 def tree_limits_of(links: Sequence[DraftLink], config: VerifyConfig) -> tuple[int, int, int]:

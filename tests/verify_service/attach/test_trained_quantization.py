@@ -7,7 +7,7 @@ import pytest
 from foredraft.models.config import ModelConfig
 from foredraft.models.quantization_config import Quantization, on_load
 from testing.quantized_checkpoints import FORMATS, tiny_llama, write
-from verify_service.drafts.trained_quantization import quantization_note
+from verify_service.attach.trained_quantization import quantization_note
 
 RAW = {
     "architectures": ["LlamaForCausalLM"],

@@ -188,7 +188,7 @@ def test_bad_weights_cost_the_draft_alone(
 ) -> None:
     flags = {"speculative_draft_model_path": str(save_head(HEADS["dflash"], tmp_path))}
     monkeypatch.setattr(
-        "verify_service.drafts.fusion.FusionSource._parts",
+        "verify_service.attach.fusion.FusionSource._parts",
         lambda self: iter(()),
     )
     with running_engine(

@@ -8,7 +8,7 @@ from foredraft.types import SamplingParams
 from testing.checkpoints import make_checkpoint
 from testing.engines import Job, running_engine
 from testing.stack import eventually
-from verify_service.drafts import links as draft_links
+from verify_service.attach import links as draft_links
 
 
 def test_a_draft_of_another_protocol_is_not_attached(

@@ -1,16 +1,19 @@
-"""The controller stays small, and all its numbers stand in one place."""
+"""The controller and the drafts' room stay small, and all numbers of policy stand in one place."""
 
 import ast
 import io
 import tokenize
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 import verify_service.controller
+import verify_service.drafts
 from verify_service.controller.config import ControllerConfig
 
-FILES = sorted(Path(verify_service.controller.__path__[0]).glob("*.py"))
-MOST_NUMBERS, MOST_LINES, LONGEST_FILE = 20, 1200, 400
+MOST_NUMBERS, LONGEST_FILE = 20, 400
 # Numbers that name something: kinds of steps, an empty row, what drafts may tell.
 NAMES = {"PLAIN", "VERIFY", "NOTHING", "MOST_CONFIDENCE"}
 
@@ -20,14 +23,21 @@ def test_all_numbers_of_policy_are_in_its_configuration() -> None:
     described = (ControllerConfig.__doc__ or "").split("Attributes:")[1]
     for field in fields(ControllerConfig):
         assert f" {field.name}: " in described
-    for path in FILES:
+    for path in _files(verify_service.controller):
         assert _numbers(ast.parse(path.read_text())) <= NAMES, path.name
 
 
-def test_the_controller_is_small() -> None:
-    texts = {path.name: path.read_text() for path in FILES}
-    assert max(len(text.splitlines()) for text in texts.values()) <= LONGEST_FILE
-    assert sum(map(_code_lines, texts.values())) <= MOST_LINES
+@pytest.mark.parametrize(
+    ("room", "most_lines"), [(verify_service.controller, 1200), (verify_service.drafts, 2000)]
+)
+def test_rooms_stay_small(room: ModuleType, most_lines: int) -> None:
+    texts = [path.read_text() for path in _files(room)]
+    assert max(len(text.splitlines()) for text in texts) <= LONGEST_FILE
+    assert sum(map(_code_lines, texts)) <= most_lines
+
+
+def _files(room: ModuleType) -> list[Path]:
+    return sorted(Path(room.__path__[0]).glob("*.py"))
 
 
 def _numbers(module: ast.Module) -> set[str]:

@@ -1,0 +1,1 @@
+"""Attaches drafts: connects to them, checks that they fit the target, and makes their proxies."""
