@@ -63,9 +63,9 @@ class BlockProposer(PagedProposer):
         width = layer.hidden_size if self._attach.fused else draft.hidden_width
         source = HiddenSource(reader, max_batch * shape.num_rows, width, draft.dtype, draft.device)
 
-        def features(places: torch.Tensor) -> torch.Tensor:
-            rows = source.rows.index_select(0, places)
-            return rows if self._attach.fused else draft.fuse(rows)
+        def features(rows: torch.Tensor) -> torch.Tensor:
+            hidden = source.rows.index_select(0, rows)
+            return hidden if self._attach.fused else draft.fuse(hidden)
 
         graphs = BlockGraphs(
             draft,

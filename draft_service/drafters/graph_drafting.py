@@ -136,9 +136,9 @@ class GraphDrafting:
             return
         sizes = np.array([len(extension.tokens) for extension in extensions])
         num_turns, width = self._num_turns(sizes.tolist()), self.graphs.shape.num_rows
-        places = None
+        hidden_rows = None
         if self._source is not None:
-            places = self._source.places(extensions, sizes, num_turns * width)
+            hidden_rows = self._source.hidden_rows(extensions, sizes, num_turns * width)
         # Short extensions join in a later turn, so that all end in the last one, which the trees
         # continue.
         waits = num_turns - np.maximum(-(-sizes // width), 1)
@@ -156,9 +156,9 @@ class GraphDrafting:
                 for extension, first in zip(members, firsts.tolist(), strict=True)
                 for token in extension.tokens[first : first + width]
             ]
-            if places is not None:
+            if hidden_rows is not None:
                 columns = firsts[:, None] + np.arange(width)
-                records["places"] = places[taking[:, None], columns]
+                records["hidden_rows"] = hidden_rows[taking[:, None], columns]
             graphs, count = self.graphs, len(members)
             graphs.upload(count)
             graphs.extend(count)
@@ -354,12 +354,12 @@ def cut(
         Tokens and parents of the nodes that remain.
     """
     steps, topk, nodes = limits
-    depth, num_children, place = {-1: 0}, {-1: 0}, {-1: -1}
+    depth, num_children, new_index = {-1: 0}, {-1: 0}, {-1: -1}
     taken: list[int] = []
     for node, parent in enumerate(parents[: len(tokens)]):
         level = depth.get(parent, steps) + 1
         if level <= steps and num_children[parent] < topk and len(taken) < nodes:
             num_children[parent] += 1
-            depth[node], num_children[node], place[node] = level, 0, len(taken)
+            depth[node], num_children[node], new_index[node] = level, 0, len(taken)
             taken.append(node)
-    return [tokens[node] for node in taken], [place[parents[node]] for node in taken]
+    return [tokens[node] for node in taken], [new_index[parents[node]] for node in taken]

@@ -104,7 +104,7 @@ class HeadProposer(BeamProposer):
             shape,
             ordering=self._ordering,
             token_map=head.token_map,
-            features=lambda places: self._fuse(source.rows.index_select(0, places)),
+            features=lambda rows: self._fuse(source.rows.index_select(0, rows)),
             max_batch=settings.max_batch(self._attach),
             handed_on=handed_on(self.exchange, shape),
         )

@@ -65,7 +65,7 @@ class HiddenSource:
         """Returns whether the states of this many tokens of one step can be read."""
         return self._is_shared or num_rows <= len(self.rows)
 
-    def places(
+    def hidden_rows(
         self, extensions: Sequence[Extension], num_rows: np.ndarray, width: int
     ) -> np.ndarray:
         """Returns the indices into `rows` of the extensions' states, int [n, width].

@@ -54,7 +54,7 @@ class BlockGraphs(DraftGraphs):
 
     def _extend(self, batch: int) -> None:
         plan = self._prepare(batch).plan
-        features = self._embed(plan.places)
+        features = self._embed(plan.hidden_rows)
         self._draft_model.extend(features, plan.positions, plan.slots, self._kv)
 
     def _draft(self, batch: int, any_sampled: bool, any_ranked: bool) -> None:

@@ -295,7 +295,7 @@ class DraftGraphs:
 
     def _extend(self, batch: int) -> None:
         batches = self._prepare(batch)
-        features = self._features(batches.plan.places) if self._features is not None else None
+        features = self._features(batches.plan.hidden_rows) if self._features is not None else None
         logits, following = self._forward(batches.committed(), features, None)
         self._root_logits[:batch].copy_(logits)
         if self._root_features is not None and following is not None:

@@ -17,13 +17,13 @@ class HandedOn:
     Attributes:
         accepted: int32 [n + 1, 1 + R], number of tokens, then the tokens; the rest is undefined.
         trees: int32 [n + 1, 2, N], tokens, then parents.
-        first_place: Index of the hidden state of row 0's first token; those of row r begin r * R
-            further.
+        first_hidden_row: Index of the hidden state of row 0's first token; those of row r begin
+            r * R further.
     """
 
     accepted: torch.Tensor
     trees: torch.Tensor
-    first_place: int
+    first_hidden_row: int
 
     @classmethod
     def nowhere(cls, shape: DraftShape, device: torch.device) -> "HandedOn":

@@ -21,12 +21,12 @@ def fill(
     levels, handed_on = shape.num_steps - 1, known.handed_on
     _fill[(len(records),)](
         records, known.tables, known.num_keys, handed_on.accepted,
-        plan.tokens, plan.places, plan.positions, plan.slots, plan.last,
+        plan.tokens, plan.hidden_rows, plan.positions, plan.slots, plan.last,
         plan.start, plan.num_rows, plan.prefix_start, plan.tables,
         plan.num_keys, plan.num_beams, plan.valid_from,
         plan.level_first, plan.level_positions, plan.level_slots, plan.tail_positions,
         plan.floats, plan.top_k, plan.seed, plan.position,
-        plan.floats.stride(0), len(records), records.shape[1], handed_on.first_place, known.dump_slot, kv.num_pages,
+        plan.floats.stride(0), len(records), records.shape[1], handed_on.first_hidden_row, known.dump_slot, kv.num_pages,
         shape.max_pages, shape.shift,
         **STEP.constants("slot", "start", "num_rows", "valid_from", "row", "top_k", "seed"),
         FIRST_FLOAT=STEP[FLOATS[0]], NUM_FLOATS=len(FLOATS), HEADER=STEP.size, PAGE_SIZE=kv.page_size,
@@ -56,10 +56,10 @@ def apply_updates(updates: torch.Tensor, tables: torch.Tensor) -> None:
 @triton.jit
 def _fill(
     records, all_tables, all_num_keys, accepted,
-    tokens, places, positions, slots, last, starts, nums_rows, prefix_starts, tables,
+    tokens, hidden_rows, positions, slots, last, starts, nums_rows, prefix_starts, tables,
     nums_keys, nums_beams, valid_froms, level_first, level_positions, level_slots, tail_positions,
     floats, top_ks, seeds, out_positions,
-    float_stride, batch, width, first_place, dump_slot, num_pages, max_pages, shift,
+    float_stride, batch, width, first_hidden_row, dump_slot, num_pages, max_pages, shift,
     SLOT: tl.constexpr, START: tl.constexpr, NUM_ROWS: tl.constexpr, VALID_FROM: tl.constexpr,
     FIRST_FLOAT: tl.constexpr, NUM_FLOATS: tl.constexpr, TOP_K: tl.constexpr,
     SEED: tl.constexpr, ROW: tl.constexpr, HEADER: tl.constexpr,
@@ -90,14 +90,14 @@ def _fill(
     is_row = index < count
     token = tl.load(record + HEADER + index, in_record, other=0)
     token = tl.where(is_handed_on, tl.load(source + 1 + index, is_row, other=0), token)
-    place = tl.load(record + HEADER + ROWS + index, in_record, other=0)
-    place = tl.where(is_handed_on, first_place + row * ROWS + index, place)
+    hidden_row = tl.load(record + HEADER + ROWS + index, in_record, other=0)
+    hidden_row = tl.where(is_handed_on, first_hidden_row + row * ROWS + index, hidden_row)
     key = start + index
     page = tl.load(pages + key // PAGE_SIZE, is_row, other=0)
     kept = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
     out = sequence * ROWS + index
     tl.store(tokens + out, token.to(tl.int64), in_record)
-    tl.store(places + out, place.to(tl.int64), in_record)
+    tl.store(hidden_rows + out, hidden_row.to(tl.int64), in_record)
     tl.store(positions + out, key.to(tl.int64), in_record)
     tl.store(slots + out, tl.where(is_row, kept, dump_slot), in_record)
     tl.store(last + sequence, (sequence * ROWS + tl.maximum(count - 1, 0)).to(tl.int64))

@@ -24,8 +24,9 @@ class DraftPlan:
     of its own.
 
     Attributes:
-        tokens, places, positions, slots: int64 [B * R], of committed tokens: places are those of
-            hidden states, slots those of the cache. Rows that are none write where nobody reads.
+        tokens, hidden_rows, positions, slots: int64 [B * R], of committed tokens: the rows of
+            hidden states are in the source, the slots in the cache. Rows that are none write where
+            nobody reads.
         last: int64 [B], row of each sequence's newest token.
         start, num_rows, prefix_start: int32 [B], key index of the first one, how many there are,
             what they see first.
@@ -42,7 +43,7 @@ class DraftPlan:
     """
 
     tokens: torch.Tensor
-    places: torch.Tensor
+    hidden_rows: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     last: torch.Tensor
@@ -74,7 +75,7 @@ class DraftPlan:
         long, word, real = torch.int64, torch.int32, torch.float32
         return cls(
             tokens=make(long, rows),
-            places=make(long, rows),
+            hidden_rows=make(long, rows),
             positions=make(long, rows),
             slots=make(long, rows),
             last=make(long, batch),
@@ -120,7 +121,7 @@ def fill(
     """Fills in a plan.
 
     Where a record's start is -1, the device knows it; where its number of rows is -1, that, the
-    tokens and the places of their hidden states are found in what was handed on. Tokens beyond the
+    tokens and the rows of their hidden states are found in what was handed on. Tokens beyond the
     page table are left out.
 
     Args:
@@ -154,7 +155,7 @@ def _rows(
     count = torch.minimum(count, (shape.max_pages * size - start).clamp_min(0))
     index = torch.arange(rows, dtype=torch.int32, device=records.device)
     is_row = index < count[:, None]
-    own = known.handed_on.first_place + row[:, None] * rows + index
+    own = known.handed_on.first_hidden_row + row[:, None] * rows + index
     keys = start[:, None] + index
     pages = known.tables.index_select(0, slot)
     pages = pages.gather(1, (keys // size).clamp_max(shape.max_pages - 1).long())
@@ -163,7 +164,7 @@ def _rows(
     handed, tokens = is_handed_on[:, None], records[:, STEP.size : STEP.size + rows]
     return {
         "tokens": torch.where(handed, torch.where(is_row, accepted[:, 1:], 0), tokens),
-        "places": torch.where(handed, own, records[:, STEP.size + rows :]),
+        "hidden_rows": torch.where(handed, own, records[:, STEP.size + rows :]),
         "positions": keys,
         "slots": torch.where(is_row, slots, known.dump_slot),
         "last": first + (count.long() - 1).clamp_min(0),
@@ -195,7 +196,7 @@ def _levels(
     row = torch.arange(levels * topk, dtype=torch.int32, device=device)
     keys = num_keys[:, None] + row
     slots = tables.gather(1, (keys // size).long()).long() * size + keys % size
-    places = num_keys[:, None] + row // topk
+    positions = num_keys[:, None] + row // topk
     by_level = (len(records), levels, topk)
     level = torch.arange(levels, dtype=torch.int32, device=device)
     return {
@@ -203,7 +204,7 @@ def _levels(
         "num_beams": torch.where(num_rows > 0, topk, 0),
         "valid_from": torch.minimum(records[:, STEP["valid_from"]], num_keys),
         "level_first": num_keys + level[:, None] * topk,
-        "level_positions": places.view(by_level).transpose(0, 1),
+        "level_positions": positions.view(by_level).transpose(0, 1),
         "level_slots": slots.view(by_level).transpose(0, 1),
-        "tail_positions": places,
+        "tail_positions": positions,
     }

@@ -15,10 +15,7 @@ from foredraft.sampling.columns import SAMPLING
 STEP = Layout(
     ("slot", np.int32),
     ("start", np.int32),  # committed keys before the tokens, or -1
-    (
-        "num_rows",
-        np.int32,
-    ),  # number of tokens, or -1: tokens and places are where the verifier puts them
+    ("num_rows", np.int32),  # number of tokens, or -1: the verifier hands them on
     ("valid_from", np.int32),  # first key that the draft has
     ("sampling", SAMPLING),
     ("row", np.int32),  # row of the tokens that the verifier hands on
@@ -26,8 +23,8 @@ STEP = Layout(
 
 
 def record(num_rows: int) -> np.dtype[Any]:
-    """Returns the type of a whole record, with `tokens` and `places` [num_rows]."""
-    return STEP.whole(tokens=num_rows, places=num_rows)
+    """Returns the type of a whole record, with `tokens` and `hidden_rows` [num_rows]."""
+    return STEP.whole(tokens=num_rows, hidden_rows=num_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,8 +87,8 @@ class Uploads:
         """Returns the `num_sequences` records to fill in for a step, once `is_free`; the rest
         of `batch` is filled in already.
 
-        They are views of a pinned block, with `tokens` and `places` [R]. A place is that of a
-        token's hidden state in the source, and is read where the model has features.
+        They are views of a pinned block, with `tokens` and `hidden_rows` [R]: indices of the
+        tokens' hidden states in the source, which are read where the model has features.
         """
         self._now = (self._now + 1) % len(self._blocks)
         rows = self._blocks[self._now].records[:batch]

@@ -20,7 +20,7 @@ from foredraft.types import SamplingParams
 from testing.triton_device import DEVICE, needs_triton
 
 BATCH, SLOTS, PAGE, MAX_PAGES, NUM_PAGES = 7, 9, 4, 300, 50
-DUMP, FIRST_PLACE = 777, 1000
+DUMP, FIRST_HIDDEN = 777, 1000
 MAX_KEYS = MAX_PAGES * PAGE
 
 
@@ -90,7 +90,7 @@ def test_a_plan(code: Any, num_rows: int, num_steps: int, topk: int) -> None:
     known = Known(
         words(tables, code.device),
         words(all_keys, code.device),
-        HandedOn(words(accepted, code.device), torch.zeros(0), FIRST_PLACE),
+        HandedOn(words(accepted, code.device), torch.zeros(0), FIRST_HIDDEN),
         DUMP,
     )
     plan = DraftPlan.empty(shape, kv, BATCH)
@@ -108,11 +108,13 @@ def test_a_plan(code: Any, num_rows: int, num_steps: int, topk: int) -> None:
         if start < 0:
             start = all_keys[slot]
         tokens = record[STEP.size : STEP.size + num_rows]
-        places = record[STEP.size + num_rows :]
+        hidden_rows = record[STEP.size + num_rows :]
         if count < 0:
             count = min(max(accepted[row][0], 0), num_rows, MAX_KEYS - start)
             tokens = accepted[row][1 : 1 + count] + [0] * (num_rows - count)
-            places = list(range(FIRST_PLACE + row * num_rows, FIRST_PLACE + (row + 1) * num_rows))
+            hidden_rows = list(
+                range(FIRST_HIDDEN + row * num_rows, FIRST_HIDDEN + (row + 1) * num_rows)
+            )
         num_keys = start + count
         pages = tables[slot][: -(-num_keys // PAGE)]
         scratch = [NUM_PAGES + slot * per_slot + page for page in range(per_slot)]
@@ -122,7 +124,7 @@ def test_a_plan(code: Any, num_rows: int, num_steps: int, topk: int) -> None:
 
         part = slice(i * num_rows, (i + 1) * num_rows)
         assert plan.tokens[part].tolist() == tokens
-        assert plan.places[part].tolist() == places
+        assert plan.hidden_rows[part].tolist() == hidden_rows
         assert plan.positions[part].tolist() == list(range(start, start + num_rows))
         expected = [place(key) for key in range(start, num_keys)]
         assert plan.slots[part].tolist() == expected + [DUMP] * (num_rows - count)
@@ -169,12 +171,12 @@ def test_trees_go_to_their_rows(code: Any, num_nodes: int) -> None:
 def test_page_updates(code: Any) -> None:
     rng = random.Random(1)
     tables = [[0] * 20 for _ in range(SLOTS)]
-    places = rng.sample(range(SLOTS * 20), 150)
+    entries = rng.sample(range(SLOTS * 20), 150)
     updates = [[], [], []]  # type: ignore[var-annotated]
-    for page, place in enumerate(places, 1):
-        for column, value in zip(updates, (place // 20, place % 20, page), strict=True):
+    for page, entry in enumerate(entries, 1):
+        for column, value in zip(updates, (entry // 20, entry % 20, page), strict=True):
             column.append(value)
-        tables[place // 20][place % 20] = page
+        tables[entry // 20][entry % 20] = page
     found = torch.zeros(SLOTS, 20, dtype=torch.int32, device=code.device)
     code.apply_updates(words(updates, code.device), found)
     assert found.tolist() == tables

@@ -62,13 +62,13 @@ def test_a_block_is_left_alone_while_others_are_filled() -> None:
     filled = []
     for value in range(1, 4):
         records = uploads.records(2, 4)
-        records["start"], records["tokens"], records["places"] = value, 10 * value, 20 * value
+        records["start"], records["tokens"], records["hidden_rows"] = value, 10 * value, 20 * value
         filled.append(records)
         assert uploads.is_free
     for value, records in enumerate(filled, 1):
         assert (records["start"] == value).all()
         assert (records["tokens"] == 10 * value).all()
-        assert (records["places"] == 20 * value).all()
+        assert (records["hidden_rows"] == 20 * value).all()
 
 
 def test_padding_belongs_to_nobody() -> None:

@@ -179,12 +179,12 @@ def _children(tree: DraftTree) -> list[list[int]]:
 def _selected(tree: DraftTree, kept: Sequence[bool]) -> DraftTree:
     if all(kept):
         return tree
-    place = {-1: -1}
+    new_index = {-1: -1}
     tokens: list[int] = []
     parents: list[int] = []
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         if kept[node]:
-            place[node] = len(tokens)
+            new_index[node] = len(tokens)
             tokens.append(token)
-            parents.append(place[parent])
+            parents.append(new_index[parent])
     return DraftTree(tuple(tokens), tuple(parents))

@@ -247,8 +247,8 @@ class MixedGraphs:
         slot, first_row, num_rows, start, is_causal = parts[4].view(NUMBERS, -1)
         tables = self._tables[slot.long()]
         page = tables[owners.clamp_min(0), keys // kv.page_size].long()
-        places = page * kv.page_size + keys % kv.page_size
-        places = torch.where(owners < 0, kv.num_pages * kv.page_size, places)
+        slots = page * kv.page_size + keys % kv.page_size
+        slots = torch.where(owners < 0, kv.num_pages * kv.page_size, slots)
         mask = tail_positions = None
         if kind.is_masked:
             mask = self._masks[:size]
@@ -271,7 +271,7 @@ class MixedGraphs:
             num_splits=1,
             blocks=parts[5].view(2, -1),
         )
-        batch = Batch(tokens, positions, places, (), plan=plan)
+        batch = Batch(tokens, positions, slots, (), plan=plan)
         hidden, _, streams = self._model.states(batch, kv, self._attention, kind.capture)
         self._hidden[:size].copy_(hidden)
         if streams is not None:

@@ -136,13 +136,13 @@ class TwoPhaseRun(GraphRun):
         masks = two_phase.masks(turn, len(self._followers) * num_rows)
         proposed = two_phase.trees(turn) if self._waits else None
         work = []
-        for i, place in enumerate(self._followers):
-            tree, row = self._trees[place], self._rows[place]
+        for i, follower in enumerate(self._followers):
+            tree, row = self._trees[follower], self._rows[follower]
             if row is not None and proposed is not None:
                 tree = self._proposed(proposed[row])
             block = masks[i * num_rows : (i + 1) * num_rows]
             work.append(
-                functools.partial(fill_two_phase_masks, self._sequences[place], tree, block)
+                functools.partial(fill_two_phase_masks, self._sequences[follower], tree, block)
             )
         side_by_side(work)
         metrics.LATE_MASKS.inc(len(self._followers))
