@@ -13,6 +13,7 @@ import typing
 from pathlib import Path
 
 from foredraft.cli.stack import ServeConfig
+from foredraft.config.common import LogConfig, TargetConfig
 from foredraft.config.options import (
     describe_bounds,
     describe_default,
@@ -23,8 +24,6 @@ from foredraft.config.options import (
 from foredraft.config.services import (
     DraftConfig,
     GatewayConfig,
-    LogConfig,
-    TargetConfig,
     VerifyConfig,
 )
 from foredraft.config.speculation import SpeculationConfig

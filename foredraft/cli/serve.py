@@ -18,12 +18,11 @@ from rich.text import Text
 
 from foredraft.cli import stack
 from foredraft.cli.supervisor import ChildState, Supervisor
+from foredraft.config.common import LogConfig, TargetConfig
 from foredraft.config.flag_parser import FlagParser
 from foredraft.config.options import add_arguments, given_values, misspelt
 from foredraft.config.services import (
     GatewayConfig,
-    LogConfig,
-    TargetConfig,
     VerifyConfig,
 )
 from foredraft.config.speculation import SpeculationConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from foredraft.config.algorithms import ALGORITHMS
-from foredraft.config.services import TargetConfig
+from foredraft.config.common import TargetConfig
 from foredraft.config.speculation import SpeculationConfig, with_tree_defaults
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.models.block_config import is_block_draft, stored_names

@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from foredraft.config.common import ServiceTlsConfig
 from foredraft.config.options import add_arguments, given_values
-from foredraft.config.services import ServiceTlsConfig
 from foredraft.errors import ConfigError
 from foredraft.rpc.channel import check_health
 from foredraft.rpc.tls import service_identity

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import grpc
 
-from foredraft.config.services import GatewayConfig, ServiceTlsConfig
+from foredraft.config.common import ServiceTlsConfig
+from foredraft.config.services import GatewayConfig
 from foredraft.errors import ConfigError
 
 logger = logging.getLogger(__name__)
