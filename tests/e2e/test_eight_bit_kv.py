@@ -109,7 +109,7 @@ def test_speculation_changes_no_token(directory: Path) -> None:
 def test_the_same_memory_holds_more_tokens(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verify_service.startup.available_host_bytes", lambda: 4 << 20)
+    monkeypatch.setattr("verify_service.kv_budget.available_host_bytes", lambda: 4 << 20)
     pages = {}
     for name in ("auto", "bfloat16", "fp8_e4m3"):
         flags = {"kv_cache_dtype": name, "max_total_tokens": None, "page_size": 8}
