@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,8 +92,7 @@ def complete(url: str, **fields: Any) -> str:
 def test_serve_answers_recovers_and_leaves_nothing(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = Path(f"/tmp/fd-{os.getpid()}")
-    runtime.mkdir(mode=0o700)
+    runtime = Path(tempfile.mkdtemp(prefix="fd-", dir="/tmp"))  # short enough for sockets
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     try:
         with serving(checkpoint) as process:
