@@ -155,6 +155,8 @@ def test_kills_change_nothing_and_leave_nothing(plain: list[list[int]]) -> None:
                 # gRPC closes the sockets of a lost draft a moment later.
                 eventually(lambda: num_descriptors() <= descriptors + 4)
             eventually(lambda: load.num_accepted > 0)
+        # The engine takes a draft up at the first step after its attach.
+        assert [result.tokens for result in harness.run(jobs())] == plain
         harness.check_nothing_left()
         assert harness.engine._drafts.each[0]._session.hidden._runs == {}
     assert load.outputs
