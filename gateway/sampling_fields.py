@@ -26,7 +26,7 @@ _JSON: dict[Any, Any] = {
     int: int,
     bool: bool,
     tuple[int, ...]: Items[int],
-    tuple[tuple[int, ...], ...]: Items[str],  # texts, of which the tokenizer makes tokens
+    tuple[tuple[int, ...], ...]: Items[str],  # texts, which the tokenizer encodes
     SamplingParams.__dataclass_fields__["logit_bias"].type: dict[str, float],
 }
 

@@ -101,7 +101,7 @@ class _Machine:
         return taken
 
     def error(self) -> float:
-        """Returns the factor by which a time measured at start is wrong."""
+        """Returns a measured time at start as a multiple of the true one."""
         return 1 + abs(self._rng.gauss(0, 0.08 if self._has_rivals else 0.02))
 
 

@@ -30,8 +30,8 @@ class Cpu:
 
     Attributes:
         slope: Share of the cost of additional rows that the table measured at start shows.
-        aside: Seconds by which a step of the target is slower because a draft runs beside it.
-        slow: Factor by which everything is slower for three seconds of every eight.
+        aside: Seconds that a draft beside it adds to a step of the target.
+        slow: Slowdown factor of everything, for three seconds of every eight.
     """
 
     slope: float = 1.0

@@ -84,7 +84,7 @@ class FaultFile:
 
 
 def _seen(path: Path) -> Path:
-    """Returns the file by which a draft says that it has read another."""
+    """Returns the path that a draft creates once it has read the armed fault."""
     return path.with_name(f"{path.name}.seen")
 
 

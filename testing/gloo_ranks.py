@@ -33,7 +33,7 @@ def run_ranks(size: int, directory: Path, work: Callable[..., Any], *args: Any) 
     """Calls `work(group, *args)` in `size` processes; raises an error that one of them raised.
 
     Args:
-        directory: Empty directory for the file by which they meet.
+        directory: Empty directory for the rendezvous file.
         work: A module's function, so that a process can import it.
     """
     mp.spawn(_run, (size, str(directory / "meeting"), work, args), nprocs=size)  # type: ignore[attr-defined]

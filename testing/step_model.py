@@ -38,8 +38,7 @@ class StepModel:
         read: Seconds for a draft to catch up, and for each token that it reads.
         told: Additional seconds of a plain step whose draft is synced while it runs.
         kept: Maximum number of tokens that a draft can be sent later; beyond it all are dropped.
-        beside: Share by which a step is slower while the draft reads or drafts beside it, and the
-            draft likewise.
+        beside: Share that a draft beside it adds to a step's time, and the step to the draft's.
         host: Seconds of the host for planning a sequence, and for requesting drafts beside steps;
             hidden where steps take longer.
         prompt: Seconds of the target's part of a step with prompts.

@@ -1,4 +1,4 @@
-"""Holds the shape of the code: no import circles, who may import whom beside the arrows, and
+"""Tests the structure of the code: no import circles, rules for imports beside the arrows, and
 nothing in the library for one user.
 """
 

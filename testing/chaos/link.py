@@ -19,7 +19,7 @@ class Link:
 
     Attributes:
         refuses: Whether new connections are closed at once.
-        delay: Seconds by which each read is delayed.
+        delay: Delay of each read, in seconds.
         stalls: Whether nothing is passed on.
         garbles: Share of reads in which a byte is changed.
     """

@@ -25,7 +25,7 @@ def made(num_blocks: int = 2) -> Uploads:
 
 
 def test_page_updates_of_every_size() -> None:
-    """Few, none, more than a block holds, and several for one entry, of which the last one
+    """Few, none, more than a block holds, and several for one entry, where the last one
     counts.
     """
     uploads, rng = made(), random.Random(3)

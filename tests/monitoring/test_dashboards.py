@@ -18,8 +18,8 @@ from testing.stack import eventually
 from testing.watched_stack import INTERVAL, Prometheus, get_json, watched
 
 PANELS = [panel for dashboard in DASHBOARDS for panel in dashboard.panels]
-# Nothing happens of which these would tell: no alert fires, the engine never idles for its
-# self-test, and there is one rank.
+# These panels stay empty: no alert fires, the engine never idles for its self-test, and there is
+# one rank.
 SILENT = {"count(ALERTS", "foredraft_draft_self_test", "sum by (rank, part)"}
 
 

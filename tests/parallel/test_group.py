@@ -32,7 +32,7 @@ def logits_of(model: DecoderModel, group: Group) -> torch.Tensor:
 
 
 def shapes_of(model: DecoderModel) -> list[int]:
-    """Sizes of which each rank has a part."""
+    """Returns the sizes that ranks divide among themselves."""
     layer = model.decoder_layers[0]
     return [
         layer.attention.qkv.weight.shape[0],
@@ -85,7 +85,7 @@ def test_few_key_heads_and_a_vocabulary_that_ranks_cannot_share_equally(tmp_path
 
 
 def add_up(group: Group, out: str) -> None:
-    """Sums numbers of which every order gives another sum."""
+    """Sums numbers whose sum depends on their order."""
     generator = torch.Generator().manual_seed(group.rank)
     own = torch.randn(1000, generator=generator) * 10.0 ** (3 * group.rank)
     sums = {"float": group.all_reduce(own), "half": group.all_reduce(own.bfloat16())}

@@ -181,7 +181,7 @@ def test_trials_are_judged_by_the_accept_length_that_is_simulated(target: Path) 
         policy = sizes.controller = Tries(sizes.controller.max_nodes)
 
         def accepted() -> list[int]:
-            """Of trees with room for what is drawn."""
+            """Returns the accepted tokens of each tree with room for what is drawn."""
             return [count for nodes, count in policy.outcomes if nodes > 1]
 
         eventually(lambda: harness.run(work) and len(accepted()) > 100)

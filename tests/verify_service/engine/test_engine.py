@@ -412,8 +412,8 @@ def test_a_draft_that_is_not_asked_is_told_seldom_and_misses_nothing(
         sampling = SamplingParams(temperature=0.0, max_new_tokens=90, ignore_eos=True)
         results = harness.run([Job([i + 3, 5, 9], sampling) for i in range(3)])
         harness.check_nothing_left()
-    # In the pause: the prompts, of which the first plan comes too late, and what had come after 32
-    # tokens.
+    # In the pause come the prompts, but for the first, whose plan comes too late, and what had come
+    # after 32 tokens.
     told = len([plan for plan in sent if plan < policy.PAUSE])
     assert told <= (4 if rest is Pausing else 2)
     assert len(sent) > 10
