@@ -129,6 +129,20 @@ class Harness:
             assert time.monotonic() < deadline, "the draft was not attached"
             time.sleep(0.005)
 
+    def run_around_a_kill(self, jobs: Sequence[Job]) -> tuple[list[Result], ...]:
+        """Runs jobs three times: before the draft is killed, twice over while it is, and with its
+        successor.
+        """
+        assert self.draft is not None
+        first = self.run(jobs)
+        killer = threading.Timer(0.3, self.draft.kill)
+        killer.start()
+        killed = self.run([*jobs, *jobs])
+        killer.join()
+        self.draft.start()
+        self.wait_for_draft()
+        return first, killed, self.run(jobs)
+
     def check_nothing_left(self) -> None:
         """Asserts that no page or slot is in use once all requests have ended."""
         scheduler = self.engine._scheduler

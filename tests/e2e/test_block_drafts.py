@@ -3,7 +3,6 @@ under pressure on pages.
 """
 
 import random
-import threading
 from pathlib import Path
 
 import pytest
@@ -68,14 +67,7 @@ def test_no_token_changes(kind: str, target: Path, plain: list[list[int]], tmp_p
     if kind.endswith("tree"):
         flags |= TREE
     with running_engine(target, head.algorithm, **flags) as harness:
-        first = harness.run(jobs())
-        killer = threading.Timer(0.3, harness.draft.kill)
-        killer.start()
-        killed = harness.run(jobs() * 2)
-        killer.join()
-        harness.draft.start()
-        harness.wait_for_draft()
-        healed = harness.run(jobs())
+        first, killed, healed = harness.run_around_a_kill(jobs())
         harness.check_nothing_left()
     for results in (first, killed, healed):
         expected = plain * (len(results) // len(plain))

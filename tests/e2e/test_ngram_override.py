@@ -3,7 +3,6 @@ of the draft, under pressure on pages; and text that repeats is accepted in a mo
 """
 
 import random
-import threading
 from pathlib import Path
 
 import pytest
@@ -75,14 +74,7 @@ def test_no_token_changes(kind: str, target: Path, plain: list[list[int]], tmp_p
         "speculative_ngram_override_min_match": 1,  # random text repeats no more than that
     }
     with running_engine(target, algorithm, **flags) as harness:
-        first = harness.run(jobs())
-        killer = threading.Timer(0.3, harness.draft.kill)
-        killer.start()
-        killed = harness.run(jobs() * 2)
-        killer.join()
-        harness.draft.start()
-        harness.wait_for_draft()
-        healed = harness.run(jobs())
+        first, killed, healed = harness.run_around_a_kill(jobs())
         harness.check_nothing_left()
     for results in (first, killed, healed):
         expected = plain * (len(results) // len(plain))
