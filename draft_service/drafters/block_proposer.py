@@ -40,7 +40,7 @@ class BlockProposer(PagedProposer):
         scratch: Scratch,
         graphs: GraphSettings | None = None,
     ) -> None:
-        draft = runner.draft
+        draft = runner.head
         self._settings = graphs
         super().__init__(draft.config.layer, attach, limits, draft.device, shift=1)
         self._runner, self._draft_model, self._scratch = runner, draft, scratch

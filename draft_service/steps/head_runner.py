@@ -8,34 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from draft_service.models.draft_head import HeadOutput, LevelHead
-from foredraft.attention.base import AttentionBackend
+from draft_service.steps.draft_runner import DraftRunner
 from foredraft.kernel_launch import few_variants
-from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.runner.batch import SequenceRows, build_batch
-from foredraft.runner.heap import keep_freed_memory
+from foredraft.runner.batch import SequenceRows
 
 
-class HeadRunner:
-    """Runs a head with its KV cache and an attention backend.
-
-    Args:
-        head: Head on the device of `kv`.
-        kv: Cache of the head's shape.
-        attention: Backend for the head's device.
-    """
-
-    def __init__(self, head: LevelHead, kv: PagedKV, attention: AttentionBackend) -> None:
-        self.head = head
-        self.kv = kv
-        self.attention = attention
-        if kv.data.device.type == "cpu":
-            keep_freed_memory()
-
-    @torch.inference_mode()
-    def fuse(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `LevelHead.fuse`."""
-        with few_variants(cut_keys=False):
-            return self.head.fuse(rows)
+class HeadRunner(DraftRunner[LevelHead]):
+    """Runs a head with its KV cache and an attention backend."""
 
     @torch.inference_mode()
     def forward(
@@ -56,7 +35,6 @@ class HeadRunner:
         Raises:
             ValueError: Rows that contradict themselves or the cache.
         """
-        num_slots = self.kv.data.shape[2]
-        batch = build_batch(rows, self.kv.page_size, num_slots, self.kv.data.device)
+        batch = self.batch(rows)
         with few_variants(cut_keys=False):  # one layer is fast even over long contexts
             return self.head.forward(batch, features, self.kv, self.attention, module, all_features)

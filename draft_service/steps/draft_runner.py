@@ -1,0 +1,47 @@
+"""What runners of drafts share that read the target's hidden states."""
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from draft_service.models.draft_head import DraftHead
+from foredraft.attention.base import AttentionBackend, Batch
+from foredraft.kernel_launch import few_variants
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.runner.batch import SequenceRows, build_batch
+from foredraft.runner.heap import keep_freed_memory
+
+Head = TypeVar("Head", bound=DraftHead)
+
+
+class DraftRunner(Generic[Head]):
+    """A draft with its KV cache and an attention backend.
+
+    Args:
+        head: Draft on the device of `kv`.
+        kv: Cache of the draft's shape.
+        attention: Backend for the draft's device.
+    """
+
+    def __init__(self, head: Head, kv: PagedKV, attention: AttentionBackend) -> None:
+        self.head = head
+        self.kv = kv
+        self.attention = attention
+        if kv.data.device.type == "cpu":
+            keep_freed_memory()
+
+    @torch.inference_mode()
+    def fuse(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `DraftHead.fuse`."""
+        with few_variants(cut_keys=False):
+            return self.head.fuse(rows)
+
+    def batch(self, rows: Sequence[SequenceRows]) -> Batch:
+        """Returns a batch of the rows of at least one sequence.
+
+        Raises:
+            ValueError: Rows that contradict themselves or the cache.
+        """
+        num_slots = self.kv.data.shape[2]
+        return build_batch(rows, self.kv.page_size, num_slots, self.kv.data.device)
