@@ -111,6 +111,11 @@ class Verifier:
         proposals = self.proposer.step(request).proposals
         return {p.slot: (tuple(p.tokens), tuple(p.parents)) for p in proposals}
 
+    def release(self, slot: int) -> None:
+        """Forgets a sequence; its pages may be given to others."""
+        self._free += self.pages.pop(slot)
+        del self.tokens[slot]
+
     def drafting(self, reference: HeadReference, slot: int, valid_from: int = 0) -> Drafting:
         tokens = list(self.tokens[slot])
         hidden = self.hidden(slot)[: len(tokens) - 1].double().numpy()

@@ -18,10 +18,11 @@ from foredraft.errors import InvalidRequest
 from foredraft.transport import codec
 from foredraft.transport.inline import InlineReader
 from foredraft.transport.rows import RowFormat
-from testing.draft_cases import SAMPLINGS, SHAPES, limits_of
+from testing.draft_cases import SHAPES, limits_of
 from testing.drafts import attach_request
 from testing.head_verifier import Verifier, request_of, text
 from testing.plan_attention import PlanAttention
+from testing.sequence_lives import life
 
 
 @contextmanager
@@ -48,32 +49,9 @@ def attached(
     drafter.attention = ordinary
 
 
-def life(verifier: Verifier, shape: tuple[int, int, int], seed: int) -> list[Any]:
-    """Sequences that come, grow, wait, and leave."""
-    rng = random.Random(seed)
-    answers = []
-    live: set[int] = set()
-    for step in range(14):
-        released = tuple(slot for slot in live if rng.random() < 0.1)
-        live -= set(released)
-        for slot in released:
-            verifier._free += verifier.pages.pop(slot)
-            del verifier.tokens[slot]
-        messages = []
-        for slot in rng.sample(range(6), rng.randrange(1, 7)):
-            is_new = slot not in live
-            # Prompts by chunks, and now and then more than a step of fixed shape takes.
-            count = rng.choice((2, 3, 9, 30)) if is_new else rng.choice((1, 1, 2, shape[0] + 1, 7))
-            if len(verifier.tokens.get(slot, ())) + count > 150:
-                continue
-            live.add(slot)
-            wanted = shape if rng.random() < 0.8 else None
-            words = text(1000 * seed + 10 * step + slot, count)
-            messages.append(verifier.news(slot, words, wanted, SAMPLINGS[slot % 3]))
-            if messages[-1].HasField("begin") and rng.random() < 0.3:
-                messages[-1].begin.valid_from = 1
-        answers.append(verifier.step(*messages, released=released))
-    return answers
+def trees_life(verifier: Verifier, shape: tuple[int, int, int], seed: int) -> list[Any]:
+    """Prompts by chunks, and now and then more than a step of fixed shape takes."""
+    return life(verifier, seed, 14, (2, 3, 9, 30), (1, 1, 2, shape[0] + 1, 7), lambda _rng: shape)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "standalone", "windowed"])
@@ -86,7 +64,7 @@ def test_the_same_trees_as_step_by_step(
     for static in (False, True):
         options = {"draft_sampling": ordering, "limits": limits_of(SHAPES[shape])}
         with attached(drafters[kind], target, static, **options) as verifier:
-            found.append(life(verifier, SHAPES[shape], seed=len(kind)))
+            found.append(trees_life(verifier, SHAPES[shape], seed=len(kind)))
     assert any(found[0])
     assert found[0] == found[1]
 
@@ -98,7 +76,7 @@ def test_more_sequences_than_a_batch_holds(drafters: dict[str, PagedDrafter], ta
         with attached(drafters["eagle3"], target, True, **options) as verifier:
             if max_batch == 2:
                 verifier.proposer._fast.graphs.max_batch = 2
-            found.append(life(verifier, SHAPES["tree"], seed=3))
+            found.append(trees_life(verifier, SHAPES["tree"], seed=3))
     assert found[0] == found[1]
 
 
