@@ -86,7 +86,7 @@ class TreeSizes:
             is_ahead: Whether the step is started before the running one is done.
         """
         available = [one.epoch > 0 for one in self._each]
-        if not any(available):
+        if not sequences or not any(available):
             return Plan([0] * len(sequences), 1)
         controller = self.controller
         for number in list(self._trials):

@@ -61,8 +61,10 @@ class SeveralRun(Run):
         )
         self.preferred, self.is_split = 0, False
 
-        def values(candidates: Sequence[Candidate], plain: float) -> np.ndarray:
-            found = np.ones((len(self.parts), len(candidates)))
+        of_drafts = controller._goodput.of_drafts
+
+        def values(candidates: Sequence[Candidate], deviations: float) -> np.ndarray:
+            found = np.ones_like(of_drafts(candidates, deviations))
             for i, one in enumerate(candidates):
                 preferred = self.preferred + (self.is_split and id(one.history) // 64 % 3)
                 found[preferred % len(self.parts), i] = 2.0
