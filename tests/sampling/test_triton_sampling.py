@@ -162,11 +162,11 @@ def filtered_rows(temperatures, filters, seed=0):
     rows.top_k = torch.tensor([f[0] for f in filters])
     rows.top_p = torch.tensor([f[1] for f in filters], dtype=torch.float32)
     rows.min_p = torch.tensor([f[2] for f in filters], dtype=torch.float32)
-    return rows
+    return replace(rows, any_ranked=True, any_filtered=True)
 
 
 def filtered_by_kernel(logits, rows):
-    return choose_tokens(logits.to(DEVICE), moved(replace(rows, any_filtered=True))).cpu()
+    return choose_tokens(logits.to(DEVICE), moved(rows)).cpu()
 
 
 def chooses_as_filtered(logits, rows):
