@@ -61,14 +61,6 @@ static inline size_t rows_of_block(const Job *job, size_t number) {
 #define WIDE_HALVES(p) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
 #define ROWS 12
 #include "_tiles_kernel.h"
-#undef NAME
-#undef TARGET
-#undef LANES
-#undef FMA
-#undef SPLAT
-#undef WIDE_BYTES
-#undef WIDE_HALVES
-#undef ROWS
 
 #define NAME(x) x##_avx2
 #define TARGET __attribute__((target("avx2,fma")))
@@ -79,14 +71,6 @@ static inline size_t rows_of_block(const Job *job, size_t number) {
 #define WIDE_HALVES(p) _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define ROWS 3
 #include "_tiles_kernel.h"
-#undef NAME
-#undef TARGET
-#undef LANES
-#undef FMA
-#undef SPLAT
-#undef WIDE_BYTES
-#undef WIDE_HALVES
-#undef ROWS
 #endif
 
 typedef uint8_t Bytes __attribute__((vector_size(4), aligned(1), may_alias));
@@ -106,6 +90,7 @@ typedef int32_t Words __attribute__((vector_size(16)));
 #define FMA(a, b, c) ((c) + (a) * (b))
 #define ROWS 1
 #endif
+enum { PORTABLE_ROWS = ROWS };
 #include "_tiles_kernel.h"
 
 typedef struct {
@@ -125,7 +110,7 @@ static void find_kernels(void) {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
         kernels[num_kernels++] = (Kernel){"avx2", multiply_avx2, 3};
 #endif
-    kernels[num_kernels++] = (Kernel){"portable", multiply_portable, ROWS};
+    kernels[num_kernels++] = (Kernel){"portable", multiply_portable, PORTABLE_ROWS};
 }
 
 static void work(void *argument) {

@@ -1,4 +1,5 @@
-/* The product for one width of vector; included once for each, with these defined:
+/* The product for one width of vector; included once for each, with these defined, which it takes
+ * back at its end:
  *
  * NAME(x)     x with the instruction set's name behind it
  * TARGET      attribute of functions that use its instructions
@@ -192,3 +193,11 @@ TARGET static void NAME(multiply)(const Job *job, size_t tile, float *plain) {
 #undef BLOCK
 #undef BLOCKS
 #undef ENTRY
+#undef NAME
+#undef TARGET
+#undef LANES
+#undef FMA
+#undef SPLAT
+#undef WIDE_BYTES
+#undef WIDE_HALVES
+#undef ROWS
