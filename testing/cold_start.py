@@ -28,7 +28,6 @@ WIDTHS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
 TARGET = [6.1e-3, 7.6e-3, 7.7e-3, 7.7e-3, 8.3e-3, 8.9e-3, 10.4e-3, 12e-3, 15.2e-3, 18.4e-3]
 REAL = RowTable(WIDTHS, TARGET)
 REQUESTS, TOKENS, PROMPT, TEST_TOKENS = 24, 96, 120, 24
-READ = 0.06e-3  # seconds of a token that a draft reads
 NOISE, BUSY_NOISE = 0.03, 0.06
 # Slowness of stretches with rivals, and their mean seconds.
 SPEEDS, STRETCH = (1.0, 1.0, 1.6, 2.5), 1 / 3
@@ -37,8 +36,8 @@ ARMS = ("never", "always", "default")
 
 
 class Drafts(NamedTuple):
-    """A draft: its tree, seconds of an answer, of a level, of a sequence in a level, and
-    chances at temperature 0 and 1.
+    """A draft: its tree, seconds of an answer, of a level, of a sequence in a level, of a token
+    that it reads, and chances at temperature 0 and 1.
     """
 
     name: str
@@ -46,6 +45,7 @@ class Drafts(NamedTuple):
     answer: float
     level: float
     row: float
+    read: float
     chances: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -55,10 +55,10 @@ class Drafts(NamedTuple):
 
 
 DRAFTS = (
-    Drafts("NGRAM", 11, 1.3e-3, 0.0, 0.1e-3),
-    Drafts("EAGLE3", 5, 0.9e-3, 0.75e-3, 0.15e-3, (0.74, 0.5)),
-    Drafts("MTP", 5, 0.9e-3, 0.85e-3, 0.17e-3, (0.68, 0.48)),
-    Drafts("STANDALONE", 3, 0.9e-3, 0.6e-3, 0.12e-3, (0.74, 0.5)),
+    Drafts("NGRAM", 11, 1.3e-3, 0.0, 0.1e-3, 1.5e-6),
+    Drafts("EAGLE3", 5, 0.9e-3, 0.75e-3, 0.15e-3, 0.06e-3, (0.74, 0.5)),
+    Drafts("MTP", 5, 0.9e-3, 0.85e-3, 0.17e-3, 0.06e-3, (0.68, 0.48)),
+    Drafts("STANDALONE", 3, 0.9e-3, 0.6e-3, 0.12e-3, 0.06e-3, (0.74, 0.5)),
 )
 SPREAD = 0.1  # difference of chances between texts
 
@@ -159,7 +159,7 @@ class _Stack:
         levels = 1 if draft.has_matches else max(nodes)
         waited = draft.answer + levels * (draft.level + draft.row * len(asked)) if asked else 0.0
         unread = sum(max(running[i].behind - 8, 0) for i in asked)
-        waited += READ * unread
+        waited += draft.read * unread
         seconds, wait = self.machine.passes(REAL.seconds(batch, batch + sum(nodes)), waited)
         tokens = 0
         for i, one in enumerate(running):
@@ -175,7 +175,8 @@ class _Stack:
             one.steps += 1
             tokens += 1 + accepted
         if self._arm == "default":
-            said = Wait(levels, len(asked), wait, lead=wait, unread=unread) if asked else NO_WAIT
+            [known] = self.controller.unread(candidates, nodes)
+            said = Wait(levels, len(asked), wait, lead=wait, unread=known) if asked else NO_WAIT
             rows = batch + sum(nodes)
             self.controller.observe(Observed(batch, rows, seconds, tokens, said))
         return tokens

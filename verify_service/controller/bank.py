@@ -54,16 +54,12 @@ class Bank:
             self.is_suspended = not self.affords(min(self._stake or step, step))
         self.is_stopped &= self._steps < 0
 
-    def invest(self, seconds: float, is_more: bool = False) -> None:
+    def invest(self, seconds: float) -> None:
         """Records seconds spent to begin drafting.
 
         The gains of drafted steps pay for them, or the bank does when drafting ends.
-
-        Args:
-            seconds: Seconds spent.
-            is_more: Whether they are added to the earlier ones; else they include these.
         """
-        self._debt = max(self._debt, seconds) if not is_more else self._debt + seconds
+        self._debt += seconds
 
     def drafted(self, cost: float, plain: float, tokens_worth: float) -> None:
         """Records a drafted step.

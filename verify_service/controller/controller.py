@@ -144,7 +144,6 @@ class Controller:
             beside |= self._trials.others(candidates)
         nodes, rows = [0] * batch, 1
         if best is not None and self._pays:
-            self._bank.invest(costs.reading(max(self.unread(candidates, best.nodes))))
             more = costs.target(batch, best.rows) - self._bank.step
             bring = best.added / best.rate
             is_spared = not is_ahead and self._changes.spares(bring, more, not may_try)
@@ -211,18 +210,28 @@ class Controller:
             is_frequent = self._changes.interrupted * bank.step > config.busy_share
             self.keeps_states = not (is_start and not self._pays and is_frequent)
             are_beside = any(self.drafts[number].is_beside for number in used)
-            if is_start and bank.has_any and are_beside:
-                # Trials run beside steps, so drafting begins only when it surely pays.
+            if (
+                is_start
+                and bank.has_any
+                and (are_beside or not self._affords_reading(candidates, best))
+            ):
+                # Trials run beside steps, or the bank cannot pay for the tokens that drafts read
+                # first, so drafting begins only when it surely pays.
                 is_open = self._pays or bank.has_trial_steps
                 best = self._goodput.best(candidates, limits, config.sure, self._was_drafted)
                 self._pays = best is not None and best.rate > least
-                if is_open and not self._pays and may_try:
+                if are_beside and is_open and not self._pays and may_try:
                     beside = self._trials.beside(candidates, used)
         for number, kind in enumerate(self.drafts):
             has_any = any(one.history.chosen == number for one in candidates)
             pays = self._pays if not kind.is_asked_first else asked.get(number, False)
             self.is_drafting[number] = has_any and pays
         return best, beside
+
+    def _affords_reading(self, candidates: Candidates, best: Best) -> bool:
+        assert self._costs is not None
+        unread = max(self.unread(candidates, best.nodes))
+        return self._bank.affords(self._costs.reading(unread))
 
     def _limits(self, candidates: Candidates) -> list[int]:
         """Returns the maximum number of nodes for each sequence's tree."""
@@ -257,7 +266,8 @@ class Controller:
         for one, num in zip(candidates, nodes, strict=True):
             number = max(one.history.chosen, 0)
             behind = one.behind_of(number)
-            if num and behind > self._config.close_tokens:
+            is_free = self.drafts[number].is_asked_first  # it reads at next to no cost
+            if num and behind > self._config.close_tokens and not is_free:
                 totals[number] += behind
         return totals
 
@@ -337,6 +347,7 @@ class Controller:
         if is_drafted:
             self._since_plain += cost
             if not self._is_forced:
+                bank.invest(costs.reading(wait.unread))
                 bank.drafted(cost, plain, step.tokens * plain / batch)
         else:
             self._since_plain = 0.0
@@ -373,7 +384,7 @@ class Controller:
                 seconds = min(part.seconds or 0.0, most if is_first else 1e9)  # no hiccups
                 costs.waited(number, part.sequences, part.levels, seconds, unread=part.unread)
         if is_alone and is_drafted:
-            self._bank.invest(changes.seconds, is_more=True)
+            self._bank.invest(changes.seconds)
         waits = (costs.draft(n, part.sequences, part.levels, is_alone) for n, part in parts)
         return max(waits, default=0.0)
 

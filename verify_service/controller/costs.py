@@ -37,7 +37,7 @@ class CostModel:
         self._more = 0.0  # log of the slowdown of steps with drafts beyond that of plain ones
         self._offs: list[float | None] = [None, None]  # by kind: log slowdown of the newest steps
         self._log: deque[float] = deque(maxlen=int(config.seen_enough))
-        self._kind, self._num_alike = PLAIN, 0
+        self._kind, self._is_changed = PLAIN, False
         # Newest waits by (sequences, levels), of each draft and whether it follows on the device.
         self._drafts: dict[tuple[int, bool], dict[tuple[int, int], deque[float]]] = {}
         self._aged = 0.0
@@ -105,20 +105,20 @@ class CostModel:
         """
         config, kind = self._config, self._kind_of(batch, rows)
         if kind != self._kind:
-            self._kind, self._num_alike = kind, 0
-        self._num_alike += 1
+            self._kind, self._is_changed = kind, True
         if not is_clean:
             return
         off = math.log(max(seconds / self._bare(batch, rows), 1e-3))
-        before = self._offs[1 - kind]
-        # Steps soon after a change of kind are compared with those before it, since conditions are
-        # the same.
-        if self._num_alike <= config.near_steps and before is not None:
+        own, before = self._offs[kind], self._offs[1 - kind]
+        # The first step after a change of kind is compared with those before it, since conditions
+        # are the same. With later ones, a hiccup of one step would count many times.
+        if self._is_changed and before is not None:
             self._log.append(off - before if kind == VERIFY else before - off)
-            share = len(self._log) / (len(self._log) + config.near_steps)
+            share = len(self._log) / (len(self._log) + config.prior_outcomes)
             self._more = share * statistics.median(self._log)
-        own = self._offs[kind]
-        own = off if own is None or self._num_alike == 1 else own
+        if own is None or self._is_changed:
+            own = off
+        self._is_changed = False
         self._offs[kind] = own + (off - own) * config.newest_share
         surprise = max(min(off - self._more * kind - self._level, 0.5), -0.5)
         self._level += surprise * config.newest_share

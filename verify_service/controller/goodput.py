@@ -222,7 +222,8 @@ class Goodput:
             left = np.array([candidates[i].left for i in own])
             token = costs.reading(1) * len(candidates) / costs.plain(len(candidates))
             burden = np.where(is_far, token * behind, 0.0)
-            burden = burden / np.clip(left, 1, self._config.payback_steps)
+            steps = np.maximum(left / (1 + gains.sum(axis=1)), 1)
+            burden = burden / np.minimum(steps, self._config.payback_steps)
             gains = np.where((gains.sum(axis=1) > burden)[:, None], gains, 0.0)
             for i in range(gains.shape[1]):  # subtracted from the likeliest nodes first
                 taken = np.minimum(gains[:, i], burden)

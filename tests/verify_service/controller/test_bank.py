@@ -44,8 +44,8 @@ def test_drafting_that_loses_more_than_is_owed_at_most_stops() -> None:
 
 def test_what_it_took_to_begin_is_paid_by_gains_or_when_drafting_ends() -> None:
     bank = Bank(CONFIG, STEP)
-    bank.invest(2 * STEP)
-    bank.invest(STEP)  # part of it
+    bank.invest(1.5 * STEP)
+    bank.invest(0.5 * STEP)
     bank.drafted(STEP, STEP, 2.5 * STEP)  # gains a step and a half
     assert bank.is_full
     bank.plain(STEP, False)  # shows what plain steps take

@@ -39,6 +39,15 @@ def test_a_kind_that_was_not_seen_for_long_is_not_taken_for_slower() -> None:
     assert costs.target(1, 4) / costs.plain(1) == pytest.approx(1.3, rel=0.05)
 
 
+def test_hiccups_of_two_plain_steps_do_not_outvote_those_before_them() -> None:
+    """A hiccup is not compared with all steps of the other kind behind it."""
+    costs = CostModel(ROWS)
+    kinds = [1, *[4] * 9]
+    for slow in (1.0, 1.0, 1.0, 1.0, 3.0, 3.0):
+        steps(costs, kinds, [slow] + [1.0] * 9, 1.0)
+    assert costs.target(1, 4) / costs.plain(1) == pytest.approx(1.3)
+
+
 def test_waits_for_drafts_are_learnt_and_scaled_to_what_was_not_seen() -> None:
     costs = CostModel(ROWS)
     assert costs.draft(0, 1, 3) == pytest.approx(0.08 * 4 * 10e-3)
