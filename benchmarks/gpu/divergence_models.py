@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.divergence_jobs import grammars_of, jobs_of, random_prompts, text_prompts
-from benchmarks.gpu.shapes import EAGLE3_8B, LLAMA_8B, QWEN3_8B
+from benchmarks.gpu.shapes import EAGLE3_8B, GEMMA3_1B, LLAMA_8B, QWEN3_8B
 from foredraft.models.config import ModelConfig
 from foredraft.models.registry import BUNDLED_DRAFTS, DEMO_GEMMA, resolve_model_path
 from testing.block_drafts import tiny_block, tiny_peagle
@@ -30,6 +30,7 @@ WIDTHS = (
 RANDOM: dict[str, dict[str, Any]] = {
     "llama-8b": LLAMA_8B,
     "qwen3-8b": QWEN3_8B,
+    "gemma3-1b": GEMMA3_1B,
     "k-18944": {
         **LLAMA_8B,
         "hidden_size": 3584,

@@ -47,6 +47,29 @@ QWEN3_8B = {
     "rope_theta": 1000000.0,
     "vocab_size": 151936,
 }
+# Wide heads, windows, norms of heads and around blocks.
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_local_base_freq": 10000.0,
+    "rope_theta": 1000000.0,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+    "vocab_size": 262144,
+}
 # Of DeepSpec's layout; a block proposes as many tokens as it has rows.
 BLOCKS_8B = {
     name: {
