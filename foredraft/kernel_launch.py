@@ -1,8 +1,9 @@
 """Launch options of Triton kernels: overlap with the kernel before, block sizes, number of
-variants.
+variants; and what must not happen while they are captured.
 """
 
 import functools
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,22 @@ def few_variants(cut_keys: bool) -> Iterator[None]:
         yield
     finally:
         VARIANTS.are_few, VARIANTS.cut_keys = before
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keeps Python's collector of cycles off while a CUDA graph is captured.
+
+    Graphs that it frees in this thread, such as those of a draft that has left, would end the
+    capture with an error.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @functools.cache

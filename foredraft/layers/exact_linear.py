@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from foredraft.kernel_launch import no_collection
 from foredraft.layers import exact_gemm
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 
@@ -182,7 +183,7 @@ def _is_equal(weight: torch.Tensor, bias: torch.Tensor | None, parts: int, num_r
     side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side):
+    with no_collection(), torch.cuda.stream(side):
         graph.capture_begin(capture_error_mode="thread_local")
         captured = by_library()
         graph.capture_end()

@@ -3,13 +3,13 @@
 What is captured must have run once before, outside of the graph.
 """
 
-import contextlib
 import functools
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+
+from foredraft.kernel_launch import no_collection
 
 T = TypeVar("T")
 
@@ -34,25 +34,11 @@ def capture_graph(run: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph
     graph = torch.cuda.CUDAGraph()
     # Other threads of this process may use CUDA meanwhile: a draft may be attached at any time.
     with (
-        _no_collection(),
+        no_collection(),
         torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
     ):
         result = run()
     return graph, result
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keeps Python's collector of cycles off: graphs that it frees in this thread, such as those
-    of a draft that has left, would end the capture with an error.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @functools.cache
