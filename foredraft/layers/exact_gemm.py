@@ -15,6 +15,9 @@ from foredraft.kernel_launch import overlapped, power_of_two
 
 SKINNY_ROWS = 64  # maximum number of rows of a skinny GEMM
 PART_ROWS = 128  # up to which halves of columns are faster by our kernels than by cuBLAS
+# Up to which one program adds up both halves, where columns are few: each half alone would write
+# and read float32.
+_HALVES_ROWS = 1024
 # With fewer outputs, programs that each take all columns are too few to keep the memory busy.
 _NARROW = 6144
 _LEAST_CUT = 2048  # columns from which on cutting them is worth adding up
@@ -85,6 +88,18 @@ def multiply_in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torc
     return out
 
 
+def adds_halves(weight: torch.Tensor, num_rows: int) -> bool:
+    """Returns whether `multiply_halves` is fastest for so many rows of a weight in two parts."""
+    return PART_ROWS < num_rows <= _HALVES_ROWS and weight.shape[1] < _LONG
+
+
+def multiply_halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Computes x W^T, rounded as the sum of two parts is; [rows, outputs]."""
+    out = x.new_empty((x.shape[0], weight.shape[0]))
+    _multiply_tiled(x, weight, None, out, halves=True)
+    return out
+
+
 def _multiply_skinny(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -116,7 +131,11 @@ def _multiply_skinny(
 
 
 def _multiply_tiled(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    halves: bool = False,
 ) -> None:
     from foredraft.layers import exact_gemm_kernels as kernels
 
@@ -141,7 +160,8 @@ def _multiply_tiled(
     kernels.multiply_blocks[(programs, parts)](
         TensorDescriptor.from_tensor(x, [block_m, block_k]),
         TensorDescriptor.from_tensor(weight, [block_n, block_k]),
-        added, out, rows, outputs, inputs // parts, PARTS=out.dim() == 3, **settings,
+        added, out, rows, outputs, inputs // max(parts, 1 + halves), PARTS=out.dim() == 3,
+        HALVES=halves, **settings,
     )  # fmt: skip
 
 

@@ -50,13 +50,14 @@ def multiply_tiles(
 @triton.jit(do_not_specialize=["rows"])
 def multiply_blocks(
     x_blocks, w_blocks, bias_ptr, out_ptr, rows, outputs, share,
-    HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, HALVES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes the same as `multiply_tiles` from tensor descriptors.
 
     Hopper's copy engine reads them, with zeros beyond their ends. With PARTS, program (i, j) adds
-    up only `share` columns, into out[j].
+    up only `share` columns, into out[j]. With HALVES, a program adds up two times `share` columns,
+    and then the two sums.
     """
     program = tl.program_id(0)
     row_blocks, column_blocks = tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N)
@@ -73,6 +74,14 @@ def multiply_blocks(
         left = x_blocks.load([first_m, first_k + start])
         right = w_blocks.load([first_n, first_k + start])
         acc = tl.dot(left, right.T, acc)
+    if HALVES:
+        first_half = acc
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(share, 2 * share, BLOCK_K):
+            left = x_blocks.load([first_m, start])
+            right = w_blocks.load([first_n, start])
+            acc = tl.dot(left, right.T, acc)
+        acc += first_half
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]

@@ -125,8 +125,10 @@ class ExactMethod(LinearMethod):
     def _in_parts(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Computes [num_rows, outputs], or float32 [2, num_rows, outputs] where columns are cut."""
+        """Computes [num_rows, outputs], or float32 [2, num_rows, outputs] still to be added up."""
         parts, num_rows = exact_gemm.num_parts(weight, bias), x.shape[0]
+        if parts > 1 and exact_gemm.adds_halves(weight, num_rows):
+            return exact_gemm.multiply_halves(x, weight)
         most = exact_gemm.SKINNY_ROWS if parts == 1 else exact_gemm.PART_ROWS
         if num_rows > most:
             size = proven_size(num_rows)

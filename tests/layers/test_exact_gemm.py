@@ -87,6 +87,17 @@ def test_parts_are_the_same_bits_beside_any_number_and_what_the_norm_adds_up():
 
 @needs_gpu
 @pytest.mark.gpu
+def test_halves_in_one_kernel_and_in_two_are_the_same_bits():
+    method, weight = ExactMethod(Proofs()), numbers(4096, 4096).mul_(0.02)
+    x = numbers(2048, 4096, outliers=0.002)
+    wanted = (exact_gemm.multiply_in_parts(x, weight, 2)).sum(0).to(x.dtype)
+    for num_rows in (128, 129, 200, 512, 1024, 1025):
+        rows = x[:num_rows].contiguous()
+        assert same_bits(method.multiply(rows, weight, None), wanted[:num_rows]), num_rows
+
+
+@needs_gpu
+@pytest.mark.gpu
 def test_gates_in_one_kernel_and_in_two_are_the_same_bits():
     weight, x = numbers(2 * 14336, 4096).mul_(0.02), numbers(64, 4096, outliers=0.002)
     wanted = fused.gated(exact_gemm.multiply(x, weight, None), "silu")
