@@ -26,6 +26,7 @@ from foredraft.layers.linear import CudaMethod, Linear
 
 META = torch.device("meta")
 KERNELS = (
+    "foredraft.attention.exact_fold_kernels",
     "foredraft.attention.exact_kernels",
     "foredraft.attention.triton_kernels",
     "foredraft.layers.skinny_gemm_kernels",

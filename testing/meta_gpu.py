@@ -23,7 +23,12 @@ from verify_service.executor.captured import two_phase_tables
 META = torch.device("meta")
 UNITS = 132  # of an H200
 KERNELS = {
-    "foredraft.attention": ("exact_kernels", "triton_kernels", "split_kv_kernels"),
+    "foredraft.attention": (
+        "exact_kernels",
+        "exact_fold_kernels",
+        "triton_kernels",
+        "split_kv_kernels",
+    ),
     "foredraft.layers": (
         "triton_kernels",
         "skinny_gemm_kernels",

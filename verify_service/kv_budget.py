@@ -38,7 +38,6 @@ def step_limits(
         chunk=chunk_size(config, target.device),
         num_sequences=num_sequences,
         max_rows=tree_limits[2] if links else 1,
-        has_branches=bool(links) and tree_limits[1] > 1 and tree_limits[2] > 2,
         num_keys=context_length,
         page_size=page_size,
         graph_batch=0 if config.disable_cuda_graph else graph_batch,

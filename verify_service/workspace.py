@@ -50,7 +50,6 @@ class StepLimits:
         chunk: Number of prompt tokens of a step.
         num_sequences: Number of sequences that run together.
         max_rows: Number of rows of a sequence that decodes, the root included.
-        has_branches: Whether trees may be more than chains.
         num_keys: Number of tokens of a sequence.
         page_size: Number of tokens of a page.
         graph_batch: Number of sequences of a captured step; 0 without graphs.
@@ -63,7 +62,6 @@ class StepLimits:
     chunk: int
     num_sequences: int
     max_rows: int
-    has_branches: bool
     num_keys: int
     page_size: int
     graph_batch: int
@@ -175,20 +173,17 @@ class _Sizes:
 
     def attention(self) -> int:
         """The first half of a layer, with the partial sums of attention."""
-        limits = self._limits
-        tree = limits.max_rows if limits.has_branches else 0
-        return self._attention_of(self._rows, tree, cuts_keys=True)
+        return self._attention_of(self._rows, cuts_keys=True)
 
     def mlp(self) -> int:
         """The second half of a layer. The first half's result is still there."""
         return self._mlp_of(self._rows)
 
-    def _attention_of(self, num_rows: int, num_tree_rows: int, cuts_keys: bool) -> int:
+    def _attention_of(self, num_rows: int, cuts_keys: bool) -> int:
         num_kv_heads, config = self._model.num_kv_heads, self._config
         sizes = ForwardSizes(
             num_rows,
             self._limits.num_keys,
-            num_tree_rows,
             cuts_keys,
             num_kv_heads * self._model.group_size,
             num_kv_heads,
@@ -267,9 +262,8 @@ class _Sizes:
         at_once = min(decode_rows, max(ROWS_AT_ONCE, tree))
         choice = self._vocabularies(at_once * _RANKED_BYTES)
         logits = product.result + self._widened(decode_rows) + max(product.scratch, choice)
-        masked = tree if tree > 1 else 0
-        alone = self._attention_of(decode_rows, masked, cuts_keys=True)
-        mixed = self._attention_of(mixed_rows, masked, cuts_keys=False)
+        alone = self._attention_of(decode_rows, cuts_keys=True)
+        mixed = self._attention_of(mixed_rows, cuts_keys=False)
         step = max(self._mlp_of(rows), alone, mixed, logits)
         return step + rows * self._row * (1 + limits.num_captured)
 

@@ -89,7 +89,6 @@ class ForwardSizes:
     Attributes:
         num_rows: Number of rows of all sequences.
         num_keys: Number of keys of a sequence.
-        num_tree_rows: Number of rows of a tree; 0 where no forward has a mask.
         cuts_keys: Whether keys may be cut into parts.
         num_heads: Number of query heads.
         num_kv_heads: Number of key and value heads.
@@ -98,7 +97,6 @@ class ForwardSizes:
 
     num_rows: int
     num_keys: int
-    num_tree_rows: int
     cuts_keys: bool
     num_heads: int
     num_kv_heads: int

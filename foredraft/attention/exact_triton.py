@@ -35,6 +35,9 @@ _INTERPRETED_UNITS = 16
 # running beside others.
 _AHEAD_PER_UNIT = 2
 _NODES = 64  # rows of a tree that are read at a time
+_GRAIN = 16  # number of keys that the matrix units add at a time
+_OWN = 64  # columns for keys of the paths of a tree
+_TREE_LINES = 32  # size of a block where one program computes a tree's paths too
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +83,8 @@ class ExactAttention(AttentionBackend):
     def partial_bytes(self, sizes: ForwardSizes, device: torch.device) -> int:
         """See AttentionBackend."""
         slot = sizes.num_rows * sizes.num_heads * _part_bytes(sizes.head_dim)
-        found = min(_MOST_PART_BYTES, slot * max(2, segment_of(sizes.num_keys - 1) + 1))
-        found = found if sizes.cuts_keys else 0
-        if sizes.num_tree_rows:  # a row has the sum before the tree's first tile, and that tile's
-            found = max(found, 2 * slot)
-        return found
+        found = min(_MOST_PART_BYTES, slot * (segment_of(sizes.num_keys - 1) + 1))
+        return found if sizes.cuts_keys else 0
 
     def plan(
         self, batch: Batch, kv: PagedKV, windows: Sequence[int | None], group_size: int
@@ -111,7 +111,7 @@ class ExactAttention(AttentionBackend):
         out: torch.Tensor,
     ) -> None:
         """See AttentionBackend. Reads no value of the device, so that it can be captured."""
-        from foredraft.attention import exact_kernels
+        from foredraft.attention import exact_fold_kernels, exact_kernels
 
         kv = plan.kv
         keys, values = kv.keys(layer), kv.values(layer)
@@ -133,30 +133,31 @@ class ExactAttention(AttentionBackend):
             queries.stride(1), layout.row_blocks, layout.num_slots, layout.limit,
         )  # fmt: skip
         is_split, is_branched = layout.num_splits > 1, plan.tail_mask is not None
+        # Not read without branches.
+        tails = plan.first_row[:, None] if plan.tails is None else plan.tails
         options: dict[str, Any] = {
             "GROUP": group, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_M": layout.block_m,
-            "BLOCK_D": max(16, power_of_two(head_dim)), "SPLIT": is_split, "TOGETHER": not is_split or layout.limit > 0,
+            "BLOCK_D": max(16, power_of_two(head_dim)),
             "WINDOWED": window is not None, "BRANCHED": is_branched, "LISTED": plan.blocks is not None,
             "EIGHT_BIT": kv.is_8_bit, "PRECISION": "ieee" if queries.dtype == torch.float32 else "tf32",
-            "TILE": TILE, "NEAR": NEAR, "SMALL": SMALL, "LARGE": LARGE,
+            "TILE": TILE, "TILES": tails.shape[1] // TILE, "NEAR": NEAR, "SMALL": SMALL, "LARGE": LARGE,
         } | overlapped(keys.device)  # fmt: skip
         exact_kernels.attend[(layout.programs, kv_heads, layout.num_splits)](
-            *arrays, plan.page_tables, *lengths, *numbers, plan.page_tables.stride(0), layout.num_splits,
-            PAGE_SIZE=kv.page_size, **options,
+            *arrays, plan.page_tables, tails, *lengths, *numbers, plan.page_tables.stride(0), layout.num_splits,
+            PAGE_SIZE=kv.page_size, SPLIT=is_split, TOGETHER=not is_split or layout.limit > 0,
+            OWN=_OWN, GRAIN=TILE if kv.is_8_bit else _GRAIN, **options,
             **_tiles(layout.block_m, head_dim, queries.dtype, has_room(keys.device)),
         )  # fmt: skip
-        if not is_split and not is_branched:
+        if not is_split:
             return
-        tails = (
-            plan.first_row[None] if plan.tails is None else plan.tails
-        )  # unread without branches
         heads = group if is_branched else 1
-        per_block = layout.block_m // group + 1
+        # Where sequences may be done already, few programs for a tree's rows are fewer to end.
+        rows_at_once = 1 if is_branched and layout.limit else layout.block_m // group + 1
         is_ahead = not VARIANTS.are_few and num_tokens * kv_heads <= _AHEAD_PER_UNIT * _units(kv)
-        exact_kernels.fold[(layout.programs * per_block, num_heads // heads)](
+        exact_fold_kernels.fold[(layout.programs * rows_at_once, num_heads // heads)](
             *arrays, tails, *lengths, *numbers, **options,
-            HEADS=heads, BLOCK_H=max(16, power_of_two(group)) if is_branched else 1,
-            TILES=tails.shape[1] // TILE, AHEAD=is_ahead, num_warps=(4 if is_ahead else 2) if is_branched else 1,
+            ROWS_AT_ONCE=rows_at_once, HEADS=heads, BLOCK_H=max(16, power_of_two(group)) if is_branched else 1,
+            AHEAD=is_ahead, num_warps=(4 if is_ahead else 2) if is_branched else 1,
             num_stages=2 if is_ahead else 3,
         )  # fmt: skip
 
@@ -188,15 +189,21 @@ def _layout(plan: TritonPlan, group: int, num_tokens: int, dtype: torch.dtype) -
     block_m = _block_rows(plan.max_rows * group, dtype, plan.kv)
     row_blocks = -(-plan.max_rows * group // block_m)
     programs = plan.blocks.shape[1] if plan.blocks is not None else len(plan.num_rows) * row_blocks
+    if is_branched and plan.blocks is None:
+        small = min(block_m, _TREE_LINES)
+        small_blocks = -(-plan.max_rows * group // small)
+        in_all = len(plan.num_rows) * small_blocks
+        if VARIANTS.are_few or in_all * kv.num_kv_heads >= _units(kv):
+            block_m, row_blocks, programs = small, small_blocks, in_all
     num_keys = plan.page_tables.shape[1] * kv.page_size
     num_splits = 1
     if plan.blocks is None and not (VARIANTS.are_few and (is_branched or not VARIANTS.cut_keys)):
         num_splits = _num_splits(programs, block_m, num_keys, num_tokens * group, kv)
     if num_splits < 2:
-        return _Layout(block_m, row_blocks, programs, 1, 0, 2 if is_branched else 0)
+        return _Layout(block_m, row_blocks, programs, 1, 0, 0)
     is_busy = programs * kv.num_kv_heads >= _units(kv)
     limit = _SHORT if VARIANTS.are_few or is_busy else 0
-    num_slots = max(2, segment_of(num_keys - 1) + 1)
+    num_slots = segment_of(num_keys - 1) + 1
     return _Layout(block_m, row_blocks, programs, num_splits, limit, num_slots)
 
 
@@ -239,7 +246,7 @@ def _find_tails(plan: TritonPlan, group: int, num_tokens: int) -> torch.Tensor:
 
     Runs once per forward. Returns their slots, int32 [rows, n].
     """
-    from foredraft.attention import exact_kernels
+    from foredraft.attention import exact_fold_kernels
 
     mask, tail_positions, kv = plan.tail_mask, plan.tail_positions, plan.kv
     assert mask is not None
@@ -250,7 +257,7 @@ def _find_tails(plan: TritonPlan, group: int, num_tokens: int) -> torch.Tensor:
     row_blocks = -(-plan.max_rows * group // block_m)
     programs = plan.blocks.shape[1] if plan.blocks is not None else len(plan.num_rows) * row_blocks
     slots = torch.empty(num_tokens, tiles * TILE, dtype=torch.int32, device=kv.data.device)
-    exact_kernels.find_tails[(programs * (block_m // group + 1),)](
+    exact_fold_kernels.find_tails[(programs * (block_m // group + 1),)](
         slots, plan.page_tables, plan.first_row, plan.num_rows, plan.prefix_len, plan.positions,
         plan.first_row if plan.blocks is None else plan.blocks, mask.view(torch.uint8), tail_positions,
         row_blocks, plan.page_tables.stride(0), mask.stride(0), mask.shape[1], tail_positions.stride(0), kv.page_size,

@@ -40,7 +40,7 @@ CASES = [
 
 @pytest.mark.parametrize(("capability", "head_dim", "kept", "window", "step"), CASES)
 def test_attention_compiles_and_fits(monkeypatch, capability, head_dim, kept, window, step):
-    from foredraft.attention import exact_kernels
+    from foredraft.attention import exact_fold_kernels, exact_kernels
 
     pair = divmod(capability, 10)
     able = {"launch_pdl": pair >= (9, 0), "DEPENDENT": pair >= (9, 0)}
@@ -49,9 +49,11 @@ def test_attention_compiles_and_fits(monkeypatch, capability, head_dim, kept, wi
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: pair)
     room = paged_triton.has_room(torch.device("cuda"))
     monkeypatch.setattr(exact_triton, "has_room", lambda device: room)
-    recorders = [Recorder(getattr(exact_kernels, name)) for name in KERNELS]
-    for name, recorder in zip(KERNELS, recorders, strict=True):
-        monkeypatch.setattr(exact_kernels, name, recorder)
+    recorders = []
+    for name in KERNELS:
+        module = exact_kernels if name == "attend" else exact_fold_kernels
+        recorders.append(Recorder(getattr(module, name)))
+        monkeypatch.setattr(module, name, recorders[-1])
     kv = PagedKV(1, 100, 16, 8, head_dim, kept, torch.device("cpu"))
     rows, is_tree, count = STEPS[step]
     spans = []

@@ -29,7 +29,7 @@ def test_kv_gets_what_steps_leave(
     )
     target = replace(load_share(config), device=META)
     limits = step_limits(config, target, [], config.tree_limits, 512, 16)
-    assert limits == StepLimits(512, 20, 1, False, 512, 16, 20)
+    assert limits == StepLimits(512, 20, 1, 512, 16, 20)
     with meta_gpu(monkeypatch):
         left = kv_budget(config, target, [], limits)
         workspace = workspace_of(target.model, target.attention, limits)
@@ -53,5 +53,5 @@ def test_flags_that_steps_follow(tmp_path: Path, flags: dict, changed: dict) -> 
         model_path=str(make_checkpoint(tmp_path)), device="cpu", max_running_requests=20, **flags
     )
     limits = step_limits(config, load_share(config), [], config.tree_limits, 512, 16)
-    assert limits == replace(StepLimits(512, 20, 1, False, 512, 16, 20), **changed)
+    assert limits == replace(StepLimits(512, 20, 1, 512, 16, 20), **changed)
     assert not limits.graph_batch or batch_sizes(limits.graph_batch)[-1] == limits.graph_batch

@@ -63,8 +63,8 @@ CPU = torch.device("cpu")
 INT4 = WeightScheme("awq", 4, "group", 128, has_zeros=True)
 WEIGHTS = ["plain", "int4", "ordered", "unpacked", "fp8", "fp8-rows"]
 # A chain without branches, and a tree, at many sequences.
-PLAIN = StepLimits(2048, 48, 1, False, 8192, PAGE, 48)
-TREE = replace(PLAIN, max_rows=8, has_branches=True, num_captured=3, widths=(3,))
+PLAIN = StepLimits(2048, 48, 1, 8192, PAGE, 48)
+TREE = replace(PLAIN, max_rows=8, num_captured=3, widths=(3,))
 
 
 class Half(ProcessGroup):
@@ -152,7 +152,7 @@ def step_with_prompts(
     """A forward outside of graphs: rows of prompts beside sequences that decode."""
     kv, decode = cache(model), num_decoding * limits.max_rows
     rows, sequences = num_prompts * num_prompt + decode, num_prompts + num_decoding
-    has_mask = limits.has_branches and num_decoding > 0
+    has_mask = limits.max_rows > 1 and num_decoding > 0
     mask = ints(rows, limits.max_rows, dtype=torch.uint8) if has_mask else None
     num_keys = limits.num_keys
 
@@ -276,7 +276,7 @@ def test_captured_steps(gpu, monkeypatch, kind, is_exact, weights):
         step.choose(shape, step.forward(shape))
 
     found = [most_bytes(lambda: decode(False)), most_bytes(lambda: decode(True))]
-    found.append(most_bytes(lambda: mixed.compute(MixedKind(1024, layers, kind.has_branches))))
+    found.append(most_bytes(lambda: mixed.compute(MixedKind(1024, layers, kind.max_rows > 1))))
     check(plan.graphs, max(found), 1.6)
     check(plan.tables, tables.live, 1.6)
 

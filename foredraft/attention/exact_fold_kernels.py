@@ -1,0 +1,247 @@
+"""Triton kernels around `exact_kernels.attend`: `find_tails` finds the keys of each path of a tree,
+and `fold` merges the segments that several programs have computed.
+"""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+from foredraft.attention.exact_kernels import (
+    add_tile,
+    empty,
+    has_branches,
+    is_start,
+    load_query,
+    load_rows,
+    merge,
+    segment_of,
+)
+
+
+@triton.jit
+def _rows_of(
+    blocks, row_blocks, num_programs, program, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, LISTED: tl.constexpr
+):  # fmt: skip
+    """Returns the sequence of one of `attend`'s blocks of rows, its first row, and where rows of
+    the next block begin. A row that lies in two blocks belongs to the first.
+    """
+    if LISTED:
+        sequence = tl.load(blocks + program)
+        block = tl.load(blocks + num_programs + program)
+    else:
+        sequence = program // row_blocks
+        block = program % row_blocks
+    return sequence, tl.cdiv(block * BLOCK_M, GROUP), tl.cdiv((block + 1) * BLOCK_M, GROUP)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_rows", "nums_rows", "prefix_lens", "positions", "blocks", "table_stride", "row_blocks", "tail_masks",
+        "mask_stride", "mask_width", "tail_positions", "tail_stride", "page_size",
+    ]
+)  # fmt: skip
+def find_tails(
+    slots_ptr, tables, first_rows, nums_rows, prefix_lens, positions, blocks, tail_masks, tail_positions,
+    row_blocks, table_stride, mask_stride, mask_width, tail_stride, page_size,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, LISTED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    NODES: tl.constexpr,
+):  # fmt: skip
+    """Finds the keys that one row of a tree sees from the last whole tile before the tree on.
+
+    They are the keys of the row's own path, each stored at the index of its position.
+
+    Args:
+        slots_ptr: int32 [rows, TILES * TILE], KV slots, -1 beyond the row's own position.
+        NODES: Number of tree rows that are read at a time.
+    """
+    PER_BLOCK: tl.constexpr = BLOCK_M // GROUP + 1
+    program, programs = tl.program_id(0) // PER_BLOCK, tl.num_programs(0) // PER_BLOCK
+    sequence, begin_row, end_row = _rows_of(
+        blocks, row_blocks, programs, program, BLOCK_M, GROUP, LISTED
+    )
+    row = begin_row + tl.program_id(0) % PER_BLOCK
+    num_rows = tl.load(nums_rows + sequence)
+    first_row = tl.load(first_rows + sequence)
+    prefix_len = tl.load(prefix_lens + sequence)
+    if row >= tl.minimum(num_rows, end_row):
+        return
+    token = (first_row + row).to(tl.int64)
+    newest = tl.load(positions + token).to(tl.int32)
+    first = prefix_len // TILE * TILE
+    table = tables + sequence.to(tl.int64) * table_stride
+    for tile in tl.static_range(TILES):
+        places = first + tile * TILE + tl.arange(0, TILE)
+        nodes = tl.zeros([TILE], tl.int32)
+        for start in range(0, mask_width, NODES):
+            node = start + tl.arange(0, NODES)
+            inside = node < mask_width
+            on_path = tl.load(tail_masks + token * mask_stride + node, mask=inside, other=0) != 0
+            positions_at = tail_positions + sequence.to(tl.int64) * tail_stride + node
+            stands = tl.load(positions_at, mask=inside & on_path, other=-1)
+            is_there = (stands[None, :] == places[:, None]) & on_path[None, :]
+            nodes += tl.sum(tl.where(is_there, node[None, :], 0), 1)
+        keys = tl.where(places < prefix_len, places, prefix_len + nodes)
+        pages = tl.load(table + keys // page_size, mask=places <= newest, other=0)
+        slots_at = slots_ptr + token * (TILES * TILE) + tile * TILE + tl.arange(0, TILE)
+        slots = tl.where(places <= newest, pages * page_size + keys % page_size, -1)
+        tl.store(slots_at, slots)
+
+
+@triton.jit
+def _fold_row(
+    q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total, tails, positions, row, first_row, prefix_len,
+    branched, scale, v_scale, window, q_row_stride, q_head_stride, num_slots,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
+    HEADS: tl.constexpr, WINDOWED: tl.constexpr, BRANCHED: tl.constexpr, EIGHT_BIT: tl.constexpr,
+    PRECISION: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr, NEAR: tl.constexpr,
+    SMALL: tl.constexpr, LARGE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Computes what `fold` does of one row; keys and values are those of its KV head."""
+    token = (first_row + row).to(tl.int64)
+    own = tl.program_id(1) * HEADS + tl.arange(0, BLOCK_H)  # indexes among all heads
+    is_head = tl.arange(0, BLOCK_H) < HEADS
+    dims = tl.arange(0, BLOCK_D)
+    wanted = is_head[:, None] & (dims < HEAD_DIM)[None, :]
+    line = token * (KV_HEADS * GROUP) + own
+    newest = prefix_len + row
+    begin, shared_end = 0, newest + 1
+    oldest = 0
+    if BRANCHED:
+        newest = tl.load(positions + token).to(tl.int32)
+        if branched:
+            shared_end = prefix_len // TILE * TILE
+        offsets = token * q_row_stride + own[:, None] * q_head_stride + dims[None, :]
+        q = load_query(q_ptr, offsets, wanted & branched, EIGHT_BIT)
+        tails += token * (TILES * TILE) + tl.arange(0, TILE)
+        if AHEAD:
+            places = shared_end + tl.arange(0, TILE)
+            there = (places <= newest) & branched
+            slots = tl.load(tails, mask=there, other=0).to(tl.int64)
+            k = load_rows(k_ptr, slots, there, HEAD_DIM, BLOCK_D)
+            v = load_rows(v_ptr, slots, there, HEAD_DIM, BLOCK_D)
+    if WINDOWED:
+        oldest = tl.load(positions + token).to(tl.int32) - window + 1
+        begin = tl.maximum(oldest, 0) // TILE * TILE
+    if DEPENDENT:  # only `attend`'s sums are newer than the kernel before the previous one
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    # Whole segments; for a row without branches also the last one.
+    num_whole = segment_of(tl.maximum(shared_end - 1, 0), NEAR, SMALL, LARGE) + 1
+    if BRANCHED:
+        in_shared = segment_of(shared_end, NEAR, SMALL, LARGE)
+        num_whole = tl.where(branched, in_shared, num_whole)
+    first_whole = tl.minimum(segment_of(begin, NEAR, SMALL, LARGE), num_whole)
+    part = line * num_slots + first_whole
+    best, total, acc = empty(BLOCK_H, BLOCK_D)
+    for index in tl.range(0, num_whole - first_whole):
+        at = part_acc + (part + index)[:, None] * HEAD_DIM + dims[None, :]
+        sums = tl.load(at, mask=wanted, other=0.0)
+        bests = tl.load(part_best + part + index, mask=is_head, other=float("-inf"))
+        totals = tl.load(part_total + part + index, mask=is_head, other=0.0)
+        best, total, acc = merge(best, total, acc, bests, totals, sums)
+
+    if BRANCHED:
+        slot = line * num_slots + num_whole
+        goes_on = branched & (not is_start(shared_end, NEAR, SMALL, LARGE)) & (begin < shared_end)
+        own_best = tl.load(part_best + slot, mask=is_head & goes_on, other=float("-inf"))
+        own_total = tl.load(part_total + slot, mask=is_head & goes_on, other=0.0)
+        at = part_acc + slot[:, None] * HEAD_DIM + dims[None, :]
+        own_acc = tl.load(at, mask=wanted & goes_on, other=0.0)
+        if AHEAD and branched:
+            if is_start(shared_end, NEAR, SMALL, LARGE):
+                best, total, acc = merge(best, total, acc, own_best, own_total, own_acc)
+                own_best, own_total, own_acc = empty(BLOCK_H, BLOCK_D)
+            seen = (places <= newest) & (places >= oldest)
+            own_best, own_total, own_acc = add_tile(
+                q, k, v, seen[None, :] & is_head[:, None], own_best, own_total, own_acc, scale, TILE, PRECISION
+            )  # fmt: skip
+        first = shared_end + TILE if AHEAD else shared_end
+        end = tl.where(branched, newest + 1, 0)
+        for start in tl.range(first, end, TILE):
+            if is_start(start, NEAR, SMALL, LARGE):
+                best, total, acc = merge(best, total, acc, own_best, own_total, own_acc)
+                own_best, own_total, own_acc = empty(BLOCK_H, BLOCK_D)
+            keys = start + tl.arange(0, TILE)
+            slot_at = tails + (start - shared_end)
+            key_slots = tl.load(slot_at, mask=keys <= newest, other=0).to(tl.int64)
+            key_rows = load_rows(k_ptr, key_slots, keys <= newest, HEAD_DIM, BLOCK_D)
+            value_rows = load_rows(v_ptr, key_slots, keys <= newest, HEAD_DIM, BLOCK_D)
+            seen_keys = (keys <= newest) & (keys >= oldest)
+            own_best, own_total, own_acc = add_tile(
+                q, key_rows, value_rows, seen_keys[None, :] & is_head[:, None], own_best, own_total, own_acc, scale,
+                TILE, PRECISION,
+            )  # fmt: skip
+        best, total, acc = merge(best, total, acc, own_best, own_total, own_acc)
+
+    if EIGHT_BIT:
+        acc = acc * v_scale
+    result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + line[:, None] * HEAD_DIM + dims[None, :], result, mask=wanted)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_rows", "nums_rows", "prefix_lens", "row_blocks", "num_slots", "blocks", "part_best", "part_total", "window",
+        "limit", "tails",
+    ]
+)  # fmt: skip
+def fold(
+    q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total,
+    tails, first_rows, nums_rows, prefix_lens, positions, blocks,
+    scale, v_scale, window, kv_head_stride, q_row_stride, q_head_stride, row_blocks, num_slots, limit,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr, HEADS: tl.constexpr, ROWS_AT_ONCE: tl.constexpr, WINDOWED: tl.constexpr,
+    BRANCHED: tl.constexpr, LISTED: tl.constexpr, EIGHT_BIT: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, AHEAD: tl.constexpr, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Merges the segments that `attend` has left, for some query heads of one KV head in one row.
+
+    A row of a tree with branches continues here from the last whole tile before the tree. The keys
+    of its own path are read at the positions that they have once they are accepted, so no two rows
+    need to have a tile in common.
+
+    Args:
+        tails: Slots that `find_tails` has written.
+        AHEAD: Whether the row's own first keys are read before `attend` has ended, which takes
+            registers.
+        BLOCK_M: Block size of `attend`, whose blocks of rows the programs enumerate.
+        HEADS: Number of heads of a program, padded to BLOCK_H.
+        ROWS_AT_ONCE: Number of programs that share a block's rows: one, or as many as rows.
+    """
+    program, programs = tl.program_id(0) // ROWS_AT_ONCE, tl.num_programs(0) // ROWS_AT_ONCE
+    sequence, begin_row, end_row = _rows_of(
+        blocks, row_blocks, programs, program, BLOCK_M, GROUP, LISTED
+    )
+    num_rows = tl.load(nums_rows + sequence)
+    first_row = tl.load(first_rows + sequence)
+    prefix_len = tl.load(prefix_lens + sequence)
+    if prefix_len + num_rows <= limit:  # `attend` has computed all
+        if DEPENDENT and tl.program_id(0) == 0:  # this kernel must not end before `attend`
+            tl.extra.cuda.gdc_wait()
+        return
+    branched = False
+    if BRANCHED:
+        branched = has_branches(positions, first_row, num_rows, prefix_len)
+        kv_head = (tl.program_id(1) * HEADS // GROUP).to(tl.int64)
+        k_ptr += kv_head * kv_head_stride
+        v_ptr += kv_head * kv_head_stride
+    row = begin_row + tl.program_id(0) % ROWS_AT_ONCE
+    end_row = tl.minimum(num_rows, end_row)
+    if ROWS_AT_ONCE > 1:
+        if row >= end_row:
+            return
+        _fold_row(
+            q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total, tails, positions, row, first_row, prefix_len,
+            branched, scale, v_scale, window, q_row_stride, q_head_stride, num_slots,
+            GROUP, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_H, HEADS, WINDOWED, BRANCHED, EIGHT_BIT, PRECISION, TILE, TILES,
+            AHEAD, NEAR, SMALL, LARGE, DEPENDENT,
+        )  # fmt: skip
+    else:
+        for each in range(row, end_row):
+            _fold_row(
+                q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total, tails, positions, each, first_row,
+                prefix_len, branched, scale, v_scale, window, q_row_stride, q_head_stride, num_slots,
+                GROUP, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_H, HEADS, WINDOWED, BRANCHED, EIGHT_BIT, PRECISION, TILE,
+                TILES, AHEAD, NEAR, SMALL, LARGE, DEPENDENT,
+            )  # fmt: skip
