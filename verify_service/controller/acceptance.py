@@ -106,14 +106,14 @@ class Acceptance:
         if self._pending:
             self._flush()
         known = {pool: self._ratio(pool, deviations) for pool in set(pools)}
-        ratios = np.stack([known[pool] for pool in pools])
-        tries, prior = self._own_tries[list(rows)], self._config.prior_outcomes
+        ratios, own = np.stack([known[pool] for pool in pools]), list(rows)
+        prior = self._config.prior_outcomes
+        hits, tries = self._own_hits[own], self._own_tries[own] + prior
         gains = np.empty_like(ratios)
         before: Array | float = 1.0
-        posterior = (self._own_hits[list(rows)], tries + prior)
-        for i in range(ratios.shape[1]):
-            before = (posterior[0][:, i] + prior * before * ratios[:, i]) / posterior[1][:, i]
-            gains[:, i] = before
+        for column, ratio, hit, tried in zip(gains.T, ratios.T, hits.T, tries.T, strict=True):
+            before = (hit + prior * before * ratio) / tried
+            column[:] = before
         gains = np.minimum(gains, self.bins.widths)
         return falling(gains, self.bins.widths)
 

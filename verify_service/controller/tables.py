@@ -130,26 +130,27 @@ class RowTable:
         order = np.argsort(-density, kind="stable")
         order = order[: np.count_nonzero(density > 0)]
         numbers = order % num_bins
-        parts, added, rows, levels = [], [], [], []
+        sizes, widths = np.array(bins.sizes)[numbers], bins.widths[numbers]
         depth = min(depth, bins.sizes[-1])
-        for level in range(1, depth + 1):
-            within = order if level == depth else order[np.array(bins.sizes)[numbers] <= level]
-            parts.append(within)
-            added.append(np.cumsum(gains.ravel()[within]))
-            rows.append(batch + others + np.cumsum(bins.widths[within % num_bins]))
-            levels.append(np.full(len(within), level, float))
-        ends = np.cumsum([len(part) for part in parts])
+        # [levels, nodes in order]: whether trees of so many levels may have the node.
+        within = sizes <= np.arange(1, depth + 1)[:, None]
+        within[-1] = True
+        counts = within.sum(axis=1)
+        ends = counts.cumsum()
+        added = np.where(within, gains.ravel()[order], 0.0).cumsum(axis=1)[within]
+        rows = np.where(within, widths, 0.0).cumsum(axis=1)[within]
+        levels = np.repeat(np.arange(1.0, depth + 1), counts)
 
         def nodes(index: int) -> list[int]:
             which = int(np.searchsorted(ends, index, side="right"))
             start = int(ends[which - 1]) if which else 0
             chosen = [0] * batch
-            for item in parts[which][: index - start + 1].tolist():
+            for item in order[within[which]][: index - start + 1].tolist():
                 i, number = divmod(item, num_bins)
                 chosen[i] = max(chosen[i], bins.sizes[number])
             return chosen
 
-        return Choices(np.concatenate(added), np.concatenate(rows), np.concatenate(levels), nodes)
+        return Choices(added, batch + others + rows, levels, nodes)
 
     @property
     def unit(self) -> float:
