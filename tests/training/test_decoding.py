@@ -24,7 +24,7 @@ def test_greedy_text_equals_that_of_transformers() -> None:
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_tokens_are_sampled_from_the_distribution_at_a_temperature(temperature: float) -> None:
     model = load_model(MODEL, "cpu")
-    prompt = torch.tensor([[0, 11, 42, 7]])
+    prompt = torch.tensor([[0, 42]])
     drawn = write_text(model, prompt.expand(4096, -1), 1, temperature, seed=3)[:, -1]
     hidden, _ = model(prompt)
     expected = (model.logits(hidden[:, -1])[0] / temperature).softmax(-1)
@@ -33,5 +33,7 @@ def test_tokens_are_sampled_from_the_distribution_at_a_temperature(temperature: 
     likely = expected > 0.01
     assert likely.sum() > 3
     assert ((shares - expected).abs() < 4.5 * deviation)[likely].all()
-    again = write_text(model, prompt.expand(4096, -1), 1, temperature, seed=3)[:, -1]
-    assert again.equal(drawn)
+    first, again = (
+        write_text(model, prompt.expand(64, -1), 3, temperature, seed=3) for _ in range(2)
+    )
+    assert again.equal(first)
