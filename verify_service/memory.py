@@ -11,7 +11,7 @@ from foredraft.errors import ConfigError
 
 CPU_FRACTION = 0.4
 GPU_FRACTION = 0.85
-# Of messages by which others than torch's allocator say that a GPU's memory is used up.
+# Parts of messages of other allocators than torch's: a GPU's memory is used up.
 RAN_OUT = ("out of memory", "ALLOC_FAILED")
 
 
@@ -25,7 +25,7 @@ class GpuBudget:
         kept_free: Memory that the memory fraction leaves to others.
         workspace: Memory of the target's steps, see `workspace`.
         arena: Memory of hidden states on their way to drafts.
-        projection: Weights by which hidden states are projected here for drafts.
+        projection: Weights that project hidden states here for drafts.
         draft: Memory that drafts on the same card allocate when they are attached, beside their KV.
     """
 

@@ -91,7 +91,7 @@ class NgramDrafter:
         self._match_lengths[slot] = 0
 
     def extend(self, slot: int, tokens: Sequence[int]) -> None:
-        """Appends committed tokens (prompt or output), each of which is inserted and counted once.
+        """Appends committed tokens (prompt or output); each is inserted and counted once.
 
         Raises:
             KeyError: If the slot is not in use.

@@ -24,7 +24,7 @@ def layer_parts(
     """Creates both parts of one layer, for weights still to come.
 
     Args:
-        layer: Number of the layer, by which windows differ.
+        layer: Number of the layer; windows differ between layers.
         input_size: Width of what attention reads; a head's may read more than the hidden size.
         forms: Selects the form of weights by the part of the layer that they are in, "self_attn."
             or "mlp."; None for what `config.quantization` says.

@@ -38,7 +38,7 @@ def work_list(
         ints(first_row),
         ints(num_rows),
         ints(prefix_start),
-        # Of two levels, the second of which is looked at.
+        # Looks at the second of two levels.
         torch.stack((ints(num_rows), ints(prefix_len))),
         torch.stack((ints(num_rows), ints(prefix_len))),
         torch.tensor([[0] * len(positions), positions], device=DEVICE),

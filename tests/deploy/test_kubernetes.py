@@ -186,7 +186,7 @@ def test_every_resource_fits_its_published_schema(resources: list[Resource]) -> 
 
 
 def assert_known(model: Any, given: Resource) -> None:
-    """Fails for a resource that the model refuses, or of which it would drop a part."""
+    """Fails for a resource that the model refuses, or would take in part."""
     read = model.model_validate(given).model_dump(mode="json", by_alias=True, exclude_none=True)
     assert_kept(given, read)
 

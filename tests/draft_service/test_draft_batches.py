@@ -22,7 +22,7 @@ STARTS, COUNTS = [5, 700, 0, 33, 9], [2, 3, 1, 0, 1]
 
 
 def batches_on(device: torch.device, shape: DraftShape, seed: int) -> tuple[DraftBatches, PagedKV]:
-    """Batches of sequences of which one is long and one is padding."""
+    """Batches of sequences; one is long and one is padding."""
     generator = torch.Generator().manual_seed(seed)
     batch, page_size = len(STARTS), 8
     scratch = (shape.max_slots + 1) * shape.scratch_pages(page_size)

@@ -183,7 +183,7 @@ def under_way(draft: DraftProcess) -> Iterator[tuple[DraftStream, Region, Device
 
 
 def send_only(stream: DraftStream, step: int) -> None:
-    """A step on the device of which nothing is committed yet."""
+    """A step on the device; nothing of it is committed yet."""
     request = draft_pb2.StepRequest(step=step)
     request.sequences.add(slot=0, device_row=0).propose.CopyFrom(limits_of((3, 1, 4)))
     stream.send(draft_pb2.SpeculateRequest(step=request))

@@ -236,7 +236,7 @@ def block_loss(
     Also returns the share of rows whose best token is the target's, [N].
 
     DFlash learns the target's distribution by cross-entropy; DSpark by a tenth of that and nine
-    tenths of the distance of both distributions, half of which is the chance of a rejection. Its
+    tenths of the distance of both distributions; half of it is the chance of a rejection. Its
     confidence head learns the chance of acceptance.
 
     Args:

@@ -54,7 +54,7 @@ class Target:
         return self._own is not None
 
     def identity(self) -> dict[str, str]:
-        """Returns name and digest, by which targets are told apart.
+        """Returns name and digest, which tell targets apart.
 
         The digest covers configuration, tokenizer and parts of the weights.
         """

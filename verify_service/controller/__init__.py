@@ -1,1 +1,1 @@
-"""Chooses how much is drafted in a step, and by which draft."""
+"""Chooses the draft of each step and how much it drafts."""

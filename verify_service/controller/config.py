@@ -24,7 +24,7 @@ class ControllerConfig:
             that did not pay is tried again.
         surprise: Number of standard deviations at which outcomes count as a change: chance does
             this once in 10,000 steps.
-        margin: Factor by which another choice must be better: less is noise.
+        margin: Another choice must be better by this factor: less is noise.
         sure: Number of standard deviations added to estimates where drafting must surely pay:
             negative, so that drafts are rated worse than they seem.
         bank_steps: Capacity of the bank, in plain steps of the current batch: what trials may lose

@@ -1,4 +1,4 @@
-"""Chooses how much to draft, and by which draft, for the most expected tokens per second.
+"""Chooses the draft and how much it drafts, for the most expected tokens per second.
 
     goodput(draft, size) = expected tokens of a step / (target's seconds + draft's seconds)
 

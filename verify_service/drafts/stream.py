@@ -21,7 +21,7 @@ class DraftStream:
             for.
         num_steps: Number of steps sent.
         reading: Oldest unread answer, where another thread reads it; else None.
-        deadline: Time of `time.monotonic` by which the answer that is being read must come.
+        deadline: Latest time of `time.monotonic` for the answer that is being read.
     """
 
     def __init__(self, stub: draft_pb2_grpc.DraftServiceStub) -> None:

@@ -63,7 +63,7 @@ class Engine:
         executor: Runs the target's part of each step.
         scheduler: Chooses the sequences of each step.
         drafts: The drafts; an empty list for plain decoding.
-        controller: Chooses how much to draft, and by which draft.
+        controller: Chooses how much to draft, and the draft.
         limits: Limits that requests are validated against.
         speculation: Metrics of speculation.
         self_tests: Tests of the drafts, which run while the engine idles.

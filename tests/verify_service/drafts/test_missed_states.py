@@ -145,7 +145,7 @@ def test_a_suspended_draft_is_told_nothing_until_it_is_asked(
         assert self._each
         num_suspended += 1
         is_suspended = num_suspended % 30 < 22
-        # Part of the time not even kept anything for, with a probe of whom that is so now and then.
+        # For part of the time nothing is kept, also for a probe now and then.
         self._each[0].suspend(is_suspended, not (drops_states and num_suspended % 30 < 14))
         if not is_suspended:
             return whole

@@ -30,7 +30,7 @@ from verify_service.executor.ranks.workers import Workers
 
 
 def test_every_rank_reads_every_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many times what the ring holds, of all lengths, by readers of which one is slow."""
+    """Many times what the ring holds, of all lengths; one reader is slow."""
     monkeypatch.setattr(boards, "RING_BYTES", 4096)
     rng = random.Random(1)
     sent = [rng.randbytes(rng.choice([0, 1, 7, 8, 9, rng.randrange(2040)])) for _ in range(600)]
@@ -116,7 +116,7 @@ def test_what_captured_steps_are_sent_arrives_as_it_was() -> None:
 
 @pytest.fixture
 def watchdog() -> Iterator[RankWatchdog]:
-    """The watchdog of three ranks, two of which have processes that do nothing."""
+    """The watchdog of three ranks; two have processes that do nothing."""
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     workers = Workers()
     workers.ranks = [1, 2]

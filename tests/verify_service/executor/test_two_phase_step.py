@@ -55,7 +55,7 @@ def test_tables_are_those_of_the_sequences(seed: int) -> None:
             tables.update(running)
             for sequence in running:
                 check(device, sequence)
-        # Some steps more may follow, of which the host knows the outcome later.
+        # Some steps more may follow; the host learns their outcomes later.
         for _ in range(rng.randrange(1, 4) if by_device else 1):
             for sequence in running:
                 tokens = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 4))]
