@@ -135,7 +135,7 @@ def add_paths(
     q, k_ptr, v_ptr, tails, slots, first_row, prefix_len, table, start, own_start, stop, width, row, begin_row, end_row,
     oldest, best, total, acc, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    OWN: tl.constexpr, PRECISION: tl.constexpr,
+    OWN: tl.constexpr, HAS_ROOM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of positions from `start` on to each row of a tree, under the row's own path.
 
@@ -161,9 +161,10 @@ def add_paths(
         is_there = slots >= 0
         own_slots = tl.where(is_there, slots, 0).to(tl.int64)
         k = load_rows(k_ptr, key_slots, is_shared, HEAD_DIM, BLOCK_D)
-        own_k = load_rows(k_ptr, own_slots, is_there, HEAD_DIM, BLOCK_D)
-        v = load_rows(v_ptr, key_slots, is_shared, HEAD_DIM, BLOCK_D)
-        own_v = load_rows(v_ptr, own_slots, is_there, HEAD_DIM, BLOCK_D)
+        if HAS_ROOM:  # else each is loaded when it is needed
+            own_k = load_rows(k_ptr, own_slots, is_there, HEAD_DIM, BLOCK_D)
+            v = load_rows(v_ptr, key_slots, is_shared, HEAD_DIM, BLOCK_D)
+            own_v = load_rows(v_ptr, own_slots, is_there, HEAD_DIM, BLOCK_D)
         slots = path_slots(
             tails, first_row, first + step, end_row, own_start, stop, width, prefix_len, TILE, TILES, OWN
         )  # fmt: skip
@@ -175,6 +176,8 @@ def add_paths(
         own_seen = own_seen & (place[None, :] >= oldest[:, None])
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
         scores = tl.where(seen, scores * scale, float("-inf"))
+        if not HAS_ROOM:
+            own_k = load_rows(k_ptr, own_slots, is_there, HEAD_DIM, BLOCK_D)
         own_scores = tl.dot(q, tl.trans(own_k.to(q.dtype)), input_precision=PRECISION)
         own_scores = tl.where(own_seen, own_scores * scale, float("-inf"))
         new_best = tl.maximum(best, tl.maximum(tl.max(scores, 1), tl.max(own_scores, 1)))
@@ -184,7 +187,11 @@ def add_paths(
         shrink = tl.exp2(best - base)
         sums = tl.dot(weights, ones, input_precision=PRECISION)
         sums = tl.max(tl.dot(own_weights, own_ones, sums, input_precision=PRECISION), 1)
+        if not HAS_ROOM:
+            v = load_rows(v_ptr, key_slots, is_shared, HEAD_DIM, BLOCK_D)
         acc = tl.dot(weights, v.to(q.dtype), acc * shrink[:, None], input_precision=PRECISION)
+        if not HAS_ROOM:
+            own_v = load_rows(v_ptr, own_slots, is_there, HEAD_DIM, BLOCK_D)
         acc = tl.dot(own_weights, own_v.to(q.dtype), acc, input_precision=PRECISION)
         total = tl.fma(total, shrink, sums)
         best = new_best
@@ -207,7 +214,7 @@ def attend(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, TOGETHER: tl.constexpr, WINDOWED: tl.constexpr,
     BRANCHED: tl.constexpr, LISTED: tl.constexpr, EIGHT_BIT: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, OWN: tl.constexpr, GRAIN: tl.constexpr,
+    TILES: tl.constexpr, OWN: tl.constexpr, GRAIN: tl.constexpr, HAS_ROOM: tl.constexpr,
     NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes all segments, or every `num_splits`th, of one block of a sequence's rows under one
@@ -339,7 +346,7 @@ def attend(
                 best, total, acc = add_paths(
                     q, k_ptr, v_ptr, tails, own_slots, first_row, prefix_len, table, start, own_start, stop, width, row,
                     first_own, last_row + 1, oldest, best, total, acc, scale,
-                    HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, TILES, OWN, PRECISION,
+                    HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, TILES, OWN, HAS_ROOM, PRECISION,
                 )  # fmt: skip
                 own_start, stop, width = path_columns(start + TILE, prefix_len, last, TILE, GRAIN)
                 own_slots = path_slots(

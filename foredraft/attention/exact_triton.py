@@ -145,7 +145,7 @@ class ExactAttention(AttentionBackend):
         exact_kernels.attend[(layout.programs, kv_heads, layout.num_splits)](
             *arrays, plan.page_tables, tails, *lengths, *numbers, plan.page_tables.stride(0), layout.num_splits,
             PAGE_SIZE=kv.page_size, SPLIT=is_split, TOGETHER=not is_split or layout.limit > 0,
-            OWN=_OWN, GRAIN=TILE if kv.is_8_bit else _GRAIN, **options,
+            OWN=_OWN, GRAIN=TILE if kv.is_8_bit else _GRAIN, HAS_ROOM=has_room(keys.device), **options,
             **_tiles(layout.block_m, head_dim, queries.dtype, has_room(keys.device)),
         )  # fmt: skip
         if not is_split:

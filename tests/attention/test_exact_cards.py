@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 KERNELS = ("attend", "fold", "find_tails")
 # Rows of each sequence, tree nodes or none, and how many sequences there are.
 STEPS = {"row": (1, False, 1), "trees": (8, True, 48), "tree": (40, True, 1), "chunk": (512, False, 1)}  # fmt: skip  # noqa: E501
+LISTED = "a chunk and a tree"  # blocks are listed, and as large as the chunk's
 
 
 BF16, FP8 = torch.bfloat16, torch.float8_e5m2
@@ -35,6 +36,9 @@ CASES = [
     (90, 128, FP8, None, "trees"),
     (90, 256, BF16, 128, "row"),
     (90, 256, BF16, 128, "trees"),
+    (90, 128, BF16, None, LISTED),
+    (86, 128, BF16, None, LISTED),
+    (86, 256, BF16, 128, LISTED),
 ]
 
 
@@ -55,9 +59,10 @@ def test_attention_compiles_and_fits(monkeypatch, capability, head_dim, kept, wi
         recorders.append(Recorder(getattr(module, name)))
         monkeypatch.setattr(module, name, recorders[-1])
     kv = PagedKV(1, 100, 16, 8, head_dim, kept, torch.device("cpu"))
-    rows, is_tree, count = STEPS[step]
-    spans = []
-    for first in range(0, rows * count, rows):
+    shapes = [STEPS[step]] if step != LISTED else [(512, False, 1), (8, True, 1)]
+    spans: list[SequenceSpan] = []
+    for rows, is_tree in [(rows, is_tree) for rows, is_tree, count in shapes for _ in range(count)]:
+        first = sum(span.num_rows for span in spans)
         positions, mask = np.arange(700, 700 + rows), None
         if is_tree:
             mask = ancestor_mask([-1] * (rows - 1))
@@ -69,9 +74,12 @@ def test_attention_compiles_and_fits(monkeypatch, capability, head_dim, kept, wi
         )
     batch = batch_of(spans, 16)
     backend = ExactAttention()
+    if step == LISTED:
+        batch.plan = paged_triton.plan_of_spans(batch, kv, 4)
+        batch.plan.blocks = torch.zeros(2, 40, dtype=torch.int32)
     plan = backend.plan(batch, kv, (window,), 4)
-    queries = torch.zeros(rows * count, 32, head_dim, dtype=torch.bfloat16)
-    backend.attend(plan, queries, 0, window, 0.1, torch.empty(rows * count, 32 * head_dim).half())
+    queries = torch.zeros(batch.num_rows, 32, head_dim, dtype=torch.bfloat16)
+    backend.attend(plan, queries, 0, window, 0.1, torch.empty(batch.num_rows, 32 * head_dim).half())
     for recorder in recorders:
         if recorder.launches:
             assert max(recorder.shared_memory(capability)) <= SHARED[capability]
