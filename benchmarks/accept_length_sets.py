@@ -24,12 +24,11 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from benchmarks.real_prompts import real_prompts
+from benchmarks.real_prompts import first_turns, real_prompts, seeded_jobs
 from foredraft.models.head_config import HeadConfig
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
-from foredraft.types import SamplingParams
-from testing.engines import Harness, Job, accept_length, running_engine
+from testing.engines import Harness, accept_length, running_engine
 
 BLOCKS = ("DSPARK", "DFLASH", "PEAGLE")
 TEMPERATURES = (0.0, 1.0)
@@ -109,8 +108,7 @@ def prompt_sets(target: Path, files: list[Path], each: int) -> dict[str, list[li
     tokenizer = Tokenizer.from_dir(target)
     sets = {HELD_OUT: real_prompts(tokenizer)[: 2 * each : 2]}
     for file in files:
-        lines = file.read_text().splitlines()[:each]
-        turns = [json.loads(line)["turns"][0] for line in lines]
+        turns = first_turns(file, each)
         sets[file.stem] = [tokenizer.encode(f"User: {turn}\nAssistant:") for turn in turns]
     return sets
 
@@ -168,15 +166,7 @@ def _engine(target: Path, case: Case) -> AbstractContextManager[Harness]:
 
 
 def _measure(harness: Harness, prompts: list[list[int]], temperature: float, tokens: int) -> float:
-    jobs = [
-        Job(
-            prompt,
-            SamplingParams(
-                temperature=temperature, seed=seed, max_new_tokens=tokens, ignore_eos=True
-            ),
-        )
-        for seed, prompt in enumerate(prompts)
-    ]
+    jobs = seeded_jobs(prompts, temperature, tokens)
     return accept_length(harness.run(jobs, timeout=600))
 
 

@@ -5,19 +5,17 @@ python -m benchmarks.kv_rounding --model-path foredraft-demo README.md docs/oper
 verify_service/engine/engine.py
 """
 
-import argparse
-from pathlib import Path
+import functools
 
 import torch
 
+from benchmarks.likelihood import arguments, compare
 from foredraft.attention.choice import attention_for
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import load_model
-from foredraft.models.registry import resolve_model_path
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
-from foredraft.text.tokenizer import Tokenizer
 
 TYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 PAGE_SIZE = 16
@@ -25,36 +23,20 @@ PAGE_SIZE = 16
 
 def main() -> None:
     """Prints a line for each type of cache."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model-path", default="foredraft-demo")
-    parser.add_argument("--tokens", type=int, default=768, help="of each text, its first ones")
-    parser.add_argument("texts", nargs="+", type=Path)
-    args = parser.parse_args()
-    path = resolve_model_path(args.model_path)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    path, texts, device = arguments(__doc__)
     model = load_model(path, torch.float32, device)
-    tokenizer = Tokenizer.from_dir(path)
-    texts = [tokenizer.encode(file.read_text())[: args.tokens] for file in args.texts]
-    exact = [_log_probabilities(model, tokens, torch.float32) for tokens in texts]
-    count = sum(len(tokens) - 1 for tokens in texts)
-    print(f"{count} tokens     -log p per token   same best token")
-    for dtype in TYPES:
-        found = [_log_probabilities(model, tokens, dtype) for tokens in texts]
-        loss = sum(
-            -float(rows[:-1].gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).sum())
-            for rows, tokens in zip(found, texts, strict=True)
-        )
-        same = sum(
-            int((rows.argmax(1) == want.argmax(1))[:-1].sum())
-            for rows, want in zip(found, exact, strict=True)
-        )
-        print(f"{str(dtype).removeprefix('torch.'):20} {loss / count:10.4f} {same / count:14.1%}")
+    compare(
+        texts,
+        (
+            (str(dtype).removeprefix("torch."), functools.partial(_form, model, dtype))
+            for dtype in TYPES
+        ),
+    )
 
 
-def _log_probabilities(model: DecoderModel, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Computes [len(tokens), vocab_size] with a cache of one type and the checkpoint's scales."""
+@torch.inference_mode()
+def _form(model: DecoderModel, dtype: torch.dtype, tokens: list[int]) -> torch.Tensor:
+    """Computes log-probabilities with a cache of one type and the checkpoint's scales."""
     pages = list(range(-(-len(tokens) // PAGE_SIZE)))
     scales = [(keys, values) for keys, values in model.kv_scales.tolist()]
     kv = PagedKV.for_model(

@@ -11,16 +11,15 @@ verify, the target's own included, and tokens per second, which say little on a 
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.real_prompts import first_turns, seeded_jobs
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
-from foredraft.types import SamplingParams
-from testing.engines import Harness, Job, accept_length, running_engine
+from testing.engines import Harness, accept_length, running_engine
 
 TEMPERATURES = (0.0, 1.0)
 CHAIN = {
@@ -81,8 +80,7 @@ def main() -> int:
 def prompts_of(target: Path, files: list[Path], each: int) -> dict[str, list[list[int]]]:
     """Token ids by kind of text."""
     tokenizer = Tokenizer.from_dir(target)
-    lines = [line for file in files for line in file.read_text().splitlines()[:each]]
-    turns = [json.loads(line)["turns"][0][:240] for line in lines]
+    turns = [turn[:240] for file in files for turn in first_turns(file, each)]
     copied = [
         f"User: {turn}\nAssistant: {turn}\n" * 2 + f"User: {turn}\nAssistant:" for turn in turns
     ]
@@ -97,15 +95,7 @@ def measure(
     harness: Harness, prompts: list[list[int]], temperature: float, tokens: int, batch: int
 ) -> tuple[float, float]:
     """Tokens per verify, and tokens per second."""
-    jobs = [
-        Job(
-            prompt,
-            SamplingParams(
-                temperature=temperature, seed=seed, max_new_tokens=tokens, ignore_eos=True
-            ),
-        )
-        for seed, prompt in enumerate(prompts)
-    ]
+    jobs = seeded_jobs(prompts, temperature, tokens)
     began = time.monotonic()
     results = []
     for first in range(0, len(jobs), batch):

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 from foredraft.text.tokenizer import Tokenizer
+from foredraft.types import SamplingParams
+from testing.engines import Job
 
 FILE = Path(__file__).with_name("accept_length_prompts.json")
 
@@ -13,3 +15,21 @@ FILE = Path(__file__).with_name("accept_length_prompts.json")
 def real_prompts(tokenizer: Tokenizer, longest: int = 200) -> list[list[int]]:
     """Returns token ids of each prompt, cut to at most `longest`."""
     return [tokenizer.encode(text)[:longest] for text in json.loads(FILE.read_text())]
+
+
+def first_turns(file: Path, most: int) -> list[str]:
+    """Returns the first turn of each of a file's first lines: JSON with `turns`."""
+    return [json.loads(line)["turns"][0] for line in file.read_text().splitlines()[:most]]
+
+
+def seeded_jobs(prompts: list[list[int]], temperature: float, tokens: int) -> list[Job]:
+    """Returns a request of `tokens` output tokens for each prompt, each with a seed of its own."""
+    return [
+        Job(
+            prompt,
+            SamplingParams(
+                temperature=temperature, seed=seed, max_new_tokens=tokens, ignore_eos=True
+            ),
+        )
+        for seed, prompt in enumerate(prompts)
+    ]
