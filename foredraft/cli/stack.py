@@ -299,17 +299,14 @@ def _stack(
             )
         )
         urls[f"{name}_metrics"] = f"http://{pages[name]}/metrics"
-    unbuffered = {**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"}
-    # Only the service that needs a secret gets it.
-    for name in _secret_names(ServeConfig):
-        unbuffered.pop(variable_of(name), None)
-    if len(drafts) > 1:
-        # What is there for one of them would be read by the others.
-        for name in _DRAFT_FIELDS:
-            unbuffered.pop(variable_of(name), None)
-    unbuffered |= daemon.variables
+    shared = _environment(environment, len(drafts) > 1)
     return LocalStack(
-        directory, services, daemon, urls=urls, on_line=on_line, environment=unbuffered
+        directory,
+        services,
+        daemon,
+        urls=urls,
+        on_line=on_line,
+        environment=shared | daemon.variables,
     )
 
 
@@ -327,12 +324,27 @@ def _further_host(
     listen = f"unix:{directory}/verify.sock"
     command = _command("verify_service", VerifyConfig, values, listen=listen, draft=("",))
     service = Service(name="verify", command=command, health=listen, stop_seconds=5)
-    unbuffered = {**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"}
     nodes = config.nodes()
     urls = {"host 0": f"{nodes.host}:{nodes.port}"}
-    return LocalStack(
-        directory, [service], daemon, urls=urls, on_line=on_line, environment=unbuffered
-    )
+    shared = _environment(environment)
+    return LocalStack(directory, [service], daemon, urls=urls, on_line=on_line, environment=shared)
+
+
+def _environment(
+    given: Mapping[str, str] | None, has_several_drafts: bool = False
+) -> dict[str, str]:
+    """Returns the environment that all services share."""
+    # Only the service that needs a secret gets it.
+    hidden = set(_secret_names(ServeConfig))
+    if has_several_drafts:
+        # What is there for one of them would be read by the others.
+        hidden.update(_DRAFT_FIELDS)
+    names = {variable_of(name) for name in hidden}
+    shared = os.environ if given is None else given
+    return {
+        **{name: value for name, value in shared.items() if name not in names},
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 class LocalStack(Supervisor):

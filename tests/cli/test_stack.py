@@ -94,6 +94,17 @@ def test_a_further_host_of_ranks_has_a_verifier_process_alone() -> None:
     assert "--draft=" in by_name["verify"]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_services_share_no_secret(rank: int) -> None:
+    nodes = {"nnodes": 2, "node_rank": rank, "dist_init_addr": "10.0.0.5:50054"}
+    given = {"FOREDRAFT_API_KEY": "secret", "HOME": "/"}
+    values = FREE | {"device": "cpu", "tensor_parallel_size": 4, **nodes}
+    supervisor = stack.make_supervisor(values, environment=given)
+    supervisor.stop()
+    assert supervisor._environment["HOME"] == "/"
+    assert "FOREDRAFT_API_KEY" not in supervisor._environment
+
+
 def test_each_of_several_drafts_is_a_service() -> None:
     supervisor = stack.make_supervisor(
         FREE
