@@ -3,6 +3,7 @@ float32.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from foredraft.types import SamplingParams
 from testing.engines import Job
 from testing.family_texts import assert_same, texts_of
 from testing.triton_device import needs_gpu
+from verify_service.engine.overlap import OverlapScheduler
 from verify_service.executor.captured.mixed import MixedGraphs
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -60,3 +62,38 @@ def test_prompts_of_any_length(algorithm, chunk, monkeypatch):
     else:
         assert not all(taken)  # all prompts together are more rows than are captured
     assert_same(path, got, texts_of(path, "NONE", "cpu", work, chunked_prefill_size=chunk), work)
+
+
+def few_at_a_time(path: Path) -> list[Job]:
+    """Jobs that end one after the other."""
+    return [
+        replace(job, sampling=replace(job.sampling, max_new_tokens=20 + 7 * (i % 5)))
+        for i, job in enumerate(2 * long_and_short(path))
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    path = resolve_model_path("foredraft-demo")
+    return texts_of(path, "NONE", "cpu", few_at_a_time(path))
+
+
+@pytest.mark.parametrize("chunk", [32, 2048])
+@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE3"])
+def test_prompts_behind_running_steps_change_no_token(algorithm, chunk, expected, monkeypatch):
+    """Few sequences run at a time, so most prompts begin while others decode."""
+    behind = []
+    compute_behind = OverlapScheduler.compute_behind
+
+    def counted(self, running, chunks):
+        behind.append(len(chunks))
+        return compute_behind(self, running, chunks)
+
+    monkeypatch.setattr(OverlapScheduler, "compute_behind", counted)
+    path = resolve_model_path("foredraft-demo")
+    flags = {"chunked_prefill_size": chunk, "max_running_requests": 3}
+    flags |= TREE if algorithm == "EAGLE3" else {}
+    work = few_at_a_time(path)
+    got = texts_of(path, algorithm, "cuda", work, **flags)
+    assert behind
+    assert_same(path, got, expected, work)

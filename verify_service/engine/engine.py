@@ -103,6 +103,8 @@ class Engine:
         self._overlap = OverlapScheduler(executor, scheduler, drafts)
         self._overlaps = overlap
         self._in_flight: StepInFlight | None = None
+        # Prompts that are being computed behind the step that landed last.
+        self._behind: tuple[PrefillChunk, ...] = ()
         self._ended_at = 0.0  # when the newest step's outcome was known
         self._published_at = 0.0  # when the figures were
         self._is_checked = False  # pages and slots, since something was last done
@@ -301,12 +303,18 @@ class Engine:
             running = self._in_flight
             choose = functools.partial(self._sizes.plan, is_ahead=True)
             self._in_flight = self._overlap.start_behind(running, choose)
+            if self._in_flight is None:
+                self._behind = self._compute_behind(running)
             self._emit()
             self._land(running)
             return
         started = time.perf_counter()
         self._drafts.refresh()
-        plan = self._scheduler.schedule(lambda seqs, rows: self._sizes.plan(seqs, rows).nodes)
+        behind, self._behind = self._behind, ()
+        if behind:  # a draft would read the prompts first, once the GPU has computed them
+            plan = self._scheduler.schedule(lambda seqs, _: [0] * len(seqs), with_prompts=False)
+        else:
+            plan = self._scheduler.schedule(lambda seqs, rows: self._sizes.plan(seqs, rows).nodes)
         self._outcomes.settle(plan)
         proposals = self._draft(plan)
         drafted = time.perf_counter()
@@ -319,7 +327,7 @@ class Engine:
         step = Step(batch, plan.prefill, capture or ())
         if self._overlaps and self._executor.can_overlap(step):
             self._in_flight = self._overlap.start(step)
-            self._in_flight.wait = wait
+            self._in_flight.wait, self._in_flight.chunks = wait, behind
             return
         starts = [slot.seq.num_computed for slot in plan.decode]
         result = self._execute(step)
@@ -339,7 +347,7 @@ class Engine:
             if chunk.seq.status is Status.RUNNING:
                 self._outcomes.commit(rows, outcome, chunk.num_tokens)
         tokens = sum(len(outcome.verified.tokens) for outcome in decoded)
-        if plan.prefill:
+        if plan.prefill or behind:
             self._sizes.interrupted(wait)
         else:
             self._sizes.observe(len(batch), result.num_logit_rows, verified - drafted, tokens, wait)
@@ -349,7 +357,23 @@ class Engine:
             self._overlap.keep(result, decoding, plan.prefill, starts, paths)
         metrics.FORWARD_SECONDS.observe(result.forward_seconds)
         metrics.VERIFY_SECONDS.observe(verified - drafted - result.forward_seconds)
-        self._ended(started, plan.prefill, has_decodes=num_decoding > 0)
+        self._ended(started, (*behind, *plan.prefill), has_decodes=num_decoding > 0)
+
+    def _compute_behind(self, running: StepInFlight) -> tuple[PrefillChunk, ...]:
+        """Starts prompts behind the running step, as far as there are some and nothing is in the
+        way.
+        """
+        if self._drafts.are_stale:
+            return ()
+        plan = self._scheduler.schedule_prompts()
+        self._outcomes.settle(plan)
+        if plan.prefill:
+            result = self._overlap.compute_behind(running, plan.prefill)
+            for chunk in plan.prefill:
+                self._scheduler.on_committed(chunk.seq, chunk.num_tokens)
+            if self._drafts.capture is not None:
+                self._overlap.keep(result, [], plan.prefill, [], [])
+        return tuple(plan.prefill)
 
     def _execute(self, step: Step) -> StepResult:
         """Runs a step and waits for it."""
@@ -368,23 +392,27 @@ class Engine:
         if self._in_flight is not None:
             self._overlap.choose(self._in_flight)
         self._overlap.tell(running, result, starts, paths)
-        self._sizes.observe(
-            len(running.sequences),
-            result.num_logit_rows,
-            time.perf_counter() - max(running.started_at, self._ended_at),
-            sum(map(len, paths)),
-            running.wait,
-        )
+        began = max(running.started_at, self._ended_at)
+        if running.chunks:
+            self._sizes.interrupted(running.wait)
+        else:
+            self._sizes.observe(
+                len(running.sequences),
+                result.num_logit_rows,
+                time.perf_counter() - began,
+                sum(map(len, paths)),
+                running.wait,
+            )
         metrics.OVERLAPPED_STEPS.inc(self._in_flight is not None)
-        self._ended(max(running.started_at, self._ended_at))
+        self._ended(began, running.chunks)
 
     def _ended(
-        self, started: float, chunks: Iterable[PrefillChunk] = (), has_decodes: bool = True
+        self, started: float, chunks: tuple[PrefillChunk, ...] = (), has_decodes: bool = True
     ) -> None:
         self._ended_at = time.perf_counter()
         seconds = self._ended_at - started
         metrics.STEP_SECONDS.observe(seconds)
-        self._scheduler.prefill_budget.observe(seconds, tuple(chunks), has_decodes)
+        self._scheduler.prefill_budget.observe(seconds, chunks, has_decodes)
         self._observe()
 
     def _draft(self, plan: StepPlan) -> Proposals:

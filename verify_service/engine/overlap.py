@@ -41,6 +41,7 @@ class StepInFlight:
         gathered: Copies of the step's hidden states by `Drafts.gather`, where the next step would
             overwrite them.
         wait: The step's wait for its proposals.
+        chunks: Prompts that were computed between the step before and this one.
         started_at: Time of `time.perf_counter` at which the step was started.
     """
 
@@ -51,6 +52,7 @@ class StepInFlight:
     followed_by: DeviceTrees | None = None
     gathered: Gathered | None = None
     wait: Wait = NO_WAIT
+    chunks: tuple[PrefillChunk, ...] = ()
     started_at: float = field(default_factory=time.perf_counter)
 
 
@@ -127,6 +129,16 @@ class OverlapScheduler:
         behind.proposals = proposals
         behind.wait = wait._replace(parts=((proposals.draft, wait),))
         return behind
+
+    def compute_behind(self, running: StepInFlight, chunks: list[PrefillChunk]) -> StepResult:
+        """Starts prompts behind the running step; none of the chunks is a prompt's last."""
+        drafts = self._drafts
+        if drafts.capture is not None:  # drafts get these rows before the prompts are computed
+            count = len(running.sequences) * running.started.num_rows
+            running.gathered = drafts.gather(running.started.outcome.output, count)
+        pending = self._executor.submit(Step((), chunks, self._capture))
+        pending.choose()
+        return pending.finish()
 
     def _start_ahead(self, going: list[Sequence], ahead: Ahead) -> StepInFlight:
         batch = [VerifyRows(sequence, EMPTY) for sequence in going]

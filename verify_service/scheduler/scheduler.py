@@ -172,6 +172,7 @@ class Scheduler:
         self,
         wanted_nodes: Callable[[list[Sequence], int], list[int]],
         now: float | None = None,
+        with_prompts: bool = True,
     ) -> StepPlan:
         """Plans the next step and reserves its pages.
 
@@ -179,19 +180,48 @@ class Scheduler:
             wanted_nodes: Tree nodes that each decoding sequence would verify, given these and the
                 prompt tokens.
             now: `time.monotonic()` seconds.
+            with_prompts: Whether sequences may join and prompts be computed, where others decode.
         """
         plan = StepPlan()
         self._drop_ended(time.monotonic() if now is None else now, plan)
         decoding, has_room = self._reserve_roots(plan)
-        if has_room:
-            self._admit(plan, decoding)
-        self._reserve_chunks(plan, beside_decodes=bool(decoding))
+        if with_prompts or not decoding:
+            if has_room:
+                self._admit(plan, decoding)
+            self._reserve_chunks(plan, beside_decodes=bool(decoding))
         decoding = [seq for seq in decoding if seq.status is Status.RUNNING]
         if decoding:
             num_prompt = sum(chunk.num_tokens for chunk in plan.prefill)
             for seq, num_nodes in zip(decoding, wanted_nodes(decoding, num_prompt), strict=True):
                 plan.decode.append(DecodeSlot(seq, self._reserve_tree(seq, num_nodes)))
         plan.released_slots, self._released_slots = self._released_slots, []
+        return plan
+
+    def schedule_prompts(self) -> StepPlan:
+        """Plans prompts that are computed behind a running step, and reserves their pages.
+
+        The last token of each is left for the step after it, so that they choose no token and the
+        host need not wait for them. Nobody is preempted. A plan without chunks leaves prompts to
+        `schedule`: a sequence leaves, pages are short, or a prompt's log-probabilities are wanted.
+        """
+        plan = StepPlan()
+        if self._cancelled or time.monotonic() >= self._next_deadline:
+            return plan
+        if self._may_admit:
+            self._admit(plan, [])
+            plan.released_slots, self._released_slots = self._released_slots, []
+        prefilling = [seq for seq in self._running if not seq.is_decoding]
+        if not prefilling or any(seq.score_from is not None for seq in prefilling):
+            return plan
+        size = self.prefill_budget.tokens(max(seq.num_computed for seq in prefilling))
+        for seq, num_tokens in split_chunk(prefilling, size, self._tables):
+            start = seq.num_computed
+            end = min(start + num_tokens, len(seq.tokens) - 1)
+            if not self._tables.grow_all([(seq, end)]):
+                break  # a sequence that comes later must not take its pages
+            if start < end:
+                plan.prefill.append(PrefillChunk(seq, start, end - start))
+        plan.prefill.sort(key=lambda chunk: chunk.seq.rank)
         return plan
 
     def going_on(self, flying: list[Sequence]) -> list[Sequence]:

@@ -24,6 +24,7 @@ from verify_service.attach import links as draft_links
 from verify_service.controller.messages import Plan
 from verify_service.drafts.arena import Arena
 from verify_service.drafts.run import Run
+from verify_service.engine.overlap import OverlapScheduler
 from verify_service.engine.tree_sizes import TreeSizes
 
 
@@ -96,6 +97,40 @@ def test_rows_of_steps_that_run_ahead(target: Path, monkeypatch: pytest.MonkeyPa
         harness.check_nothing_left()
         assert harness.engine._drafts.each[0]._session.hidden._runs == {}
     assert EagerAhead.num_ahead > 10
+    assert drafter.check(target) > 500
+
+
+@pytest.mark.parametrize("layers", [(), (1, 2)])
+def test_rows_of_prompts_behind_running_steps(
+    layers: tuple[int, ...], target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few sequences run at a time, so that most prompts begin while others decode."""
+    monkeypatch.setattr(startup, "EagerExecutor", EagerAhead)
+    plan, calls, behind = TreeSizes.plan, iter(range(1 << 30)), []
+
+    def now_and_then(self: TreeSizes, sequences: Any, *args: Any, **options: Any) -> Plan:
+        if next(calls) // 12 % 2:
+            return plan(self, sequences, *args, **options)
+        return Plan([0] * len(sequences), 1)
+
+    compute_behind = OverlapScheduler.compute_behind
+
+    def counted(self: OverlapScheduler, running: Any, chunks: Any) -> Any:
+        behind.append(chunks)
+        return compute_behind(self, running, chunks)
+
+    monkeypatch.setattr(TreeSizes, "plan", now_and_then)
+    monkeypatch.setattr(OverlapScheduler, "compute_behind", counted)
+    work = jobs(14, num_new=40)
+    for i, job in enumerate(work):
+        work[i] = Job(job.prompt, replace(job.sampling, max_new_tokens=12 + 5 * (i % 5)))
+    drafter = HiddenDrafter(WIDTH * max(1, len(layers)), layers)
+    drafter.texts = texts(target, work)
+    with engine_with(drafter, target, **FLAGS | {"max_running_requests": 4}) as harness:
+        run(harness, drafter, work)
+        harness.check_nothing_left()
+        assert harness.engine._drafts.each[0]._session.hidden._runs == {}
+    assert len(behind) > 3
     assert drafter.check(target) > 500
 
 

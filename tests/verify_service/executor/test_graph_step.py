@@ -4,6 +4,7 @@ Triton's interpreter.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import llguidance
 import pytest
@@ -15,6 +16,7 @@ from foredraft.types import SamplingParams
 from testing.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
 from testing.engines import Job, Result, running_engine
 from testing.triton_device import INTERPRETED, needs_triton
+from verify_service.engine.overlap import OverlapScheduler
 from verify_service.executor.captured import step
 from verify_service.grammar.matcher import CompiledGrammar
 from verify_service.metrics import LATE_MASKS, OVERLAPPED_STEPS
@@ -92,3 +94,38 @@ def test_steps_of_fixed_shape_give_what_the_engine_gives(
         for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
             assert ours.top_tokens == theirs.top_tokens
+
+
+@pytest.mark.parametrize("attention", [TritonAttention, ExactAttention])
+def test_prompts_behind_running_steps(
+    attention: type[AttentionBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few sequences run at a time, so that prompts begin while others decode."""
+    path, behind = make_checkpoint(tmp_path, num_hidden_layers=1), []
+    work = []
+    for i in range(8):
+        sampling = SamplingParams(
+            temperature=float(i % 2), seed=i, max_new_tokens=4 + 3 * (i % 3), ignore_eos=True
+        )
+        work.append(Job([5 + i, 6, 7, 98, 99, 40 + i] * (2 + i % 3), sampling))
+
+    def texts() -> list[list[int]]:
+        flags = {"page_size": 8, "max_total_tokens": 512, "chunked_prefill_size": 8}
+        with running_engine(path, max_running_requests=3, **flags) as harness:
+            results = harness.run(work)
+            harness.check_nothing_left()
+        return [result.tokens for result in results]
+
+    want = texts()
+    from testing.eager_graphs import use_eager_graphs  # needs Triton
+
+    compute_behind = OverlapScheduler.compute_behind
+
+    def counted(self: OverlapScheduler, running: Any, chunks: Any) -> Any:
+        behind.append(chunks)
+        return compute_behind(self, running, chunks)
+
+    monkeypatch.setattr(OverlapScheduler, "compute_behind", counted)
+    use_eager_graphs(monkeypatch, attention)
+    assert texts() == want
+    assert len(behind) > 3

@@ -379,3 +379,49 @@ def test_default_now_is_the_monotonic_clock():
     scheduler = make_scheduler()
     scheduler.add(make_sequence("a", 4, deadline=time.monotonic() - 1))
     assert scheduler.schedule(lambda seqs, _: [0] * len(seqs)).ended
+
+
+def test_prompts_behind_a_running_step_leave_their_last_token():
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence("a", unlike(1, 4), max_new_tokens=50))
+    step(scheduler)
+    scheduler.add(make_sequence("b", unlike(2, 9), max_new_tokens=50))
+    scheduler.add(make_sequence("c", unlike(3, 1), max_new_tokens=50))
+    plan = scheduler.schedule_prompts()
+    assert [name(seq) for seq in plan.admitted] == ["b", "c"]
+    assert chunks(plan) == [("b", 0, 8)]
+    scheduler.on_committed(plan.prefill[0].seq, 8)
+    assert not scheduler.schedule_prompts().prefill
+    plan = scheduler.schedule(lambda seqs, _: [0] * len(seqs), FOREVER, with_prompts=False)
+    assert decodes(plan) == ["a", "b", "c"]
+    run(scheduler, plan)
+
+
+def test_prompts_behind_a_running_step_preempt_nobody():
+    scheduler = make_scheduler(num_pages=6, admission_headroom=0)
+    scheduler.add(make_sequence("a", unlike(1, 15), max_new_tokens=9))
+    step(scheduler)
+    scheduler.add(make_sequence("b", unlike(2, 8), max_new_tokens=2, priority=1))
+    before = scheduler.num_available_pages
+    plan = scheduler.schedule_prompts()
+    assert chunks(plan) == [("b", 0, 7)]
+    scheduler.on_committed(plan.prefill[0].seq, 7)
+    scheduler.add(make_sequence("c", unlike(3, 12), max_new_tokens=2, priority=2))
+    assert not scheduler.schedule_prompts().prefill
+    assert [name(seq) for seq in scheduler.running] == ["b", "a"]
+    assert scheduler.num_available_pages == before - 2
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "deadline", "scored"])
+def test_some_prompts_wait_for_a_step_of_the_host(reason):
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence("a", unlike(1, 4), max_new_tokens=50))
+    step(scheduler)
+    deadline = 1.0 if reason == "deadline" else None
+    seq = make_sequence("b", unlike(2, 9), max_new_tokens=50, deadline=deadline)
+    seq.score_from = 0 if reason == "scored" else None
+    scheduler.add(seq)
+    if reason == "cancelled":
+        scheduler.cancel(number("a"))
+    assert not scheduler.schedule_prompts().prefill
+    assert name(seq) in [name(one) for one in scheduler.running] or seq.status is Status.WAITING

@@ -140,6 +140,7 @@ class GraphExecutor(EagerExecutor):
         if not self._mixed.takes(rows):
             return super()._forward(sequences, rows, capture)
         self._mixed.settle()
+        self._graphs.records(0)  # a running step may still read the present block of page updates
         self._filler.update_pages(sequences)
         return self._mixed.forward(rows, capture or self._graphs.capture)
 
