@@ -73,7 +73,7 @@ def compute(group: Group, path: str, algorithm: str, queue: "SimpleQueue[bytes]"
 
     use_eager_worker(patches)
     config = VerifyConfig(model_path=path, device="cpu", num_threads=1)
-    join: Any = SimpleNamespace(config=config)
+    join: Any = SimpleNamespace(config=config, rank=group.rank, parent=0)
     rank.Worker(join, load_share(config, group), board, group).run()  # type: ignore[arg-type]
 
 
