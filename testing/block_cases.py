@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from draft_service.drafters.heads import HeadDrafter
-from testing.block_drafts import BlockReference, tiny_block
+from testing.block_drafts import BlockReference, parallel_chain, tiny_block
 from testing.draft_heads import TinyHead
 from testing.head_verifier import Verifier, attached, text
 
@@ -65,4 +65,23 @@ def check_batch_that_grows(
             for slot, steps in enumerate(shapes):
                 bonus, states = verifier.tokens[slot][-1], states_of(verifier, slot)
                 expected, _ = reference.chain(bonus, states, steps)
+                assert chain_of(trees[slot]) == expected, (round_number, slot)
+
+
+def check_peagle(
+    drafter: HeadDrafter, head: TinyHead, target: Path, is_prepared: bool = False
+) -> None:
+    """Checks that P-EAGLE's chains equal the reference's over several rounds."""
+    most = drafter.info().limits
+    with attached(drafter, target, is_prepared, limits=most) as verifier:
+        for round_number in range(3):
+            shapes = [7, 1, 4]
+            messages = [
+                verifier.news(slot, text(9 * round_number + slot, 6 + slot), limits(steps))
+                for slot, steps in enumerate(shapes)
+            ]
+            trees = verifier.step(*messages)
+            for slot, steps in enumerate(shapes):
+                tokens, states = verifier.tokens[slot], states_of(verifier, slot)
+                expected = parallel_chain(head, target, tokens, states, steps)
                 assert chain_of(trees[slot]) == expected, (round_number, slot)

@@ -1,6 +1,7 @@
 """Proposes trees from a head of one module, which is applied to its own output."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -11,10 +12,12 @@ from draft_service.drafters.hidden_source import HiddenSource, read_states
 from draft_service.drafters.paged import Limits
 from draft_service.drafters.paged_sequences import Extension
 from draft_service.drafters.step_shape import draft_shape, handed_on
-from draft_service.steps.graphs import DraftGraphs
+from draft_service.steps.graphs import DraftGraphs, Forward
 from draft_service.steps.head_runner import HeadRunner
+from draft_service.steps.records import DraftShape
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.base import Batch
+from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import SequenceRows
 
 
@@ -98,7 +101,7 @@ class HeadProposer(BeamProposer):
             output = head.forward(batch, features, runner.kv, runner.attention, sources=sources)
             return output.logits, output.features
 
-        graphs = DraftGraphs(
+        graphs = self._make_graphs(
             forward,
             runner.kv,
             shape,
@@ -111,6 +114,12 @@ class HeadProposer(BeamProposer):
         if settings.captures:
             graphs.capture(sampled=True)
         return GraphDrafting(graphs, source, reader, self.exchange)
+
+    def _make_graphs(
+        self, forward: Forward, kv: PagedKV, shape: DraftShape, **options: Any
+    ) -> DraftGraphs:
+        """Creates the graphs of steps, see DraftGraphs; nothing is captured yet."""
+        return DraftGraphs(forward, kv, shape, **options)
 
     def _states(self, extension: Extension) -> torch.Tensor:
         """Returns the target's hidden states of the positions before the tokens, [n, width]."""

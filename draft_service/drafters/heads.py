@@ -80,7 +80,7 @@ class HeadDrafter(PagedDrafter):
         self._target = target
         self._name = name
         self.target_weights: TargetWeights | None = None
-        self.has_device_steps = head.num_modules == 1 and head.config.algorithm != "PEAGLE"
+        self.has_device_steps = head.num_modules == 1
         self.offers_fusion = head.fusion is not None and head.fusion.is_plain
 
     @classmethod
@@ -174,11 +174,9 @@ class HeadDrafter(PagedDrafter):
             info.fusion.CopyFrom(describe(self._head.fusion.shape))
         columns = self._head.lm_head.weight.shape[0]
         self.add_memory(info, columns)
-        if info.workspace_bytes and config.block is not None:
+        if info.workspace_bytes and config.num_drafted is not None:
             batch = self.graphs.limit if self.graphs and self.graphs.limit else TYPICAL_BATCH
-            info.workspace_bytes += (
-                columns * batch * config.block.num_drafted * self._dtype.itemsize
-            )
+            info.workspace_bytes += columns * batch * config.num_drafted * self._dtype.itemsize
         return info
 
     def fusion_parts(self) -> Iterator[draft_pb2.GetFusionResponse]:
@@ -212,7 +210,7 @@ class HeadDrafter(PagedDrafter):
         assert isinstance(head, LevelHead)
         runner = HeadRunner(head, kv, self.attention)
         if isinstance(head, PEagleHead):
-            return ParallelProposer(runner, head, attach, limits, scratch)
+            return ParallelProposer(runner, head, attach, limits, scratch, self.graphs)
         if head.num_modules > 1:
             return ModuleChainProposer(runner, attach, limits, scratch)
         return HeadProposer(runner, attach, limits, scratch, self.graphs)

@@ -4,16 +4,22 @@ Committed tokens are computed as for other heads.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from draft_service.drafters.beam_drafting import Scratch, Wish
 from draft_service.drafters.chains import draft_trees, rows_behind
+from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.head_proposer import HeadProposer
 from draft_service.drafters.paged import Limits
 from draft_service.models.peagle import PEagleHead
+from draft_service.steps.graphs import Forward
 from draft_service.steps.head_runner import HeadRunner
+from draft_service.steps.parallel_graphs import ParallelGraphs
+from draft_service.steps.records import DraftShape
 from foredraft.api.draft.v1 import draft_pb2
+from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.trees.draft_tree import DraftTree
 
 
@@ -33,8 +39,9 @@ class ParallelProposer(HeadProposer):
         attach: draft_pb2.AttachRequest,
         limits: Limits,
         scratch: Scratch,
+        graphs: GraphSettings | None = None,
     ) -> None:
-        super().__init__(runner, attach, limits, scratch)
+        super().__init__(runner, attach, limits, scratch, graphs)
         self._head, self._scratch = head, scratch
         with torch.inference_mode():
             self._mask_feature = head.mask_feature()
@@ -43,6 +50,15 @@ class ParallelProposer(HeadProposer):
         """See PagedProposer."""
         super().close()
         del self._head
+
+    def _make_graphs(
+        self, forward: Forward, kv: PagedKV, shape: DraftShape, **options: Any
+    ) -> ParallelGraphs:
+        """See HeadProposer."""
+        mask_token, mask_feature = self._head.mask_token_id, self._mask_feature
+        return ParallelGraphs(
+            forward, kv, shape, mask_token=mask_token, mask_feature=mask_feature, **options
+        )
 
     def _draft(self, wishes: Sequence[Wish]) -> list[DraftTree]:
         """See PagedProposer."""

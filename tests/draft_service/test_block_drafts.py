@@ -16,8 +16,15 @@ from draft_service.models.block_draft import BlockDraft
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import DraftConfig
 from foredraft.errors import AttachRefused
-from testing.block_cases import KINDS, chain_of, check_batch_that_grows, limits, states_of
-from testing.block_drafts import BlockReference, parallel_chain, tiny_peagle
+from testing.block_cases import (
+    KINDS,
+    chain_of,
+    check_batch_that_grows,
+    check_peagle,
+    limits,
+    states_of,
+)
+from testing.block_drafts import BlockReference, tiny_peagle
 from testing.draft_heads import TinyHead, best_paths, paths_of, save_head
 from testing.head_verifier import attached, text
 
@@ -102,18 +109,7 @@ def test_peagle(options: dict[str, Any], make: Make, target: Path) -> None:
     head = tiny_peagle(3, **options)
     drafter = make(head)
     assert drafter.info().algorithm == "PEAGLE"
-    with attached(drafter, target, limits=drafter.info().limits) as verifier:
-        for round_number in range(3):
-            shapes = [7, 1, 4]
-            messages = [
-                verifier.news(slot, text(9 * round_number + slot, 6 + slot), limits(steps))
-                for slot, steps in enumerate(shapes)
-            ]
-            trees = verifier.step(*messages)
-            for slot, steps in enumerate(shapes):
-                tokens, states = verifier.tokens[slot], states_of(verifier, slot)
-                expected = parallel_chain(head, target, tokens, states, steps)
-                assert chain_of(trees[slot]) == expected, (round_number, slot)
+    check_peagle(drafter, head, target)
 
 
 def test_the_files_say_what_it_is(make: Make) -> None:

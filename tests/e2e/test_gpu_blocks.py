@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foredraft.types import SamplingParams
-from testing.block_drafts import tiny_block
+from testing.block_drafts import tiny_block, tiny_peagle
 from testing.checkpoints import make_checkpoint
 from testing.draft_heads import TinyHead, save_head
 from testing.engines import Job, running_engine
@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 HEADS: dict[str, TinyHead] = {
     "dflash": tiny_block("DFLASH", 1, ids=(0, 2), window=9, num_layers=3, sliding=(1,)),
     "dspark": tiny_block("DSPARK", 2, confidence="both", layout="deepspec", draft_vocab=90),
+    "peagle": tiny_peagle(3),
 }
 
 
