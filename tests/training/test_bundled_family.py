@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from draft_service.models.shared_weights import read_token_map
+from training.draft.blocks import BlockShape, load_block_head, spread_layers
 from training.draft.heads import HeadShape, default_aux_layers, load_head
 from training.lm.model import LlamaShape
 from training.lm.trainer import load_model
@@ -48,6 +49,26 @@ def test_every_head_fits_the_target(algorithm: str, name: str) -> None:
         assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [i - 1 for i in layers]
         shape = HeadShape(algorithm, layer, layers, config["draft_vocab_size"])
     load_head(folder, shape)
+
+
+def test_the_block_drafter_fits_the_target() -> None:
+    target = LlamaShape.from_dir(MODELS / "foredraft-demo")
+    folder = MODELS / "foredraft-demo-dspark"
+    config = json.loads((folder / "config.json").read_text())
+    layer = dataclasses.replace(target, num_layers=config["num_hidden_layers"])
+    streams = tuple(number + 1 for number in config["target_layer_ids"])
+    assert streams == spread_layers(target.num_layers, len(streams))
+    shape = BlockShape(
+        "DSPARK",
+        layer,
+        streams,
+        target.num_layers,
+        config["block_size"],
+        config["mask_token_id"],
+        config["markov_rank"],
+    )
+    head = load_block_head(folder, shape)
+    assert sum(parameter.numel() for parameter in head.parameters()) * 2 < 8e6
 
 
 def test_target_draft_and_token_map_share_a_vocabulary() -> None:
