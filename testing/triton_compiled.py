@@ -17,6 +17,7 @@ TYPES = {
     torch.float8_e5m2: "fp8e5",
     torch.uint8: "u8",
     torch.int8: "i8",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "i1",

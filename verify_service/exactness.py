@@ -19,7 +19,7 @@ from foredraft.models.registry import cache_dir
 logger = logging.getLogger(__name__)
 
 STRICT, OFF, FLOAT32 = "strict", "off", "float32"
-ARITHMETIC = 1  # raised when our own kernels add up in another order
+ARITHMETIC = 2  # raised when our own kernels add up in another order
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,13 +40,18 @@ def num_parts(weight: torch.Tensor, bias: torch.Tensor | None) -> int:
     """Returns the number of column parts whose sums are added up at the end; the same for any
     number of rows.
     """
-    outputs, inputs = weight.shape
+    return parts_of((weight.shape[0], weight.shape[1]), bias is not None, weight.device)
+
+
+def parts_of(shape: tuple[int, int], has_bias: bool, device: torch.device) -> int:
+    """Returns `num_parts` of a weight [outputs, inputs] of this shape."""
+    outputs, inputs = shape
     is_cut = (
-        bias is None
+        not has_bias
         and outputs < _NARROW
         and inputs >= _LEAST_CUT
         and inputs % _CUT_MULTIPLE == 0
-        and is_hopper(weight.device)
+        and is_hopper(device)
     )
     return 2 if is_cut else 1
 

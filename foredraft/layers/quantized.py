@@ -283,6 +283,14 @@ class OrderedMethod(LinearMethod):
         """See LinearMethod."""
         return self._method.apply(linear, x[:, self._order])
 
+    def apply_deferred(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        return self._method.apply_deferred(linear, x[:, self._order])
+
+    def apply_gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor | None:
+        """See LinearMethod."""
+        return self._method.apply_gated(linear, x[:, self._order])
+
     def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
         """See LinearMethod."""
         product = self._method.product_bytes(linear, num_rows, itemsize)

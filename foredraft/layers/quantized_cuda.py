@@ -22,7 +22,10 @@ MOST_ROWS = 64  # maximum rows of the kernels that read weights once for all row
 _UNITS = (64, 32, 16)  # words of a unit, see `multiply_words`
 _WIDE = 16384  # outputs from which on programs of 64 outputs fill an H200
 _BLOCK_N = 64  # outputs of a program of the kernel for 8-bit floats
-_ROW_MULTIPLE = 16
+# With scales by blocks the library takes multiples of so many rows of x, and of so many inputs:
+# with other inputs it takes scales from wrong places.
+_ROW_MULTIPLE, _INPUT_MULTIPLE = 16, 512
+_LEAST_ROWS = 128  # with fewer it cuts the inputs of some matrices into parts
 _H200_SHARED = 232448
 # Compute capabilities: the first that multiplies 8-bit floats, and the range in which our kernel
 # gives the library's bits.
@@ -33,13 +36,18 @@ def _parameter(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.contiguous(), requires_grad=False)
 
 
+def _are_few(x: torch.Tensor) -> bool:
+    """Returns whether these rows are for the kernels that read weights once."""
+    return 0 < x.shape[0] <= MOST_ROWS and not VARIANTS.are_few
+
+
 class WordsMethod(LinearMethod):
     """Keeps integers of 4 or 8 bits in int32 words.
 
     `quantized_gemm_kernels.multiply_words` describes their order.
 
-    Parameters of the layer: `weight` int32 [outputs, inputs * bits / 32]; `scales` int32 [groups,
-    outputs], which hold zero points too.
+    Parameters of the layer: `weight` int32 [outputs, inputs * bits / 32]; `scales` float32 [groups,
+    outputs], or with 4 bits int16 [2, groups, outputs], which hold zero points too.
     """
 
     is_exact = True
@@ -76,50 +84,84 @@ class WordsMethod(LinearMethod):
         linear.weight = _parameter(words.view(num_outputs, num_inputs // planes))
         scales = matrix.scales.t()
         if bits == 8:
-            linear.scales = _parameter(scales.contiguous().float().view(torch.int32))
+            linear.scales = _parameter(scales.contiguous().float())
             return
         assert matrix.zeros is not None
         base = 1024 if self._dtype == torch.float16 else 128
         zeros = -(matrix.zeros.t().float() + base)
-        halves = [
-            part.to(self._dtype).contiguous().view(torch.int16).int() for part in (zeros, scales)
-        ]
-        linear.scales = _parameter((halves[0] & 0xFFFF) | halves[1] << 16)
+        both = torch.stack((scales.to(self._dtype), zeros.to(self._dtype)))
+        linear.scales = _parameter(both.view(torch.int16))
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
-        if 0 < x.shape[0] <= MOST_ROWS and not VARIANTS.are_few:
-            return self._multiply(linear, x)
+        out = self.apply_deferred(linear, x)
+        return out if out.dim() == 2 else (out[0] + out[1]).to(x.dtype)
+
+    def apply_deferred(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        parts = self._num_parts(linear)
+        if _are_few(x):
+            return self._multiply(linear, x, parts)
+        if parts > 1:
+            return exact_gemm.multiply_halves(x, self.dequantized(linear))
         return exact_gemm.multiply(x, self.dequantized(linear), linear.bias)
 
-    def _multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    def apply_gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor | None:
+        """See LinearMethod."""
+        if not _are_few(x) or self._num_parts(linear) > 1:
+            return None
+        return self._multiply(linear, x, gated=True)
+
+    def _num_parts(self, linear: Linear) -> int:
+        """Returns the number of parts of the inputs whose sums are added up at the end."""
+        shape = linear.num_outputs, linear.num_inputs
+        parts = exact_gemm.parts_of(shape, linear.bias is not None, linear.weight.device)
+        share, group = linear.num_inputs // parts, self._group
+        is_even = share % (self._unit * (32 // self._bits)) == 0
+        return parts if is_even and (share % group == 0 or group == linear.num_inputs) else 1
+
+    def _multiply(
+        self, linear: Linear, x: torch.Tensor, parts: int = 1, gated: bool = False
+    ) -> torch.Tensor:
         from foredraft.layers import quantized_gemm_kernels as kernels
 
-        rows, outputs, inputs = x.shape[0], linear.num_outputs, linear.num_inputs
-        out = x.new_empty((rows, outputs))
-        block_n, warps, stages = self._tile(rows, outputs)
-        block_m = max(16, power_of_two(rows))
-        stages = self._fitting(stages, block_n, block_m, shared_memory(x.device))
-        kernels.multiply_words[(-(-outputs // block_n), 1)](
+        rows, words = x.shape[0], linear.weight.shape[1]
+        outputs = linear.num_outputs // 2 if gated else linear.num_outputs
+        if parts > 1:
+            out = x.new_empty((parts, rows, outputs), dtype=torch.float32)
+        else:
+            out = x.new_empty((rows, outputs))
+        block_m = max(8, power_of_two(rows))
+        block_n, warps, stages = self._tile(block_m, outputs, gated)
+        lines = 2 * block_n if gated else block_n
+        stages = self._fitting(stages, lines, block_m, shared_memory(x.device))
+        group = 0 if self._group == linear.num_inputs else self._group
+        kernels.multiply_words[(-(-outputs // block_n), parts)](
             x, linear.weight, linear.scales, x if linear.bias is None else linear.bias, out,
-            rows, outputs, inputs, BITS=self._bits, GROUP=self._group, UNIT=self._unit,
-            HAS_BIAS=linear.bias is not None, BLOCK_N=block_n, BLOCK_M=block_m,
-            ASM=self._bits == 4 and x.is_cuda, num_warps=warps, num_stages=stages, **overlapped(x.device),  # noqa: E501
+            rows, outputs, words, words // parts, BITS=self._bits, GROUP=group, UNIT=self._unit,
+            HAS_BIAS=linear.bias is not None, GATED=gated, PARTS=parts > 1, BLOCK_N=block_n,
+            BLOCK_M=block_m, ASM=self._bits == 4 and x.is_cuda, num_warps=warps,
+            num_stages=stages, **overlapped(x.device),
         )  # fmt: skip
         return out
 
     def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
         """See LinearMethod."""
-        numbers = linear.num_outputs * linear.num_inputs
-        return ProductBytes(num_rows * linear.num_outputs * itemsize, numbers * itemsize)
+        parts = self._num_parts(linear)
+        weight = linear.num_outputs * linear.num_inputs * itemsize
+        result = num_rows * linear.num_outputs * itemsize
+        if parts > 1:
+            few = min(num_rows, MOST_ROWS) * linear.num_outputs
+            result = max(result, few * parts * 4)
+        return ProductBytes(result, weight)
 
-    def _tile(self, rows: int, outputs: int) -> tuple[int, int, int]:
+    def _tile(self, block_m: int, outputs: int, gated: bool) -> tuple[int, int, int]:
         """Returns a program's outputs, warps and stages: the fastest of a sweep on an H200."""
-        if outputs >= _WIDE:
+        if block_m <= 16 and outputs < _WIDE and not gated:
+            return 32, 2, 3
+        if block_m > (32 if gated else 8) and self._unit <= 32:
             return 128, 8, 3
-        if rows <= 16:
-            return 16, 1, 3
-        return (32, 2, 3) if rows <= 32 else (64, 4, 3)
+        return 64, 4, 3 if gated or self._unit > 32 else 5
 
     def _fitting(self, stages: int, block_n: int, block_m: int, room: int) -> int:
         """Limits the number of stages to what shared memory holds.
@@ -201,7 +243,7 @@ class Fp8Method(LinearMethod):
             is_even = num_outputs % BLOCK == 0 and torch.equal(
                 blocks.repeat_interleave(BLOCK, 0), matrix.scales
             )
-            return is_even and num_inputs % BLOCK == 0 and _has_kernel(capability)
+            return is_even and num_inputs % _INPUT_MULTIPLE == 0 and _has_kernel(capability)
         return num_outputs % 16 == 0 and num_inputs % BLOCK == 0 and capability >= _FIRST_FP8
 
     def set_matrix(self, linear: Linear, matrix: Matrix) -> None:
@@ -213,33 +255,38 @@ class Fp8Method(LinearMethod):
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
-        if self.is_exact and 0 < x.shape[0] <= MOST_ROWS and not VARIANTS.are_few:
+        if self.is_exact and _are_few(x):
             return self._multiply(linear, x)
         # The library gives the kernel's bits: it too makes one pass over the inputs, with the same
         # short sums in the tensor cores.
         out = (self._scaled_blocks if self._by_blocks else _scaled_rows)(linear, x).to(x.dtype)
         return out if linear.bias is None else out.add_(linear.bias)
 
-    def _multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    def apply_gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor | None:
+        """See LinearMethod."""
+        return self._multiply(linear, x, gated=True) if self.is_exact and _are_few(x) else None
+
+    def _multiply(self, linear: Linear, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
         from foredraft.layers import quantized_gemm_kernels as kernels
 
         rows, scales = quantize_rows(x, BLOCK if self._by_blocks else 0)
-        count, outputs, inputs = len(rows), linear.num_outputs, linear.num_inputs
+        count, inputs = len(rows), linear.num_inputs
+        outputs = linear.num_outputs // 2 if gated else linear.num_outputs
         out = torch.empty((count, outputs), dtype=x.dtype, device=x.device)
         block_m = max(16, power_of_two(count))
-        # Narrow matrices have few programs; each must have more loads in flight.
-        stages = 8 if outputs >= _WIDE or block_m > 16 else 12
-        kernels.multiply_fp8[(-(-outputs // _BLOCK_N), 1)](
+        unroll, block_k, stages = _fp8_tile(self._by_blocks, outputs, inputs, block_m, gated)
+        kernels.multiply_fp8[(-(-outputs // _BLOCK_N),)](
             rows, scales, linear.weight, linear.scales, out if linear.bias is None else linear.bias,
-            out, count, outputs, inputs, BLOCKS=self._by_blocks, HAS_BIAS=linear.bias is not None,
-            BLOCK_N=_BLOCK_N, BLOCK_M=block_m, BLOCK_K=BLOCK, LEFT=False, num_warps=4,
-            num_stages=stages, **overlapped(x.device),
+            out, count, outputs, inputs, BLOCKS=self._by_blocks,
+            HAS_BIAS=linear.bias is not None, GATED=gated, UNROLL=unroll, BLOCK_N=_BLOCK_N,
+            BLOCK_M=block_m, BLOCK_K=block_k, num_warps=4, num_stages=stages,
+            **overlapped(x.device),
         )  # fmt: skip
         return out
 
     def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
         """See LinearMethod."""
-        size = -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        size = _block_rows(num_rows) if self._by_blocks else num_rows
         groups = linear.num_inputs // BLOCK if self._by_blocks else 1
         rounded = size * (linear.num_inputs + 4 * groups)
         padded = size * linear.num_inputs * itemsize if self._by_blocks and size > num_rows else 0
@@ -250,13 +297,40 @@ class Fp8Method(LinearMethod):
     @staticmethod
     def _scaled_blocks(linear: Linear, x: torch.Tensor) -> torch.Tensor:
         count = x.shape[0]
-        # The library takes only multiples of this number of rows.
-        wide = F.pad(x, (0, 0, 0, -count % _ROW_MULTIPLE)) if count % _ROW_MULTIPLE else x
+        size = _block_rows(count)
+        wide = F.pad(x, (0, 0, 0, size - count)) if size > count else x
         rows, scales = quantize_rows(wide, BLOCK)
         return torch._scaled_mm(
             rows, linear.weight.t(), scale_a=scales.t(), scale_b=linear.scales.t(),
             out_dtype=torch.bfloat16,
         )[:count]  # fmt: skip
+
+
+def _fp8_tile(
+    by_blocks: bool, outputs: int, inputs: int, block_m: int, gated: bool
+) -> tuple[int, int, int]:
+    """Returns blocks and inputs of an iteration, and stages: the fastest of a sweep on an H200.
+
+    Narrow matrices have few programs; each must have more loads in flight.
+    """
+    if by_blocks:
+        if outputs < _WIDE and not gated:
+            return 4, BLOCK, 3 if block_m > 32 else 4
+        return 1, BLOCK, 6 if gated and block_m == 16 else 4
+    if outputs >= _WIDE:
+        return 1, BLOCK, 8
+    if gated:
+        return 1, BLOCK, 8 if block_m == 16 else 4
+    if inputs % (2 * BLOCK):
+        return 1, BLOCK, 8
+    return 1, 2 * BLOCK, 8 if block_m == 16 else 6
+
+
+def _block_rows(count: int) -> int:
+    """Returns the number of rows that the library computes with blocks: a multiple of 16, and not
+    so few that it cuts the inputs into parts.
+    """
+    return max(_LEAST_ROWS, -(-count // _ROW_MULTIPLE) * _ROW_MULTIPLE)
 
 
 def _scaled_rows(linear: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -269,7 +343,7 @@ def _scaled_rows(linear: Linear, x: torch.Tensor) -> torch.Tensor:
 
 def _block_scales(matrix: Matrix) -> torch.Tensor:
     """Returns one row of scales for each block of outputs, [outputs / 128, groups]."""
-    return matrix.scales[::BLOCK].contiguous()
+    return matrix.scales[::BLOCK]
 
 
 def _has_kernel(capability: tuple[int, int]) -> bool:

@@ -59,71 +59,113 @@ def _plane(
     else:
         # 2**23 + number, made of bits: conversions of integers are slow.
         numbers = ((words >> (BITS * PLANE)) & ((1 << BITS) - 1)) | 0x4B000000
-        values = numbers.to(tl.float32, bitcast=True) - 8388608.0
-        tile = ((values - zeros) * scales).to(TYPE)
+        tile = ((numbers.to(tl.float32, bitcast=True) - zeros) * scales).to(TYPE)
     return tile
 
 
 @triton.jit
-def _factors(ptr, at, ASM: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
-    """Zero points and scales of outputs [n, 1], as `_plane` wants them."""
-    f = tl.load(ptr + at)
+def _factors(ptr, size, ASM: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
+    """Zero points and scales of outputs [n, 1], as `_plane` wants them.
+
+    Args:
+        ptr: Pointers [n] to the scales; of 4 bits `size` numbers before the zero points.
+    """
     if BITS == 8:
-        zeros = 128.0
-        scales = f.to(tl.float32, bitcast=True)[:, None]
-    elif ASM:
-        zeros = ((f & 0xFFFF) | (f << 16))[:, None]
-        scales = (((f >> 16) & 0xFFFF) | (f & -65536))[:, None]
+        zeros = 8388736.0  # 2**23 + 128
+        scales = tl.load(ptr)[:, None]
     else:
-        base = 1024.0 if tl.float16 == TYPE else 128.0
-        zeros = -base - f.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)[:, None]
-        scales = (f >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)[:, None]
+        scale, zero = tl.load(ptr), tl.load(ptr + size)
+        if ASM:
+            zeros = (zero.to(tl.int32) & 0xFFFF) * 65537
+            scales = (scale.to(tl.int32) & 0xFFFF) * 65537
+        else:
+            base = 1024.0 if tl.float16 == TYPE else 128.0
+            zeros = 8388608.0 - base - zero.to(TYPE, bitcast=True).to(tl.float32)
+            scales = scale.to(TYPE, bitcast=True).to(tl.float32)
+        zeros, scales = zeros[:, None], scales[:, None]
     return zeros, scales
+
+
+@triton.jit
+def _gated(gate, up, kind: tl.constexpr):
+    """silu(gate) * up, rounded where separate operations would round."""
+    gate = gate.to(kind).to(tl.float32)
+    return gate / (1.0 + tl.exp(-gate)) * up.to(kind).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def multiply_words(
-    x_ptr, w_ptr, factors_ptr, bias_ptr, out_ptr, rows, outputs, inputs,
+    x_ptr, w_ptr, factors_ptr, bias_ptr, out_ptr, rows, outputs, words, share,
     BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATED: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out = x W^T + bias, in one pass over the inputs, for numbers of BITS bits in int32.
+    """out = x W^T + bias for numbers of BITS bits in int32.
 
     A unit is UNIT words of an output: bits BITS * j of word i are input j * UNIT + i of the unit.
     So each plane j of a unit is a product of its own, and the inputs are summed up in their order.
+    With GATED, silu of the first half of W's outputs is multiplied by the second half. With PARTS,
+    program (i, j) sums over only `share` words of an output, into out[j].
 
     Args:
-        factors_ptr: int32 [groups, outputs]: of 4 bits a scale and -(base + zero point), 16 bits
-            each; of 8 bits a float32 scale.
+        factors_ptr: Of 4 bits int16 [2, groups, outputs]: scales and -(base + zero point), as
+            16-bit floats; of 8 bits float32 scales [groups, outputs].
+        words: Words of an output.
+        GROUP: Inputs that share factors; 0 for all.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, UNIT)
     in_n = n < outputs
     in_m = (m < rows)[:, None]
     safe_n = tl.where(in_n, n, 0)
     PLANES: tl.constexpr = 32 // BITS
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
-    w = w_ptr + safe_n.to(tl.int64)[:, None] * (inputs // PLANES) + k[None, :]
-    x = x_ptr + m.to(tl.int64)[:, None] * inputs + k[None, :]
+    all_outputs = outputs * 2 if GATED else outputs
+    factors = factors_ptr + safe_n
+    size = words * PLANES // GROUP * all_outputs if GROUP > 0 else all_outputs
+    first = tl.program_id(1) * share
+    line = w_ptr + safe_n.to(tl.int64) * words + first
+    second = outputs.to(tl.int64) * words
+    w = line[:, None] + k[None, :]
+    x = x_ptr + m.to(tl.int64)[:, None] * (words * PLANES) + first * PLANES + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc2 = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for start in range(0, inputs, PLANES * UNIT):
-        words = tl.load(w + start // PLANES)
-        zeros, scales = _factors(factors_ptr, (start // GROUP) * outputs + safe_n, ASM, BITS, TYPE)
+    if GROUP == 0:
+        zeros, scales = _factors(factors, size, ASM, BITS, TYPE)
+        if GATED:
+            zeros2, scales2 = _factors(factors + outputs, size, ASM, BITS, TYPE)
+    for start in range(0, share, UNIT):
+        tile = tl.load(w)
+        if GATED:
+            tile2 = tl.load(w + second)
         for plane in tl.static_range(PLANES):
-            if plane > 0 and plane * UNIT % GROUP == 0:
-                group = start // GROUP + plane * UNIT // GROUP
-                zeros, scales = _factors(factors_ptr, group * outputs + safe_n, ASM, BITS, TYPE)
-            tile = _plane(words, zeros, scales, plane, BITS, TYPE, ASM)
-            columns = tl.load(x + start + plane * UNIT, mask=in_m, other=0.0)
-            acc = tl.dot(tile, tl.trans(columns), acc)
+            if GROUP > 0 and plane * UNIT % GROUP == 0:
+                group = (first + start) * PLANES // GROUP + plane * UNIT // GROUP
+                group = factors + group * all_outputs
+                zeros, scales = _factors(group, size, ASM, BITS, TYPE)
+                if GATED:
+                    zeros2, scales2 = _factors(group + outputs, size, ASM, BITS, TYPE)
+            columns = tl.trans(tl.load(x + plane * UNIT, mask=in_m, other=0.0))
+            acc = tl.dot(_plane(tile, zeros, scales, plane, BITS, TYPE, ASM), columns, acc)
+            if GATED:
+                acc2 = tl.dot(_plane(tile2, zeros2, scales2, plane, BITS, TYPE, ASM), columns, acc2)
+        w += UNIT
+        x += PLANES * UNIT
+    kind = out_ptr.dtype.element_ty
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        if HAS_BIAS:
+            acc2 += tl.load(bias_ptr + outputs + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+        acc = _gated(acc, acc2, kind)
+    if PARTS:
+        out_ptr += tl.program_id(1).to(tl.int64) * rows * outputs
     out = out_ptr + m.to(tl.int64)[:, None] * outputs + n[None, :]
-    tl.store(out, tl.trans(acc).to(TYPE), mask=in_m & in_n[None, :])
+    tl.store(out, tl.trans(acc).to(kind), mask=in_m & in_n[None, :])
 
 
 @triton.jit
@@ -145,91 +187,126 @@ def dequantize_words(
     words = tl.load(w_ptr + rows * (inputs // PLANES) + start // PLANES + k[None, :])
     for plane in tl.static_range(PLANES):
         group = start // GROUP + plane * UNIT // GROUP
-        zeros, scales = _factors(factors_ptr, group * outputs + safe_n, False, BITS, TYPE)
+        size = inputs // GROUP * outputs
+        zeros, scales = _factors(factors_ptr + group * outputs + safe_n, size, False, BITS, TYPE)
         tile = _plane(words, zeros, scales, plane, BITS, TYPE, False)
         tl.store(out_ptr + rows * inputs + start + plane * UNIT + k[None, :], tile, mask=in_n)
 
 
 @triton.jit
-def _block_scales(w_scales, x_scales, block, blocks, rows, in_m):
-    block = tl.minimum(block, blocks - 1)
-    return tl.load(w_scales + block), tl.load(x_scales + block * rows, mask=in_m, other=0.0)
+def _finished(acc, own, scales_ptr, bias_ptr, n, BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Scales sums, and rounds them as the library does, before the bias."""
+    if not BLOCKS:
+        acc = acc * tl.load(scales_ptr + n)[None, :] * own
+    acc = acc.to(tl.bfloat16).to(tl.float32)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n).to(tl.float32)[None, :]
+    return acc
 
 
 @triton.jit
-def _moved_up(scale, own):
-    """Scales of the next block as a call's results: plain copies of variables in a loop are what
-    Triton's compiler may lose.
-    """
-    return scale, own
+def _scales(own, scales, block, rows, in_m):
+    """Scales of x's rows and of W's outputs in a block of inputs."""
+    return tl.load(own + block * rows, mask=in_m, other=0.0), tl.load(scales + block)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def multiply_fp8(
     x_ptr, x_scales_ptr, w_ptr, scales_ptr, bias_ptr, out_ptr, rows, outputs, inputs,
-    BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, LEFT: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    UNROLL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out = x W^T + bias for 8-bit floats, in one pass over the inputs.
 
     Without BLOCKS: a scale for each row of x and each output. With BLOCKS, each sum over 128 inputs
     is scaled and added: scales of x are [inputs / 128, rows], of W [outputs / 128, inputs / 128].
-    LEFT: x is the left operand.
+    With GATED, silu of the first half of W's outputs is multiplied by the second half.
+
+    Args:
+        UNROLL: Number of blocks of an iteration, 1 or 4; with 4, scales have the time of four blocks
+            to arrive. Only with BLOCKS, without GATED.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     in_n = n < outputs
     in_m = m < rows
     safe_n = tl.where(in_n, n, 0)
-    w = w_ptr + safe_n.to(tl.int64)[:, None] * inputs + k[None, :]
+    line = w_ptr + safe_n.to(tl.int64) * inputs
+    second = outputs.to(tl.int64) * inputs
+    w = line[:, None] + k[None, :]
     x = x_ptr + m.to(tl.int64)[:, None] * inputs + k[None, :]
-    if LEFT:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    blocks = inputs // 128
-    block_scales = scales_ptr + (tl.program_id(0) * BLOCK_N // 128) * blocks
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc2 = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    block_scales = scales_ptr + (tl.program_id(0) * BLOCK_N // 128) * (inputs // 128)
+    block_scales2 = block_scales + outputs // 128 * (inputs // 128)
+    own_scales = x_scales_ptr + m
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if BLOCKS:
-        scale0, own0 = _block_scales(block_scales, x_scales_ptr + m, 0, blocks, rows, in_m)
-        scale1, own1 = _block_scales(block_scales, x_scales_ptr + m, 1, blocks, rows, in_m)
-        scale2, own2 = _block_scales(block_scales, x_scales_ptr + m, 2, blocks, rows, in_m)
-        scale3, own3 = _block_scales(block_scales, x_scales_ptr + m, 3, blocks, rows, in_m)
-    for start in range(0, inputs, BLOCK_K):
+    if UNROLL == 1 and BLOCKS:
+        own = tl.load(own_scales, mask=in_m, other=0.0)
+        scale = tl.load(block_scales)
+        scale2 = scale
+        if GATED:
+            scale2 = tl.load(block_scales2)
+    elif BLOCKS:
+        own0, scale0 = _scales(own_scales, block_scales, 0, rows, in_m)
+        own1, scale1 = _scales(own_scales, block_scales, 1, rows, in_m)
+        own2, scale2 = _scales(own_scales, block_scales, 2, rows, in_m)
+        own3, scale3 = _scales(own_scales, block_scales, 3, rows, in_m)
+    for start in range(0, inputs, BLOCK_K * UNROLL):
         tile = tl.load(w + start)
-        columns = tl.load(x + start, mask=in_m[:, None], other=0.0)
-        if BLOCKS:
-            # Scales are loaded four blocks ahead.
-            both = own0 * scale0
-            scale0, own0 = _moved_up(scale1, own1)
-            scale1, own1 = _moved_up(scale2, own2)
-            scale2, own2 = _moved_up(scale3, own3)
-            ahead = start // 128 + 4
-            scale3, own3 = _block_scales(block_scales, x_scales_ptr + m, ahead, blocks, rows, in_m)
-            if LEFT:
-                acc += tl.dot(columns, tl.trans(tile)) * both[:, None]
-            else:
-                acc += tl.dot(tile, tl.trans(columns)) * both[None, :]
-        elif LEFT:
-            acc = tl.dot(columns, tl.trans(tile), acc)
+        columns = tl.trans(tl.load(x + start, mask=in_m[:, None], other=0.0))
+        if GATED:
+            tile2 = tl.load(w + second + start)
+        if UNROLL > 1:
+            # Scales of the next four blocks; the last ones read their own again.
+            both0, both1, both2, both3 = own0 * scale0, own1 * scale1, own2 * scale2, own3 * scale3
+            ahead = tl.minimum(start + 512, inputs - 512) // 128
+            own0, scale0 = _scales(own_scales, block_scales, ahead, rows, in_m)
+            own1, scale1 = _scales(own_scales, block_scales, ahead + 1, rows, in_m)
+            own2, scale2 = _scales(own_scales, block_scales, ahead + 2, rows, in_m)
+            own3, scale3 = _scales(own_scales, block_scales, ahead + 3, rows, in_m)
+            acc += tl.dot(tile, columns) * both0[None, :]
+            tile = tl.load(w + start + 128)
+            columns = tl.trans(tl.load(x + start + 128, mask=in_m[:, None], other=0.0))
+            acc += tl.dot(tile, columns) * both1[None, :]
+            tile = tl.load(w + start + 256)
+            columns = tl.trans(tl.load(x + start + 256, mask=in_m[:, None], other=0.0))
+            acc += tl.dot(tile, columns) * both2[None, :]
+            tile = tl.load(w + start + 384)
+            columns = tl.trans(tl.load(x + start + 384, mask=in_m[:, None], other=0.0))
+            acc += tl.dot(tile, columns) * both3[None, :]
+        elif BLOCKS:
+            both = own * scale
+            both2 = own * scale2
+            # Scales of the next block; the last one reads its own again.
+            ahead = tl.minimum(start + 128, inputs - 128) // 128
+            own = tl.load(own_scales + ahead * rows, mask=in_m, other=0.0)
+            scale = tl.load(block_scales + ahead)
+            if GATED:
+                scale2 = tl.load(block_scales2 + ahead)
+            acc += tl.dot(tile, columns) * both[None, :]
+            if GATED:
+                acc2 += tl.dot(tile2, columns) * both2[None, :]
         else:
-            acc = tl.dot(tile, tl.trans(columns), acc)
-    if not LEFT:
-        acc = tl.trans(acc)
+            acc = tl.dot(tile, columns, acc)
+            if GATED:
+                acc2 = tl.dot(tile2, columns, acc2)
+    acc = tl.trans(acc)
+    acc2 = tl.trans(acc2)
+    kind = out_ptr.dtype.element_ty
+    own = 1.0
     if not BLOCKS:
-        own = tl.load(x_scales_ptr + m, mask=in_m, other=0.0)
-        acc = acc * tl.load(scales_ptr + safe_n)[None, :] * own[:, None]
-    # Rounded as the library rounds, before the bias.
-    acc = acc.to(tl.bfloat16)
-    if HAS_BIAS:
-        acc = (
-            acc.to(tl.float32) + tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
-        )
+        own = tl.load(x_scales_ptr + m, mask=in_m, other=0.0)[:, None]
+    acc = _finished(acc, own, scales_ptr, bias_ptr, safe_n, BLOCKS, HAS_BIAS)
+    if GATED:
+        acc2 = _finished(acc2, own, scales_ptr, bias_ptr, safe_n + outputs, BLOCKS, HAS_BIAS)
+        acc = _gated(acc, acc2, kind)
     out = out_ptr + m.to(tl.int64)[:, None] * outputs + n[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+    tl.store(out, acc.to(kind), mask=in_m[:, None] & in_n[None, :])
 
 
 @triton.jit

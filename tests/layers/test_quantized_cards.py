@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from foredraft import kernel_launch
 from foredraft.layers import exact_gemm, quantized_cuda
 from foredraft.layers.linear import Linear
 from foredraft.layers.quantized_cuda import Fp8Method, WordsMethod, quantize_rows
@@ -30,6 +31,7 @@ INPUTS = 1024
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A card that the launches are for."""
     able = {"launch_pdl": request.param >= 90, "DEPENDENT": request.param >= 90}
+    monkeypatch.setattr(kernel_launch, "overlapped", lambda device: able)
     monkeypatch.setattr(quantized_cuda, "overlapped", lambda device: able)
     monkeypatch.setattr(exact_gemm, "overlapped", lambda device: able)
     monkeypatch.setattr(quantized_cuda, "shared_memory", lambda device: SHARED[request.param])
@@ -69,11 +71,16 @@ def test_words_compile_and_fit(monkeypatch, capability, bits, group, dtype, outp
     scheme = WeightScheme(layout, bits, granularity, group, has_zeros=bits == 4)
     method = WordsMethod(scheme, INPUTS, outputs, dtype)
     words = torch.zeros(outputs, INPUTS * bits // 32, dtype=torch.int32)
-    scales = torch.zeros(INPUTS // (group or INPUTS), outputs, dtype=torch.int32)
+    scales = torch.zeros(INPUTS // (group or INPUTS), outputs)
+    if bits == 4:
+        scales = torch.zeros(2, *scales.shape, dtype=torch.int16)
     linear = layer(outputs, dtype, words, scales)
     recorders = recorded(monkeypatch, kernels, "multiply_words", "dequantize_words")
     for rows in (1, 17, 64):
-        method._multiply(linear, torch.zeros(rows, INPUTS, dtype=dtype))
+        x = torch.zeros(rows, INPUTS, dtype=dtype)
+        method._multiply(linear, x)
+        method._multiply(linear, x, gated=True)
+        method._multiply(linear, x, parts=2)
     for launch in recorders[0].launches:
         launch["ASM"] = bits == 4  # as on a GPU
     method.dequantized(linear)
@@ -96,6 +103,7 @@ def test_8_bit_floats_compile_and_fit(monkeypatch, capability, granularity, dtyp
         for rows in (1, 17, 64):
             x = torch.zeros(rows, INPUTS, dtype=dtype)
             method._multiply(linear, x)
+            method._multiply(linear, x, gated=True)
     if capability < 90:  # others take the library for the product
         recorders.pop()
     if capability < 89:  # and have no such floats

@@ -5,6 +5,7 @@ GPU or interpreted.
 import pytest
 import torch
 
+from foredraft.layers import fused
 from foredraft.layers.linear import Linear
 from foredraft.layers.quantized import dequantize
 from foredraft.layers.quantized_cuda import Fp8Method, WordsMethod, quantize_rows
@@ -43,7 +44,7 @@ def by_blocks(weight):
 def make(name, shape, dtype, bias=True):
     """(layer, weights that it stands for in float64)."""
     scheme = SCHEMES[name]
-    generator = torch.Generator().manual_seed(len(name))
+    generator = torch.Generator().manual_seed(100 + len(name))  # not that of `rows`
     weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5
     matrix = (
         by_blocks(weight.to(DEVICE)) if "block" in name else quantize(weight.to(DEVICE), scheme)
@@ -90,6 +91,58 @@ def test_products_are_those_of_the_dequantised_weights(name, shape, dtype):
         assert torch.equal(got[:1], first)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["int4-32", "int4-128", "int8"])
+def test_gated_products_and_products_in_parts(name, dtype):
+    linear, meant = make(name, (144, 1024), dtype, bias=False)
+    for count in ROWS:
+        x = rows(count, 1024, dtype)
+        want = x.double() @ meant.T
+        parts = linear.method._multiply(linear, x, parts=2)
+        assert parts.shape == (2, count, 144)
+        halves = [x.double()[:, half] @ meant[:, half].T for half in (slice(512), slice(512, None))]
+        for got, half in zip(parts, halves, strict=True):
+            assert float((got.double() - half).norm() / half.norm()) < 1e-5
+        gate, up = want[:, :72], want[:, 72:]
+        want = gate * torch.sigmoid(gate) * up
+        got = linear.gated(x)
+        assert float((got.double() - want).norm() / want.norm()) < 6e-3
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["int4-128", "int8"])
+def test_many_rows_have_the_bits_of_few_where_inputs_are_cut(name):
+    linear, meant = make(name, (4096, 4096), torch.bfloat16, bias=False)
+    x = rows(64, 4096, torch.bfloat16).repeat(5, 1)
+    many = linear(x)
+    want = x.double() @ meant.T
+    assert float((many.double() - want).norm() / want.norm()) < 4e-3
+    for count in ROWS:
+        own = x[:count].contiguous()
+        assert linear.deferred(own).shape == (2, count, 4096)
+        assert torch.equal(linear(own), many[:count])
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", SCHEMES)
+def test_gated_products_have_the_bits_of_separate_ones(name):
+    linear, _ = make(name, (1536, 1024), torch.bfloat16)
+    for count in ROWS:
+        x = rows(count, 1024, torch.bfloat16)
+        assert torch.equal(linear.gated(x), fused.gated(linear(x), "silu"))
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 14336), (256, 512)])
+@pytest.mark.parametrize("name", ["fp8", "fp8-block"])
+def test_many_rows_of_narrow_matrices_have_the_bits_of_few(name, shape):
+    linear, _ = make(name, shape, torch.bfloat16)
+    x = rows(64, shape[1], torch.bfloat16).repeat(17, 1)
+    few = linear(x[:64].contiguous())
+    for count in (65, 80, 100, 128, 200, 320, 1088):
+        assert torch.equal(linear(x[:count].contiguous())[:64], few), count
+
+
 @needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] > 6000])
@@ -122,7 +175,7 @@ def test_rows_as_8_bit_floats(count, size, monkeypatch):
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(6144, 4096), (256, 384)])
+@pytest.mark.parametrize("shape", [(6144, 4096), (256, 512)])
 @pytest.mark.parametrize("name", ["fp8", "fp8-block"])
 def test_products_of_8_bit_floats(name, shape, dtype):
     linear, meant = make(name, shape, dtype)

@@ -25,8 +25,8 @@ def test_no_tile_needs_more_shared_memory_than_a_card_has(scheme: WeightScheme, 
     for outputs in (4096, 28672):
         method = WordsMethod(scheme, 4096, outputs, torch.bfloat16)
         for rows in (1, 16, 17, 32, 33, 64):
-            block_n, _, stages = method._tile(rows, outputs)
-            block_m = max(16, power_of_two(rows))
+            block_m = max(8, power_of_two(rows))
+            block_n, _, stages = method._tile(block_m, outputs, False)
             fitting = method._fitting(stages, block_n, block_m, room)
             # A stage holds a unit of words, and of x what these words' numbers are multiplied with.
             operands = 32 // scheme.bits * block_m * 2 + block_n * 4
