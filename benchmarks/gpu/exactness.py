@@ -63,12 +63,12 @@ def main() -> int:
             for kind in args.kinds:
                 row: dict[str, Any] = {"kind": kind, "batch": batch, "context": context}
                 row |= _both(
-                    model, lambda level, b=batch, c=context, k=kind: _step(model, level, b, c, k)
+                    model, lambda level, b=batch, c=context, k=kind: step_ms(model, level, b, c, k)
                 )
                 rows.append(_shown(row))
     for tokens in args.prompts:
         row = {"kind": "prompt", "batch": 1, "context": tokens}
-        row |= _both(model, lambda level, n=tokens: _prompt(model, level, n))
+        row |= _both(model, lambda level, n=tokens: prompt_ms(model, level, n))
         rows.append(_shown(row))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "gpu_exactness.json").write_text(json.dumps(rows, indent=1))
@@ -111,7 +111,14 @@ def _attention(model: DecoderModel, level: str) -> Any:
     return (exact_attention_for if level == STRICT else attention_for)(model.device)
 
 
-def _step(model: DecoderModel, level: str, batch: int, context: int, kind: str) -> float:
+def step_ms(model: DecoderModel, level: str, batch: int, context: int, kind: str) -> float:
+    """Returns the milliseconds of a captured decode step.
+
+    Args:
+        level: Exactness of attention; the model's products have theirs.
+        context: Number of keys of each sequence.
+        kind: Key of `ROWS`.
+    """
     parents = ROWS[kind]
     each = -(-(context + 2 * len(parents)) // PAGE_SIZE)
     kv = _cache(model, batch * each * PAGE_SIZE)
@@ -146,7 +153,8 @@ def _step(model: DecoderModel, level: str, batch: int, context: int, kind: str) 
     return _median(graph.replay)
 
 
-def _prompt(model: DecoderModel, level: str, num_tokens: int) -> float:
+def prompt_ms(model: DecoderModel, level: str, num_tokens: int) -> float:
+    """Returns the milliseconds of a forward of one prompt."""
     kv = _cache(model, num_tokens)
     attention = _attention(model, level)
     pages = list(range(-(-num_tokens // PAGE_SIZE)))
