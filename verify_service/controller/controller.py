@@ -139,7 +139,7 @@ class Controller:
         if not any(limits):
             return Plan([0] * batch, 1)
         asked = self._asking.pays(candidates, limits, self.is_drafting)
-        best, beside = self._decide(candidates, limits, asked, may_try)
+        best, beside = self._decide(costs, candidates, limits, asked, may_try)
         if may_try:
             beside |= self._trials.others(candidates)
         nodes, rows = [0] * batch, 1
@@ -190,6 +190,7 @@ class Controller:
 
     def _decide(
         self,
+        costs: CostModel,
         candidates: Candidates,
         limits: Sequence[int],
         asked: dict[int, bool],
@@ -210,11 +211,8 @@ class Controller:
             is_frequent = self._changes.interrupted * bank.step > config.busy_share
             self.keeps_states = not (is_start and not self._pays and is_frequent)
             are_beside = any(self.drafts[number].is_beside for number in used)
-            if (
-                is_start
-                and bank.has_any
-                and (are_beside or not self._affords_reading(candidates, best))
-            ):
+            reading = costs.reading(max(self.unread(candidates, best.nodes)))
+            if is_start and bank.has_any and (are_beside or not bank.affords(reading)):
                 # Trials run beside steps, or the bank cannot pay for the tokens that drafts read
                 # first, so drafting begins only when it surely pays.
                 is_open = self._pays or bank.has_trial_steps
@@ -227,11 +225,6 @@ class Controller:
             pays = self._pays if not kind.is_asked_first else asked.get(number, False)
             self.is_drafting[number] = has_any and pays
         return best, beside
-
-    def _affords_reading(self, candidates: Candidates, best: Best) -> bool:
-        assert self._costs is not None
-        unread = max(self.unread(candidates, best.nodes))
-        return self._bank.affords(self._costs.reading(unread))
 
     def _limits(self, candidates: Candidates) -> list[int]:
         """Returns the maximum number of nodes for each sequence's tree."""
@@ -260,14 +253,13 @@ class Controller:
 
     def unread(self, candidates: Candidates, nodes: Sequence[int]) -> list[int]:
         """Returns, for each draft, the number of tokens that it reads before a step beyond what a
-        step commits.
+        step commits; 0 for a draft that is asked first, which reads at next to no cost.
         """
         totals = [0] * len(self.drafts)
         for one, num in zip(candidates, nodes, strict=True):
             number = max(one.history.chosen, 0)
-            behind = one.behind_of(number)
-            is_free = self.drafts[number].is_asked_first  # it reads at next to no cost
-            if num and behind > self._config.close_tokens and not is_free:
+            behind = one.behind_of(number) * (not self.drafts[number].is_asked_first)
+            if num and behind > self._config.close_tokens:
                 totals[number] += behind
         return totals
 
@@ -401,7 +393,5 @@ class Controller:
                 acceptance.forget(history, number)
 
     def _everything(self, limits: list[int]) -> Plan:
-        rows = 1 + max(limits, default=0)
-        return Plan(
-            limits, rows if self._costs is None else self._costs.table.bucket(len(limits), rows)
-        )
+        rows, costs = 1 + max(limits, default=0), self._costs
+        return Plan(limits, rows if costs is None else costs.table.bucket(len(limits), rows))

@@ -40,7 +40,6 @@ class CostModel:
         self._kind, self._is_changed = PLAIN, False
         # Newest waits by (sequences, levels), of each draft and whether it follows on the device.
         self._drafts: dict[tuple[int, bool], dict[tuple[int, int], deque[float]]] = {}
-        self._waits: dict[tuple[int, bool, int, int], float] = {}  # estimates by all of these
         self._aged = 0.0
 
     def plain(self, batch: int) -> float:
@@ -69,10 +68,22 @@ class CostModel:
         """
         if not levels or not sequences:
             return 0.0
-        key = draft, is_ahead, _size(sequences), levels
-        if key not in self._waits:
-            self._waits[key] = self._new_wait(*key)
-        return self._waits[key]
+        known, key = self._drafts.get((draft, is_ahead), {}), (_size(sequences), levels)
+        seen = known.get(key, ())
+        if len(seen) == self._config.near_steps:
+            return statistics.median(seen)
+        # An answer costs about one level more than it has.
+        prior, share = self._config.prior_draft * self.table.unit, levels + 1.0
+        expected = prior * share
+        others = [one for one in known if one != key and known[one]]
+        if others:
+            near = min(others, key=lambda one: (abs(one[0] - key[0]), abs(one[1] - levels)))
+            # A captured draft computes all its levels, however many are verified.
+            own = near[1] + 1.0
+            share = min(share / own, 1.0) if is_ahead else share / own
+            share /= math.sqrt(2 ** max(near[0] - key[0], 0))  # fewer sequences take a little less
+            expected = share * self._typical(known[near], prior * own, is_ahead)
+        return self._typical(seen, expected, is_ahead)
 
     @property
     def check_share(self) -> float:
@@ -133,7 +144,6 @@ class CostModel:
         if unread and seen:  # what it read is part of it
             seconds = min(seconds, self.draft(draft, sequences, levels, is_ahead))
         seen.append(seconds)
-        self._waits.clear()
 
     def waited_within(self, draft: int, batch: int, levels: int, rows: int, seconds: float) -> None:
         """Learns the wait for a draft as the part of a step's seconds beyond the target's own."""
@@ -153,29 +163,10 @@ class CostModel:
         self._aged += seconds / self._config.forget_seconds
         while self._aged >= 1:
             self._aged -= 1
-            self._waits.clear()
             for (_, is_ahead), known in self._drafts.items():
                 for seen in known.values() if is_ahead else ():
                     if seen:
                         seen.popleft()
-
-    def _new_wait(self, draft: int, is_ahead: bool, size: int, levels: int) -> float:
-        known, key = self._drafts.get((draft, is_ahead), {}), (size, levels)
-        seen = known.get(key, ())
-        if len(seen) == self._config.near_steps:
-            return statistics.median(seen)
-        # An answer costs about one level more than it has.
-        prior, share = self._config.prior_draft * self.table.unit, levels + 1.0
-        expected = prior * share
-        others = [one for one in known if one != key and known[one]]
-        if others:
-            near = min(others, key=lambda one: (abs(one[0] - key[0]), abs(one[1] - levels)))
-            # A captured draft computes all its levels, however many are verified.
-            own = near[1] + 1.0
-            share = min(share / own, 1.0) if is_ahead else share / own
-            share /= math.sqrt(2 ** max(near[0] - key[0], 0))  # fewer sequences take a little less
-            expected = share * self._typical(known[near], prior * own, is_ahead)
-        return self._typical(seen, expected, is_ahead)
 
     def _typical(self, seen: Collection[float], expected: float, is_ahead: bool) -> float:
         """Returns the median of the newest waits and the expected one.

@@ -219,11 +219,10 @@ class Goodput:
         behind = np.array([candidates[i].behind_of(number) for i in own])
         is_far = behind > self._config.close_tokens
         if is_far.any():
-            left = np.array([candidates[i].left for i in own])
+            left = np.array([candidates[i].left for i in own]) / (1 + gains.sum(axis=1))
             token = costs.reading(1) * len(candidates) / costs.plain(len(candidates))
             burden = np.where(is_far, token * behind, 0.0)
-            steps = np.maximum(left / (1 + gains.sum(axis=1)), 1)
-            burden = burden / np.minimum(steps, self._config.payback_steps)
+            burden = burden / np.clip(left, 1, self._config.payback_steps)
             gains = np.where((gains.sum(axis=1) > burden)[:, None], gains, 0.0)
             for i in range(gains.shape[1]):  # subtracted from the likeliest nodes first
                 taken = np.minimum(gains[:, i], burden)
