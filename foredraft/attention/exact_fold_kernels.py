@@ -19,19 +19,25 @@ from foredraft.attention.exact_kernels import (
 
 
 @triton.jit
-def _rows_of(
-    blocks, row_blocks, num_programs, program, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, LISTED: tl.constexpr
+def _row_of(
+    blocks, row_blocks, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, LISTED: tl.constexpr
 ):  # fmt: skip
-    """Returns the sequence of one of `attend`'s blocks of rows, its first row, and where rows of
-    the next block begin. A row that lies in two blocks belongs to the first.
+    """Returns the sequence and the row of a program that enumerates `attend`'s blocks of rows.
+
+    The row is num_rows or more where there is none.
     """
+    PER_BLOCK: tl.constexpr = BLOCK_M // GROUP + 1
+    pair = tl.program_id(0) // PER_BLOCK
     if LISTED:
-        sequence = tl.load(blocks + program)
-        block = tl.load(blocks + num_programs + program)
+        sequence = tl.load(blocks + pair)
+        block = tl.load(blocks + tl.num_programs(0) // PER_BLOCK + pair)
     else:
-        sequence = program // row_blocks
-        block = program % row_blocks
-    return sequence, tl.cdiv(block * BLOCK_M, GROUP), tl.cdiv((block + 1) * BLOCK_M, GROUP)
+        sequence = pair // row_blocks
+        block = pair % row_blocks
+    row = tl.cdiv(block * BLOCK_M, GROUP) + tl.program_id(0) % PER_BLOCK
+    # A row that lies in two blocks belongs to the first.
+    is_other = row >= tl.cdiv((block + 1) * BLOCK_M, GROUP)
+    return sequence, tl.where(is_other, 0x3FFFFFFF, row)
 
 
 @triton.jit(
@@ -51,19 +57,14 @@ def find_tails(
     They are the keys of the row's own path, each stored at the index of its position.
 
     Args:
-        slots_ptr: int32 [rows, TILES * TILE], KV slots, -1 beyond the row's own position.
+        slots_ptr: int32 [rows, TILES * TILE], KV slots, written up to the row's own position.
         NODES: Number of tree rows that are read at a time.
     """
-    PER_BLOCK: tl.constexpr = BLOCK_M // GROUP + 1
-    program, programs = tl.program_id(0) // PER_BLOCK, tl.num_programs(0) // PER_BLOCK
-    sequence, begin_row, end_row = _rows_of(
-        blocks, row_blocks, programs, program, BLOCK_M, GROUP, LISTED
-    )
-    row = begin_row + tl.program_id(0) % PER_BLOCK
+    sequence, row = _row_of(blocks, row_blocks, BLOCK_M, GROUP, LISTED)
     num_rows = tl.load(nums_rows + sequence)
     first_row = tl.load(first_rows + sequence)
     prefix_len = tl.load(prefix_lens + sequence)
-    if row >= tl.minimum(num_rows, end_row):
+    if row >= num_rows:
         return
     token = (first_row + row).to(tl.int64)
     newest = tl.load(positions + token).to(tl.int32)
@@ -83,23 +84,55 @@ def find_tails(
         keys = tl.where(places < prefix_len, places, prefix_len + nodes)
         pages = tl.load(table + keys // page_size, mask=places <= newest, other=0)
         slots_at = slots_ptr + token * (TILES * TILE) + tile * TILE + tl.arange(0, TILE)
-        slots = tl.where(places <= newest, pages * page_size + keys % page_size, -1)
-        tl.store(slots_at, slots)
+        tl.store(slots_at, pages * page_size + keys % page_size, mask=places <= newest)
 
 
-@triton.jit
-def _fold_row(
-    q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total, tails, positions, row, first_row, prefix_len,
-    branched, scale, v_scale, window, q_row_stride, q_head_stride, num_slots,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
-    HEADS: tl.constexpr, WINDOWED: tl.constexpr, BRANCHED: tl.constexpr, EIGHT_BIT: tl.constexpr,
-    PRECISION: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr, NEAR: tl.constexpr,
-    SMALL: tl.constexpr, LARGE: tl.constexpr, DEPENDENT: tl.constexpr,
+@triton.jit(
+    do_not_specialize=[
+        "first_rows", "nums_rows", "prefix_lens", "row_blocks", "num_slots", "blocks", "part_best", "part_total", "window",
+        "limit", "tails",
+    ]
+)  # fmt: skip
+def fold(
+    q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total,
+    tails, first_rows, nums_rows, prefix_lens, positions, blocks,
+    scale, v_scale, window, kv_head_stride, q_row_stride, q_head_stride, row_blocks, num_slots, limit,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr, HEADS: tl.constexpr, WINDOWED: tl.constexpr,
+    BRANCHED: tl.constexpr, LISTED: tl.constexpr, EIGHT_BIT: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, AHEAD: tl.constexpr, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Computes what `fold` does of one row; keys and values are those of its KV head."""
+    """Merges the segments that `attend` has left, for some query heads of one KV head in one row.
+
+    A row of a tree with branches continues here from the last whole tile before the tree. The keys
+    of its own path are read at the positions that they have once they are accepted, so no two rows
+    need to have a tile in common.
+
+    Args:
+        tails: Slots that `find_tails` has written.
+        AHEAD: Whether the row's own first keys are read before `attend` has ended, which takes
+            registers.
+        BLOCK_M: Block size of `attend`, whose blocks of rows the programs enumerate.
+        HEADS: Number of heads of a program, padded to BLOCK_H.
+    """
+    sequence, row = _row_of(blocks, row_blocks, BLOCK_M, GROUP, LISTED)
+    num_rows = tl.load(nums_rows + sequence)
+    first_row = tl.load(first_rows + sequence)
+    prefix_len = tl.load(prefix_lens + sequence)
+    if prefix_len + num_rows <= limit:  # `attend` has computed all
+        if DEPENDENT and tl.program_id(0) == 0:  # this kernel must not end before `attend`
+            tl.extra.cuda.gdc_wait()
+        return
+    if row >= num_rows:
+        return
+    branched = False
+    if BRANCHED:
+        branched = has_branches(positions, first_row, num_rows, prefix_len)
+
     token = (first_row + row).to(tl.int64)
     own = tl.program_id(1) * HEADS + tl.arange(0, BLOCK_H)  # indexes among all heads
     is_head = tl.arange(0, BLOCK_H) < HEADS
+    kv_head = tl.program_id(1) * HEADS // GROUP
     dims = tl.arange(0, BLOCK_D)
     wanted = is_head[:, None] & (dims < HEAD_DIM)[None, :]
     line = token * (KV_HEADS * GROUP) + own
@@ -112,6 +145,8 @@ def _fold_row(
             shared_end = prefix_len // TILE * TILE
         offsets = token * q_row_stride + own[:, None] * q_head_stride + dims[None, :]
         q = load_query(q_ptr, offsets, wanted & branched, EIGHT_BIT)
+        k_ptr += kv_head.to(tl.int64) * kv_head_stride
+        v_ptr += kv_head.to(tl.int64) * kv_head_stride
         tails += token * (TILES * TILE) + tl.arange(0, TILE)
         if AHEAD:
             places = shared_end + tl.arange(0, TILE)
@@ -178,70 +213,3 @@ def _fold_row(
         acc = acc * v_scale
     result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + line[:, None] * HEAD_DIM + dims[None, :], result, mask=wanted)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "first_rows", "nums_rows", "prefix_lens", "row_blocks", "num_slots", "blocks", "part_best", "part_total", "window",
-        "limit", "tails",
-    ]
-)  # fmt: skip
-def fold(
-    q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total,
-    tails, first_rows, nums_rows, prefix_lens, positions, blocks,
-    scale, v_scale, window, kv_head_stride, q_row_stride, q_head_stride, row_blocks, num_slots, limit,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr, HEADS: tl.constexpr, ROWS_AT_ONCE: tl.constexpr, WINDOWED: tl.constexpr,
-    BRANCHED: tl.constexpr, LISTED: tl.constexpr, EIGHT_BIT: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, AHEAD: tl.constexpr, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Merges the segments that `attend` has left, for some query heads of one KV head in one row.
-
-    A row of a tree with branches continues here from the last whole tile before the tree. The keys
-    of its own path are read at the positions that they have once they are accepted, so no two rows
-    need to have a tile in common.
-
-    Args:
-        tails: Slots that `find_tails` has written.
-        AHEAD: Whether the row's own first keys are read before `attend` has ended, which takes
-            registers.
-        BLOCK_M: Block size of `attend`, whose blocks of rows the programs enumerate.
-        HEADS: Number of heads of a program, padded to BLOCK_H.
-        ROWS_AT_ONCE: Number of programs that share a block's rows: one, or as many as rows.
-    """
-    program, programs = tl.program_id(0) // ROWS_AT_ONCE, tl.num_programs(0) // ROWS_AT_ONCE
-    sequence, begin_row, end_row = _rows_of(
-        blocks, row_blocks, programs, program, BLOCK_M, GROUP, LISTED
-    )
-    num_rows = tl.load(nums_rows + sequence)
-    first_row = tl.load(first_rows + sequence)
-    prefix_len = tl.load(prefix_lens + sequence)
-    if prefix_len + num_rows <= limit:  # `attend` has computed all
-        if DEPENDENT and tl.program_id(0) == 0:  # this kernel must not end before `attend`
-            tl.extra.cuda.gdc_wait()
-        return
-    branched = False
-    if BRANCHED:
-        branched = has_branches(positions, first_row, num_rows, prefix_len)
-        kv_head = (tl.program_id(1) * HEADS // GROUP).to(tl.int64)
-        k_ptr += kv_head * kv_head_stride
-        v_ptr += kv_head * kv_head_stride
-    row = begin_row + tl.program_id(0) % ROWS_AT_ONCE
-    end_row = tl.minimum(num_rows, end_row)
-    if ROWS_AT_ONCE > 1:
-        if row >= end_row:
-            return
-        _fold_row(
-            q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total, tails, positions, row, first_row, prefix_len,
-            branched, scale, v_scale, window, q_row_stride, q_head_stride, num_slots,
-            GROUP, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_H, HEADS, WINDOWED, BRANCHED, EIGHT_BIT, PRECISION, TILE, TILES,
-            AHEAD, NEAR, SMALL, LARGE, DEPENDENT,
-        )  # fmt: skip
-    else:
-        for each in range(row, end_row):
-            _fold_row(
-                q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total, tails, positions, each, first_row,
-                prefix_len, branched, scale, v_scale, window, q_row_stride, q_head_stride, num_slots,
-                GROUP, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_H, HEADS, WINDOWED, BRANCHED, EIGHT_BIT, PRECISION, TILE,
-                TILES, AHEAD, NEAR, SMALL, LARGE, DEPENDENT,
-            )  # fmt: skip

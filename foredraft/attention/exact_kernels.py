@@ -105,79 +105,64 @@ def empty(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def path_columns(
-    start, prefix_len, end, TILE: tl.constexpr, GRAIN: tl.constexpr
-):  # fmt: skip
-    """Returns from which position of a tile on, and up to which, rows have columns of their own,
-    and how many of them; `end` is the position of a tree's last row.
-    """
-    own_start = tl.maximum(start, prefix_len // GRAIN * GRAIN)
-    stop = tl.minimum(start + TILE, end + 1)
-    places = stop - own_start
-    width = tl.where(places <= GRAIN, GRAIN, tl.where(places <= 2 * GRAIN, 2 * GRAIN, TILE))
-    return own_start, stop, width
-
-
-@triton.jit
-def path_slots(
-    tails, first_row, first, end_row, own_start, stop, width, prefix_len,
-    TILE: tl.constexpr, TILES: tl.constexpr, OWN: tl.constexpr,
-):  # fmt: skip
-    """Loads the slots of the columns that rows from `first` on have in a tile; -1 without a key."""
-    row = first + tl.arange(0, OWN) // width
-    place = own_start + tl.arange(0, OWN) % width
-    at = (first_row + row).to(tl.int64) * (TILES * TILE) + place - prefix_len // TILE * TILE
-    return tl.load(tails + at, mask=(row < end_row) & (place < stop), other=-1)
-
-
-@triton.jit
 def add_paths(
-    q, k_ptr, v_ptr, tails, slots, first_row, prefix_len, table, start, own_start, stop, width, row, begin_row, end_row,
-    oldest, best, total, acc, scale,
+    q, k_ptr, v_ptr, tails, positions, first_row, prefix_len, table, start, end, row, begin_row, end_row, oldest,
+    best, total, acc, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    OWN: tl.constexpr, HAS_ROOM: tl.constexpr, PRECISION: tl.constexpr,
+    OWN: tl.constexpr, GRAIN: tl.constexpr, HAS_ROOM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of positions from `start` on to each row of a tree, under the row's own path.
 
-    The matrix units add some keys at a time, one group after the other, and a group of zeros
+    The matrix units add GRAIN keys at a time, one group after the other, and a group of zeros
     changes nothing. So rows share the groups before the tree. Behind them stand OWN columns: for
     each of some rows the groups of this tile that hold keys of its path. Each key is in the same
     place of the same group as in plain decoding, and all groups of a row are in order.
 
     Args:
-        slots: Slots of the first rows' columns.
         table: Page table of the sequence.
-        own_start, stop, width: See `path_columns`.
+        end: Position of the last row of the tree.
         row: Rows of the block; `begin_row` to `end_row` are all of them.
     """
+    stop = tl.minimum(start + TILE, end + 1)
+    own_start = tl.maximum(start, prefix_len // GRAIN * GRAIN)
+    # Columns of a row: a power of two of groups.
+    width = tl.where(
+        stop - own_start <= GRAIN, GRAIN, tl.where(stop - own_start <= 2 * GRAIN, 2 * GRAIN, TILE)
+    )
     step = OWN // width
     keys = start + tl.arange(0, TILE)
     is_shared = keys < own_start
     pages = load_pages(table, keys, own_start, PAGE_SIZE)
     key_slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
+    column = tl.arange(0, OWN)
+    first_tail = prefix_len // TILE * TILE
     ones = tl.full([TILE, 16], 1.0, q.dtype)
     own_ones = tl.full([OWN, 16], 1.0, q.dtype)
     for first in tl.range(begin_row, end_row, step, num_stages=1):
-        is_there = slots >= 0
-        own_slots = tl.where(is_there, slots, 0).to(tl.int64)
+        of_row = first + column // width
+        place = own_start + column % width
+        token = (first_row + of_row).to(tl.int64)
+        newest = tl.load(positions + token, mask=of_row < end_row, other=-1).to(tl.int32)
+        is_there = (place <= newest) & (place < stop)
+        slots = tl.load(
+            tails + token * (TILES * TILE) + place - first_tail, mask=is_there, other=0
+        ).to(tl.int64)
         k = load_rows(k_ptr, key_slots, is_shared, HEAD_DIM, BLOCK_D)
         if HAS_ROOM:  # else each is loaded when it is needed
-            own_k = load_rows(k_ptr, own_slots, is_there, HEAD_DIM, BLOCK_D)
+            own_k = load_rows(k_ptr, slots, is_there, HEAD_DIM, BLOCK_D)
             v = load_rows(v_ptr, key_slots, is_shared, HEAD_DIM, BLOCK_D)
-            own_v = load_rows(v_ptr, own_slots, is_there, HEAD_DIM, BLOCK_D)
-        slots = path_slots(
-            tails, first_row, first + step, end_row, own_start, stop, width, prefix_len, TILE, TILES, OWN
-        )  # fmt: skip
-        of_row = first + tl.arange(0, OWN) // width
-        place = own_start + tl.arange(0, OWN) % width
+            own_v = load_rows(v_ptr, slots, is_there, HEAD_DIM, BLOCK_D)
         is_now = (row >= first) & (row < first + step)
         seen = is_now[:, None] & is_shared[None, :] & (keys[None, :] >= oldest[:, None])
-        own_seen = (of_row[None, :] == row[:, None]) & is_there[None, :]
-        own_seen = own_seen & (place[None, :] >= oldest[:, None])
+        own_seen = (
+            (of_row[None, :] == row[:, None])
+            & is_there[None, :]
+            & (place[None, :] >= oldest[:, None])
+        )
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
         scores = tl.where(seen, scores * scale, float("-inf"))
         if not HAS_ROOM:
-            own_k = load_rows(k_ptr, own_slots, is_there, HEAD_DIM, BLOCK_D)
+            own_k = load_rows(k_ptr, slots, is_there, HEAD_DIM, BLOCK_D)
         own_scores = tl.dot(q, tl.trans(own_k.to(q.dtype)), input_precision=PRECISION)
         own_scores = tl.where(own_seen, own_scores * scale, float("-inf"))
         new_best = tl.maximum(best, tl.maximum(tl.max(scores, 1), tl.max(own_scores, 1)))
@@ -191,7 +176,7 @@ def add_paths(
             v = load_rows(v_ptr, key_slots, is_shared, HEAD_DIM, BLOCK_D)
         acc = tl.dot(weights, v.to(q.dtype), acc * shrink[:, None], input_precision=PRECISION)
         if not HAS_ROOM:
-            own_v = load_rows(v_ptr, own_slots, is_there, HEAD_DIM, BLOCK_D)
+            own_v = load_rows(v_ptr, slots, is_there, HEAD_DIM, BLOCK_D)
         acc = tl.dot(own_weights, own_v.to(q.dtype), acc, input_precision=PRECISION)
         total = tl.fma(total, shrink, sums)
         best = new_best
@@ -314,14 +299,6 @@ def attend(
                 tl.store(part_acc + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=wanted)
             return
     if TOGETHER:
-        if BRANCHED:  # slots of the first keys of paths are on their way before they are needed
-            first_own = block * BLOCK_M // GROUP
-            last = tl.max(tl.load(positions + token, mask=is_row, other=-1).to(tl.int32), 0)
-            last = tl.where(branched, last, -1)
-            own_start, stop, width = path_columns(end, prefix_len, last, TILE, GRAIN)
-            own_slots = path_slots(
-                tails, first_row, first_own, last_row + 1, own_start, stop, width, prefix_len, TILE, TILES, OWN
-            )  # fmt: skip
         best, total, acc = empty(BLOCK_M, BLOCK_D)
         all_best, all_total, all_acc = empty(BLOCK_M, BLOCK_D)
         pages = load_pages(table, begin + tl.arange(0, TILE), end, PAGE_SIZE)
@@ -336,21 +313,20 @@ def attend(
             k = load_rows(k_ptr, slots, keys < end, HEAD_DIM, BLOCK_D)
             v = load_rows(v_ptr, slots, keys < end, HEAD_DIM, BLOCK_D)
             best, total, acc = add_tile(q, k, v, seen, best, total, acc, scale, TILE, PRECISION)
-        if BRANCHED:
-            for start in tl.range(end, last + 1, TILE, num_stages=1):
+        if BRANCHED and branched:
+            newest = tl.load(positions + token, mask=is_row, other=-1).to(tl.int32)
+            last = tl.max(newest, 0)
+            first = block * BLOCK_M // GROUP
+            for start in range(end, last + 1, TILE):
                 if is_start(start, NEAR, SMALL, LARGE):
                     all_best, all_total, all_acc = merge(
                         all_best, all_total, all_acc, best, total, acc
                     )
                     best, total, acc = empty(BLOCK_M, BLOCK_D)
                 best, total, acc = add_paths(
-                    q, k_ptr, v_ptr, tails, own_slots, first_row, prefix_len, table, start, own_start, stop, width, row,
-                    first_own, last_row + 1, oldest, best, total, acc, scale,
-                    HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, TILES, OWN, HAS_ROOM, PRECISION,
-                )  # fmt: skip
-                own_start, stop, width = path_columns(start + TILE, prefix_len, last, TILE, GRAIN)
-                own_slots = path_slots(
-                    tails, first_row, first_own, last_row + 1, own_start, stop, width, prefix_len, TILE, TILES, OWN
+                    q, k_ptr, v_ptr, tails, positions, first_row, prefix_len, table, start, last, row, first,
+                    last_row + 1, oldest, best, total, acc, scale,
+                    HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, TILES, OWN, GRAIN, HAS_ROOM, PRECISION,
                 )  # fmt: skip
         all_best, all_total, all_acc = merge(all_best, all_total, all_acc, best, total, acc)
         if EIGHT_BIT:

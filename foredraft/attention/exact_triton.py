@@ -151,12 +151,11 @@ class ExactAttention(AttentionBackend):
         if not is_split:
             return
         heads = group if is_branched else 1
-        # Where sequences may be done already, few programs for a tree's rows are fewer to end.
-        rows_at_once = 1 if is_branched and layout.limit else layout.block_m // group + 1
+        per_block = layout.block_m // group + 1
         is_ahead = not VARIANTS.are_few and num_tokens * kv_heads <= _AHEAD_PER_UNIT * _units(kv)
-        exact_fold_kernels.fold[(layout.programs * rows_at_once, num_heads // heads)](
+        exact_fold_kernels.fold[(layout.programs * per_block, num_heads // heads)](
             *arrays, tails, *lengths, *numbers, **options,
-            ROWS_AT_ONCE=rows_at_once, HEADS=heads, BLOCK_H=max(16, power_of_two(group)) if is_branched else 1,
+            HEADS=heads, BLOCK_H=max(16, power_of_two(group)) if is_branched else 1,
             AHEAD=is_ahead, num_warps=(4 if is_ahead else 2) if is_branched else 1,
             num_stages=2 if is_ahead else 3,
         )  # fmt: skip
