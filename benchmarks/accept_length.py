@@ -29,10 +29,18 @@ from testing.engines import Harness, Job, accept_length, running_engine
 
 ROOT = Path(__file__).parents[1]
 TREES = {"chain 5": (5, 1, 6), "tree 5/4/8": (5, 4, 8)}
-HEADS = {"EAGLE": "eagle", "EAGLE3": "eagle3", "MTP": "mtp", "STANDALONE": "draft"}
+BLOCK = {"block 8": (8, 1, 9)}
+HEADS = {
+    "EAGLE": "eagle",
+    "EAGLE3": "eagle3",
+    "MTP": "mtp",
+    "STANDALONE": "draft",
+    "DSPARK": "dspark",
+}
+WITHOUT_MAP = ("EAGLE3", "DSPARK")  # EAGLE-3 has a map of its own
 TEMPERATURES, BATCHES, TOKENS = (0.0, 1.0), (1, 8, 32), 48
 MARKERS = "<!-- accept length: begin -->", "<!-- accept length: end -->"
-TITLES = {"EAGLE": "EAGLE-2", "EAGLE3": "EAGLE-3"}
+TITLES = {"EAGLE": "EAGLE-2", "EAGLE3": "EAGLE-3", "DSPARK": "DSpark"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,8 @@ def cases() -> Iterator[Case]:
     """Returns all cases that are measured."""
     yield Case("NGRAM", "12 rows", "-", {"speculative_ngram_scope": "request"})
     for draft, folder in HEADS.items():
-        for tree, (steps, topk, rows) in TREES.items():
+        trees = TREES | BLOCK if draft == "DSPARK" else TREES
+        for tree, (steps, topk, rows) in trees.items():
             for order in ("coupled", "topk"):
                 flags = {
                     "speculative_draft_model_path": str(ROOT / "models" / f"foredraft-demo-{folder}"),  # noqa: E501
@@ -70,7 +79,7 @@ def cases() -> Iterator[Case]:
                     "speculative_draft_sampling": order,
                 }  # fmt: skip
                 yield Case(draft, tree, order, flags)
-                if draft != "EAGLE3" and order == "coupled":  # EAGLE-3 has a map of its own
+                if draft not in WITHOUT_MAP and order == "coupled":
                     flags = {**flags, "speculative_token_map": "foredraft-demo-token-map"}
                     yield Case(f"{draft} with token map", tree, order, flags, BATCHES[1:2])
 
