@@ -25,6 +25,12 @@ TYPES = {
 OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 
 
+def _type_of(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"*{TYPES[value.dtype]}"
+    return "i32" if isinstance(value, int) else "fp32"
+
+
 class Recorder:
     """Replaces a kernel and records its launches."""
 
@@ -54,11 +60,14 @@ class Recorder:
             if parameter.is_constexpr:
                 signature[parameter.name], constants[parameter.name] = "constexpr", value
                 continue
-            is_tensor = isinstance(value, torch.Tensor)
-            number = "i32" if isinstance(value, int) else "fp32"
-            signature[parameter.name] = f"*{TYPES[value.dtype]}" if is_tensor else number
-            if is_tensor or (isinstance(value, int) and value % 16 == 0):
-                attributes[(i,)] = [["tt.divisibility", 16]]
+            parts = value if isinstance(value, tuple) else (value,)
+            types = tuple(_type_of(part) for part in parts)
+            signature[parameter.name] = types if isinstance(value, tuple) else types[0]
+            for j, part in enumerate(parts):
+                is_tensor = isinstance(part, torch.Tensor)
+                if is_tensor or (isinstance(part, int) and part % 16 == 0):
+                    place = (i, j) if isinstance(value, tuple) else (i,)
+                    attributes[place] = [["tt.divisibility", 16]]
         source = ASTSource(self._kernel, signature, constants, attributes)
         options = {name: launch[name] for name in OPTIONS if name in launch}
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

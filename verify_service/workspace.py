@@ -192,17 +192,17 @@ class _Sizes:
         partial = self._attention.partial_bytes(sizes, self._model.device)
         qkv, output = self._product(self._qkv, num_rows), self._product(self._output, num_rows)
         inner = num_rows * self._output[0].num_inputs * self._itemsize
-        then = partial, output.result + output.scratch + self._sums(num_rows)
-        return self._held(num_rows) + qkv.result + max(qkv.scratch, inner + max(then))
+        then = max(partial, output.result + output.scratch)
+        product = qkv.result + max(qkv.scratch, inner + then)
+        return self._held(num_rows) + max(product, output.result + self._sums(num_rows))
 
     def _mlp_of(self, num_rows: int) -> int:
-        before = self._product(self._output, num_rows).result
         gate_up, down = (self._product(each, num_rows) for each in (self._gate_up, self._down))
         inner = num_rows * self._down[0].num_inputs * self._itemsize
-        then = inner + down.result + down.scratch + self._sums(num_rows)
-        normed = num_rows * self._row
-        found = self._held(num_rows) + normed + before
-        return found + gate_up.result + max(gate_up.scratch, then)
+        product = gate_up.result + max(gate_up.scratch, inner + down.result + down.scratch)
+        kept = num_rows * self._row + self._product(self._output, num_rows).result
+        most = max(product, down.result + self._sums(num_rows))
+        return self._held(num_rows) + kept + most
 
     def _held(self, num_rows: int) -> int:
         """What is there during a whole layer: the stream, its norm, angles, indices, masks."""
@@ -214,11 +214,8 @@ class _Sizes:
         return num_rows * (2 * self._row + angles + indices) + 2 * self._page_tables()
 
     def _sums(self, num_rows: int) -> int:
-        """The ranks' parts of a sum, two of them and the sum in float32, and the rounded one."""
-        if self._num_ranks == 1:
-            return 0
-        numbers = num_rows * self._config.hidden_size
-        return numbers * (self._itemsize * (self._num_ranks + 1) + 2 * _FLOAT)
+        """The ranks' parts of a sum where they are gathered, and its norm."""
+        return num_rows * self._row * (self._num_ranks + 1) if self._num_ranks > 1 else 0
 
     def hidden(self) -> int:
         """Captured streams; for each draft copies, rows that wait, and a page of each sequence."""

@@ -5,9 +5,13 @@ The layers come here by `on_gpu`; nothing else decides.
 Triton is imported on first use. No call reads a value of the device, so that all can be captured.
 """
 
+import functools
+
 import torch
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
+from foredraft.parallel.group import SINGLE, Group
+from foredraft.parallel.peer_memory import ROOM_BYTES
 
 
 def on_gpu(x: torch.Tensor) -> bool:
@@ -65,19 +69,64 @@ def add_norm(
     full_precision: bool,
     post: tuple[torch.Tensor, float] | None = None,
     copy: torch.Tensor | None = None,
+    group: Group = SINGLE,
 ) -> torch.Tensor:
     """Adds delta to the stream in place, and normalises the sum.
 
     Args:
         stream: [rows, size], changed.
         delta: [rows, size], or float32 [parts, rows, size] whose sum it is.
+        group: Ranks whose deltas are added up.
         post: Weight and eps of a norm of delta before it is added.
         copy: [rows, size], where the sum goes too; may be a part of wider rows.
     """
     out = torch.empty_like(stream, memory_format=torch.contiguous_format)
     post_weight, post_eps = post if post is not None else (None, 0.0)
-    _norm(stream, delta, post_weight, post_eps, weight, eps, full_precision, out, copy, None)
+    if group.size > 1:
+        weights = post_weight, post_eps, weight, eps
+        _norm_of_ranks(stream, delta, *weights, full_precision, out, copy, group)
+    else:
+        _norm(stream, delta, post_weight, post_eps, weight, eps, full_precision, out, copy, None)
     return out
+
+
+def _norm_of_ranks(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    post_weight: torch.Tensor | None,
+    post_eps: float,
+    weight: torch.Tensor,
+    eps: float,
+    full_precision: bool,
+    out: torch.Tensor,
+    copy: torch.Tensor | None,
+    group: Group,
+) -> None:
+    from foredraft.layers import triton_kernels
+
+    num_rows, size = out.shape
+    if not num_rows:
+        return
+    block, memory = power_of_two(size), group.memory_for(num_rows, size, x.dtype)
+    parts = delta if delta.dim() == 3 else delta[None]
+    places: tuple[torch.Tensor, ...] = (x,)
+    flags, gathered, counts = places, x, x
+    if memory is None:
+        # Parts are added up as the kernel does it.
+        gathered = group.gathered(functools.reduce(torch.add, parts).to(x.dtype))
+    else:
+        places, flags, counts = memory.places(x.dtype), memory.flags, memory.counts
+    triton_kernels.norm_of_ranks[(num_rows,)](
+        x, parts, weight if post_weight is None else post_weight, weight, out,
+        x if copy is None else copy, gathered, places, flags, counts,
+        x.stride(0), parts.stride(1), parts.stride(0), out.stride(0),
+        0 if copy is None else copy.stride(0), num_rows * size, size, eps, post_eps,
+        BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
+        SENDS=memory is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
+        ROOM=ROOM_BYTES // x.element_size(),
+        PROGRAMS=1 if memory is None else memory.num_programs, RANK=group.rank, RANKS=group.size,
+        **overlapped(x.device),
+    )  # fmt: skip
 
 
 def _norm(

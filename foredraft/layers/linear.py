@@ -217,11 +217,12 @@ class Linear(nn.Module):
         return self.method.apply_from(self, x, first)
 
     def deferred(self, x: torch.Tensor) -> torch.Tensor:
-        """Computes y, as `forward` does or in parts whose sum the caller must take.
+        """Computes y, as `forward` does or in parts whose sum the caller must take, and that of all
+        ranks where they divide the inputs.
 
         Where parts are faster, returns them as float32 [parts, num_rows, num_outputs].
         """
-        return self(x) if self._adds_up else self.method.apply_deferred(self, x)
+        return self.method.apply_deferred(self, x)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor | None:
         """Computes silu(first half of the outputs) * second half; None without a kernel for it."""

@@ -6,6 +6,7 @@ from torch import nn
 
 from foredraft.layers import fused
 from foredraft.layers.parameters import new_parameter
+from foredraft.parallel.group import SINGLE, Group
 
 
 class RMSNorm(nn.Module):
@@ -71,6 +72,7 @@ class RMSNorm(nn.Module):
         delta: torch.Tensor,
         post: "RMSNorm | None" = None,
         copy: torch.Tensor | None = None,
+        group: Group = SINGLE,
     ) -> torch.Tensor:
         """Adds `delta`, or its norm by `post`, to `stream` in place, and returns the norm of
         the sum.
@@ -79,12 +81,15 @@ class RMSNorm(nn.Module):
             stream: [num_rows, size].
             delta: [num_rows, size], or the parts that `Linear.deferred` gives.
             copy: Second place for the sum; may be a part of wider rows.
+            group: Ranks whose deltas are added up first.
         """
         if fused.on_gpu(stream):
             first = None if post is None else (post.weight, post.eps)
             return fused.add_norm(
-                stream, delta, self.weight, self.eps, self.full_precision, first, copy
+                stream, delta, self.weight, self.eps, self.full_precision, first, copy, group
             )
+        if group.size > 1:
+            delta = group.all_reduce(delta)
         stream.add_(delta if post is None else post(delta))
         if copy is not None:
             copy.copy_(stream)

@@ -6,6 +6,8 @@ with KV write, gated products.
 import triton
 import triton.language as tl
 
+from foredraft.parallel.exchange_kernels import send_and_wait, sum_of_ranks
+
 
 @triton.jit
 def _normalized(x, weight, size, eps, dtype: tl.constexpr, FULL: tl.constexpr):
@@ -17,6 +19,14 @@ def _normalized(x, weight, size, eps, dtype: tl.constexpr, FULL: tl.constexpr):
     if FULL:
         return (x * scale * weight.to(tl.float32)).to(dtype)
     return ((x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _added(x, delta, post, size, post_eps, POST: tl.constexpr, FULL: tl.constexpr):
+    """Adds delta, or its norm, to x; all of one type."""
+    if POST:
+        delta = _normalized(delta.to(tl.float32), post, size, post_eps, delta.dtype, FULL)
+    return (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
@@ -35,6 +45,7 @@ def norm(
     is_column = columns < size
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
+    post = weight
     if POST:
         post = tl.load(post_ptr + columns, mask=is_column, other=0.0)
     if DEPENDENT:
@@ -49,11 +60,53 @@ def norm(
         delta = tl.load(delta_ptr, mask=is_column, other=0.0)
         for part in tl.static_range(1, PARTS):
             delta += tl.load(delta_ptr + part * part_stride, mask=is_column, other=0.0)
-        delta = delta.to(dtype)
-        if POST:
-            delta = _normalized(delta.to(tl.float32), post, size, post_eps, dtype, FULL)
-        x = (x.to(tl.float32) + delta.to(tl.float32)).to(dtype)
+        x = _added(x, delta.to(dtype), post, size, post_eps, POST, FULL)
         tl.store(x_ptr + row * x_stride + columns, x, mask=is_column)
+    if COPIES:
+        tl.store(copy_ptr + row * copy_stride + columns, x, mask=is_column)
+    result = _normalized(x.to(tl.float32), weight, size, eps, dtype, FULL)
+    tl.store(out_ptr + row * out_stride + columns, result, mask=is_column)
+
+
+@triton.jit
+def norm_of_ranks(
+    x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr, gathered_ptr, places, flags, counts,
+    x_stride, delta_stride, part_stride, out_stride, copy_stride, gathered_stride, size, eps, post_eps,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr, SENDS: tl.constexpr,
+    FULL: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Normalises one row as `norm` does, where delta is the sum of the ranks' deltas: exchanged
+    here with SENDS, else all ranks' [RANKS, rows, size] at gathered_ptr.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < size
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
+    post = weight
+    if POST:
+        post = tl.load(post_ptr + columns, mask=is_column, other=0.0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    delta_ptr += row * delta_stride + columns
+    own = tl.load(delta_ptr, mask=is_column, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        own += tl.load(delta_ptr + part * part_stride, mask=is_column, other=0.0)
+    own = own.to(dtype)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
+    if SENDS:
+        others = send_and_wait(
+            own, columns, is_column, places, flags, counts, ROOM, PROGRAMS, RANK, RANKS
+        )
+        stride = 2 * PROGRAMS * ROOM
+    else:
+        others = gathered_ptr + row * size
+        stride = gathered_stride
+    delta = sum_of_ranks(own, others, stride, columns, is_column, RANK, RANKS).to(dtype)
+    x = _added(x, delta, post, size, post_eps, POST, FULL)
+    tl.store(x_ptr + row * x_stride + columns, x, mask=is_column)
     if COPIES:
         tl.store(copy_ptr + row * copy_stride + columns, x, mask=is_column)
     result = _normalized(x.to(tl.float32), weight, size, eps, dtype, FULL)

@@ -54,6 +54,7 @@ class DecoderLayer(nn.Module):
         group: Group,
     ) -> None:
         super().__init__()
+        self._group = group
         offset = config.norm_offset != 0.0
 
         def norm() -> RMSNorm:
@@ -91,8 +92,9 @@ class DecoderLayer(nn.Module):
             copy: Second place for the stream after this layer, or None.
         """
         x = self.attention(x, angles, layer, batch, kv, attention, plan, later=True)
-        x = self.mlp(self.mlp_norm.add(stream, x, self.attention_post_norm), later=True)
-        return next_norm.add(stream, x, self.mlp_post_norm, copy)
+        x = self.mlp_norm.add(stream, x, self.attention_post_norm, None, self._group)
+        x = self.mlp(x, later=True)
+        return next_norm.add(stream, x, self.mlp_post_norm, copy, self._group)
 
     def targets(self, prefix: str) -> dict[str, Target]:
         """Returns the memory of the layer's weights by tensor name; names begin with `prefix`."""

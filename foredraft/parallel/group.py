@@ -5,6 +5,8 @@ from typing import Protocol
 
 import torch
 
+from foredraft.parallel.peer_memory import PeerMemory
+
 
 class Group(Protocol):
     """Ranks that each hold a share of every split layer.
@@ -34,6 +36,14 @@ class Group(Protocol):
         changed.
         """
 
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the ranks' x, all of one shape, as [size, *x.shape]."""
+
+    def memory_for(self, num_rows: int, size: int, dtype: torch.dtype) -> PeerMemory | None:
+        """Returns memory through which a kernel is to exchange rows [num_rows, size], as the next
+        collective; None where rows must be gathered.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class SingleRank:
@@ -53,6 +63,14 @@ class SingleRank:
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """See Group."""
         return x
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """See Group."""
+        return x[None]
+
+    def memory_for(self, num_rows: int, size: int, dtype: torch.dtype) -> PeerMemory | None:
+        """See Group."""
+        return None
 
 
 SINGLE: Group = SingleRank()

@@ -1,6 +1,6 @@
 """Connects the ranks of one model on several GPUs of a host.
 
-NCCL moves bytes; small sums of two ranks go through shared GPU memory.
+NCCL moves bytes; small blocks go through memory that the ranks can write at each other.
 """
 
 import logging
@@ -11,12 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
+from foredraft.parallel.peer_memory import PeerMemory, num_bytes
 from verify_service.executor.ranks.group import COLLECTIVE_SECONDS, CollectiveLog, ProcessGroup
-
-# Larger sums are gathered: a kernel that reads the other card's memory starts sooner, but moves
-# bytes no faster.
-SHARED_BYTES = 1 << 20
-_ALIGNMENT = 16  # bytes that the kernel of small sums reads at once
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +20,21 @@ logger = logging.getLogger(__name__)
 class CudaGroup(ProcessGroup):
     """A `ProcessGroup` on GPUs. Its work goes into the current stream and may be captured.
 
-    Two ranks may add by torch's kernel, since a sum of two numbers is the same in any order. More
-    ranks gather, since that kernel adds in another order on each rank.
+    Args:
+        memory: Memory that the ranks exchange small blocks through; None where they cannot reach
+            each other's.
+
+    Attributes:
+        has_shared: Whether this process has shared memory with ranks, which it can do once.
     """
 
-    def __init__(self, rank: int, size: int, group: Any, log: CollectiveLog) -> None:
+    has_shared = False
+
+    def __init__(
+        self, rank: int, size: int, group: Any, log: CollectiveLog, memory: PeerMemory | None
+    ) -> None:
         super().__init__(rank, size, group, log)
-        self._shared = self._shared_memory() if size == 2 else None
+        self._memory = memory
 
     @classmethod
     def join(
@@ -46,47 +50,86 @@ class CudaGroup(ProcessGroup):
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
             device_id=torch.device("cuda", rank),
         )
-        return cls(rank, size, dist.group.WORLD, log)
+        return cls(rank, size, dist.group.WORLD, log, _peer_memory(rank, size))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See Group."""
-        num_bytes = x.numel() * x.element_size()
-        fits = 0 < num_bytes <= SHARED_BYTES and num_bytes % _ALIGNMENT == 0
-        if self._shared is None or not fits or not x.is_floating_point():
+        if self._memory is None or not self._memory.takes(x):
             return super().all_reduce(x)
         self._log.begin()
-        buffer = self._shared.view(x.dtype)
-        name = self._group.group_name
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x.contiguous(), "sum", name)
+        return self._memory.sum(x.contiguous())
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """See Group."""
+        if self._memory is None or not self._memory.takes(x):
+            return super().all_gather(x)
+        self._log.begin()
+        return self._memory.all(x.contiguous())
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """See Group."""
         x = x.contiguous()
         self._log.begin()
+        if self._memory is not None and self._memory.takes(x):
+            return self._memory.first(x)
         dist.broadcast(x, 0)
         return x
 
-    def close(self) -> None:
-        """Frees the shared memory and leaves the group."""
-        self._shared = None
-        dist.destroy_process_group()
-
-    def _gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """See Group."""
         x = x.contiguous()
         parts = x.new_empty(self.size, *x.shape)
         self._log.begin()
         dist.all_gather_into_tensor(parts, x)
-        return list(parts)
+        return parts
 
-    def _shared_memory(self) -> torch.Tensor | None:
-        """Allocates memory that the other card can read; None where one of the two cannot."""
-        device = torch.device("cuda", self.rank)
-        try:
-            memory = symmetric_memory.empty(SHARED_BYTES, dtype=torch.uint8, device=device)
-            symmetric_memory.rendezvous(memory, self._group.group_name)
-        except RuntimeError as error:
-            logger.warning("the ranks' sums go through NCCL: %s", str(error).split("\n")[0])
-            memory = None
-        is_there = torch.tensor([memory is not None], dtype=torch.int32, device=device)
-        dist.all_reduce(is_there, dist.ReduceOp.MIN)
-        return memory if is_there.item() else None
+    def memory_for(self, num_rows: int, size: int, dtype: torch.dtype) -> PeerMemory | None:
+        """See Group."""
+        if self._memory is None or not self._memory.takes_rows(num_rows, size, dtype):
+            return None
+        self._log.begin()
+        return self._memory
+
+    def close(self) -> None:
+        """Frees the memory and leaves the group."""
+        self._memory = None
+        dist.destroy_process_group()
+
+
+def _peer_memory(rank: int, size: int) -> PeerMemory | None:
+    """Returns memory that all ranks can write; None where one of them cannot reach another's."""
+    device = torch.device("cuda", rank)
+    others = [other for other in range(size) if other != rank]
+    reaches = all(torch.cuda.can_device_access_peer(rank, other) for other in others)
+    # torch numbers what a process shares, and new ranks would wait for other numbers.
+    reaches &= not CudaGroup.has_shared
+    memory = _shared_memory(rank, size) if _all(reaches, device) else None
+    if _all(memory is not None, device):  # nobody writes before all have cleared theirs
+        return memory
+    logger.warning("the ranks cannot reach each other's memory: sums go through NCCL")
+    return None
+
+
+def _shared_memory(rank: int, size: int) -> PeerMemory | None:
+    device, group = torch.device("cuda", rank), dist.group.WORLD
+    assert group is not None
+    try:
+        own = symmetric_memory.empty(num_bytes(size), dtype=torch.uint8, device=device)
+        own.zero_()
+        shared = symmetric_memory.rendezvous(own, group.group_name)
+    except RuntimeError as error:
+        logger.warning("no memory is shared with other cards: %s", str(error).split("\n")[0])
+        return None
+    CudaGroup.has_shared = True
+    memories = [
+        own if other == rank else shared.get_buffer(other, own.shape, own.dtype)
+        for other in range(size)
+    ]
+    return PeerMemory(rank, memories)
+
+
+def _all(value: bool, device: torch.device) -> bool:
+    """Returns whether a value is true on all ranks."""
+    found = torch.tensor([value], dtype=torch.int32, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return bool(found.item())

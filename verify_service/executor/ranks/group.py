@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import ProcessGroupGloo
 
+from foredraft.parallel.peer_memory import PeerMemory
+
 # Far longer than the watchdog takes to end a verifier; see `watchdog`.
 COLLECTIVE_SECONDS = 1800.0
 # A rank that lost a peer in a collective cannot tell which. It waits this long for rank 0's
@@ -66,7 +68,7 @@ class ProcessGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See Group."""
-        first, *others = self._gathered(x)
+        first, *others = self.gathered(x)
         total = first.float()
         for other in others:
             total += other.float()
@@ -74,7 +76,7 @@ class ProcessGroup:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Group."""
-        return torch.cat(self._gathered(x), -1)
+        return torch.cat(list(self.gathered(x)), -1)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Returns rank 0's x on every rank; the others' x has its shape and type, and may be
@@ -85,15 +87,20 @@ class ProcessGroup:
         self._wait(self._group.broadcast([x]))
         return x
 
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """See Group."""
+        x = x.contiguous()
+        parts = x.new_empty(self.size, *x.shape)
+        self._log.begin()
+        self._wait(self._group.allgather([list(parts)], [x]))
+        return parts
+
+    def memory_for(self, num_rows: int, size: int, dtype: torch.dtype) -> PeerMemory | None:
+        """See Group."""
+        return None
+
     def close(self) -> None:
         """Frees what the ranks share. Nothing may be computed with them any more."""
-
-    def _gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._log.begin()
-        self._wait(self._group.allgather([parts], [x]))
-        return parts
 
     def _wait(self, work: Any) -> None:
         try:

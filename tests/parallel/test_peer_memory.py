@@ -1,0 +1,191 @@
+"""Ranks that exchange small blocks inside kernels, on two GPUs or as processes in Triton's
+interpreter: sums are those of gathered blocks, bit for bit.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from foredraft.layers import fused
+from foredraft.models.loader import load_model
+from foredraft.parallel.group import SINGLE, Group
+from foredraft.parallel.peer_memory import PeerMemory, num_bytes
+from testing.checkpoints import make_checkpoint
+from testing.gloo_ranks import NoLog, run_ranks
+from testing.triton_device import INTERPRETED, needs_triton
+from tests.parallel.test_group import logits_of
+from verify_service.executor.ranks.group import ProcessGroup
+
+NUM_RANKS = 3 if INTERPRETED else 2
+NUM_PROGRAMS = 16  # of interpreted ranks
+pytestmark = [
+    needs_triton,
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not INTERPRETED and torch.cuda.device_count() < NUM_RANKS, reason="needs two NVIDIA GPUs"
+    ),
+]
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
+
+
+def shared_memories(size: int) -> list[torch.Tensor]:
+    length = num_bytes(size, NUM_PROGRAMS)
+    return [torch.zeros(length, dtype=torch.uint8).share_memory_() for _ in range(size)]
+
+
+class InterpretedGroup(ProcessGroup):
+    """Ranks on the CPU that exchange rows as those on GPUs do."""
+
+    def __init__(self, group: ProcessGroup, memories: list[torch.Tensor]) -> None:
+        super().__init__(group.rank, group.size, group._group, NoLog())
+        self.memory = PeerMemory(group.rank, memories, NUM_PROGRAMS)
+        self.shares = True
+
+    def memory_for(self, num_rows: int, size: int, dtype: torch.dtype) -> PeerMemory | None:
+        takes = self.shares and self.memory.takes_rows(num_rows, size, dtype)
+        return self.memory if takes else None
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def exchange(memory: PeerMemory, device: torch.device) -> None:
+    """Every kind of exchange, many times over and of changing sizes."""
+    rank, size = memory.rank, memory.size
+    for turn in range(6 if INTERPRETED else 300):
+        dtype = DTYPES[turn % len(DTYPES)]
+        shape = [(3, 5), (2, 2100), (7, 1024)][turn // len(DTYPES) % 3]
+        own = [random(*shape, seed=7 * turn + other, dtype=dtype) for other in range(size)]
+        x = own[rank].to(device)
+        total = own[0].float()
+        for other in own[1:]:
+            total = total + other.float()
+        assert torch.equal(memory.sum(x).cpu(), total.to(dtype))
+        assert torch.equal(memory.first(x).cpu(), own[0])
+        assert torch.equal(memory.all(x).cpu(), torch.cat(own, -1))
+    words = torch.arange(3000, device=device) + rank
+    assert torch.equal(memory.first(words).cpu(), torch.arange(3000))
+
+
+def both_ways(group: Group, device: torch.device, shares: list[bool]) -> None:
+    """The norm of a sum, exchanged and gathered, has the same bits, and those of one rank's norm
+    where there are few numbers to round.
+    """
+    for dtype in DTYPES:
+        for size in [200] if INTERPRETED else [200, 320, 4096, 5120]:
+            for num_rows, num_parts in ((1, 1), (3, 2), (5, 1)):
+                seed = size + num_rows
+                stream = random(num_rows, size, seed=seed, dtype=dtype).to(device)
+                weight = random(size, seed=1, dtype=dtype).to(device)
+                post = (random(size, seed=2, dtype=dtype).to(device), 1e-5)
+                parts = random(group.size, num_parts, num_rows, size, seed=3)
+                deltas = parts if num_parts > 1 else parts[:, 0].to(dtype)
+                own = deltas[group.rank].to(device)
+                rounded = [delta.sum(0) if num_parts > 1 else delta for delta in deltas]
+                total = rounded[0].to(dtype).float()
+                for other in rounded[1:]:
+                    total = total + other.to(dtype).float()
+                for normed in (None, post):
+                    found = []
+                    for way in (True, False):
+                        shares[0] = way
+                        mine = stream.clone()
+                        out = fused.add_norm(mine, own, weight, 1e-5, False, normed, None, group)
+                        found.append((mine, out))
+                    assert torch.equal(found[0][0], found[1][0])
+                    assert torch.equal(found[0][1], found[1][1])
+                    mine = stream.clone()
+                    delta = total.to(dtype).to(device)
+                    want = fused.add_norm(mine, delta, weight, 1e-5, False, normed)
+                    assert torch.equal(found[0][0], mine) or normed is not None
+                    torch.testing.assert_close(found[0][1], want, rtol=0.02, atol=0.02)
+
+
+def interpreted(group: ProcessGroup, memories: list[torch.Tensor]) -> None:
+    cpu = torch.device("cpu")
+    own = InterpretedGroup(group, memories)
+    exchange(own.memory, cpu)
+
+    class Switch(list):  # type: ignore[type-arg]
+        def __setitem__(self, key: object, value: bool) -> None:  # type: ignore[override]
+            own.shares = value
+
+    both_ways(own, cpu, Switch([True]))
+
+
+def on_card(rank: int, meeting: str) -> None:
+    """Runs a rank on its card."""
+    import torch.distributed as dist
+
+    from verify_service.executor.ranks.cuda_group import CudaGroup
+
+    is_first = rank == 0
+    port = int(Path(meeting).read_text())
+    store = dist.TCPStore("127.0.0.1", port, NUM_RANKS, is_first, wait_for_workers=False)
+    group = CudaGroup.join(rank, NUM_RANKS, store, NoLog())
+    memory, device = group._memory, torch.device("cuda", rank)
+    assert memory is not None
+    exchange(memory, device)
+
+    class Switch(list):  # type: ignore[type-arg]
+        def __setitem__(self, key: object, value: bool) -> None:  # type: ignore[override]
+            group._memory = memory if value else None
+
+    both_ways(group, device, Switch([True]))
+    group._memory = memory
+    # More rows than there are blocks are gathered.
+    x = random(600, 4096, seed=rank).to(device)
+    total = random(600, 4096, seed=0) + random(600, 4096, seed=1)
+    assert torch.equal(group.all_reduce(x).cpu(), total)
+    assert torch.equal(group.broadcast(x.clone()).cpu(), random(600, 4096, seed=0))
+    # Captured, replayed many times without a wait between them.
+    x = random(4, 4096, seed=rank).bfloat16().to(device)
+    group.all_reduce(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = x
+        for _ in range(8):
+            out = group.all_reduce(out) * 0.5
+    for _ in range(500):
+        graph.replay()
+    want = random(4, 4096, seed=0).bfloat16().float() + random(4, 4096, seed=1).bfloat16().float()
+    assert torch.equal(out.cpu(), (want.bfloat16() * 0.5).cpu())
+    group.close()
+
+
+def test_ranks_exchange_blocks(tmp_path: Path) -> None:
+    if INTERPRETED:
+        run_ranks(NUM_RANKS, tmp_path, interpreted, shared_memories(NUM_RANKS))
+        return
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        (tmp_path / "meeting").write_text(str(free.getsockname()[1]))
+    mp.spawn(on_card, (str(tmp_path / "meeting"),), nprocs=NUM_RANKS)  # type: ignore[attr-defined]
+
+
+def compute(group: ProcessGroup, memories: list[torch.Tensor], path: str, out: str) -> None:
+    """Runs an interpreted rank of a model, with the kernels of a GPU."""
+    own = InterpretedGroup(group, memories)
+    fused.on_gpu = lambda x: True
+    model = load_model(path, torch.float32, group=own)
+    exchanged = logits_of(model, own)
+    own.shares = False
+    assert torch.equal(logits_of(model, own), exchanged)
+    torch.save(exchanged, f"{out}/{group.rank}")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="is for the interpreter")
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_a_model_of_two_ranks_that_exchange_rows(tmp_path: Path, name: str) -> None:
+    path, meeting = make_checkpoint(tmp_path / "model", name), tmp_path / "meeting"
+    meeting.mkdir()
+    run_ranks(2, meeting, compute, shared_memories(2), str(path), str(tmp_path))
+    first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
+    assert torch.equal(first, second)
+    expected = logits_of(load_model(path, torch.float32), SINGLE)
+    torch.testing.assert_close(first, expected, atol=1e-4, rtol=1e-4)
