@@ -8,7 +8,8 @@ import torch
 from foredraft.config.services import VerifyConfig
 from foredraft.models.loader import available_host_bytes
 from verify_service.attach.links import DraftLink, captured_layers, infos_of
-from verify_service.memory import CPU_FRACTION, GPU_FRACTION, GpuBudget
+from verify_service.executor.ranks import messages
+from verify_service.memory import CPU_FRACTION, GPU_FRACTION, GpuBudget, least_free_bytes
 from verify_service.sizes import arena_bytes, chunk_size
 from verify_service.target import Target
 from verify_service.workspace import StepLimits, workspace_of
@@ -64,6 +65,9 @@ def kv_budget(
         num_local = config.tensor_parallel_size // config.nodes().count
         return int(available_host_bytes() * fraction) // num_local
     free, total = torch.cuda.mem_get_info(target.device)
+    if target.ranks is not None:
+        target.ranks.board.write(messages.header(messages.Kind.MEMORY))
+        free = least_free_bytes(target.device, target.ranks.group)
     fraction = config.mem_fraction_static or GPU_FRACTION
     workspace = workspace_of(target.model, target.attention, limits)
     # A draft that has answered has loaded its weights; the rest it allocates when it is attached.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from foredraft.errors import ConfigError
+from foredraft.parallel.group import Group
 
 CPU_FRACTION = 0.4
 GPU_FRACTION = 0.85
@@ -82,6 +83,12 @@ def num_pages(
             " --chunked-prefill-size"
         )
     return pages
+
+
+def least_free_bytes(device: torch.device, group: Group) -> int:
+    """Returns the free memory of the GPU of the rank that has least; all ranks call this."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(group.gathered(torch.tensor([free], device=device)).min())
 
 
 @contextlib.contextmanager

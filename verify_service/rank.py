@@ -39,6 +39,7 @@ from verify_service.executor.ranks.workers import (
     settings_of,
 )
 from verify_service.kv_type import kv_scales, kv_type
+from verify_service.memory import least_free_bytes
 from verify_service.target import Target, load_share
 
 if TYPE_CHECKING:  # needs triton
@@ -99,8 +100,12 @@ class Worker:
             message = self._inbox.read()
             kind = messages.kind_of(message)
             if kind is Kind.STOP:
+                if self._follower is not None:
+                    self._follower.close()
                 return
-            if kind is Kind.SETUP:
+            if kind is Kind.MEMORY:
+                least_free_bytes(self._target.device, self._group)
+            elif kind is Kind.SETUP:
                 self._set_up(*messages.read_setup(message))
                 self._watch_rank_0()
             elif self._follower is not None and kind not in EAGER:
@@ -153,7 +158,7 @@ class Worker:
             model.num_kv_heads,
         )
         self._runner = ModelRunner(model, kv, attention)
-        model.lm_head.gathers = bool(sizes)
+        model.lm_head.gathers = target.device.type == "cuda" or bool(sizes)
         if sizes:
             from verify_service.executor.ranks.graphs import GraphFollower, GraphSizes, captured
 

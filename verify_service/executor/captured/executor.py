@@ -61,6 +61,12 @@ class GraphExecutor(EagerExecutor):
         self._vocab_size = runner.model.config.vocab_size
         self._tables = SlotTables(graphs.two_phase, sampler.eos_token_ids, self._vocab_size)
 
+    def close(self) -> None:
+        """See Executor."""
+        self._graphs.close()
+        self._mixed.close()
+        super().close()
+
     def measure(self) -> GridTable:
         """Measures the captured steps, on rows that belong to no sequence."""
         graphs = self._graphs

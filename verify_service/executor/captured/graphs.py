@@ -286,6 +286,12 @@ class DecodeGraphs:
         self.upload(1)
         self.choose_two_phase(self.start_two_phase(1, 1, self.capture, False), 0).chosen()
 
+    def close(self) -> None:
+        """Frees the graphs; what they captured of a library may keep it from ending."""
+        self._steps.clear()
+        self._forwards.clear()
+        self._two_phase_graphs.clear()
+
     def idle_step(self, batch: int, rows: int, is_filtered: bool = False) -> None:
         """Runs a step that belongs to no sequence."""
         self.records(0)

@@ -150,6 +150,10 @@ class MixedGraphs:
                 self._upload(kind, ())
                 self._graphs[kind] = self._capture(kind)
 
+    def close(self) -> None:
+        """Frees the graphs, as DecodeGraphs does."""
+        self._graphs.clear()
+
     @property
     def num_graphs(self) -> int:
         """Number of captured graphs."""

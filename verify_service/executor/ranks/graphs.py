@@ -190,6 +190,11 @@ class GraphFollower:
         else:
             self._step(kind, message)
 
+    def close(self) -> None:
+        """Frees the graphs."""
+        self._graphs.close()
+        self._mixed.close()
+
     def _step(self, kind: Kind, message: bytes) -> None:
         graphs = self._graphs
         [header] = messages.headers(message, messages.HEADER, 1)

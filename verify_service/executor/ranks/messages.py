@@ -35,6 +35,7 @@ class Kind(IntEnum):
     # Messages about the logits of the newest forward, see `choice`.
     CHOICE = 12
     GATHER = 13
+    MEMORY = 14  # gathers the ranks' free GPU memory
 
 
 # Begins every message; the counts describe what follows.
