@@ -1,5 +1,5 @@
-"""Decoding speed on one GPU at the shape of Llama-3.1-8B, with simulated acceptance, beside the
-floor and SGLang.
+"""Decoding speed on one GPU, or by ranks on several, at the shape of Llama-3.1-8B, with simulated
+acceptance, beside the floor and SGLang.
 
     python -m benchmarks.gpu.decode --modes none chain tree --batch 1 8 32 --mps --peer /opt/sglpeer
 
@@ -60,6 +60,7 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of the target, each on its GPU")
     parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
     parser.add_argument("--peer", type=Path, help="folder of the SGLang bundle")
     parser.add_argument(
@@ -70,6 +71,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--flags", type=json.loads, default={}, help="more flags, as JSON")
     args = parser.parse_args()
+    if args.tp > 1 and len(args.modes) > 1:
+        parser.error("--tp: give one of --modes; ranks of a process share memory once")
     # Before anything opens the card: a process that has opened it cannot become the daemon's
     # client.
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
@@ -86,7 +89,7 @@ def main() -> int:
     if args.peer:
         for mode in args.modes:
             _measure_peer(mode, [row for row in rows if row.mode == mode], args)
-    report(rows, args.out, {"mps": args.mps, "layers": args.layers})
+    report(rows, args.out, {"mps": args.mps, "layers": args.layers, "tp": args.tp})
     if timelines:
         report_timelines(timelines, args.out)
     return 0
@@ -97,7 +100,8 @@ def _measure(
 ) -> tuple[list[Row], list[dict[str, Any]]]:
     algorithm, flags = flags_of(mode, head, max(args.batch), args.prompt + args.output)
     rows = []
-    with running_engine(target, algorithm, **flags, **args.flags) as harness:
+    flags |= {"tensor_parallel_size": args.tp, **args.flags}
+    with running_engine(target, algorithm, **flags) as harness:
         for batch in args.batch:
             best: Row | None = None
             for _ in range(args.repeats):
@@ -142,7 +146,8 @@ def _run(harness: Harness, mode: str, batch: int, args: argparse.Namespace) -> R
     gaps = np.diff(arrivals[2:]) * 1e3
     steps, _, _, _ = MODES[mode]
     step_bytes, extend_bytes = head_bytes()
-    floor = target_bytes(args.layers) + (extend_bytes + (steps - 1) * step_bytes if steps else 0)
+    floor = target_bytes(args.layers) / args.tp
+    floor += extend_bytes + (steps - 1) * step_bytes if steps else 0
     return Row(
         mode,
         batch,
