@@ -91,13 +91,6 @@ def make_exact(
             kv_cache_dtype,
         )
         return Exactness(OFF, depends_on)
-    if num_ranks > 2:  # two numbers have one sum
-        logger.warning(
-            "--exactness strict does not go with %d ranks, whose sums follow the size of a step:"
-            " texts may part at near ties",
-            num_ranks,
-        )
-        return Exactness(OFF, depends_on)
     inexact = conversions.make_exact(model, _proof_file(machine))
     if inexact:
         logger.warning(

@@ -90,7 +90,8 @@ def load_target(config: VerifyConfig) -> Target:
 
 def check_ranks(config: VerifyConfig) -> None:
     """Raises ConfigError where ranks cannot share the target, or cannot run on the device."""
-    config.check_devices(device_for(config.device).type != "cpu")
+    if device_for(config.device).type != "cpu":
+        config.check_gpus(config.algorithms, torch.cuda.device_count())
     path = resolve_model_path(config.model_path, config.revision)
     config.check_shares(ModelConfig.from_dir(path).shared_sizes)
 
@@ -276,10 +277,10 @@ def _executor(
     device = runner.model.device
     is_eager = device.type == "cpu" or config.disable_cuda_graph
     rule = (limits.vocab_size, device, limits.eos_token_ids, thresholds, simulated)
-    if ranks is not None and is_eager:
+    if ranks is not None and device.type == "cpu":
         runner.model.lm_head.gathers = False
         sampler: Sampler = RankedSampler(ranks, runner.model.lm_head, *rule)
-    else:  # captured steps choose by whole rows
+    else:  # a GPU's kernels choose by whole rows
         sampler = Sampler(*rule)
     sampler.warm_up()
     if is_eager:

@@ -22,7 +22,7 @@ from foredraft.cli.supervisor import Service, Supervisor
 from foredraft.config.algorithms import ALGORITHMS
 from foredraft.config.api_keys import configured
 from foredraft.config.options import flag_of, option, to_flags, variable_of
-from foredraft.config.quantization import has_gpu
+from foredraft.config.quantization import count_gpus, has_gpu
 from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
 from foredraft.config.speculation import each_draft
 from foredraft.errors import ConfigError
@@ -63,6 +63,12 @@ class ServeConfig(GatewayConfig, VerifyConfig, DraftConfig):
     verify_metrics_port: int = option(0, "Port of the verifier's /metrics; 0 takes a free one.")
     draft_metrics_port: int = option(
         0, "Port of the (first) draft's /metrics; 0 takes a free one, as further drafts do."
+    )
+    draft_device: int | None = option(
+        None,
+        "Number of the GPU that drafts run on, among those in CUDA_VISIBLE_DEVICES, from 0; the"
+        " target's first when absent.",
+        least=0,
     )
     mps: bool = option(
         False,
@@ -116,9 +122,11 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
             " it out"
         )
     on_cpu = config.device == "cpu" or (config.device == "auto" and not has_gpu())
-    config.check_devices(not on_cpu)
     config.check_quantization(on_cpu)
     config.nodes()
+    if not on_cpu:
+        config.check_gpus(config.algorithms)
+        _draft_card(config, os.environ)
     _choose_ports(config)
     _check_files(config)
     paths = [("model_path", config.model_path)]
@@ -296,6 +304,7 @@ def _stack(
                 max_deaths=None,
                 hang_checks=3,
                 stop_seconds=5,
+                environment=_draft_card(config, {**os.environ, **daemon.variables}),
             )
         )
         urls[f"{name}_metrics"] = f"http://{pages[name]}/metrics"
@@ -415,6 +424,20 @@ def _drafts(config: ServeConfig) -> dict[str, ServeConfig]:
     if len(drafts) == 1:
         return {"draft": drafts[0]}
     return {f"draft-{one.speculative_algorithm.lower()}": one for one in drafts}
+
+
+def _draft_card(config: ServeConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable by which drafts see the GPU of --draft-device alone."""
+    number = config.draft_device
+    if number is None:
+        return {}
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+    cards = visible.split(",") if visible else list(map(str, range(count_gpus() or number + 1)))
+    if number >= len(cards):
+        raise ConfigError(
+            f"--draft-device {number} must be below {len(cards)}, the number of visible GPUs"
+        )
+    return {"CUDA_VISIBLE_DEVICES": cards[number]}
 
 
 def _addresses(drafts: Mapping[str, ServeConfig], sockets: Mapping[str, str]) -> tuple[str, ...]:

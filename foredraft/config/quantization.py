@@ -50,3 +50,10 @@ class QuantizationConfig:
 def has_gpu() -> bool:
     """Returns whether a driver of NVIDIA's is installed, without torch."""
     return any((Path("/dev") / name).exists() for name in _GPU_FILES)
+
+
+def count_gpus() -> int:
+    """Returns the number of NVIDIA's GPUs that have files of their own, without torch; 0 where they
+    have none.
+    """
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))

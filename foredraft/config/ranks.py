@@ -3,12 +3,14 @@ can be shared.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from foredraft.config.options import option
 from foredraft.errors import ConfigError
 
+# Algorithms whose texts were compared between ranks on GPUs.
+ON_GPUS = ("EAGLE3", "NONE")
 # Port at which hosts meet, if nothing names one.
 DEFAULT_PORT = 50054
 # Where hosts meet, how many there are, and the number of this one: by our flags, by what
@@ -41,8 +43,8 @@ class RanksConfig:
 
     tensor_parallel_size: int = option(
         1,
-        "Ranks that share the target: processes on a CPU. Each holds some of the attention heads,"
-        " of the MLPs and of the vocabulary.",
+        "Ranks that share the target: one on each GPU of a host, or processes on CPUs. Each holds"
+        " some of the attention heads, of the MLPs and of the vocabulary.",
         aliases=("--tp-size", "--tp"),
         least=1,
     )
@@ -126,12 +128,31 @@ class RanksConfig:
                 f" cannot be shared equally; give {_any_of(fitting)}"
             )
 
-    def check_devices(self, is_gpu: bool) -> None:
-        """Raises ConfigError where ranks cannot run on the device."""
-        if is_gpu and self.tensor_parallel_size > 1:
+    def check_gpus(self, algorithms: Sequence[str], num_gpus: int | None = None) -> None:
+        """Raises ConfigError where ranks cannot run on GPUs.
+
+        Args:
+            algorithms: Algorithms of the drafts.
+            num_gpus: Number of GPUs that ranks see; None where it is not known yet.
+        """
+        size = self.tensor_parallel_size
+        if size == 1:
+            return
+        if self.nodes().count > 1:
             raise ConfigError(
-                f"--tensor-parallel-size {self.tensor_parallel_size} is for CPUs so far: give"
-                " --device cpu, or one rank a GPU"
+                f"--tensor-parallel-size {size} over several hosts is for CPUs so far: give"
+                " --device cpu, or ranks of one host"
+            )
+        for algorithm in algorithms:
+            if algorithm not in ON_GPUS:
+                raise ConfigError(
+                    f"--tensor-parallel-size {size} on GPUs is not proven with"
+                    f" --speculative-algorithm {algorithm} yet: give {_any_of(list(ON_GPUS))}"
+                )
+        if num_gpus is not None and size > num_gpus:
+            raise ConfigError(
+                f"--tensor-parallel-size {size} needs as many GPUs, one for each rank, and there"
+                f" are {num_gpus}: give fewer ranks, or name more in CUDA_VISIBLE_DEVICES"
             )
 
 

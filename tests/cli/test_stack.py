@@ -105,6 +105,27 @@ def test_services_share_no_secret(rank: int) -> None:
     assert "FOREDRAFT_API_KEY" not in supervisor._environment
 
 
+@pytest.mark.parametrize(("visible", "card"), [("", "1"), ("4,6", "6")])
+def test_drafts_see_the_card_that_they_are_given(
+    monkeypatch: pytest.MonkeyPatch, visible: str, card: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    supervisor = stack.make_supervisor(FREE | {"draft_device": 1})
+    supervisor.stop()
+    cards = [one.environment.get("CUDA_VISIBLE_DEVICES") for one in supervisor.services]
+    assert cards == [None, None, card]
+
+
+def test_a_draft_s_card_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack, "count_gpus", lambda: 2)
+    for visible in ("", "0,2"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(
+            ConfigError, match="--draft-device 2 must be below 2, the number of vis"
+        ):
+            stack.check(FREE | {"device": "cuda", "draft_device": 2})
+
+
 def test_each_of_several_drafts_is_a_service() -> None:
     supervisor = stack.make_supervisor(
         FREE

@@ -252,5 +252,28 @@ def test_serve_refuses_them_before_anything_starts(model: Path) -> None:
         "--tensor-parallel-size 3 does not go with this model: its 4 attention heads cannot be"
         " shared equally; give 1, 2 or 4"
     )
-    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 is for CPUs so far"):
-        check({"device": "cuda", "tensor_parallel_size": 2})
+    hosts = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": "10.0.0.5:50054"}
+    with pytest.raises(ConfigError, match="over several hosts is for CPUs so far"):
+        check({"device": "cuda", **hosts})
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    config = VerifyConfig(model_path="model", tensor_parallel_size=4)
+    config.check_gpus(["EAGLE3"], 4)
+    with pytest.raises(ConfigError) as refused:
+        config.check_gpus(["NONE"], 2)
+    assert str(refused.value) == (
+        "--tensor-parallel-size 4 needs as many GPUs, one for each rank, and there are 2: give"
+        " fewer ranks, or name more in CUDA_VISIBLE_DEVICES"
+    )
+
+
+def test_drafts_that_were_not_compared_on_gpus_are_refused() -> None:
+    VerifyConfig(model_path="model").check_gpus(["NGRAM"], 1)
+    config = VerifyConfig(model_path="model", tensor_parallel_size=2)
+    with pytest.raises(
+        ConfigError, match="not proven with --speculative-algorithm NGRAM yet: give EAGLE3 or NONE"
+    ):
+        config.check_gpus(["EAGLE3", "NGRAM"], 2)
+    with pytest.raises(ConfigError, match="not proven with --speculative-algorithm NGRAM yet"):
+        check({"device": "cuda", "tensor_parallel_size": 2, "speculative_algorithm": "NGRAM"})
