@@ -328,7 +328,9 @@ def test_verifier_and_draft_share_what_they_must(resources: list[Resource], over
     (claim,) = pod["resourceClaims"]
     template = named(resources, "ResourceClaimTemplate", claim["resourceClaimTemplateName"])
     devices = template["spec"]["spec"]["devices"]
-    assert devices["requests"][0]["exactly"]["count"] == 1
+    num_gpus = 2 if overlay == "gpu-ranks" else 1
+    assert devices["requests"][0]["exactly"]["count"] == num_gpus
+    assert (f"--tensor-parallel-size={num_gpus}" in verifier["args"]) == (num_gpus > 1)
     strategies = [
         part["opaque"]["parameters"]["sharing"]["strategy"] for part in devices.get("config", ())
     ]
