@@ -16,7 +16,8 @@ from verify_service.executor.ranks import messages, stream
 from verify_service.executor.ranks.board import Board
 from verify_service.executor.ranks.messages import Kind
 from verify_service.executor.ranks.stream import StreamBoard, Streams
-from verify_service.executor.ranks.workers import Ranks
+from verify_service.executor.ranks.watchdog import RankWatchdog
+from verify_service.executor.ranks.workers import Ranks, Workers
 
 HOST = "127.0.0.1"
 SETTINGS = {"--dtype": "float32", "Foredraft": "1"}
@@ -112,6 +113,19 @@ def test_a_silent_or_lost_rank_0_is_noticed(board: Board, monkeypatch: pytest.Mo
     assert first.get(timeout=60) == "rank 0 has shown no sign of life for 3 s"
     board.streams[1].close()
     assert second.get(timeout=60).startswith("rank 0 ")
+
+
+def test_of_ranks_that_are_gone_the_first_is_named(board: Board) -> None:
+    """When a rank dies, its host ends the others there."""
+    ends = [come()[0] for come in joined(board, {1: SETTINGS, 2: SETTINGS})]
+    watchdog = RankWatchdog(board, Workers())
+    assert watchdog._dead() is None
+    for end, stream_of in reversed(list(zip(ends, board.streams, strict=True))):
+        end._connection.shutdown(socket.SHUT_RDWR)
+        eventually(lambda: stream_of.lost)  # noqa: B023
+    told = watchdog._dead()
+    assert told is not None
+    assert told.startswith("rank 2 of 3 (pid 4711 on 127.0.0.1) has closed its connection")
 
 
 def test_a_rank_that_is_told_to_stop_is_not_lost(board: Board) -> None:

@@ -55,6 +55,7 @@ class Stream(Protocol):
     rank: int
     name: str
     lost: str
+    lost_at: float
 
     def send(self, message: bytes) -> None:
         """Sends a message."""

@@ -6,6 +6,7 @@ Ranks of rank 0's own host use the board instead.
 import contextlib
 import json
 import logging
+import math
 import queue
 import socket
 import struct
@@ -48,12 +49,13 @@ class RankStream:
         rank: Number of the rank.
         name: Its process and host, for log messages.
         lost: Reason for which the connection was lost; empty while it works.
+        lost_at: Time of `time.monotonic` at which it was lost; infinite while it works.
     """
 
     def __init__(self, connection: socket.socket, hello: Mapping[str, Any], board: Board) -> None:
         self.rank: int = hello["rank"]
         self.name = f"pid {hello['pid']} on {connection.getpeername()[0]}"
-        self.lost = ""
+        self.lost, self.lost_at = "", math.inf
         self._connection, self._board = connection, board
         self._lock = threading.Lock()
         self._is_closed = False
@@ -99,8 +101,9 @@ class RankStream:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        if not self._is_closed:
-            self.lost = self.lost or f"has closed its connection ({error})"
+        if not self._is_closed and not self.lost:
+            self.lost_at = time.monotonic()
+            self.lost = f"has closed its connection ({error})"
 
 
 class StreamBoard:

@@ -105,10 +105,9 @@ class RankWatchdog:
         if ended := self._workers.ended():
             rank, how = ended
             return f"{self._name(rank)} {how}"
-        for stream in self._board.streams:
-            if stream.lost:
-                return f"{self._name(stream.rank)} {stream.lost}"
-        return None
+        # The other ranks of its host end after it.
+        first = min(self._board.streams, key=lambda stream: stream.lost_at, default=None)
+        return f"{self._name(first.rank)} {first.lost}" if first and first.lost else None
 
     def _stuck(
         self, before: Sequence[Progress], now: Sequence[Progress], seconds: float
