@@ -168,6 +168,7 @@ def build_engine(
         max_running_requests=config.max_running_requests,
         chunked_prefill_size=chunk_size(config, target.device),
         max_decode_delay=max_decode_delay(config),
+        prefill_interval=config.prefill_interval_ms / 1000,
         key_cost=model_config.key_cost,
         max_queue=config.max_queued_requests,
         context_length=context_length,

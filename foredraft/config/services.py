@@ -95,6 +95,12 @@ class VerifyConfig(
         " streams wait for whole chunks.",
         least=0,
     )
+    prefill_interval_ms: float = option(
+        0.0,
+        "Milliseconds between steps that begin prompts beside running streams: prompts that come"
+        " meanwhile begin together. Each such step costs all streams some milliseconds.",
+        least=0,
+    )
     disable_radix_cache: bool = option(False, "Do not share prefixes between requests.")
     disable_overlap_schedule: bool = option(
         False, "On a GPU, wait for the outcome of a step before the next one is started."

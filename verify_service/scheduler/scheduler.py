@@ -35,6 +35,8 @@ class Scheduler:
         max_running_requests: Number of slots.
         chunked_prefill_size: Maximum number of prompt tokens of a step.
         max_decode_delay: Maximum seconds that prompts may add to a step beside running sequences.
+        prefill_interval: Minimum seconds between admissions beside decoding sequences; sequences
+            that come meanwhile are admitted together.
         key_cost: Cost of a key for a query relative to a token's weights; see `PrefillBudget`.
         max_queue: Number of waiting sequences above which `add` refuses, besides those that free
             slots will take.
@@ -58,6 +60,7 @@ class Scheduler:
         max_running_requests: int,
         chunked_prefill_size: int,
         max_decode_delay: float = math.inf,
+        prefill_interval: float = 0.0,
         key_cost: float = 0.0,
         max_queue: int = 1024,
         context_length: int | None = None,
@@ -70,6 +73,8 @@ class Scheduler:
         self.prefix_tree = prefix_tree or PrefixTree(pool)
         self.max_running_requests = max_running_requests
         self.prefill_budget = PrefillBudget(chunked_prefill_size, max_decode_delay, key_cost)
+        self._prefill_interval = prefill_interval
+        self._next_admission = -math.inf  # time of the next one beside decoding sequences
         self.max_queue = max_queue
         self.admission_headroom = admission_headroom
         self.num_preemptions = 0
@@ -181,10 +186,16 @@ class Scheduler:
             now: `time.monotonic()` seconds.
         """
         plan = StepPlan()
-        self._drop_ended(time.monotonic() if now is None else now, plan)
+        now = time.monotonic() if now is None else now
+        self._drop_ended(now, plan)
         decoding, has_room = self._reserve_roots(plan)
-        if has_room:
+        # Prompts that are being computed make this a step with prompts anyway.
+        is_due = now >= self._next_admission or len(decoding) < len(self._running)
+        if has_room and (is_due or not decoding):
+            num_decoding = len(decoding)
             self._admit(plan, decoding)
+            if plan.admitted and num_decoding:
+                self._next_admission = now + self._prefill_interval
         self._reserve_chunks(plan, beside_decodes=bool(decoding))
         decoding = [seq for seq in decoding if seq.status is Status.RUNNING]
         if decoding:
@@ -211,9 +222,11 @@ class Scheduler:
             None where the step may start, else the reason: a sequence joins or leaves, a prompt has
             to be computed, no sequence goes on, or pages are short.
         """
-        if self._cancelled or time.monotonic() >= self._next_deadline:
+        now = time.monotonic()
+        if self._cancelled or now >= self._next_deadline:
             return "leaves"
-        if self._may_admit and self._waiting and self._free_slots:
+        may_admit = self._may_admit and now >= self._next_admission
+        if may_admit and self._waiting and self._free_slots:
             return "joins"
         # A running sequence outside the started step computes its prompt, or has just done so.
         if any(not seq.num_in_flight for seq in self._running):

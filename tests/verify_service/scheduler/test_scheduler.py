@@ -379,3 +379,46 @@ def test_default_now_is_the_monotonic_clock():
     scheduler = make_scheduler()
     scheduler.add(make_sequence("a", 4, deadline=time.monotonic() - 1))
     assert scheduler.schedule(lambda seqs, _: [0] * len(seqs)).ended
+
+
+def test_prompts_begin_together_beside_running_sequences():
+    scheduler = make_scheduler(num_pages=400, prefill_interval=10.0)
+    scheduler.add(make_sequence("a", unlike(1, 4), max_new_tokens=50))
+    assert chunks(step(scheduler, now=100.0)) == [("a", 0, 4)]
+    scheduler.add(make_sequence("b", unlike(2, 4), max_new_tokens=2))
+    assert chunks(step(scheduler, now=101.0)) == [("b", 0, 4)]
+    scheduler.add(make_sequence("c", unlike(3, 4), max_new_tokens=50))
+    assert decodes(step(scheduler, now=102.0)) == ["a", "b"]
+    scheduler.add(make_sequence("d", unlike(4, 20), max_new_tokens=50))
+    assert decodes(step(scheduler, now=110.9)) == ["a"]
+    assert chunks(step(scheduler, now=111.0)) == [("c", 0, 4), ("d", 0, 12)]
+    scheduler.add(make_sequence("e", unlike(5, 4), max_new_tokens=50))
+    assert chunks(step(scheduler, now=112.0)) == [("d", 12, 8), ("e", 0, 4)]  # beside a prompt
+
+
+def test_an_idle_scheduler_begins_prompts_at_once():
+    scheduler = make_scheduler(num_pages=400, prefill_interval=10.0)
+    scheduler.add(make_sequence("a", unlike(1, 4), max_new_tokens=3))
+    step(scheduler, now=100.0)
+    scheduler.add(make_sequence("b", unlike(2, 4), max_new_tokens=1))
+    step(scheduler, now=101.0)
+    step(scheduler, now=101.0)
+    assert not scheduler.has_work
+    scheduler.add(make_sequence("c", unlike(3, 4)))
+    assert chunks(step(scheduler, now=102.0)) == [("c", 0, 4)]
+
+
+def test_steps_are_planned_ahead_of_prompts_that_do_not_begin_yet():
+    scheduler = make_scheduler(prefill_interval=1000.0)
+    scheduler.add(make_sequence("a", unlike(1, 4), max_new_tokens=50))
+    step(scheduler, now=time.monotonic())
+    scheduler.add(make_sequence("b", unlike(2, 4), max_new_tokens=50))
+    plan = scheduler.schedule(lambda seqs, _: [0] * len(seqs), time.monotonic())
+    run(scheduler, plan)
+    scheduler.add(make_sequence("c", unlike(3, 4), max_new_tokens=50))
+    going = list(scheduler.running)
+    for seq in going:
+        seq.num_in_flight = 1
+    assert scheduler.schedule_ahead(going, 0) is None
+    scheduler._next_admission = 0.0
+    assert scheduler.schedule_ahead(going, 0) == "joins"
