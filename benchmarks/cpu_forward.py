@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from foredraft.attention.sdpa import SdpaAttention
+from foredraft.cpu.threads import use_threads
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.cpu_products import float32_linear
 from foredraft.layers.linear import Linear
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    use_threads(arguments.threads)
     path = resolve_model_path(arguments.model_path)
     model = load_model(path, torch.float32)
     pack_linears(model)

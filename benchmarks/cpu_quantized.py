@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from foredraft.attention.sdpa import SdpaAttention
+from foredraft.cpu.threads import use_threads
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.packed import pack_linears
 from foredraft.models.decoder import DecoderModel
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    use_threads(arguments.threads)
     results = {name: measure(SHAPES[name], arguments.repetitions) for name in arguments.shape}
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "cpu_quantized.json").write_text(json.dumps(results, indent=1))

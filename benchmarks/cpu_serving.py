@@ -24,6 +24,7 @@ import torch
 
 from foredraft.cli.stack import make_supervisor
 from foredraft.config.services import VerifyConfig
+from foredraft.cpu.threads import use_threads
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
@@ -102,7 +103,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     path = resolve_model_path(args.model_path)
-    torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     ids = {name: _encode(path, prompt) for name, prompt in PROMPTS.items()}
     table: dict[str, dict[str, list[Run]]] = {}
     table["transformers"] = _transformers(path, ids, args)

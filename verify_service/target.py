@@ -11,6 +11,7 @@ import torch
 from foredraft.attention.base import AttentionBackend
 from foredraft.attention.choice import attention_for, device_for, exact_attention_for
 from foredraft.config.services import VerifyConfig
+from foredraft.cpu.threads import use_threads
 from foredraft.layers.conversions import convert_linears
 from foredraft.layers.linear import Linear
 from foredraft.models.decoder import DecoderModel
@@ -68,7 +69,7 @@ def load_share(config: VerifyConfig, group: Group = SINGLE) -> Target:
     check_kv_flags(config, device)
     config.check_quantization(device.type == "cpu")
     if device.type == "cpu":
-        torch.set_num_threads(config.num_threads or max(1, (os.cpu_count() or 1) // group.size))
+        use_threads(config.num_threads or max(1, (os.cpu_count() or 1) // group.size))
     path = resolve_model_path(config.model_path, config.revision)
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if dtype is None and device.type == "cpu":

@@ -20,6 +20,7 @@ from draft_service.drafters.paged_sequences import Extension, PagedSequences
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.choice import attention_for, device_for
 from foredraft.config.services import DraftConfig
+from foredraft.cpu.threads import use_threads
 from foredraft.errors import AttachRefused, ConfigError, InvalidRequest
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
@@ -53,7 +54,7 @@ def device_of(config: DraftConfig) -> torch.device:
     device = device_for(config.device)
     if device.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
-    torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
+    use_threads(config.num_threads or os.cpu_count() or 1)
     return device
 
 

@@ -3,36 +3,24 @@
 import torch
 import torch.nn.functional as F
 
+from foredraft.cpu import products
+
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-BLOCKS = 16
+OWN_ROWS = 16  # up to which our own kernels are faster
 EXACT_ROWS = 32  # above, padding costs less than the kernels
 
 
 def float32_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Computes `F.linear` on the CPU, by the library that reads the weights fastest for this
-    number of rows.
+    """Computes `F.linear` on the CPU, by whatever is fastest for this number of rows.
 
     F.linear gives MKL a few rows as the *left* matrix, which costs 3 to 5 times what the memory
-    needs for 2 to 16 of them. Measured by `benchmarks/cpu_forward.py --kernels`: one row is fastest
-    as matrix times vector in blocks, since the single product uses one thread; up to five as
-    weights times columns; from six on oneDNN is ahead.
+    needs for 2 to 16 of them.
     """
-    num_rows, (num_outputs, num_inputs) = x.shape[0], weight.shape
-    if num_rows == 1 and num_outputs % BLOCKS == 0:
-        blocks = weight.view(BLOCKS, num_outputs // BLOCKS, num_inputs)
-        # The stride of the one column must not be 1: it makes torch take a transposed, slow
-        # product.
-        column = x.as_strided((BLOCKS, num_inputs, 1), (0, 1, num_inputs))
-        result = torch.bmm(blocks, column).view(1, num_outputs)
-    elif num_rows <= 5:
-        result = torch.mm(weight, x.t()).t().contiguous()
-    elif HAS_ONEDNN:
-        return onednn_linear(x, weight, bias)
-    else:
-        return F.linear(x, weight, bias)
-    return result if bias is None else result.add_(bias)
+    if x.shape[0] <= OWN_ROWS:
+        return products.multiply(x, weight, bias)
+    return onednn_linear(x, weight, bias) if HAS_ONEDNN else F.linear(x, weight, bias)
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,69 @@
+/* The module: tables of methods, and the instruction sets of this CPU. */
+#include "_kernels.h"
+
+#include "_pool.h"
+
+static PyMethodDef *const tables[] = {
+    pool_methods,
+    product_methods,
+};
+
+static const char *const names[NUM_ISAS] = {"avx512", "avx2", "portable"};
+Isa isas[NUM_ISAS];
+int num_isas;
+
+static void find_isas(void) {
+    num_isas = 0;
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
+        && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        isas[num_isas++] = AVX512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        isas[num_isas++] = AVX2;
+#endif
+    isas[num_isas++] = PORTABLE;
+}
+
+int read_numbers(const char *method, PyObject *const *args, Py_ssize_t count, long long *numbers,
+                 Py_ssize_t wanted) {
+    if (count != wanted) {
+        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", method, wanted, count);
+        return 0;
+    }
+    for (Py_ssize_t i = 0; i < wanted; i++) {
+        numbers[i] = PyLong_AsLongLong(args[i]);
+        if (numbers[i] == -1 && PyErr_Occurred())
+            return 0;
+    }
+    return 1;
+}
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_kernels", "Kernels for few rows on a CPU.", -1, NULL,
+    NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__kernels(void) {
+    PyObject *self = PyModule_Create(&module);
+    if (!self)
+        return NULL;
+    find_isas();
+    for (size_t i = 0; i < sizeof(tables) / sizeof(*tables); i++)
+        if (PyModule_AddFunctions(self, tables[i]) < 0)
+            goto failed;
+    PyObject *found = PyTuple_New(num_isas);
+    for (int i = 0; found && i < num_isas; i++)
+        PyTuple_SET_ITEM(found, i, PyUnicode_FromString(names[isas[i]]));
+    if (!found || PyModule_AddObject(self, "KERNELS", found) < 0) {
+        Py_XDECREF(found);
+        goto failed;
+    }
+    if (pool_init() < 0) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    return self;
+failed:
+    Py_DECREF(self);
+    return NULL;
+}

@@ -1,0 +1,30 @@
+/* What the files of this extension share.
+ *
+ * A new file declares its table of methods here and has a line in `tables` of _kernels.c.
+ */
+#ifndef FOREDRAFT_CPU_KERNELS_H
+#define FOREDRAFT_CPU_KERNELS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stddef.h>
+#include <stdint.h>
+
+extern PyMethodDef pool_methods[];
+extern PyMethodDef product_methods[];
+
+/* Instruction sets with kernels of their own. */
+typedef enum { AVX512, AVX2, PORTABLE, NUM_ISAS } Isa;
+
+/* Those that this CPU can run, the fastest first: KERNELS in Python, and an index into them is the
+ * argument `kernel` of methods. */
+extern Isa isas[NUM_ISAS];
+extern int num_isas;
+
+/* Reads a method's arguments, `wanted` integers (addresses are integers, too). Returns whether all
+ * are there; else an exception is set. */
+int read_numbers(const char *method, PyObject *const *args, Py_ssize_t count, long long *numbers,
+                 Py_ssize_t wanted);
+
+#endif
