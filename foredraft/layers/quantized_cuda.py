@@ -22,6 +22,7 @@ MOST_ROWS = 64  # maximum rows of the kernels that read weights once for all row
 _UNITS = (64, 32, 16)  # words of a unit, see `multiply_words`
 _WIDE = 16384  # outputs from which on programs of 64 outputs fill an H200
 _BLOCK_N = 64  # outputs of a program of the kernel for 8-bit floats
+_COLUMNS = 2048  # columns of a program that rounds many rows to 8-bit floats
 # With scales by blocks the library takes multiples of so many rows of x, and of so many inputs:
 # with other inputs it takes scales from wrong places.
 _ROW_MULTIPLE, _INPUT_MULTIPLE = 16, 512
@@ -368,8 +369,10 @@ def quantize_rows(x: torch.Tensor, size: int = 0) -> tuple[torch.Tensor, torch.T
     scales = torch.empty((inputs // size, count), dtype=torch.float32, device=x.device)
     if count:
         block = power_of_two(size)
-        kernels.quantize_rows[(count, inputs // size)](
-            x, out, scales, size, inputs, count, BLOCK=block,
-            num_warps=min(16, max(1, block // 512)), **overlapped(x.device),
+        # Few rows are spread over more programs; many would be too many programs of 128 numbers.
+        parts = max(1, _COLUMNS // block) if count > MOST_ROWS else 1
+        kernels.quantize_rows[(count, -(-(inputs // size) // parts))](
+            x, out, scales, size, inputs, count, PARTS=parts, BLOCK=block,
+            num_warps=min(16, max(1, parts * block // 512)), **overlapped(x.device),
         )  # fmt: skip
     return out, scales

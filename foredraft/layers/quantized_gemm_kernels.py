@@ -311,18 +311,22 @@ def multiply_fp8(
 
 @triton.jit
 def quantize_rows(
-    x_ptr, out_ptr, scales_ptr, size, inputs, rows, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+    x_ptr, out_ptr, scales_ptr, size, inputs, rows,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x as 8-bit floats with a scale; program (i, j) has columns size * j on of row i, and
-    scale [j, i].
+    """Rows of x as 8-bit floats, a scale for `size` columns of a row; program (i, j) has PARTS
+    such parts of row i, from part PARTS * j on, and the scale of part p is at [p, i].
     """
-    row, part = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    parts = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
     k = tl.arange(0, BLOCK)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    first = row.to(tl.int64) * inputs + part * size
-    x = tl.load(x_ptr + first + k, mask=k < size, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1e-12)
-    tl.store(out_ptr + first + k, (x / scale).to(tl.float8e4nv), mask=k < size)
-    tl.store(scales_ptr + part * rows + row, scale)
+    is_part = parts < inputs // size
+    columns = row.to(tl.int64) * inputs + (parts * size)[:, None] + k[None, :]
+    mask = is_part[:, None] & (k < size)[None, :]
+    x = tl.load(x_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 1) / 448.0, 1e-12)
+    tl.store(out_ptr + columns, (x / scale[:, None]).to(tl.float8e4nv), mask=mask)
+    tl.store(scales_ptr + parts * rows + row, scale, mask=is_part)
