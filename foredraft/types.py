@@ -260,8 +260,6 @@ class SpeculationParams:
 
     None leaves the server's setting, which is also the maximum.
 
-    None leaves the server's setting, which is also the maximum.
-
     Attributes:
         enabled: Whether drafting is allowed for this request.
         num_steps: Depth of the draft tree.

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -128,6 +129,13 @@ def read_values(namespace: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in internal}
 
 
+class _OpenEnded(Console):
+    """A console whose reader may go: rich would end the thread that writes, and close stdout."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Terminal:
     """Writes to a terminal: services' lines with a coloured name, a progress line, the closing
     table of addresses.
@@ -138,7 +146,7 @@ class Terminal:
 
     def __init__(self, *, plain: bool = False) -> None:
         self._plain = plain
-        self._console = Console(stderr=True, highlight=False)
+        self._console = _OpenEnded(stderr=True, highlight=False)
         self._started = time.monotonic()
 
     def line(self, name: str, line: str) -> None:
@@ -164,18 +172,18 @@ class Terminal:
         return f"starting: {marks}  ({time.monotonic() - self._started:.0f} s)"
 
     def ready(self, urls: Mapping[str, str], config: stack.ServeConfig) -> None:
-        """Shows the addresses and a first request."""
+        """Shows the addresses and a first request. Never raises for who reads them, as `line`."""
         seconds = time.monotonic() - self._started
         model = config.served_model_name or Path(config.model_path).name
         if self._plain:
             logger.info("ready after %.1f s", seconds, extra=dict(urls))
             return
         if "http" not in urls:
-            print(f"\nThis host computes for host 0 at {urls['host 0']}. Ctrl-C stops it.\n")
+            _say(f"\nThis host computes for host 0 at {urls['host 0']}. Ctrl-C stops it.\n")
             return
         has_keys = config.api_key or config.api_key_file
         key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
-        print(
+        _say(
             f"\nForedraft serves {model} (ready after {seconds:.1f} s)\n"
             f"  HTTP     {urls['http']}\n"
             f"  try it   {urls['http']}/ (playground), {urls['http']}/dashboard\n"
@@ -185,8 +193,7 @@ class Terminal:
             f'    -d \'{{"model": "{model}", "prompt": {json.dumps(FIRST_PROMPT)},'
             ' "max_tokens": 64,'
             ' "temperature": 0}\'\n\n'
-            "Ctrl-C stops it.\n",
-            flush=True,
+            "Ctrl-C stops it.\n"
         )
 
     def error(self, message: str) -> None:
@@ -197,6 +204,16 @@ class Terminal:
             self._console.print(
                 Text(f"foredraft serve: {message}", style="bold red"), soft_wrap=True
             )
+
+
+def _say(text: str) -> None:
+    """Prints a text, with escapes for what the terminal cannot show."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # no stdout, no attribute
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except OSError:
+        with open(os.devnull, "w") as sink:  # for what is left of it at the end
+            os.dup2(sink.fileno(), sys.stdout.fileno())
 
 
 def _serve(values: Mapping[str, Any], terminal: Terminal) -> int:

@@ -1,5 +1,6 @@
 """`foredraft serve` with the real services, as a person runs it."""
 
+import io
 import json
 import os
 import re
@@ -16,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from foredraft.cli.serve import Terminal
+from foredraft.cli.stack import ServeConfig
 from testing.chaos.processes import is_alive
 from testing.checkpoints import make_checkpoint
-from testing.stack import eventually
+from testing.stack import eventually, free_port
 from testing.tiny_tokenizers import byte_level, save
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +148,51 @@ def test_serve_answers_recovers_and_leaves_nothing(
         assert list(runtime.iterdir()) == []
     finally:
         shutil.rmtree(runtime)
+
+
+def test_it_serves_on_when_nobody_reads_its_output(checkpoint: Path) -> None:
+    port = free_port()
+    with serving(checkpoint, f"--port={port}") as process:
+        assert process.stdout
+        process.stdout.close()
+        eventually(lambda: is_served(port))
+        draft = children_of(process.pid)["draft_service"]
+        os.kill(draft, signal.SIGKILL)
+        eventually(lambda: children_of(process.pid).get("draft_service") not in (None, draft))
+        assert complete(f"http://127.0.0.1:{port}")
+        process.terminate()
+        assert process.wait(120) == 0
+
+
+def is_served(port: int) -> bool:
+    try:
+        return bool(complete(f"http://127.0.0.1:{port}"))
+    except OSError:
+        return False
+
+
+def test_lines_for_nobody_end_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", closefd=False) as broken:
+        monkeypatch.setattr(sys, "stderr", broken)
+        terminal = Terminal()
+        for _ in range(2):
+            terminal.line("draft", "a line")
+        terminal.error("the last word")
+        monkeypatch.undo()
+        with open(os.devnull, "w") as sink:
+            os.dup2(sink.fileno(), writer)  # what is left can be written
+    os.close(writer)
+
+
+def test_a_name_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    config = ServeConfig(served_model_name="модель")
+    Terminal().ready({"http": "http://127.0.0.1:1", "grpc": "127.0.0.1:2"}, config)
+    shown.seek(0)
+    assert r"Foredraft serves \u043c\u043e\u0434\u0435\u043b\u044c" in shown.read()
 
 
 def test_nothing_survives_kill_9_of_serve(checkpoint: Path) -> None:
