@@ -1,7 +1,6 @@
 """Loads the target model as configured: whole, or the share of one of several ranks."""
 
 import logging
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from foredraft.attention.base import AttentionBackend
 from foredraft.attention.choice import attention_for, device_for, exact_attention_for
 from foredraft.config.services import VerifyConfig
-from foredraft.cpu.threads import use_threads
+from foredraft.cpu.threads import num_cores, use_threads
 from foredraft.layers.conversions import convert_linears
 from foredraft.layers.linear import Linear
 from foredraft.models.decoder import DecoderModel
@@ -69,7 +68,7 @@ def load_share(config: VerifyConfig, group: Group = SINGLE) -> Target:
     check_kv_flags(config, device)
     config.check_quantization(device.type == "cpu")
     if device.type == "cpu":
-        use_threads(config.num_threads or max(1, (os.cpu_count() or 1) // group.size))
+        use_threads(config.num_threads or max(1, num_cores() // group.size))
     path = resolve_model_path(config.model_path, config.revision)
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if dtype is None and device.type == "cpu":

@@ -4,7 +4,6 @@ They have the sizes and checks of an attach, and the order of work in a step.
 """
 
 import logging
-import os
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from draft_service.drafters.paged_sequences import Extension, PagedSequences
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.choice import attention_for, device_for
 from foredraft.config.services import DraftConfig
-from foredraft.cpu.threads import use_threads
+from foredraft.cpu.threads import num_cores, use_threads
 from foredraft.errors import AttachRefused, ConfigError, InvalidRequest
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
@@ -54,7 +53,7 @@ def device_of(config: DraftConfig) -> torch.device:
     device = device_for(config.device)
     if device.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
-    use_threads(config.num_threads or os.cpu_count() or 1)
+    use_threads(config.num_threads or num_cores())
     return device
 
 

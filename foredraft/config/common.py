@@ -96,7 +96,9 @@ class TargetConfig:
     )
     device: str = option("auto", "Where models run.", choices=("auto", "cpu", "cuda"))
     num_threads: int | None = option(
-        None, "CPU threads of a model's forward; all cores when absent.", least=1
+        None,
+        "CPU threads of a model's forward; when absent, all cores that the process may run on.",
+        least=1,
     )
     cuda_graph_max_bs: int | None = option(
         None,
