@@ -116,7 +116,7 @@ def _num_parameters(model: DecoderModel) -> int:
     """Returns the number of weights, however many bits each takes."""
     total = 0
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and not any(module.children()):
             total += module.num_outputs * module.num_inputs
             total += 0 if module.bias is None else module.bias.numel()
         else:

@@ -9,7 +9,7 @@ converts them otherwise.
 import json
 import os
 import pickle
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from draft_service.models.draft_head import SharedWeights
 from foredraft.errors import CheckpointError
 from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.layers.parameters import Target
-from foredraft.layers.quantized import dequantize
+from foredraft.layers.quantized_matrix import dequantize
 from foredraft.layers.stored_weights import StoredMatrix
 from foredraft.layers.weight_scheme import WeightScheme
 from foredraft.models import hub
@@ -62,10 +62,11 @@ def load_shared_weights(
         found = {name: torch.empty(shape, dtype=dtype, device=place) for name in names}
     else:
         place = torch.device("cpu") if on_host else device
-        read = _read
-        if config.quantization is not None and config.quantization.has_vocabulary:
-            read = partial(_read_quantized, config.quantization.scheme)
-        found = read(directory, names, shape, dtype, place)
+        schemes = {name: _scheme_of(config, name) for name in names}
+        packed = {name: scheme for name, scheme in schemes.items() if scheme is not None}
+        plain = [name for name in names if name not in packed]
+        found = _read(directory, plain, shape, dtype, place)
+        found |= _read_quantized(packed, directory, shape, dtype, place)
     embedding.weight = nn.Parameter(found[EMBEDDING], requires_grad=False)
     lm_head.weight = embedding.weight
     if not config.tie_word_embeddings:
@@ -155,6 +156,12 @@ def _load_ids(file: Path) -> torch.Tensor:
     return ids.to(torch.int64)
 
 
+def _scheme_of(config: ModelConfig, name: str) -> WeightScheme | None:
+    if config.quantization is None:
+        return None
+    return config.quantization.scheme_of(name.removesuffix(".weight"))
+
+
 def _read(
     directory: Path,
     names: list[str],
@@ -188,15 +195,16 @@ def _read(
 
 
 def _read_quantized(
-    scheme: WeightScheme,
+    schemes: Mapping[str, WeightScheme],
     directory: Path,
-    names: list[str],
     shape: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Reads as `_read`, from matrices that are quantised; expanded."""
-    stored = {name: StoredMatrix(scheme, shape, "none", 0, 0, device) for name in names}
+    """Reads as `_read`, from matrices that are quantised, whose forms are given; expanded."""
+    stored = {
+        name: StoredMatrix(scheme, shape, "none", 0, 0, device) for name, scheme in schemes.items()
+    }
     targets = {
         f"{name.removesuffix('weight')}{suffix}": target
         for name, matrix in stored.items()
@@ -214,6 +222,6 @@ def _read_quantized(
     if missing:
         raise CheckpointError(f"{directory}: missing tensor {', '.join(sorted(missing))}")
     return {
-        name: dequantize(matrix.decode(), scheme.group_size, dtype)
+        name: dequantize(matrix.decode(), schemes[name].group_size, dtype)
         for name, matrix in stored.items()
     }

@@ -22,14 +22,21 @@
 #define MAGIC 8388608 /* 2^23 */
 #define MAGIC_BITS 0x4b000000
 
-enum { FLOAT32, FLOAT16, BFLOAT16 };
+enum { FLOAT32, FLOAT16, BFLOAT16, INT8 };
+
+/* A float for each group of inputs of an output. */
+typedef struct {
+    const void *values;    /* [tiles, groups, 32] of the type */
+    const uint16_t *units; /* float16 [tiles, unit groups, 32] that INT8 is multiplied by */
+    int type;
+} Factors;
 
 typedef struct {
     const uint8_t *numbers; /* [tiles, inputs, 32 * bits / 8] */
-    const void *scales;     /* [tiles, groups, 32] of scale_type */
-    const uint8_t *zeros;   /* [tiles, groups, 32]; NULL where all are the middle of the range */
-    size_t num_outputs, num_inputs, num_groups, group_size;
-    int bits, scale_type;
+    const uint8_t *zeros;   /* [tiles, groups, 32]; NULL where all are `zero` */
+    Factors scales, offsets; /* offsets.values is NULL where all are zero */
+    size_t num_outputs, num_inputs, num_groups, group_size, groups_of_unit, num_units;
+    int bits, zero;
 } Matrix;
 
 typedef struct Job Job;
@@ -39,12 +46,14 @@ struct Job {
     const float *bias;
     float *out; /* [num_rows, num_outputs] */
     size_t num_rows, num_blocks, num_tiles, tiles_at_once;
-    void (*tile)(const Job *, size_t, float *);
+    void (*tiles)(const Job *, size_t, size_t, float *);
     int dequantises;
     atomic_size_t next;
 };
 
 typedef void (*Block)(const Job *, size_t tile, const float *plain, const float *x, size_t row);
+
+static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 /* Blocks share the rows as equally as they can. */
 static inline size_t rows_of_block(const Job *job, size_t number) {
@@ -60,6 +69,7 @@ static inline size_t rows_of_block(const Job *job, size_t number) {
 #define WIDE_BYTES(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define WIDE_HALVES(p) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
 #define ROWS 12
+#define PAIRED_ROWS 2
 #include "_tiles_kernel.h"
 
 #define NAME(x) x##_avx2
@@ -70,6 +80,7 @@ static inline size_t rows_of_block(const Job *job, size_t number) {
 #define WIDE_BYTES(p) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
 #define WIDE_HALVES(p) _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define ROWS 3
+#define PAIRED_ROWS 0
 #include "_tiles_kernel.h"
 #endif
 
@@ -90,12 +101,13 @@ typedef int32_t Words __attribute__((vector_size(16)));
 #define FMA(a, b, c) ((c) + (a) * (b))
 #define ROWS 1
 #endif
+#define PAIRED_ROWS 0
 enum { PORTABLE_ROWS = ROWS };
 #include "_tiles_kernel.h"
 
 typedef struct {
     const char *name;
-    void (*tile)(const Job *, size_t, float *);
+    void (*tiles)(const Job *, size_t, size_t, float *);
     size_t most_rows;
 } Kernel;
 
@@ -122,8 +134,7 @@ static void work(void *argument) {
         size_t first = atomic_fetch_add(&job->next, job->tiles_at_once);
         if (first >= job->num_tiles)
             break;
-        for (size_t tile = first; tile < job->num_tiles && tile < first + job->tiles_at_once; tile++)
-            job->tile(job, tile, plain);
+        job->tiles(job, first, least(first + job->tiles_at_once, job->num_tiles), plain);
     }
     free(plain);
 }
@@ -153,27 +164,39 @@ static void pack_rows(const Job *job, const float *x, float *packed) {
 }
 
 static PyObject *multiply(PyObject *self, PyObject *args) {
-    unsigned long long x, out, bias, numbers, scales, zeros;
-    Py_ssize_t num_rows, num_inputs, num_outputs, group_size;
-    int bits, scale_type, kernel;
+    unsigned long long x, out, bias, numbers, zeros, scales, scale_units, offsets, offset_units;
+    Py_ssize_t num_rows, num_inputs, num_outputs, group_size, unit_size;
+    int bits, zero, scale_type, offset_type, kernel;
     unsigned num_threads;
-    if (!PyArg_ParseTuple(args, "KKKKKKnnnniiIi:multiply", &x, &out, &bias, &numbers, &scales,
-                          &zeros, &num_rows, &num_inputs, &num_outputs, &group_size, &bits,
-                          &scale_type, &num_threads, &kernel))
+    if (!PyArg_ParseTuple(args, "KKKKK(KKi)(KKi)nnnnniiIi:multiply", &x, &out, &bias, &numbers,
+                          &zeros, &scales, &scale_units, &scale_type, &offsets, &offset_units,
+                          &offset_type, &num_rows, &num_inputs, &num_outputs, &group_size,
+                          &unit_size, &bits, &zero, &num_threads, &kernel))
         return NULL;
     if (kernel < 0 || kernel >= num_kernels || (bits != 4 && bits != 8) || group_size < 1
-        || num_rows < 1 || num_inputs < 1 || num_outputs < 1)
+        || unit_size % group_size || num_rows < 1 || num_inputs < 1 || num_outputs < 1)
         return PyErr_Format(PyExc_ValueError, "multiply: a number is out of its range");
     Job job = {
-        .matrix = {(const uint8_t *)numbers, (const void *)scales, (const uint8_t *)zeros,
-                   num_outputs, num_inputs, (num_inputs + group_size - 1) / group_size, group_size,
-                   bits, scale_type},
+        .matrix = {
+            .numbers = (const uint8_t *)numbers,
+            .zeros = (const uint8_t *)zeros,
+            .scales = {(const void *)scales, (const uint16_t *)scale_units, scale_type},
+            .offsets = {(const void *)offsets, (const uint16_t *)offset_units, offset_type},
+            .num_outputs = num_outputs,
+            .num_inputs = num_inputs,
+            .num_groups = (num_inputs + group_size - 1) / group_size,
+            .group_size = group_size,
+            .groups_of_unit = unit_size / group_size,
+            .num_units = unit_size ? (num_inputs + unit_size - 1) / unit_size : 0,
+            .bits = bits,
+            .zero = zero,
+        },
         .x = (const float *)x,
         .bias = (const float *)bias,
         .out = (float *)out,
         .num_rows = num_rows,
         .num_tiles = (num_outputs + TILE - 1) / TILE,
-        .tile = kernels[kernel].tile,
+        .tiles = kernels[kernel].tiles,
     };
     size_t most_rows = kernels[kernel].most_rows;
     job.num_blocks = (job.num_rows + most_rows - 1) / most_rows;

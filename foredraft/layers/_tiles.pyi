@@ -1,19 +1,23 @@
 KERNELS: tuple[str, ...]
 TILE: int
 
+Factors = tuple[int, int, int]  # values, units, type
+
 def multiply(
     x: int,
     out: int,
     bias: int,
     numbers: int,
-    scales: int,
     zeros: int,
+    scales: Factors,
+    offsets: Factors,
     num_rows: int,
     num_inputs: int,
     num_outputs: int,
     group_size: int,
+    unit_size: int,
     bits: int,
-    scale_type: int,
+    zero: int,
     num_threads: int,
     kernel: int,
     /,

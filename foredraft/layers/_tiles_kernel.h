@@ -8,10 +8,12 @@
  * SPLAT(a)    a in each lane
  * WIDE_BYTES(p), WIDE_HALVES(p)  LANES integers of 8 or 16 bits from p on, without a sign, as int32
  * ROWS        most rows of x whose sums stay in registers beside a tile's vectors
+ * PAIRED_ROWS most rows that are multiplied with two tiles at once, so that enough sums wait for
+ *             their next product
  *
  * Every output is one chain: sum = fma(x[k], weight[k], sum) for k from 0 on, a weight being
- * (number - zero) * scale in float32. So its bits depend neither on the rows beside it nor on
- * LANES nor on threads.
+ * fma(number - zero, scale, offset) in float32. So its bits depend neither on the rows beside it
+ * nor on LANES nor on threads.
  */
 typedef float NAME(floats) __attribute__((vector_size(4 * LANES)));
 typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
@@ -22,6 +24,7 @@ typedef float NAME(stored) __attribute__((vector_size(4 * LANES), aligned(4), ma
 #define I NAME(ints)
 #define AT(p) (*(NAME(stored) *)(p))
 #define VECTORS (TILE / LANES)
+#define MOST_VECTORS (VECTORS * (PAIRED_ROWS ? 2 : 1))
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
 INLINE V NAME(from_float16)(I half) {
@@ -31,22 +34,46 @@ INLINE V NAME(from_float16)(I half) {
     return (V)((I)value | sign);
 }
 
-INLINE V NAME(load_scales)(const Matrix *m, size_t at) {
-    if (m->scale_type == FLOAT32)
-        return AT((const float *)m->scales + at);
-    I bits = (I)WIDE_HALVES((const uint16_t *)m->scales + at);
-    return m->scale_type == BFLOAT16 ? (V)(bits << 16) : NAME(from_float16)(bits);
+/* Factors of the vector `lane` of a tile's outputs. */
+INLINE V NAME(load_factors)(const Matrix *m, const Factors *factors, size_t tile, size_t group,
+                            size_t lane) {
+    size_t at = (tile * m->num_groups + group) * TILE + lane;
+    if (factors->type == FLOAT32)
+        return AT((const float *)factors->values + at);
+    if (factors->type == INT8) {
+        I bytes = (I)WIDE_BYTES((const uint8_t *)factors->values + at);
+        size_t unit = (tile * m->num_units + group / m->groups_of_unit) * TILE + lane;
+        V units = NAME(from_float16)((I)WIDE_HALVES(factors->units + unit));
+        return __builtin_convertvector((bytes ^ 128) - 128, V) * units;
+    }
+    I bits = (I)WIDE_HALVES((const uint16_t *)factors->values + at);
+    return factors->type == BFLOAT16 ? (V)(bits << 16) : NAME(from_float16)(bits);
 }
 
-/* Zero points plus 2^23, whose float's lowest bits are an integer's. */
-INLINE V NAME(load_zeros)(const Matrix *m, size_t at) {
-    if (!m->zeros)
-        return (V)SPLAT(MAGIC + (1 << (m->bits - 1)));
-    I zeros = (I)WIDE_BYTES(m->zeros + at);
-    return (V)(zeros | MAGIC_BITS);
+/* What turns a group's numbers of one vector into weights. */
+typedef struct {
+    V zero, scale, offset;
+} NAME(group);
+
+INLINE NAME(group) NAME(load_group)(const Matrix *m, size_t tile, size_t group, size_t lane) {
+    NAME(group) found;
+    /* Plus 2^23, as the numbers have it. */
+    if (m->zeros) {
+        size_t at = (tile * m->num_groups + group) * TILE + lane;
+        I zeros = (I)WIDE_BYTES(m->zeros + at);
+        found.zero = (V)(zeros | MAGIC_BITS);
+    } else {
+        found.zero = (V)SPLAT((float)(MAGIC + m->zero));
+    }
+    found.scale = NAME(load_factors)(m, &m->scales, tile, group, lane);
+    /* A sum with -0 changes nothing. */
+    found.offset = m->offsets.values ? NAME(load_factors)(m, &m->offsets, tile, group, lane)
+                                     : (V)SPLAT(-0.0f);
+    return found;
 }
 
-/* The tile's vector `c` of numbers of one input, as floats plus 2^23. */
+/* The tile's vector `c` of numbers of one input, as floats plus 2^23: the float's lowest bits are
+ * the number's. */
 INLINE V NAME(load_numbers)(const uint8_t *numbers, int c, const int bits) {
     if (bits == 8) {
         I wide = (I)WIDE_BYTES(numbers + c * LANES);
@@ -71,47 +98,48 @@ INLINE void NAME(store)(const Job *job, size_t row, size_t output, V sum) {
         out[lane] = job->bias ? lanes[lane] + job->bias[output + lane] : lanes[lane];
 }
 
-/* `rows` rows of x, packed [inputs, rows], times one tile; `bits` is 32 where `plain` has the tile
- * dequantised. Both numbers are constants wherever this is called. */
+INLINE V NAME(load_weights)(const uint8_t *numbers, int c, const int bits, NAME(group) group) {
+    return FMA(NAME(load_numbers)(numbers, c, bits) - group.zero, group.scale, group.offset);
+}
+
+/* `rows` rows of x, packed [inputs, rows], times `tiles` tiles from `tile` on; `bits` is 32 where
+ * `plain` has the tile dequantised. All three numbers are constants wherever this is called. */
 INLINE void NAME(block)(const Job *job, size_t tile, const float *plain, const float *x, size_t row,
-                        const int rows, const int bits) {
+                        const int rows, const int bits, const int tiles) {
     const Matrix *m = &job->matrix;
     const size_t num_inputs = m->num_inputs, stride = TILE * bits / 8;
-    V sums[ROWS][VECTORS], scales[VECTORS], zeros[VECTORS];
+    const int vectors = tiles * VECTORS;
+    V sums[ROWS][MOST_VECTORS];
+    NAME(group) groups[MOST_VECTORS];
     const uint8_t *numbers = bits == 32 ? (const uint8_t *)plain
                                         : m->numbers + tile * num_inputs * stride;
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 16
-        for (int c = 0; c < VECTORS; c++)
+        for (int c = 0; c < vectors; c++)
             sums[r][c] = (V){};
     size_t k = 0;
     for (size_t group = 0; k < num_inputs; group++) {
-        size_t end = bits == 32 ? num_inputs : k + m->group_size;
-        if (end > num_inputs)
-            end = num_inputs;
+        size_t end = bits == 32 ? num_inputs : least(k + m->group_size, num_inputs);
         if (bits != 32)
 #pragma GCC unroll 16
-            for (int c = 0; c < VECTORS; c++) {
-                size_t at = (tile * m->num_groups + group) * TILE + c * LANES;
-                scales[c] = NAME(load_scales)(m, at);
-                zeros[c] = NAME(load_zeros)(m, at);
-            }
+            for (int c = 0; c < vectors; c++)
+                groups[c] = NAME(load_group)(m, tile + c / VECTORS, group, c % VECTORS * LANES);
         for (; k < end; k++) {
-            V weights[VECTORS];
+            V weights[MOST_VECTORS];
 #pragma GCC unroll 16
-            for (int c = 0; c < VECTORS; c++) {
-                const uint8_t *from = numbers + k * stride;
+            for (int c = 0; c < vectors; c++) {
+                const uint8_t *from = numbers + (c / VECTORS * num_inputs + k) * stride;
                 if (bits == 32)
                     weights[c] = AT(from + c * LANES * 4);
                 else
-                    weights[c] = (NAME(load_numbers)(from, c, bits) - zeros[c]) * scales[c];
+                    weights[c] = NAME(load_weights)(from, c % VECTORS, bits, groups[c]);
             }
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r++) {
                 V own = SPLAT(x[k * rows + r]);
 #pragma GCC unroll 16
-                for (int c = 0; c < VECTORS; c++)
+                for (int c = 0; c < vectors; c++)
                     sums[r][c] = FMA(own, weights[c], sums[r][c]);
             }
         }
@@ -119,7 +147,7 @@ INLINE void NAME(block)(const Job *job, size_t tile, const float *plain, const f
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 16
-        for (int c = 0; c < VECTORS; c++)
+        for (int c = 0; c < vectors; c++)
             NAME(store)(job, row + r, tile * TILE + c * LANES, sums[r][c]);
 }
 
@@ -127,30 +155,26 @@ INLINE void NAME(block)(const Job *job, size_t tile, const float *plain, const f
 INLINE void NAME(dequantise)(const Matrix *m, size_t tile, float *plain, const int bits) {
     const uint8_t *numbers = m->numbers + tile * m->num_inputs * TILE * bits / 8;
     for (size_t k = 0, group = 0; k < m->num_inputs; group++) {
-        size_t end = k + m->group_size < m->num_inputs ? k + m->group_size : m->num_inputs;
-        V scales[VECTORS], zeros[VECTORS];
-        for (int c = 0; c < VECTORS; c++) {
-            size_t at = (tile * m->num_groups + group) * TILE + c * LANES;
-            scales[c] = NAME(load_scales)(m, at);
-            zeros[c] = NAME(load_zeros)(m, at);
-        }
+        size_t end = least(k + m->group_size, m->num_inputs);
+        NAME(group) groups[VECTORS];
+        for (int c = 0; c < VECTORS; c++)
+            groups[c] = NAME(load_group)(m, tile, group, c * LANES);
         for (; k < end; k++)
 #pragma GCC unroll 16
             for (int c = 0; c < VECTORS; c++)
                 AT(plain + k * TILE + c * LANES) =
-                    (NAME(load_numbers)(numbers + k * TILE * bits / 8, c, bits) - zeros[c])
-                    * scales[c];
+                    NAME(load_weights)(numbers + k * TILE * bits / 8, c, bits, groups[c]);
     }
 }
 
 /* A function for each number of rows: registers are allocated best so. */
-#define BLOCK(rows, bits)                                                                          \
-    TARGET static __attribute__((noinline)) void NAME(block_##bits##_##rows)(                      \
+#define BLOCK(rows, bits, tiles)                                                                   \
+    TARGET static __attribute__((noinline)) void NAME(block_##bits##_##rows##_##tiles)(            \
         const Job *job, size_t tile, const float *plain, const float *x, size_t row) {             \
-        NAME(block)(job, tile, plain, x, row, rows, bits);                                      \
+        NAME(block)(job, tile, plain, x, row, rows, bits, tiles);                                  \
     }
-#define BLOCKS(rows) BLOCK(rows, 4) BLOCK(rows, 8) BLOCK(rows, 32)
-#define ENTRY(rows) {NAME(block_4_##rows), NAME(block_8_##rows), NAME(block_32_##rows)}
+#define BLOCKS(rows) BLOCK(rows, 4, 1) BLOCK(rows, 8, 1) BLOCK(rows, 32, 1)
+#define ENTRY(rows) {NAME(block_4_##rows##_1), NAME(block_8_##rows##_1), NAME(block_32_##rows##_1)}
 BLOCKS(1)
 #if ROWS > 1
 BLOCKS(2) BLOCKS(3)
@@ -167,21 +191,33 @@ static const Block NAME(blocks)[ROWS][3] = {
     ENTRY(4), ENTRY(5), ENTRY(6), ENTRY(7), ENTRY(8), ENTRY(9), ENTRY(10), ENTRY(11), ENTRY(12),
 #endif
 };
+#if PAIRED_ROWS
+BLOCK(1, 4, 2) BLOCK(1, 8, 2) BLOCK(2, 4, 2) BLOCK(2, 8, 2)
+static const Block NAME(pairs)[PAIRED_ROWS][2] = {
+    {NAME(block_4_1_2), NAME(block_8_1_2)}, {NAME(block_4_2_2), NAME(block_8_2_2)}};
+#endif
 
-/* All rows times one tile. */
-TARGET static void NAME(multiply)(const Job *job, size_t tile, float *plain) {
+/* All rows times the tiles from `tile` to `end`. */
+TARGET static void NAME(multiply)(const Job *job, size_t tile, size_t end, float *plain) {
     const Matrix *m = &job->matrix;
-    if (plain && m->bits == 8)
-        NAME(dequantise)(m, tile, plain, 8);
-    else if (plain)
-        NAME(dequantise)(m, tile, plain, 4);
-    int kind = plain ? 2 : m->bits == 8;
-    const float *x = job->x;
-    for (size_t row = 0, number = 0; row < job->num_rows; number++) {
-        size_t rows = rows_of_block(job, number);
-        NAME(blocks)[rows - 1][kind](job, tile, plain, x, row);
-        x += rows * m->num_inputs;
-        row += rows;
+#if PAIRED_ROWS
+    if (job->num_rows <= PAIRED_ROWS && job->num_blocks == 1)
+        for (; tile + 1 < end; tile += 2)
+            NAME(pairs)[job->num_rows - 1][m->bits == 8](job, tile, NULL, job->x, 0);
+#endif
+    for (; tile < end; tile++) {
+        if (plain && m->bits == 8)
+            NAME(dequantise)(m, tile, plain, 8);
+        else if (plain)
+            NAME(dequantise)(m, tile, plain, 4);
+        int kind = plain ? 2 : m->bits == 8;
+        const float *x = job->x;
+        for (size_t row = 0, number = 0; row < job->num_rows; number++) {
+            size_t rows = rows_of_block(job, number);
+            NAME(blocks)[rows - 1][kind](job, tile, plain, x, row);
+            x += rows * m->num_inputs;
+            row += rows;
+        }
     }
 }
 
@@ -189,6 +225,7 @@ TARGET static void NAME(multiply)(const Job *job, size_t tile, float *plain) {
 #undef AT
 #undef I
 #undef VECTORS
+#undef MOST_VECTORS
 #undef INLINE
 #undef BLOCK
 #undef BLOCKS
@@ -201,3 +238,4 @@ TARGET static void NAME(multiply)(const Job *job, size_t tile, float *plain) {
 #undef WIDE_BYTES
 #undef WIDE_HALVES
 #undef ROWS
+#undef PAIRED_ROWS

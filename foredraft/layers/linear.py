@@ -141,12 +141,14 @@ class Linear(nn.Module):
         weight: [num_outputs, num_inputs], plain weights of this rank; a quantised method keeps its
             own form.
         scales, zeros: Scales and zero points of a quantised method, in its own form.
+        pieces: Layers of some outputs each, where a method multiplies with these instead.
         num_inputs, num_outputs: Widths of this rank's share.
     """
 
     weight: nn.Parameter
     scales: torch.Tensor
     zeros: torch.Tensor
+    pieces: nn.ModuleList
 
     def __init__(
         self,
@@ -182,6 +184,11 @@ class Linear(nn.Module):
         self._adds_up = split == "inputs" and group.size > 1
         self.method = method or plain_method(dtype, device)
         self.method.create(self, dtype, device)
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """Number of this rank's outputs of each part."""
+        return list(self._shares.values())
 
     def targets(self, prefix: str) -> dict[str, Target]:
         """Returns the memory that each of the layer's tensors in a checkpoint fills, by name.

@@ -10,13 +10,12 @@ from foredraft.layers import exact_gemm
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes, plain_method
 from foredraft.layers.parameters import Target
 from foredraft.layers.quantized_cuda import Fp8Method, WordsMethod
-from foredraft.layers.stored_weights import Matrix, StoredMatrix
+from foredraft.layers.quantized_matrix import ROWS_AT_ONCE, Matrix, dequantize
+from foredraft.layers.stored_weights import StoredMatrix
 from foredraft.layers.weight_scheme import BLOCK, WeightScheme
 
 if TYPE_CHECKING:
     from foredraft.layers.quantized_cpu import TiledMethod
-
-_ROWS_AT_ONCE = 4096  # outputs that are dequantised together
 
 
 class StoredMethod(LinearMethod):
@@ -43,15 +42,7 @@ class StoredMethod(LinearMethod):
         Raises:
             ValueError: The ranks cannot share the matrix.
         """
-        num_inputs = linear.num_inputs
-        if linear.split == "inputs":
-            num_inputs *= linear.group.size
-            first, count = linear.num_inputs * linear.group.rank, linear.num_inputs
-        else:
-            count = rows.stop - rows.start
-        stored = StoredMatrix(
-            self._scheme, (total, num_inputs), linear.split, first, count, self._device
-        )
+        stored = self._new_matrix(self._scheme, linear, rows, total, first)
         self._stored.append(stored)
         found = stored.targets
         if self._scheme.layout == "gptq" and linear.bias is None:
@@ -61,11 +52,23 @@ class StoredMethod(LinearMethod):
             found = found | {"bias": Target(bias, (total,), is_optional=True)}
         return found
 
+    def _new_matrix(
+        self, scheme: WeightScheme, linear: Linear, rows: slice, total: int, first: int
+    ) -> StoredMatrix:
+        num_inputs = linear.num_inputs
+        if linear.split == "inputs":
+            num_inputs *= linear.group.size
+            first, count = linear.num_inputs * linear.group.rank, linear.num_inputs
+        else:
+            count = rows.stop - rows.start
+        shape = (total, num_inputs)
+        return StoredMatrix(scheme, shape, linear.split, first, count, self._device)
+
     def finish(self, linear: Linear) -> None:
         """See LinearMethod."""
         if any(bool(bias.any()) for bias in self._surplus):
             raise ValueError("there is a bias, and config.json says that there is none")
-        matrix = _merge([stored.decode() for stored in self._stored])
+        matrix = merge([stored.decode() for stored in self._stored])
         self._stored.clear()
         self._keep(linear, matrix)
 
@@ -111,20 +114,27 @@ def _sort_inputs(matrix: Matrix) -> torch.Tensor | None:
     return order
 
 
-def _merge(parts: list[Matrix]) -> Matrix:
+def merge(parts: list[Matrix]) -> Matrix:
     """Stacks matrices by rows."""
     if not all(_same(part.groups, parts[0].groups) for part in parts):
         raise ValueError(
             "matrices that are computed together have different act-orders (g_idx); "
             "quantize the model again with desc_act false"
         )
-    zeros = [part.zeros for part in parts if part.zeros is not None]
     return Matrix(
         torch.cat([part.numbers for part in parts]),
         torch.cat([part.scales for part in parts]),
-        torch.cat(zeros) if zeros else None,
+        _stacked([part.zeros for part in parts]),
         parts[0].groups,
+        _stacked([part.offsets for part in parts]),
+        _stacked([part.scale_units for part in parts]),
+        _stacked([part.offset_units for part in parts]),
     )
+
+
+def _stacked(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -189,28 +199,6 @@ def set_random_matrix(
     set_matrix(linear, Matrix(numbers, scales, zeros), scheme, dtype, device)
 
 
-def dequantize(matrix: Matrix, group_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Computes (number - zero) * scale in float32, rounded once to `dtype`; [outputs, inputs].
-
-    Args:
-        matrix: The quantised weights.
-        group_size: Number of inputs that share a scale, where an output has several scales.
-        dtype: Data type of the result.
-    """
-    num_outputs, num_inputs = matrix.numbers.shape
-    out = torch.empty((num_outputs, num_inputs), dtype=dtype, device=matrix.numbers.device)
-    each = group_size if matrix.scales.shape[1] > 1 else num_inputs
-    for begin in range(0, num_outputs, _ROWS_AT_ONCE):
-        rows = slice(begin, begin + _ROWS_AT_ONCE)
-        values = matrix.numbers[rows].float()
-        if matrix.zeros is not None:
-            zeros = matrix.zeros[rows].float().repeat_interleave(each, 1)
-            values -= zeros[:, :num_inputs]
-        scales = matrix.scales[rows].float().repeat_interleave(each, 1)
-        out[rows] = values.mul_(scales[:, :num_inputs])
-    return out
-
-
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.contiguous(), requires_grad=False)
 
@@ -254,7 +242,7 @@ class UnpackedMethod(LinearMethod):
         # Numbers of 4 bits are taken apart first. Then some rows at a time become float32, beside
         # a float32 scale and zero point for each.
         unpacked = 2 * numbers if self._is_packed else 0
-        some = min(_ROWS_AT_ONCE, linear.num_outputs) * linear.num_inputs * 4 * 3
+        some = min(ROWS_AT_ONCE, linear.num_outputs) * linear.num_inputs * 4 * 3
         return ProductBytes(
             num_rows * linear.num_outputs * itemsize, numbers * itemsize + unpacked + some
         )

@@ -1,9 +1,10 @@
 """Multiplies weights of 4 and 8 bits on a CPU, in C (`_tiles.c`), with the same arithmetic for any
 number of rows.
 
-A weight is (number - zero) * scale in float32, and an output adds x[k] * weight[k] up from the
-first input to the last, each product and sum rounded once. Few rows read the packed numbers, so
-they cost the time to read these bytes; many rows share a tile's weights in float32.
+A weight is (number - zero) * scale + offset in float32, rounded once, and an output adds x[k] *
+weight[k] up from the first input to the last, each product and sum rounded once. Few rows read the
+packed numbers, so they cost the time to read these bytes; many rows share a tile's weights in
+float32.
 """
 
 import torch
@@ -12,12 +13,12 @@ from torch import nn
 
 from foredraft.layers import _tiles
 from foredraft.layers.linear import Linear, LinearMethod
-from foredraft.layers.stored_weights import Matrix
-from foredraft.layers.weight_scheme import WeightScheme
+from foredraft.layers.quantized_matrix import Matrix, dequantize
+from foredraft.layers.weight_scheme import UNIT, WeightScheme
 
 KERNELS = _tiles.KERNELS  # instruction sets of this CPU with a kernel, fastest first
 TILE = _tiles.TILE  # outputs in a tile
-_SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
 
 class TiledMethod(LinearMethod):
@@ -26,7 +27,8 @@ class TiledMethod(LinearMethod):
     Parameters of the layer: `weight` uint8 [tiles, inputs, 32], with 4 bits [tiles, inputs, 16],
     where outputs 0 to 15 are in the lower halves of the bytes and 16 to 31 in the upper ones;
     `scales` [tiles, groups, 32] in the smallest type that holds them; `zeros` uint8 [tiles, groups,
-    32], or none where all are in the middle of the range.
+    32], or none where all are the same; `offsets` as scales, or none. Scales and offsets of int8
+    have float16 factors for 256 inputs, `scale_units` and `offset_units` [tiles, units, 32].
 
     Args:
         scheme: Format in which the checkpoint stores the numbers.
@@ -36,21 +38,32 @@ class TiledMethod(LinearMethod):
 
     def __init__(self, scheme: WeightScheme) -> None:
         self._bits, self._group_size = scheme.bits, scheme.group_size
+        self._zero = 1 << (scheme.bits - 1)
+        self._unit_size = 0
 
     def set_matrix(self, linear: Linear, matrix: Matrix) -> None:
         """Stores the weights in the layer."""
-        numbers, middle = matrix.numbers, 1 << (self._bits - 1)
+        numbers, middle, zeros = matrix.numbers, self._zero, matrix.zeros
         # A tied LM head has no widths of its own until it has weights of its own.
         linear.num_outputs, linear.num_inputs = numbers.shape
         if numbers.dtype == torch.int8:
             numbers = (numbers.short() + middle).to(torch.uint8)
+        elif zeros is None:
+            self._zero = 0
         tiles = _tiled(numbers)
         if self._bits == 4:
             tiles = tiles[..., : TILE // 2] | tiles[..., TILE // 2 :] << 4
         linear.weight = _parameter(tiles)
         linear.scales = _parameter(_tiled(_smallest(matrix.scales)))
-        if matrix.zeros is not None and bool((matrix.zeros != middle).any()):
-            linear.zeros = _parameter(_tiled(matrix.zeros))
+        if zeros is not None and bool((zeros != middle).any()):
+            linear.zeros = _parameter(_tiled(zeros))
+        if matrix.offsets is not None:
+            linear.offsets = _parameter(_tiled(_smallest(matrix.offsets)))
+        if matrix.scale_units is not None:
+            self._unit_size = UNIT
+            linear.scale_units = _parameter(_tiled(matrix.scale_units))
+        if matrix.offset_units is not None:
+            linear.offset_units = _parameter(_tiled(matrix.offset_units))
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
@@ -66,22 +79,23 @@ class TiledMethod(LinearMethod):
         """
         rows = x.float().contiguous()
         bias = None if linear.bias is None else linear.bias.float()
-        zeros = getattr(linear, "zeros", None)
         out = torch.empty((len(rows), linear.num_outputs))
         if len(rows):
             _tiles.multiply(
                 rows.data_ptr(),
                 out.data_ptr(),
-                0 if bias is None else bias.data_ptr(),
+                _address(bias),
                 linear.weight.data_ptr(),
-                linear.scales.data_ptr(),
-                0 if zeros is None else zeros.data_ptr(),
+                _address(_optional(linear, "zeros")),
+                _factors(linear, "scales", "scale_units"),
+                _factors(linear, "offsets", "offset_units"),
                 len(rows),
                 linear.num_inputs,
                 linear.num_outputs,
                 self._group_size or linear.num_inputs,
+                self._unit_size,
                 self._bits,
-                _SCALE_TYPES[linear.scales.dtype],
+                self._zero,
                 torch.get_num_threads(),
                 kernel,
             )
@@ -94,19 +108,31 @@ class TiledMethod(LinearMethod):
         if self._bits == 4:
             is_upper = (places >= TILE // 2)[:, None]
             numbers = torch.where(is_upper, numbers >> 4, numbers & 15)
-        zeros = getattr(linear, "zeros", None)
-        if zeros is None:
-            points = torch.full_like(numbers[:, :1], 1 << (self._bits - 1))
-        else:
-            points = zeros[tiles, :, places]
-        each = self._group_size or linear.num_inputs
-        scales = linear.scales[tiles, :, places].float()
-        points, scales = (
-            one.float().repeat_interleave(linear.num_inputs if one.shape[1] == 1 else each, 1)
-            for one in (points, scales)
-        )
-        width = linear.num_inputs
-        return numbers.float().sub_(points[:, :width]).mul_(scales[:, :width])
+        found = {
+            name: values[tiles, :, places]
+            for name in ("scales", "zeros", "offsets", "scale_units", "offset_units")
+            if (values := _optional(linear, name)) is not None
+        }
+        if "zeros" not in found:
+            found["zeros"] = torch.full_like(found["scales"], self._zero, dtype=torch.uint8)
+        size = self._group_size or linear.num_inputs
+        return dequantize(Matrix(numbers, **found), size, torch.float32)
+
+
+def _optional(linear: Linear, name: str) -> torch.Tensor | None:
+    return linear._parameters.get(name)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _factors(linear: Linear, values: str, units: str) -> tuple[int, int, int]:
+    """Returns the addresses of factors of groups, or zeros, and their type."""
+    own = _optional(linear, values)
+    if own is None:
+        return 0, 0, 0
+    return own.data_ptr(), _address(_optional(linear, units)), _TYPES[own.dtype]
 
 
 def _tiled(rows: torch.Tensor) -> torch.Tensor:
@@ -116,7 +142,10 @@ def _tiled(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _smallest(scales: torch.Tensor) -> torch.Tensor:
-    """Returns the scales in 16 bits where that loses nothing."""
+    """Returns the scales in 16 bits where that loses nothing; int8 as they are."""
+    if not scales.is_floating_point():
+        return scales
+    scales = scales.float()
     for dtype in (torch.bfloat16, torch.float16):
         small = scales.to(dtype)
         if torch.equal(small.float(), scales):

@@ -15,7 +15,7 @@ from torch import nn
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.layers import exact_gemm
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
-from foredraft.layers.stored_weights import Matrix
+from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import BLOCK, WeightScheme
 
 MOST_ROWS = 64  # maximum rows of the kernels that read weights once for all rows

@@ -7,7 +7,7 @@ import torch
 from foredraft.layers.linear import Linear, LinearMethod
 from foredraft.layers.parameters import Target
 from foredraft.layers.quantized import set_matrix, set_random_matrix
-from foredraft.layers.stored_weights import Matrix
+from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import WeightScheme
 
 _FLOAT8 = torch.float8_e4m3fn

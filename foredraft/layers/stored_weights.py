@@ -7,7 +7,8 @@ bits.
 `qzeros` int32 [groups, outputs / 8], in the same order | | gptq | `qweight` int32 [inputs / 8,
 outputs], inputs from the lowest bits | `scales` [groups, outputs] | `qzeros` int32 [groups, outputs
 / 8] | | packed | `weight_packed` int32 [outputs, inputs / 8], inputs from the lowest bits |
-`weight_scale` [outputs, groups] | `weight_zero_point` int32 [outputs / 8, groups] |
+`weight_scale` [outputs, groups] | `weight_zero_point` int32 [outputs / 8, groups] | | gguf |
+`weight_blocks` uint8 [outputs, blocks, bytes], see `gguf_blocks` | in the blocks | in the blocks |
 
 With 8 bits four numbers are in an int32 instead of eight.
 """
@@ -16,8 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
+from foredraft.layers import gguf_blocks
 from foredraft.layers.parameters import Target
-from foredraft.layers.weight_scheme import BLOCK, WeightScheme
+from foredraft.layers.quantized_matrix import Matrix
+from foredraft.layers.weight_scheme import BLOCK, GGUF_BLOCKS, WeightScheme
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of outputs 0 to 7 in an int32
 _FLOAT8 = torch.float8_e4m3fn
@@ -29,7 +32,8 @@ class StoredTensor:
 
     Attributes:
         dims: For each dimension, what runs along it ("outputs", "inputs", "both" for their two
-            numbers, or nothing), and how many of it one element holds or serves.
+            numbers, or nothing), and how many of it one element holds or serves; of nothing, the
+            size.
         is_optional: Whether a checkpoint may lack the tensor.
     """
 
@@ -39,8 +43,8 @@ class StoredTensor:
 
     def shape(self, num_outputs: int, num_inputs: int) -> tuple[int, ...]:
         """Returns the shape of the tensor for a matrix of this size."""
-        sizes = {"outputs": num_outputs, "inputs": num_inputs, "both": 2, "": 1}
-        return tuple(-(-sizes[what] // each) for what, each in self.dims)
+        sizes = {"outputs": num_outputs, "inputs": num_inputs, "both": 2}
+        return tuple(-(-sizes[what] // each) if what else each for what, each in self.dims)
 
     def dim_of(self, split: str) -> tuple[int, int] | None:
         """Returns the dimension along which outputs or inputs run, and how many an element
@@ -52,29 +56,16 @@ class StoredTensor:
         return None
 
 
-@dataclass(slots=True)
-class Matrix:
-    """A quantised matrix: a weight is (number - zero) * scale.
-
-    Attributes:
-        numbers: [outputs, inputs], uint8, int8 or float8_e4m3fn.
-        scales: float32 [outputs, groups].
-        zeros: uint8 [outputs, groups], or None for zero.
-        groups: int64 [inputs], the group of each input; None where groups follow each other.
-    """
-
-    numbers: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None = None
-    groups: torch.Tensor | None = None
-
-
 def stored_tensors(scheme: WeightScheme, num_inputs: int) -> dict[str, StoredTensor]:
     """Returns the tensors of a matrix with this number of inputs, by the last part of their
     names.
     """
     group = scheme.group_size or num_inputs
     each = 32 // scheme.bits
+    if scheme.layout == "gguf":
+        size, num_bytes = GGUF_BLOCKS[scheme.gguf_type]
+        blocks = (("outputs", 1), ("inputs", size), ("", num_bytes))
+        return {"weight_blocks": StoredTensor(torch.uint8, blocks)}
     if scheme.layout in ("fp8", "int8"):
         kind = _FLOAT8 if scheme.layout == "fp8" else torch.int8
         dims: dict[str, tuple[tuple[str, int], ...]] = {
@@ -179,6 +170,8 @@ class StoredMatrix:
         """
         tensors = {name: target.memory for name, target in self.targets.items()}
         scheme, (num_outputs, num_inputs) = self._scheme, self._shape
+        if scheme.layout == "gguf":
+            return gguf_blocks.decode(scheme.gguf_type, tensors["weight_blocks"])
         if scheme.layout in ("fp8", "int8"):
             scales = tensors[scheme.scale_name]
             if scheme.granularity == "block":

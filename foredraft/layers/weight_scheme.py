@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Layout = Literal["fp8", "int8", "awq", "gptq", "packed"]
+Layout = Literal["fp8", "int8", "awq", "gptq", "packed", "gguf"]
 Granularity = Literal["tensor", "channel", "group", "block"]
 BLOCK = 128  # outputs and inputs that share a scale where scales go by blocks
+UNIT = 256  # inputs of one of GGUF's K blocks, whose scales are multiples of one float
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class WeightScheme:
         has_order: Whether a tensor assigns each input to a group (act-order).
         zero_offset: Number that is added to stored zero points.
         scale_name: Last part of the scales' name.
+        gguf_type: Type of a GGUF file's blocks, such as Q4_K; empty for other layouts.
     """
 
     layout: Layout
@@ -33,6 +35,7 @@ class WeightScheme:
     has_order: bool = False
     zero_offset: int = 0
     scale_name: str = "weight_scale"
+    gguf_type: str = ""
 
     def num_groups(self, num_inputs: int) -> int:
         """Returns the number of scales of an output with `num_inputs` inputs; the last group
@@ -42,6 +45,8 @@ class WeightScheme:
         return -(-num_inputs // size) if size else 1
 
     def __str__(self) -> str:
+        if self.gguf_type:
+            return self.gguf_type
         kind = f"fp{self.bits}" if self.layout == "fp8" else f"int{self.bits}"
         shared = {
             "tensor": "one scale a matrix",
@@ -50,3 +55,28 @@ class WeightScheme:
             "block": f"blocks of {BLOCK} x {BLOCK}",
         }[self.granularity]
         return f"{kind} ({shared})"
+
+
+# Inputs and bytes of a block of GGUF's types.
+GGUF_BLOCKS = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q4_K": (UNIT, 144),
+    "Q5_K": (UNIT, 176),
+    "Q6_K": (UNIT, 210),
+}
+GGUF_ON_GPUS = ("Q4_0", "Q8_0")  # those that are not expanded there
+# Numbers of 5 and 6 bits lie in 8.
+GGUF_SCHEMES = {
+    name: WeightScheme(
+        "gguf",
+        4 if name.startswith("Q4") else 8,
+        "group",
+        16 if name == "Q6_K" else 32,
+        gguf_type=name,
+    )
+    for name in GGUF_BLOCKS
+}

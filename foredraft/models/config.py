@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.errors import CheckpointError
+from foredraft.layers.weight_scheme import GGUF_BLOCKS, GGUF_ON_GPUS, GGUF_SCHEMES
 from foredraft.models.config_keys import REFUSED_KINDS, check_keys, check_model_type
 from foredraft.models.config_reader import Reader, read_json
-from foredraft.models.quantization_config import Quantization, read_quantization
+from foredraft.models.quantization_config import VOCABULARY, Quantization, read_quantization
 from foredraft.models.rope_config import RopeConfig, read_rope
 
 ACTIVATIONS = {
@@ -173,6 +174,8 @@ class ModelConfig:
         # 8-bit floats are expanded on a CPU, which has no products of them.
         if self.quantization is None or (on_cpu and self.quantization.scheme.layout == "fp8"):
             return all_bytes
+        if self.quantization.types:
+            return all_bytes - self._saved_bytes(self.quantization.types, itemsize, on_cpu)
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         saved = itemsize - self.quantization.scheme.bits / 8
@@ -180,6 +183,23 @@ class ModelConfig:
         if self.quantization.has_vocabulary and on_cpu:
             packed += self.vocab_size * self.hidden_size * (2 - self.tie_word_embeddings)
         return all_bytes - int(packed * saved)
+
+    def _saved_bytes(self, types: Mapping[str, str], itemsize: int, on_cpu: bool) -> int:
+        """Returns the bytes by which a GGUF file's matrices are smaller than plain ones."""
+        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        mlp, vocabulary = self.intermediate_size, self.vocab_size
+        outputs = {"q_proj": heads, "k_proj": kv, "v_proj": kv, "o_proj": heads}
+        outputs |= {"gate_proj": mlp, "up_proj": mlp, "down_proj": mlp}
+        outputs |= {"embed_tokens": vocabulary, "lm_head": vocabulary}
+        saved = 0.0
+        for name, kind in types.items():
+            if not on_cpu and (kind not in GGUF_ON_GPUS or name in VOCABULARY):
+                continue  # expanded
+            size, num_bytes = GGUF_BLOCKS[kind]
+            # Numbers of 5 and 6 bits lie in 8.
+            each = max(num_bytes / size, GGUF_SCHEMES[kind].bits / 8)
+            saved += outputs[name.rpartition(".")[2]] * self.hidden_size * (itemsize - each)
+        return int(saved)
 
     @property
     def key_cost(self) -> float:

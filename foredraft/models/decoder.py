@@ -14,10 +14,11 @@ from foredraft.layers.norm import RMSNorm
 from foredraft.layers.parameters import Target
 from foredraft.layers.rotary import Rotary
 from foredraft.models.config import ModelConfig
-from foredraft.models.layer_parts import layer_parts, vocabulary_method
+from foredraft.models.layer_parts import layer_parts, vocabulary_method, vocabulary_targets
 from foredraft.models.rope_config import RopeConfig
 from foredraft.parallel.group import SINGLE, Group, local_kv_heads, share
 
+EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"  # names in a checkpoint
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -141,14 +142,16 @@ class DecoderModel(nn.Module):
         self.dtype = dtype
         self.kv_scales = torch.ones(config.num_layers, 2)
         sizes = config.hidden_size, config.vocab_size
+        is_tied = config.tie_word_embeddings
+        method = vocabulary_method(config, EMBEDDING, device, group)
+        own = None if is_tied else vocabulary_method(config, LM_HEAD, device, group)
         head: LMHead | None = None
         table: Linear | None = None
-        if (method := vocabulary_method(config, device, group)) is not None:
-            head = LMHead(*sizes, None, config.logit_softcap, dtype, device, group, method)
-            table = head
-            if not config.tie_word_embeddings:
-                own = vocabulary_method(config, device, group)
-                table = Linear(*sizes, False, dtype, device, method=own)
+        if (is_tied and method is not None) or own is not None:
+            head_method = method if is_tied else own
+            head = LMHead(*sizes, None, config.logit_softcap, dtype, device, group, head_method)
+        if method is not None:
+            table = head if is_tied else Linear(*sizes, False, dtype, device, method=method)
         self.embedding = Embedding(
             config.vocab_size,
             config.hidden_size,
@@ -165,7 +168,7 @@ class DecoderModel(nn.Module):
         self.norm = RMSNorm(
             config.hidden_size, config.rms_norm_eps, config.norm_offset != 0.0, dtype, device
         )
-        tied = self.embedding if config.tie_word_embeddings else None
+        tied = self.embedding if is_tied else None
         self.lm_head = head or LMHead(*sizes, tied, config.logit_softcap, dtype, device, group)
         self._rotary: dict[RopeConfig, Rotary] = {
             rope: Rotary(rope, config.head_dim, device) for rope in config.ropes
@@ -177,14 +180,15 @@ class DecoderModel(nn.Module):
     def targets(self) -> dict[str, Target]:
         """Returns the memory that each tensor of a Hugging Face checkpoint fills."""
         found = {"model.norm.weight": Target.whole(self.norm.weight)}
-        table, is_tied = self.embedding.table, self.config.tie_word_embeddings
-        if table is not None:
-            found |= table.targets("model.embed_tokens")
-            found |= {} if is_tied else self.lm_head.targets("lm_head")
+        config, embedding, head = self.config, self.embedding, self.lm_head
+        if embedding.table is not None:
+            found |= embedding.table.targets(EMBEDDING)
         else:
-            found["model.embed_tokens.weight"] = self.embedding.share.target(self.embedding.weight)
-            if not is_tied:
-                found["lm_head.weight"] = self.lm_head.share.target(self.lm_head.weight)
+            found |= vocabulary_targets(config, EMBEDDING, embedding.share, embedding.weight)
+        if not config.tie_word_embeddings and hasattr(head, "weight"):
+            found |= vocabulary_targets(config, LM_HEAD, head.share, head.weight)
+        elif not config.tie_word_embeddings:
+            found |= head.targets(LM_HEAD)
         for index, layer in enumerate(self.decoder_layers):
             found |= layer.targets(f"model.layers.{index}.")
         return found

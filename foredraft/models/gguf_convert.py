@@ -7,143 +7,139 @@ given back.
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import CheckpointError
-from foredraft.models.loader import available_host_bytes
+from foredraft.layers.weight_scheme import GGUF_BLOCKS, GGUF_SCHEMES
 
 if TYPE_CHECKING:
     import torch
 
-_BLOCK = 32  # inputs that share a scale in the types below
-_BITS = {"Q8_0": 8, "Q4_0": 4}
+# Classes by transformers' `model_type`.
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+_TABLES = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
+_PARTS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_SANDWICH_NORMS = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_ROPE_FACTORS = "rope_freqs.weight"  # follow from the configuration
 
 
 def convert(source: Path, target: Path) -> None:
     """Writes config, tokenizer and weights of `source` to the directory `target`.
 
-    Weights become bfloat16, but for files whose layers are all Q8_0 or all Q4_0: their numbers and
-    scales stay as they are, in compressed-tensors' form, and so do those of embedding and LM head
-    where they have that type; the rest is float32.
+    Matrices of the types that are computed with keep their blocks of quantised numbers, others
+    become bfloat16, and plain tensors keep their type.
 
     Raises:
-        CheckpointError: transformers cannot read the file.
+        CheckpointError: The file has tensors of a type or name that is not read, or transformers
+            cannot read its configuration or tokenizer.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoTokenizer
 
     try:
-        bits = _bits_of_layers(source)
+        config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+        if config.model_type not in _ARCHITECTURES:
+            raise CheckpointError(f"{source}: models of type {config.model_type} are not supported")
+        tensors, types = _read(source, config)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        # Packed GGUF weights cannot be saved again; dequantized ones can.
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source.parent,
-            gguf_file=source.name,
-            dtype=torch.float32 if bits else torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),
-        )
     except (ImportError, OSError, ValueError, KeyError, NotImplementedError) as error:
         raise CheckpointError(f"{source}: transformers cannot read it: {error}") from error
     tokenizer.save_pretrained(target)
-    packed = _pack_layers(model.state_dict(), bits) if bits else None
-    if packed is None:
-        model.to(torch.bfloat16).save_pretrained(target)
-    else:
-        _save(model, packed, bits, target)
-
-
-def _bits_of_layers(source: Path) -> int:
-    """Returns how many bits the numbers of all matrices of layers have; 0 where they are of other
-    types, or where the float32 weights that they are read by do not fit in memory.
-    """
-    from gguf import GGUFReader
-
-    tensors = GGUFReader(source).tensors
-    matrices = [one for one in tensors if one.name.startswith("blk.") and len(one.shape) > 1]
-    kinds = {one.tensor_type.name for one in matrices}
-    num_weights = sum(int(one.n_elements) for one in tensors)
-    fits = 5 * num_weights < available_host_bytes()
-    return _BITS.get(kinds.pop(), 0) if len(kinds) == 1 and fits else 0
-
-
-def _pack_layers(tensors: "dict[str, torch.Tensor]", bits: int) -> "dict[str, torch.Tensor] | None":
-    """Returns a checkpoint with the matrices of layers packed, and embedding and LM head where both
-    can be; None where a layer's matrix is not what blocks of so many bits stand for.
-    """
-    import torch
-
-    found = {}
-    packed = {
-        name: _blocks(tensor, bits) if tensor.dim() == 2 else None
-        for name, tensor in tensors.items()
-        if tensor.dim() > 1
-    }
-    if not all(packed[name] for name in packed if ".layers." in name):
-        return None
-    has_vocabulary = all(packed.values())
-    for name, tensor in tensors.items():
-        parts = packed.get(name)
-        if parts is None or not (has_vocabulary or ".layers." in name):
-            found[name] = tensor.contiguous()
-            continue
-        stem = name.removesuffix("weight")
-        found[f"{stem}weight_packed"], found[f"{stem}weight_scale"] = parts
-        found[f"{stem}weight_shape"] = torch.tensor(tensor.shape)
-    return found
-
-
-def _blocks(weight: "torch.Tensor", bits: int) -> "tuple[torch.Tensor, torch.Tensor] | None":
-    """Finds the numbers and scales that float32 weights [outputs, inputs] were made from.
-
-    The largest number of a block is 127 or -127 in Q8_0 and -8 in Q4_0, which gives its scale.
-
-    Returns:
-        int32 [outputs, inputs * bits / 32], numbers plus half their range from the lowest bits,
-        and float16 [outputs, inputs / 32]; None where the weights are not exactly their products.
-    """
-    import torch
-
-    if weight.shape[1] % _BLOCK:
-        return None
-    values = weight.view(len(weight), -1, _BLOCK)
-    most = values.gather(2, values.abs().argmax(2, keepdim=True))
-    scales = most.abs() / 127 if bits == 8 else most / -8
-    numbers = torch.where(scales == 0, 0.0, values / scales).round_()
-    half = 1 << (bits - 1)
-    if (
-        not torch.equal(scales.half().float(), scales)
-        or not torch.equal(numbers * scales, values)
-        or bool((numbers.abs() > half).any() or (numbers == half).any())
-    ):
-        return None
-    unsigned = numbers.add_(half).to(torch.uint8).view(weight.shape)
-    if bits == 4:
-        unsigned = unsigned[:, ::2] | unsigned[:, 1::2] << 4
-    return unsigned.contiguous().view(torch.int32), scales.half().squeeze(2).contiguous()
-
-
-def _save(model: Any, tensors: "dict[str, torch.Tensor]", bits: int, target: Path) -> None:
-    from safetensors.torch import save_file
-
-    if model.config.tie_word_embeddings:
-        tensors = {name: one for name, one in tensors.items() if not name.startswith("lm_head.")}
-    has_vocabulary = "model.embed_tokens.weight_packed" in tensors
-    targets = ["Linear", "Embedding"] if has_vocabulary else ["Linear"]
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": _BLOCK}
-    model.generation_config.save_pretrained(target)
-    raw = json.loads(model.config.to_json_string(use_diff=False))
-    raw["architectures"] = [type(model).__name__]
+    (target / "config.json").write_text(json.dumps(_raw_config(config, types), indent=1))
+
+
+def _raw_config(config: Any, types: Mapping[str, str]) -> dict[str, Any]:
+    raw: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    for name in ("_name_or_path", "_model_name_or_path"):
+        raw.pop(name, None)
+    raw["architectures"] = [_ARCHITECTURES[config.model_type]]
     raw["dtype"] = "bfloat16"  # of activations on a GPU
-    raw["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": targets, "weights": weights}},
-        "ignore": [] if has_vocabulary else ["lm_head"],
-    }
-    (target / "config.json").write_text(json.dumps(raw, indent=1))
+    if types:
+        raw["quantization_config"] = {"quant_method": "gguf", "types": types}
+    return raw
+
+
+def _read(source: Path, config: Any) -> "tuple[dict[str, torch.Tensor], dict[str, str]]":
+    """Returns the tensors of a checkpoint, and the types of quantised matrices by name."""
+    import torch
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    found: dict[str, torch.Tensor] = {}
+    types: dict[str, str] = {}
+    for stored in GGUFReader(source).tensors:
+        if stored.name == _ROPE_FACTORS:
+            continue
+        name, kind = _name_of(stored.name, config, source), stored.tensor_type.name
+        shape = [int(size) for size in reversed(stored.shape)]
+        values = torch.from_numpy(stored.data.copy())  # the file's own memory is read-only
+        if kind in GGUF_SCHEMES and len(shape) == 2:
+            stem = name.removesuffix(".weight")
+            types[stem] = kind
+            name = f"{stem}.weight_blocks"
+            values = values.view(shape[0], -1, GGUF_BLOCKS[kind][1])
+        elif kind == "BF16":
+            values = values.view(torch.bfloat16).view(shape)
+        elif kind not in ("F16", "F32"):
+            try:
+                values = torch.from_numpy(dequantize(stored.data, stored.tensor_type)).bfloat16()
+            except NotImplementedError as error:
+                raise CheckpointError(
+                    f"{source}: tensor {stored.name} has the unsupported type {kind}"
+                ) from error
+        if config.model_type in ("llama", "mistral"):
+            heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+            part = name.split(".")[-2]
+            if part in heads:
+                values = _in_halves(values, heads[part])
+        if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
+            values = values - 1  # stored with the one that the model adds
+        found[name] = values.contiguous()
+    return found, types
+
+
+def _in_halves(rows: "torch.Tensor", num_heads: int) -> "torch.Tensor":
+    """Puts the rows of each head, pairs of a rotation side by side, in the order of Hugging Face:
+    all first ones, then all second ones.
+    """
+    return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _name_of(name: str, config: Any, source: Path) -> str:
+    """Returns the name of a tensor in Hugging Face's checkpoints."""
+    parts = _PARTS | (_SANDWICH_NORMS if config.model_type == "gemma3_text" else {})
+    stem, _, suffix = name.rpartition(".")
+    if stem in _TABLES:
+        return f"{_TABLES[stem]}.{suffix}"
+    words = stem.split(".")
+    if len(words) != 3 or words[0] != "blk" or words[2] not in parts:
+        raise CheckpointError(f"{source}: unexpected tensor {name}")
+    return f"model.layers.{words[1]}.{parts[words[2]]}.{suffix}"
 
 
 def main() -> int:

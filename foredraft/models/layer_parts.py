@@ -6,8 +6,10 @@ import torch
 
 from foredraft.errors import CheckpointError
 from foredraft.layers.attention import SelfAttention
+from foredraft.layers.embedding import VocabularyShare
 from foredraft.layers.linear import LinearMethod, MethodChoice
 from foredraft.layers.mlp import GatedMLP
+from foredraft.layers.parameters import Target
 from foredraft.models.config import ModelConfig
 from foredraft.parallel.group import SINGLE, Group
 
@@ -68,6 +70,11 @@ def _methods(config: ModelConfig, prefix: str) -> MethodChoice:
         if quantization is None:
             return None
         full = [prefix + name for name in names]
+        if quantization.types:
+            from foredraft.layers.gguf import BlocksMethod
+
+            schemes = [quantization.scheme_of(name) for name in full]
+            return BlocksMethod(schemes) if any(schemes) else None
         skipped = [name for name in full if quantization.skips(name)]
         if len(skipped) == len(full):
             return None
@@ -88,16 +95,26 @@ def _methods(config: ModelConfig, prefix: str) -> MethodChoice:
 
 
 def vocabulary_method(
-    config: ModelConfig, device: torch.device, group: Group
+    config: ModelConfig, name: str, device: torch.device, group: Group
 ) -> LinearMethod | None:
-    """Returns a method for an embedding or LM head that is quantised; None for plain ones.
+    """Returns a method for an embedding or LM head that stays quantised; None for plain ones, and
+    for those that `vocabulary_targets` expands.
+
+    Args:
+        name: Name of the matrix in a checkpoint.
 
     Raises:
         CheckpointError: Ranks would have to share it.
     """
     quantization = config.quantization
-    if quantization is None or not quantization.has_vocabulary:
+    if quantization is None or (scheme := quantization.scheme_of(name)) is None:
         return None
+    if quantization.types:
+        if device.type != "cpu" or group.size > 1:
+            return None
+        from foredraft.layers.gguf import BlocksMethod
+
+        return BlocksMethod([scheme])
     if group.size > 1:
         raise CheckpointError(
             "a quantised embedding and LM head are not shared by ranks: give"
@@ -106,4 +123,23 @@ def vocabulary_method(
     from foredraft.layers.quantized import ExpandedMethod, StoredMethod
 
     method = StoredMethod if device.type == "cpu" else ExpandedMethod
-    return method(quantization.scheme)
+    return method(scheme)
+
+
+def vocabulary_targets(
+    config: ModelConfig, name: str, share: VocabularyShare, weight: torch.Tensor
+) -> dict[str, Target]:
+    """Returns the memory that the tensors of an embedding or LM head of plain weights fill.
+
+    Args:
+        name: Name of the matrix in a checkpoint.
+        share: Rows of this rank.
+        weight: [rows, hidden].
+    """
+    scheme = config.quantization.scheme_of(name) if config.quantization is not None else None
+    if scheme is None:
+        return {f"{name}.weight": share.target(weight)}
+    from foredraft.layers.gguf import expanded_targets
+
+    own = expanded_targets(scheme, share.total, share.first, weight[: share.count])
+    return {f"{name}.{suffix}": target for suffix, target in own.items()}

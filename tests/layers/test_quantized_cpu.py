@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from foredraft.layers.linear import Linear
-from foredraft.layers.quantized import dequantize, set_matrix
+from foredraft.layers.quantized import set_matrix
 from foredraft.layers.quantized_cpu import KERNELS
-from foredraft.layers.stored_weights import Matrix
+from foredraft.layers.quantized_matrix import Matrix, dequantize
 from foredraft.layers.weight_scheme import WeightScheme
 
 CPU = torch.device("cpu")

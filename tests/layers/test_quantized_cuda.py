@@ -7,10 +7,9 @@ import torch
 
 from foredraft.layers import fused
 from foredraft.layers.linear import Linear
-from foredraft.layers.quantized import dequantize
 from foredraft.layers.quantized_cuda import Fp8Method, WordsMethod, quantize_rows
+from foredraft.layers.quantized_matrix import Matrix, dequantize
 from foredraft.layers.quantizing import quantize
-from foredraft.layers.stored_weights import Matrix
 from foredraft.layers.weight_scheme import WeightScheme
 from testing.triton_device import DEVICE, INTERPRETED, needs_gpu, needs_triton, true_casts
 

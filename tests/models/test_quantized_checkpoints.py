@@ -12,7 +12,8 @@ from foredraft.attention.sdpa import SdpaAttention
 from foredraft.errors import CheckpointError
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.linear import Linear
-from foredraft.layers.quantized import ExpandedMethod, StoredMethod, dequantize
+from foredraft.layers.quantized import ExpandedMethod, StoredMethod
+from foredraft.layers.quantized_matrix import dequantize
 from foredraft.layers.stored_weights import StoredMatrix
 from foredraft.models.config import ModelConfig
 from foredraft.models.loader import load_model

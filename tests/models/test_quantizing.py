@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foredraft.errors import CheckpointError
-from foredraft.layers.quantized import dequantize
+from foredraft.layers.quantized_matrix import dequantize
 from foredraft.layers.quantizing import quantize
 from foredraft.layers.weight_scheme import WeightScheme
 from foredraft.models.loader import load_model

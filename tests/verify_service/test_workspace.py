@@ -20,7 +20,7 @@ from foredraft.layers.exact_linear import Proofs
 from foredraft.layers.linear import CudaMethod, Linear
 from foredraft.layers.quantized import OrderedMethod, UnpackedMethod
 from foredraft.layers.quantized_cuda import Fp8Method, WordsMethod
-from foredraft.layers.stored_weights import Matrix
+from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import WeightScheme
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel

@@ -38,9 +38,9 @@ def _shared(model: DecoderModel) -> dict[str, torch.Tensor]:
     There are none where ranks share the model or where the weights are quantised.
     """
     table = model.embedding.table or model.embedding
-    if model.embedding.share.group.size > 1 or not table.weight.is_floating_point():
-        return {}
-    return {"embedding": table.weight, "lm_head": model.lm_head.weight}
+    found: dict[str, torch.Tensor] = {"embedding": table.weight, "lm_head": model.lm_head.weight}
+    is_plain = all(weight.is_floating_point() for weight in found.values())
+    return found if is_plain and model.embedding.share.group.size == 1 else {}
 
 
 class DraftLink:

@@ -1,0 +1,176 @@
+"""GGUF files of mixed types against transformers in float64 with the weights that they stand
+for.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from draft_service.models.shared_weights import load_shared_weights
+from foredraft.attention.sdpa import SdpaAttention
+from foredraft.errors import CheckpointError
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.models.config import ModelConfig
+from foredraft.models.decoder import DecoderModel
+from foredraft.models.gguf_convert import convert
+from foredraft.models.loader import load_model
+from foredraft.runner.batch import SequenceRows
+from foredraft.runner.model_runner import ModelRunner
+from testing import gguf_files
+
+TOKENS = list(range(2, 22))
+MOST_ERROR = 1e-5  # of logits, relative to their norm
+
+
+def one_type(kind: str) -> Callable[[str], str]:
+    return lambda name: kind
+
+
+def mixed(name: str) -> str:
+    """As llama.cpp's Q4_K_M mixes them, and each other type somewhere."""
+    if name.startswith("blk.1."):
+        others = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "ffn_up": "Q5_K", "attn_k": "Q5_1"}
+        return others.get(name.split(".")[2], "Q4_K")
+    others = {"attn_v": "Q5_0", "attn_k": "F16", "attn_output": "Q4_1", "ffn_up": "BF16"}
+    others |= {"ffn_down": "Q4_0", "token_embd": "Q8_0", "output": "Q6_K"}
+    return others.get(name.split(".")[-2], "Q4_K")
+
+
+def converted(file: Path) -> Path:
+    target = file.with_suffix("")
+    target.mkdir()
+    convert(file, target)
+    return target
+
+
+def reference(file: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    ).double()
+
+
+@torch.inference_mode()
+def check(file: Path, directory: Path) -> DecoderModel:
+    """Compares logits, and what drafts read of their target."""
+    model, theirs = load_model(directory, torch.float32), reference(file)
+    kv = PagedKV.for_model(model.config, 4, 8, torch.float32, "cpu")
+    runner = ModelRunner(model, kv, SdpaAttention())
+    got = runner.forward([SequenceRows.chunk([0, 1, 2], 0, TOKENS, "all")]).logits.double()
+    want = theirs(torch.tensor([TOKENS])).logits[0]
+    assert float((got - want).norm() / want.norm()) < MOST_ERROR
+    shared = load_shared_weights(directory, model.config, torch.float32, torch.device("cpu"))
+    assert torch.equal(shared.embedding.weight.double(), theirs.model.embed_tokens.weight)
+    assert torch.equal(shared.lm_head.weight.double(), theirs.lm_head.weight)
+    return model
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("kind", [*gguf_files.QUANTIZED, "F16", "BF16", "F32"])
+def test_files_of_one_type(kind: str, is_tied: bool, tmp_path: Path) -> None:
+    file = gguf_files.write(tmp_path / "tiny.gguf", one_type(kind), is_tied=is_tied)
+    model = check(file, converted(file))
+    is_packed = kind in gguf_files.QUANTIZED
+    assert (model.embedding.table is not None) == is_packed
+    assert (model.embedding.table is model.lm_head) == (is_packed and is_tied)
+    count = 14 + 2 - is_tied
+    assert str(model.config.quantization) == (f"gguf {kind} ({count})" if is_packed else "None")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_mixed_types_of_each_architecture(architecture: str, tmp_path: Path) -> None:
+    is_tied = architecture == "gemma3"
+    file = gguf_files.write(tmp_path / "tiny.gguf", mixed, architecture, is_tied)
+    model = check(file, converted(file))
+    said = str(model.config.quantization)
+    kinds = ["Q4_K", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "Q8_0"]
+    assert all(f"{kind} (" in said for kind in kinds)
+    fused = [layer.attention.qkv for layer in model.decoder_layers]
+    assert [len(one.pieces) for one in fused] == [3, 3]
+    assert [len(model.decoder_layers[0].mlp.gate_up.pieces)] == [2]
+    names = [type(layer.mlp.down.method).__name__ for layer in model.decoder_layers]
+    assert names == ["TiledMethod", "TiledMethod"]
+    # An estimate, made before anything is loaded.
+    total = sum(one.numel() * one.element_size() for one in model.parameters())
+    assert 0.9 < model.config.weight_bytes(4, on_cpu=True) / total < 1.1
+
+
+def test_an_embedding_and_lm_head_of_which_one_is_plain(tmp_path: Path) -> None:
+    for table in ("token_embd", "output"):
+
+        def types(name: str, table: str = table) -> str:
+            return "F16" if name.startswith(table) else "Q5_K"
+
+        file = gguf_files.write(tmp_path / f"{table}.gguf", types)
+        model = check(file, converted(file))
+        assert (model.embedding.table is None) == (table == "token_embd")
+        assert model.lm_head.weight.is_floating_point() == (table == "output")
+
+
+def test_tensors_that_are_not_read_are_named(tmp_path: Path) -> None:
+    def refuse(name: str, values: np.ndarray, message: str) -> None:
+        change: dict[str, np.ndarray | None] = {name: values}
+        file = gguf_files.write(tmp_path / "tiny.gguf", one_type("F16"), change=change)
+        with pytest.raises(CheckpointError, match=message):
+            convert(file, tmp_path)
+
+    name = "blk.0.ffn_gate_inp.weight"
+    refuse(name, np.ones(3, np.float32), f"unexpected tensor {name}")
+    name = "blk.1.attn_k.weight"
+    refuse(name, np.ones((128, 256), np.int8), f"tensor {name} has the unsupported type I8")
+    file = gguf_files.write(
+        tmp_path / "short.gguf", one_type("Q4_K"), change={"blk.1.attn_k.weight": None}
+    )
+    directory = converted(file)
+    with pytest.raises(CheckpointError, match=r"missing tensor .*1\.self_attn\.k_proj\.weight"):
+        load_model(directory)
+
+
+def test_other_types_become_bfloat16(tmp_path: Path) -> None:
+    def types(name: str) -> str:
+        return "TQ2_0" if "ffn_up" in name else "Q4_K"
+
+    file = gguf_files.write(tmp_path / "tiny.gguf", types)
+    directory = converted(file)
+    stored = load_file(directory / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+    want = reference(file).model.layers[1].mlp.up_proj.weight
+    assert torch.equal(stored, want.bfloat16())
+    model = load_model(directory, torch.float32)
+    assert str(model.config.quantization) == "gguf Q4_K (14)"
+    assert len(model.decoder_layers[1].mlp.gate_up.pieces) == 2
+
+
+def test_types_that_a_directory_names_and_nobody_reads(tmp_path: Path) -> None:
+    file = gguf_files.write(tmp_path / "tiny.gguf", one_type("Q5_0"))
+    directory = converted(file)
+    raw = json.loads((directory / "config.json").read_text())
+    raw["quantization_config"]["types"]["lm_head"] = "IQ1_S"
+    (directory / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="GGUF types IQ1_S are not supported"):
+        ModelConfig.from_dir(directory)
+
+
+def test_a_plain_file_keeps_the_types_of_its_tensors(tmp_path: Path) -> None:
+    file = gguf_files.write(tmp_path / "tiny.gguf", one_type("F16"))
+    directory = converted(file)
+    types = {tensor.dtype for tensor in load_file(directory / "model.safetensors").values()}
+    assert types == {torch.float16, torch.float32}
+    assert AutoTokenizer.from_pretrained(directory).encode("ab") is not None
+
+
+def test_made_up_weights(tmp_path: Path) -> None:
+    file = gguf_files.write(tmp_path / "tiny.gguf", mixed)
+    directory = converted(file)
+    (directory / "model.safetensors").unlink()
+    model = load_model(directory, torch.float32, load_format="dummy")
+    x = torch.randn(3, gguf_files.HIDDEN)
+    for layer in model.decoder_layers:
+        assert 0.15 < float(layer.mlp.gate_up(x).std()) < 0.6  # 0.02 * sqrt(256)
