@@ -101,14 +101,15 @@ class EngineSteps:
 
     def _listen(self) -> None:
         engine: Any = self._engine
-        ahead, sizes = engine._overlap, engine._sizes
+        steps, sizes = engine._steps, engine._sizes
+        ahead = steps._overlap
         sizes.plan = self._plan(sizes.plan)
-        engine._draft = self._draft(engine._draft)
-        engine._execute = self._run(engine._execute)
+        steps._draft = self._draft(steps._draft)
+        steps._execute = self._run(steps._execute)
         ahead.start = self._start(ahead.start)
         ahead.start_behind = self._start_behind(ahead.start_behind)
         ahead.finish = self._finish(ahead.finish)
-        engine._ended = self._ended(engine._ended)
+        steps._ended = self._ended(steps._ended)
         engine._wait_for_work = self._wait_for_work(engine._wait_for_work)
         self._last = time.perf_counter()
         self._listens.set()

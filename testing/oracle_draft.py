@@ -237,8 +237,8 @@ class Run:
 
     def step(self) -> None:
         self.engine._take_inbox()
-        if self.engine._has_work:
-            self.engine.step()
+        if self.engine._steps.has_work:
+            self.engine._steps.run()
         self.engine._emit()
 
     def _take(self, outputs: list[StepOutput], load: Load) -> None:
@@ -252,7 +252,7 @@ class Run:
         """Steps until all requests have ended."""
         for _ in range(3000):
             self.step()
-            if self.engine.is_idle and not self.engine._has_work:
+            if self.engine.is_idle and not self.engine._steps.has_work:
                 return
 
     def check(self) -> None:
@@ -264,4 +264,4 @@ class Run:
                 assert got == want
         self.scheduler.check_integrity()
         assert self.pool.num_free + self.pool.num_idle == self.pool.num_pages
-        assert self.engine._in_flight is None
+        assert not self.engine._steps.is_in_flight

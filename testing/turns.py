@@ -36,7 +36,8 @@ class Turns:
 
     def __enter__(self) -> "Turns":
         for number, engine in enumerate(self._engines):
-            setattr(engine, "step", self._in_turn(number, engine.step))  # noqa: B010 (mypy)
+            steps = engine._steps
+            setattr(steps, "run", self._in_turn(number, steps.run))  # noqa: B010 (mypy)
         return self
 
     def __exit__(
@@ -46,7 +47,7 @@ class Turns:
         trace: TracebackType | None,
     ) -> None:
         for engine in self._engines:
-            delattr(engine, "step")
+            delattr(engine._steps, "run")
 
     def _in_turn(self, number: int, step: Callable[[], None]) -> Callable[[], None]:
         engine = self._engines[number]

@@ -68,9 +68,9 @@ def main() -> None:
             for batch in args.batch:
                 for name, jobs in variants(batch, args.output, grammar):
                     ahead = seconds_per_step(harness, jobs)
-                    harness.engine._overlap = False
+                    harness.engine._steps._overlaps = False
                     in_turn, _ = seconds_per_step(harness, jobs)
-                    harness.engine._overlap = True
+                    harness.engine._steps._overlaps = True
                     print(
                         f"{name:34} {batch:5} {ahead[0] * 1e3:8.2f} {ahead[1]:6.0f}"
                         f" {in_turn * 1e3:8.2f}",

@@ -24,13 +24,13 @@ def test_no_engine_runs_two_steps_in_a_row_while_another_has_work(
         alone = first.run(jobs)[0].tokens
         with Turns([harness.engine for harness in pair]) as turns:
             for name, harness in zip("ab", pair, strict=True):
-                run = harness.engine._execute
+                run = harness.engine._steps._execute
 
                 def noted(*args: Any, run: Any = run, name: str = name) -> Any:
                     order.append(name)
                     return run(*args)
 
-                monkeypatch.setattr(harness.engine, "_execute", noted)
+                monkeypatch.setattr(harness.engine._steps, "_execute", noted)
             threads = [threading.Thread(target=harness.run, args=(jobs,)) for harness in pair]
             for thread in threads:
                 thread.start()

@@ -1,11 +1,9 @@
-"""The engine: one thread that schedules, drafts, runs the target, verifies, commits and emits, step
-after step.
+"""The engine: one thread that takes requests, runs step after step, and hands out their tokens.
 
-Where the target can start a step before the previous one is done, steps overlap: see `overlap`.
+`step_runner` has the step: schedule, draft, execute, commit, emit.
 """
 
 import dataclasses
-import functools
 import logging
 import queue
 import threading
@@ -17,23 +15,20 @@ from dataclasses import dataclass
 import torch
 
 from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
-from foredraft.trees.draft_tree import EMPTY
 from foredraft.types import FinishReason
 from verify_service import metrics
 from verify_service.controller.controller import Controller
 from verify_service.drafts.drafts import Drafts
-from verify_service.drafts.proposals import NO_PROPOSALS, DraftRequest, Proposals
+from verify_service.engine.gauges import Gauges
 from verify_service.engine.live_requests import EngineRequest, Live, LiveRequests
 from verify_service.engine.outcomes import Outcomes
-from verify_service.engine.overlap import OverlapScheduler, StepInFlight
 from verify_service.engine.self_test import SelfTest
+from verify_service.engine.step_runner import StepRunner
 from verify_service.engine.tree_sizes import Judge, TreeSizes, known_outcome
-from verify_service.executor.base import Executor, Step, StepResult
-from verify_service.executor.choice.sampler import VerifyRows
+from verify_service.executor.base import Executor
 from verify_service.outputs import Load
-from verify_service.scheduler.request import Sequence, Status
+from verify_service.scheduler.request import Sequence
 from verify_service.scheduler.scheduler import Scheduler
-from verify_service.scheduler.step_plan import PrefillChunk, StepPlan
 from verify_service.scheduler.token_limits import TokenLimits
 
 logger = logging.getLogger(__name__)
@@ -55,7 +50,7 @@ class EngineLimits:
 
 
 class Engine:
-    """Runs every step.
+    """Serves requests, in a thread of its own.
 
     `start`, `submit`, `cancel`, `load`, `flush_cache` and `stop` are for other threads.
 
@@ -97,18 +92,20 @@ class Engine:
             judge,
         )
         self._outcomes = Outcomes(executor, scheduler, drafts, self._sizes, speculation, self._live)
-        self._speculation = speculation
+        self._gauges = Gauges(scheduler, drafts, self._sizes, speculation)
+        self._steps = StepRunner(
+            executor,
+            scheduler,
+            drafts,
+            self._sizes,
+            self._outcomes,
+            self._gauges,
+            emit=self._emit,
+            overlaps=overlap,
+        )
         self._self_tests = tuple(self_tests)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._overlap = OverlapScheduler(executor, scheduler, drafts)
-        self._overlaps = overlap
-        self._in_flight: StepInFlight | None = None
-        # Prompts that are being computed behind the step that landed last.
-        self._behind: tuple[PrefillChunk, ...] = ()
-        self._ended_at = 0.0  # when the newest step's outcome was known
-        self._published_at = 0.0  # when the figures were
         self._is_checked = False  # pages and slots, since something was last done
-        self._drafting_since = 0.0  # seconds since 1970; 0 while a draft is missing
         self._num_submitted = 0
         self._submit_lock = threading.Lock()
         self._stopping = False
@@ -166,7 +163,7 @@ class Engine:
             free_pages=scheduler.pool.num_free + scheduler.pool.num_idle,
             total_pages=self.limits.num_pages,
             draft_available=self._drafts.are_available,
-            drafting_since=self._drafting_since,
+            drafting_since=self._gauges.drafting_since,
         )
 
     def draft_everything(self) -> None:
@@ -181,7 +178,7 @@ class Engine:
     @property
     def ended_at(self) -> float:
         """Time of `time.perf_counter` at which the newest step's outcome was known."""
-        return self._ended_at
+        return self._steps.ended_at
 
     @property
     def failure(self) -> BaseException | None:
@@ -204,17 +201,17 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                if not self._has_work:
+                if not self._steps.has_work:
                     self._wait_for_work()
                 self._take_inbox()
-                if self._has_work:
-                    self.step()
+                if self._steps.has_work:
+                    self._steps.run()
                 # Outputs are emitted while a draft or the next step runs. Without these, emit them
                 # here.
-                if not self._has_work or (not self._drafts.each and self._in_flight is None):
+                is_idle = not self._steps.has_work
+                if is_idle or not (self._drafts.each or self._steps.is_in_flight):
                     self._emit()
-            if self._in_flight is not None:
-                self._overlap.finish(self._in_flight)
+            self._steps.drain()
         except BaseException as error:
             logger.exception("the engine failed; the verifier has to be restarted")
             with self._submit_lock:  # requests submitted before are answered below
@@ -223,12 +220,8 @@ class Engine:
         self._live.end_all(Unavailable("the verifier stopped; retry"))
         self._emit()
 
-    @property
-    def _has_work(self) -> bool:
-        return self._scheduler.has_work or self._in_flight is not None
-
     def _wait_for_work(self) -> None:
-        self._observe()
+        self._gauges.publish(self._steps.has_work)
         if self._start_self_test():
             self._is_checked = False
             return
@@ -294,173 +287,7 @@ class Engine:
     def _cancel(self, number: int) -> None:
         self._scheduler.cancel(number)
 
-    def step(self) -> None:
-        """Runs one step: schedule, draft, forward, verify, commit.
-
-        While steps overlap, starts the next step and commits the running one.
-        """
-        if self._in_flight is not None:
-            running = self._in_flight
-            choose = functools.partial(self._sizes.plan, is_ahead=True)
-            self._in_flight = self._overlap.start_behind(running, choose)
-            if self._in_flight is None:
-                self._behind = self._compute_behind(running)
-            self._emit()
-            self._land(running)
-            return
-        started = time.perf_counter()
-        self._drafts.refresh()
-        behind, self._behind = self._behind, ()
-        if behind:  # a draft would read the prompts first, once the GPU has computed them
-            plan = self._scheduler.schedule(lambda seqs, _: [0] * len(seqs), with_prompts=False)
-        else:
-            plan = self._scheduler.schedule(lambda seqs, rows: self._sizes.plan(seqs, rows).nodes)
-        self._outcomes.settle(plan)
-        proposals = self._draft(plan)
-        drafted = time.perf_counter()
-        metrics.DRAFT_WAIT_SECONDS.observe(drafted - started)
-        if plan.is_empty:
-            return
-        batch = self._batch(plan, proposals)
-        wait = self._sizes.wait(plan.decode, proposals, drafted - started)
-        capture = self._drafts.capture
-        step = Step(batch, plan.prefill, capture or ())
-        if self._overlaps and self._executor.can_overlap(step):
-            self._in_flight = self._overlap.start(step)
-            self._in_flight.wait, self._in_flight.chunks = wait, behind
-            return
-        starts = [slot.seq.num_computed for slot in plan.decode]
-        result = self._execute(step)
-        verified = time.perf_counter()
-        self._outcomes.report(plan.prefill, result.prompt_logprobs)
-        for chunk in plan.prefill:
-            if not chunk.is_last:
-                self._scheduler.on_committed(chunk.seq, chunk.num_tokens)
-        self._outcomes.break_off(batch[i].sequence for i in result.broken)
-        num_decoding = len(plan.decode)
-        decoded = result.outcomes[:num_decoding]
-        self._outcomes.commit_all(batch[:num_decoding], decoded)
-        last_chunks = [chunk for chunk in plan.prefill if chunk.is_last]
-        for chunk, rows, outcome in zip(
-            last_chunks, batch[num_decoding:], result.outcomes[num_decoding:], strict=True
-        ):
-            if chunk.seq.status is Status.RUNNING:
-                self._outcomes.commit(rows, outcome, chunk.num_tokens)
-        tokens = sum(len(outcome.verified.tokens) for outcome in decoded)
-        if plan.prefill or behind:
-            self._sizes.interrupted(wait)
-        else:
-            self._sizes.observe(len(batch), result.num_logit_rows, verified - drafted, tokens, wait)
-        if capture is not None:
-            decoding = [slot.seq for slot in plan.decode]
-            paths = [outcome.verified.path for outcome in decoded]
-            self._overlap.keep(result, decoding, plan.prefill, starts, paths)
-        metrics.FORWARD_SECONDS.observe(result.forward_seconds)
-        metrics.VERIFY_SECONDS.observe(verified - drafted - result.forward_seconds)
-        self._ended(started, (*behind, *plan.prefill), has_decodes=num_decoding > 0)
-
-    def _compute_behind(self, running: StepInFlight) -> tuple[PrefillChunk, ...]:
-        """Starts prompts behind the running step, as far as there are some and nothing is in the
-        way.
-        """
-        if self._drafts.are_stale:
-            return ()
-        plan = self._scheduler.schedule_prompts()
-        self._outcomes.settle(plan)
-        if plan.prefill:
-            result = self._overlap.compute_behind(running, plan.prefill)
-            for chunk in plan.prefill:
-                self._scheduler.on_committed(chunk.seq, chunk.num_tokens)
-            if self._drafts.capture is not None:
-                self._overlap.keep(result, [], plan.prefill, [], [])
-        return tuple(plan.prefill)
-
-    def _execute(self, step: Step) -> StepResult:
-        """Runs a step and waits for it."""
-        pending = self._executor.submit(step)
-        pending.choose()
-        return pending.finish()
-
-    def _land(self, running: StepInFlight) -> None:
-        """Waits for an overlapped step and commits its outcome."""
-        result = self._overlap.finish(running)
-        starts = [sequence.num_computed for sequence in running.sequences]
-        paths = [outcome.verified.path for outcome in result.outcomes]
-        self._outcomes.break_off(running.sequences[i] for i in result.broken)
-        batch = map(VerifyRows, running.sequences, result.trees, running.confidences)
-        self._outcomes.commit_all(batch, result.outcomes)
-        if self._in_flight is not None:
-            self._overlap.choose(self._in_flight)
-        self._overlap.tell(running, result, starts, paths)
-        began = max(running.started_at, self._ended_at)
-        if running.chunks:
-            self._sizes.interrupted(running.wait)
-        else:
-            self._sizes.observe(
-                len(running.sequences),
-                result.num_logit_rows,
-                time.perf_counter() - began,
-                sum(map(len, paths)),
-                running.wait,
-            )
-        metrics.OVERLAPPED_STEPS.inc(self._in_flight is not None)
-        self._ended(began, running.chunks)
-
-    def _ended(
-        self, started: float, chunks: tuple[PrefillChunk, ...] = (), has_decodes: bool = True
-    ) -> None:
-        self._ended_at = time.perf_counter()
-        seconds = self._ended_at - started
-        metrics.STEP_SECONDS.observe(seconds)
-        self._scheduler.prefill_budget.observe(seconds, chunks, has_decodes)
-        self._observe()
-
-    def _draft(self, plan: StepPlan) -> Proposals:
-        if not self._drafts.each:
-            return NO_PROPOSALS
-        requests = [DraftRequest(slot.seq, slot.max_tree_nodes) for slot in plan.decode]
-        extending = [chunk.seq for chunk in plan.prefill]
-        return self._drafts.propose(requests, extending, meanwhile=self._emit)
-
-    def _batch(self, plan: StepPlan, proposals: Proposals) -> list[VerifyRows]:
-        """Returns the sequences to choose tokens for: decoding ones, then ends of prompts."""
-        batch = []
-        trees = self._sizes.trees(plan.decode, proposals)
-        for slot, tree in zip(plan.decode, trees, strict=True):
-            if (grammar := slot.seq.follow_grammar()) is not None:
-                tree = grammar.prune(tree)
-            batch.append(VerifyRows(slot.seq, tree, proposals.of(slot.seq).confidence))
-        for chunk in plan.prefill:
-            if chunk.is_last:
-                chunk.seq.follow_grammar()
-                batch.append(VerifyRows(chunk.seq, EMPTY))
-        return batch
-
     def _emit(self) -> None:
         """Hands each submitter the outputs of this step."""
         if self._live.has_news:
             self._live.emit(self.load())
-
-    def _observe(self) -> None:
-        """Publishes metrics at intervals, and always before the last request's end is emitted."""
-        now = time.perf_counter()
-        if self._has_work and now - self._published_at < metrics.PUBLISH_SECONDS:
-            return
-        self._published_at = now
-        self._note_drafts()
-        pool = self._scheduler.pool
-        metrics.RUNNING.set(self._scheduler.num_running)
-        metrics.WAITING.set(self._scheduler.num_waiting)
-        metrics.PAGES_CACHED.set(pool.num_idle)
-        metrics.PAGES_USED.set(pool.num_pages - pool.num_free - pool.num_idle)
-        self._speculation.flush()
-        self._sizes.publish(self._speculation)
-
-    def _note_drafts(self) -> None:
-        """Records the time since which all drafts are attached."""
-        is_drafting = self._drafts.are_available
-        if is_drafting and not self._drafting_since:
-            self._drafting_since = time.time()
-            logger.info("drafting from %s on", time.strftime("%H:%M:%S"))
-        elif not is_drafting:
-            self._drafting_since = 0.0

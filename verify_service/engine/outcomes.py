@@ -11,7 +11,7 @@ from verify_service import metrics
 from verify_service.drafts.drafts import Drafts
 from verify_service.engine.live_requests import LiveRequests
 from verify_service.engine.tree_sizes import TreeSizes
-from verify_service.executor.base import Executor
+from verify_service.executor.base import Executor, StepResult
 from verify_service.executor.choice.sampler import Outcome, VerifyRows
 from verify_service.outputs import StepOutput, TokenLogprob, VerifiedTree
 from verify_service.scheduler.request import Sequence, Status
@@ -89,6 +89,30 @@ class Outcomes:
                 live = self._live[chunk.seq]
                 self._live.queue(live, StepOutput(live.request.tag, prompt_logprobs=logprobs))
                 chunk.seq.scored(chunk.start + chunk.num_tokens)
+
+    def commit_step(
+        self, plan: StepPlan, batch: AnySequence[VerifyRows], result: StepResult
+    ) -> None:
+        """Commits a step that was not overlapped.
+
+        Args:
+            plan: The step's plan.
+            batch: Sequences that tokens were chosen for: decoding ones, then ends of prompts.
+            result: Result of the step.
+        """
+        self.report(plan.prefill, result.prompt_logprobs)
+        for chunk in plan.prefill:
+            if not chunk.is_last:
+                self._scheduler.on_committed(chunk.seq, chunk.num_tokens)
+        self.break_off(batch[i].sequence for i in result.broken)
+        num_decoding = len(plan.decode)
+        self.commit_all(batch[:num_decoding], result.outcomes[:num_decoding])
+        last_chunks = [chunk for chunk in plan.prefill if chunk.is_last]
+        for chunk, rows, outcome in zip(
+            last_chunks, batch[num_decoding:], result.outcomes[num_decoding:], strict=True
+        ):
+            if chunk.seq.status is Status.RUNNING:
+                self.commit(rows, outcome, chunk.num_tokens)
 
     def commit_all(self, batch: Iterable[VerifyRows], outcomes: Iterable[Outcome]) -> None:
         """Commits the outcomes of sequences that decode; skips those that have ended since."""

@@ -17,11 +17,11 @@ from foredraft.trees.draft_tree import EMPTY
 from verify_service import metrics
 from verify_service.controller.messages import NO_WAIT, Plan, Wait
 from verify_service.drafts.drafts import Drafts
-from verify_service.drafts.hidden_states import Gathered, committed_rows
+from verify_service.drafts.hidden_states import Gathered
 from verify_service.drafts.proposals import NO_PROPOSALS, DeviceRequest, DeviceTrees, Proposals
 from verify_service.executor.base import Ahead, Executor, PendingStep, Step, StepResult
 from verify_service.executor.choice.sampler import VerifyRows
-from verify_service.scheduler.request import Sequence, Status
+from verify_service.scheduler.request import Sequence
 from verify_service.scheduler.scheduler import Scheduler
 from verify_service.scheduler.step_plan import PrefillChunk
 
@@ -160,53 +160,6 @@ class OverlapScheduler:
         for sequence in running.sequences:
             sequence.num_in_flight -= running.started.num_rows
         return finished
-
-    def tell(
-        self, running: StepInFlight, result: StepResult, starts: list[int], paths: list[list[int]]
-    ) -> None:
-        """Records a step's commits for the draft.
-
-        A draft that follows on the device has the tokens already; else the hidden states are kept
-        for it.
-        """
-        drafts = self._drafts
-        if running.followed_by is not None:
-            for sequence, start in zip(running.sequences, starts, strict=True):
-                if sequence.status is Status.RUNNING:
-                    running.followed_by.followed(sequence, start)
-            if running.gathered is None:
-                return
-        if drafts.capture is None:
-            return
-        if running.started.num_rows == 1:  # for example, while drafting is suspended
-            gathered = running.gathered or drafts.gather(result.output, len(starts))
-            drafts.keep_step(running.sequences, starts, gathered)
-        else:
-            committed = committed_rows(running.sequences, (), result.first_rows, starts, paths)
-            drafts.keep(result.output, committed, running.gathered)
-
-    def keep(
-        self,
-        result: StepResult,
-        decoding: list[Sequence],
-        chunks: list[PrefillChunk],
-        starts: list[int],
-        paths: list[list[int]],
-    ) -> None:
-        """Stores the hidden states of a step that was not overlapped.
-
-        See `committed_rows` for the arguments.
-        """
-        drafts, count = self._drafts, len(decoding)
-        # Index of the first prompt, or of the last decoding sequence if there are no prompts.
-        row = count if chunks else count - 1
-        if result.first_rows[row] == row and all(len(path) == 1 for path in paths):
-            # Each decoding sequence has one row.
-            count += sum(chunk.num_tokens for chunk in chunks)
-            drafts.keep_step(decoding, starts, drafts.gather(result.output, count), chunks)
-        else:
-            committed = committed_rows(decoding, chunks, result.first_rows, starts, paths)
-            drafts.keep(result.output, committed)
 
     def _await(self, running: StepInFlight, is_over: Callable[[], bool]) -> None:
         """Waits for a step that needs a draft's trees; abandons a draft that is late."""

@@ -223,7 +223,7 @@ def test_a_defect_in_a_step_answers_everybody_and_no_more_is_taken(
         raise defect
 
     with running_engine(target) as harness:
-        monkeypatch.setattr(harness.engine, "_execute", fail)
+        monkeypatch.setattr(harness.engine._steps, "_execute", fail)
         result = harness.run([Job([5, 6], GREEDY)])[0]
         assert result.finish is not None
         assert isinstance(result.finish.error, Unavailable)

@@ -37,7 +37,7 @@ def test_random_schedules_give_what_plain_decoding_gives(has_draft: bool, seed: 
 def test_most_steps_run_ahead_while_nobody_joins() -> None:
     run = Run(3, True)
     run.join()
-    while run.engine._has_work or not run.ends:
+    while run.engine._steps.has_work or not run.ends:
         run.step()
     run.check()
     assert run.draft is not None
@@ -51,7 +51,7 @@ def test_a_grammar_takes_nobody_out_of_the_steps_that_run_ahead() -> None:
         run.join()
     before = OVERLAPPED_STEPS._value.get()
     num_steps = 0
-    while run.engine._has_work or not run.ends:
+    while run.engine._steps.has_work or not run.ends:
         run.step()
         num_steps += 1
     run.check()

@@ -127,7 +127,7 @@ def engine(num_sequences: int, has_draft: bool) -> Engine:
         made.submit(EngineRequest(i, [i] * (PAGE + 1), sampling, lambda news, load: None))
     made._take_inbox()
     for _ in range(4):
-        made.step()
+        made._steps.run()
     return made
 
 
@@ -142,14 +142,14 @@ def num_calls(num_sequences: int, has_draft: bool) -> int:
             nonlocal count
             count += event in ("call", "c_call")
 
-        assert made._in_flight is not None
+        assert made._steps.is_in_flight
         sys.setprofile(note)
         try:
-            made.step()
+            made._steps.run()
         finally:
             sys.setprofile(None)
         counts.append(count)
-    assert made._in_flight is not None
+    assert made._steps.is_in_flight
     return min(counts)  # of steps in which nobody takes a page and nothing is published
 
 
@@ -163,7 +163,7 @@ def test_a_suspended_draft_costs_no_call_for_each_sequence(few: int) -> None:
 def test_all_that_came_is_there_when_it_is_asked_for() -> None:
     made = engine(3, True)
     for _ in range(100):
-        made.step()
+        made._steps.run()
     hidden = made._drafts.each[0]._session.hidden  # type: ignore[attr-defined]
     assert hidden._runs == {}  # nobody has asked
     for sequence in made._scheduler.running:
