@@ -1,12 +1,10 @@
-"""Schedules steps: which sequences run, with how many rows, on which pages. No torch, no drafts.
+"""Plans steps: which sequences run, with how many rows, on which pages. No torch, no drafts.
 
 Sequences are ranked by priority, then arrival. Each step holds every running decode and at most one
 chunk of prompt tokens. What a better-ranked sequence needs to go on is taken from worse-ranked
 ones, so the best-ranked one always progresses.
 """
 
-import bisect
-import heapq
 import math
 import time
 from collections.abc import Callable
@@ -17,13 +15,14 @@ from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.page_tables import PageTables, UsablePrefix
 from verify_service.scheduler.prefill_budget import PrefillBudget
 from verify_service.scheduler.prefill_split import split_chunk
-from verify_service.scheduler.prefix_tree import PrefixNode, PrefixTree
+from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.request import Sequence, Status
+from verify_service.scheduler.run_queue import RunQueue, insert_by_rank
 from verify_service.scheduler.step_plan import DecodeSlot, PrefillChunk, StepPlan
 
 
 class Scheduler:
-    """Owns the queue, the slots and the page tables of all sequences.
+    """Plans steps, and owns the queue and the page tables of all sequences.
 
     One thread calls: `add` and `cancel` between steps, then per step `schedule`, and for each
     sequence of the plan `Sequence.append_tokens`, `on_committed`, and `finish` when it has ended.
@@ -72,7 +71,6 @@ class Scheduler:
         self.prefill_budget = PrefillBudget(chunked_prefill_size, max_decode_delay, key_cost)
         self.max_queue = max_queue
         self.admission_headroom = admission_headroom
-        self.num_preemptions = 0
         # The newest token is never in KV, so a sequence may be one longer than the pool.
         capacity = pool.num_pages * pool.page_size + 1
         self.max_sequence_tokens = min(capacity, context_length or capacity)
@@ -84,31 +82,27 @@ class Scheduler:
             look_ahead,
             longest_shared,
         )
-        self._live: dict[int, Sequence] = {}
-        self._waiting: list[Sequence] = []  # both sorted by rank
-        self._running: list[Sequence] = []
-        self._cancelled: list[Sequence] = []
-        # Whether admission may turn out otherwise than when it was last tried.
-        self._may_admit = False
-        self._next_deadline = math.inf
-        self._num_arrived = 0
-        self._free_slots = list(range(max_running_requests))  # a heap: low numbers first
-        self._released_slots: list[int] = []
+        self._queue = RunQueue(self._tables, max_running_requests)
 
     @property
     def running(self) -> tuple[Sequence, ...]:
         """Sequences with a slot, best rank first."""
-        return tuple(self._running)
+        return tuple(self._queue.running)
 
     @property
     def num_running(self) -> int:
         """Number of sequences with a slot."""
-        return len(self._running)
+        return len(self._queue.running)
 
     @property
     def num_waiting(self) -> int:
         """Number of sequences in the queue, preempted ones included."""
-        return len(self._waiting)
+        return len(self._queue.waiting)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Number of preemptions so far."""
+        return self._queue.num_preemptions
 
     @property
     def num_available_pages(self) -> int:
@@ -118,7 +112,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` may have something to do or to report."""
-        return bool(self._live)
+        return len(self._queue) > 0
 
     def check(self, num_prompt: int, max_new_tokens: int) -> None:
         """Raises what `add` would raise for such a request now. Any thread may call it.
@@ -139,9 +133,9 @@ class Scheduler:
                 " server",
             )
         # Sequences that get a free slot in the next step do not count as waiting.
-        num_free = self.max_running_requests - len(self._running)
-        if len(self._waiting) >= self.max_queue + num_free:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting")
+        num_free = self.max_running_requests - self.num_running
+        if self.num_waiting >= self.max_queue + num_free:
+            raise Overloaded(f"{self.num_waiting} requests are waiting")
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence.
@@ -151,22 +145,13 @@ class Scheduler:
             PromptTooLong, Overloaded: See `check`.
         """
         self.check(seq.num_prompt, seq.sampling.max_new_tokens)
-        if seq.request_id in self._live:
+        if seq.request_id in self._queue:
             raise InvalidRequest("request_id", f"{seq.request_id} is in use")
-        seq.arrival = self._num_arrived
-        self._num_arrived += 1
-        self._live[seq.request_id] = seq
-        self._enqueue(seq)
-        self._may_admit = True
-        if seq.deadline is not None:
-            self._next_deadline = min(self._next_deadline, seq.deadline)
+        self._queue.add(seq)
 
     def cancel(self, request_id: int) -> bool:
         """Ends a request at the next `schedule`; False when it is not known (any more)."""
-        seq = self._live.get(request_id)
-        if seq is not None:
-            self._cancelled.append(seq)
-        return seq is not None
+        return self._queue.cancel(request_id)
 
     def schedule(
         self,
@@ -183,7 +168,7 @@ class Scheduler:
             with_prompts: Whether sequences may join and prompts be computed, where others decode.
         """
         plan = StepPlan()
-        self._drop_ended(time.monotonic() if now is None else now, plan)
+        plan.ended = self._queue.drop_ended(time.monotonic() if now is None else now)
         decoding, has_room = self._reserve_roots(plan)
         if with_prompts or not decoding:
             if has_room:
@@ -194,7 +179,7 @@ class Scheduler:
             num_prompt = sum(chunk.num_tokens for chunk in plan.prefill)
             for seq, num_nodes in zip(decoding, wanted_nodes(decoding, num_prompt), strict=True):
                 plan.decode.append(DecodeSlot(seq, self._reserve_tree(seq, num_nodes)))
-        plan.released_slots, self._released_slots = self._released_slots, []
+        plan.released_slots = self._queue.take_released_slots()
         return plan
 
     def schedule_prompts(self) -> StepPlan:
@@ -205,12 +190,12 @@ class Scheduler:
         `schedule`: a sequence leaves, pages are short, or a prompt's log-probabilities are wanted.
         """
         plan = StepPlan()
-        if self._cancelled or time.monotonic() >= self._next_deadline:
+        if self._queue.has_to_drop(time.monotonic()):
             return plan
-        if self._may_admit:
+        if self._queue.may_admit:
             self._admit(plan, [])
-            plan.released_slots, self._released_slots = self._released_slots, []
-        prefilling = [seq for seq in self._running if not seq.is_decoding]
+            plan.released_slots = self._queue.take_released_slots()
+        prefilling = [seq for seq in self._queue.running if not seq.is_decoding]
         if not prefilling or any(seq.score_from is not None for seq in prefilling):
             return plan
         size = self.prefill_budget.tokens(max(seq.num_computed for seq in prefilling))
@@ -241,12 +226,13 @@ class Scheduler:
             None where the step may start, else the reason: a sequence joins or leaves, a prompt has
             to be computed, no sequence goes on, or pages are short.
         """
-        if self._cancelled or time.monotonic() >= self._next_deadline:
+        if self._queue.has_to_drop(time.monotonic()):
             return "leaves"
-        if self._may_admit and self._waiting and self._free_slots:
+        queue = self._queue
+        if queue.may_admit and queue.waiting and queue.free_slots:
             return "joins"
         # A running sequence outside the started step computes its prompt, or has just done so.
-        if any(not seq.num_in_flight for seq in self._running):
+        if any(not seq.num_in_flight for seq in self._queue.running):
             return "prompt"
         if not going:
             return "ends"
@@ -282,17 +268,7 @@ class Scheduler:
             seq: Waiting or running sequence; one that has ended is left unchanged.
             reason: Reason, where `append_tokens` has not set one.
         """
-        if seq.status is Status.FINISHED:
-            return
-        if seq.status is Status.RUNNING:
-            self._detach(seq)
-        else:
-            self._waiting.remove(seq)
-        seq.status = Status.FINISHED
-        seq.finish_reason = seq.finish_reason or reason
-        seq.node = None
-        seq.page_keys = []
-        del self._live[seq.request_id]
+        self._queue.finish(seq, reason)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless each page has as many references as owners, and each slot one.
@@ -300,35 +276,12 @@ class Scheduler:
         Walks the whole pool: for idle moments.
         """
         holders = self.prefix_tree.holders()
-        for seq in self._running:
+        for seq in self._queue.running:
             for page in seq.pages:
                 holders[page] = holders.get(page, 0) + 1
         self.pool.check_integrity(holders)
         self.prefix_tree.check_integrity()
-        slots = [seq.slot for seq in self._running] + self._free_slots
-        if sorted(slot for slot in slots if slot is not None) != list(
-            range(self.max_running_requests)
-        ):
-            raise RuntimeError(f"slots in use and free do not add up: {slots}")
-        if any(seq.pages or seq.slot is not None for seq in self._waiting):
-            raise RuntimeError("a waiting sequence holds pages or a slot")
-        if len(self._live) != len(self._running) + len(self._waiting):
-            raise RuntimeError(f"{len(self._live)} sequences are live")
-
-    def _drop_ended(self, now: float, plan: StepPlan) -> None:
-        for seq in self._cancelled:
-            if seq.status is not Status.FINISHED:
-                self.finish(seq, FinishReason.CANCELLED)
-                plan.ended.append(seq)
-        self._cancelled.clear()
-        if now < self._next_deadline:
-            return
-        for seq in list(self._live.values()):
-            if seq.deadline is not None and seq.deadline <= now:
-                self.finish(seq, FinishReason.DEADLINE)
-                plan.ended.append(seq)
-        deadlines = (seq.deadline for seq in self._live.values() if seq.deadline is not None)
-        self._next_deadline = min(deadlines, default=math.inf)
+        self._queue.check_integrity()
 
     def _reserve_roots(self, plan: StepPlan) -> tuple[list[Sequence], bool]:
         """Gives every decoding sequence the page of its root, by preemption if need be.
@@ -338,7 +291,7 @@ class Scheduler:
         """
         decoding = []
         has_room, size = True, self.pool.page_size
-        for seq in list(self._running):
+        for seq in list(self._queue.running):
             if seq.status is not Status.RUNNING or not seq.is_decoding:
                 continue
             num_tokens = len(seq.tokens)
@@ -357,14 +310,15 @@ class Scheduler:
 
         Never overtakes: a sequence that does not fit holds the others back until it fits.
         """
-        self._may_admit = False
-        if not self._waiting or not self._free_slots:
+        queue = self._queue
+        queue.may_admit = False
+        if not queue.waiting or not queue.free_slots:
             return
         unclaimed = self.num_available_pages
-        for seq in self._running:
+        for seq in queue.running:
             unclaimed -= max(0, self._target_pages(seq) - len(seq.pages))
-        while self._waiting and self._free_slots:
-            seq = self._waiting[0]
+        while queue.waiting and queue.free_slots:
+            seq = queue.waiting[0]
             node = self._tables.find_prefix(seq)
             needed = self._target_pages(seq) - node.depth
             if needed > unclaimed:
@@ -373,24 +327,17 @@ class Scheduler:
             if needed > unclaimed:
                 return
             unclaimed -= needed
-            del self._waiting[0]
-            self._start(seq, node)
+            queue.start_first()
+            self._tables.take_prefix(seq, node)
             plan.admitted.append(seq)
             if seq.is_decoding and self._tables.grow(seq, len(seq.tokens)) >= len(seq.tokens):
-                bisect.insort(decoding, seq, key=_rank)
-
-    def _start(self, seq: Sequence, node: PrefixNode) -> None:
-        seq.status = Status.RUNNING
-        seq.slot = heapq.heappop(self._free_slots)
-        seq.pages_changed(0)
-        bisect.insort(self._running, seq, key=_rank)
-        self._tables.take_prefix(seq, node)
+                insert_by_rank(decoding, seq)
 
     def _reserve_chunks(self, plan: StepPlan, beside_decodes: bool) -> None:
         """Splits the step's prompt tokens over the prefilling sequences and reserves their
         pages.
         """
-        prefilling = [seq for seq in self._running if not seq.is_decoding]
+        prefilling = [seq for seq in self._queue.running if not seq.is_decoding]
         if not prefilling:
             return
         chunk_size = self.prefill_budget.chunk_size
@@ -430,35 +377,10 @@ class Scheduler:
         rank up, but none better than `seq`. Where that is not enough, `seq` takes no part in this
         step.
         """
-        for other in self._running:
+        for other in self._queue.running:
             if other.is_decoding:
                 self._tables.truncate(other, self.pool.pages_for(len(other.tokens)))
-        while self.num_available_pages < num_pages and self._running[-1] is not seq:
-            plan.preempted.append(self._running[-1])
-            self._preempt(self._running[-1])
-
-    def _preempt(self, seq: Sequence) -> None:
-        self._detach(seq)
-        if seq.grammar is not None:
-            seq.grammar.release()
-        seq.status = Status.WAITING
-        seq.num_computed = 0
-        seq.num_preemptions += 1
-        self.num_preemptions += 1
-        self._enqueue(seq)
-
-    def _detach(self, seq: Sequence) -> None:
-        assert seq.slot is not None
-        self._may_admit = True
-        self._tables.truncate(seq, 0)
-        heapq.heappush(self._free_slots, seq.slot)
-        self._released_slots.append(seq.slot)
-        seq.slot = None
-        self._running.remove(seq)
-
-    def _enqueue(self, seq: Sequence) -> None:
-        bisect.insort(self._waiting, seq, key=_rank)
-
-
-def _rank(seq: Sequence) -> tuple[int, int]:
-    return seq.rank
+        running = self._queue.running
+        while self.num_available_pages < num_pages and running[-1] is not seq:
+            plan.preempted.append(running[-1])
+            self._queue.preempt(running[-1])

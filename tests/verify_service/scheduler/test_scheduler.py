@@ -247,7 +247,7 @@ def test_a_long_wait_in_the_queue_hashes_nothing_anew():
     for _ in range(3):
         step_keys = scheduler.schedule(lambda seqs, _: [0] * len(seqs))
         run_without_check(scheduler, step_keys)
-    waiting = scheduler._waiting[0]
+    waiting = scheduler._queue.waiting[0]
     keys = waiting.page_keys
     run_without_check(scheduler, scheduler.schedule(lambda seqs, _: [0] * len(seqs)))
     assert waiting.page_keys is keys
