@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.real_prompts import FILE
-from foredraft.cli import stack
+from foredraft.cli import serve_config, stack
 from foredraft.cli.serve import FIRST_PROMPT
 
 PLAIN = "NONE"
@@ -90,7 +90,9 @@ def _first_requests(draft: str, temperature: float) -> list[Answer]:
     if DRAFTS[draft]:
         values["speculative_draft_model_path"] = DRAFTS[draft]
     prompts = [FIRST_PROMPT, *(json.loads(FILE.read_text())[index] for index in HELD_OUT)]
-    services = stack.make_supervisor(stack.resolve_models({**values, "log_level": "warning"}))
+    services = stack.make_supervisor(
+        serve_config.resolve_models({**values, "log_level": "warning"})
+    )
     with services:
         services.wait_healthy()
         url = f"{services.urls['http']}/v1/completions"

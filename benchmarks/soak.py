@@ -31,7 +31,7 @@ import psutil
 import uvloop
 
 from benchmarks.soak_load import KEYS, Load
-from foredraft.cli import serve, stack
+from foredraft.cli import serve, serve_config, stack
 from foredraft.cli.supervisor import Supervisor
 from testing.soak_growth import draw, growth
 
@@ -92,7 +92,7 @@ def main() -> int:
             **PATIENCE,
             **given,
         }
-        return _soak(stack.resolve_models(values), arguments, given)
+        return _soak(serve_config.resolve_models(values), arguments, given)
 
 
 def _soak(values: dict[str, Any], arguments: argparse.Namespace, given: dict[str, Any]) -> int:

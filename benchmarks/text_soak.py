@@ -27,7 +27,7 @@ from typing import Any
 import uvloop
 
 from foredraft.bench.http_client import ConnectionBroken, HttpClient
-from foredraft.cli import serve, stack
+from foredraft.cli import serve, serve_config, stack
 from foredraft.cli.supervisor import Supervisor
 from testing.compared_texts import Ask, Findings, answer_all, compare, requests
 
@@ -95,7 +95,9 @@ def _is_of_drafts(name: str) -> bool:
 def _running(given: dict[str, Any]) -> Supervisor:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     values = {"port": 0, "grpc_port": 0, **BOUNDS, **PATIENCE, **given}
-    return stack.make_supervisor(stack.resolve_models(values), on_line=lambda name, line: None)
+    return stack.make_supervisor(
+        serve_config.resolve_models(values), on_line=lambda name, line: None
+    )
 
 
 async def load(

@@ -12,7 +12,7 @@ import sys
 import typing
 from pathlib import Path
 
-from foredraft.cli.stack import ServeConfig
+from foredraft.cli.serve_config import ServeConfig
 from foredraft.config.common import LogConfig, TargetConfig
 from foredraft.config.options import (
     describe_bounds,

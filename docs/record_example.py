@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from foredraft.cli import stack
+from foredraft.cli import serve_config, stack
 
 WEB = Path(__file__).parent.parent / "gateway" / "web"
 MAX_TOKENS = 112
@@ -23,7 +23,7 @@ def first_example() -> str:
 
 def record() -> dict[str, Any]:
     """A greedy run on a server that was started without flags."""
-    values = stack.resolve_models({"port": 0, "grpc_port": 0, "device": "cpu"})
+    values = serve_config.resolve_models({"port": 0, "grpc_port": 0, "device": "cpu"})
     prompt = first_example()
     body = {
         "prompt": prompt,

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from foredraft.cli import serve, stack
+from foredraft.cli import serve
+from foredraft.cli.serve_config import ServeConfig
 from foredraft.config.options import given_values, parse, variable_of
 from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
 from foredraft.rpc import address
@@ -58,9 +59,9 @@ def _parsed(argv: list[str], environ: Mapping[str, str]) -> object:
             if target:
                 address.parse(target.removeprefix(discovery.PREFIX))
     elif argv[:2] == ["foredraft", "serve"]:
-        known = {variable_of(name) for name in stack.ServeConfig.__dataclass_fields__}
+        known = {variable_of(name) for name in ServeConfig.__dataclass_fields__}
         namespace = serve.make_parser().parse_args(argv[2:])
-        config = stack.ServeConfig(**given_values(stack.ServeConfig, namespace))
+        config = ServeConfig(**given_values(ServeConfig, namespace))
     else:
         pytest.fail(f"not a command of ours: {argv}")
     unknown = {name for name in environ if name.startswith("FOREDRAFT_")} - known

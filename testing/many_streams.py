@@ -11,7 +11,7 @@ from typing import Any
 
 from foredraft.bench import prompts
 from foredraft.bench.http_client import ConnectionBroken, HttpClient
-from foredraft.cli import stack
+from foredraft.cli import serve_config, stack
 from foredraft.cli.supervisor import Supervisor
 from testing.chaos import processes
 
@@ -80,7 +80,7 @@ def running(
     model: str, connections: int, tokens: int, algorithm: str = "NGRAM", threads: int = 1
 ) -> Iterator[Supervisor]:
     """Runs a stack with room for all connections at once."""
-    values = stack.resolve_models({"model_path": model})
+    values = serve_config.resolve_models({"model_path": model})
     values |= {
         "port": 0,
         "grpc_port": 0,

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from foredraft.cli import stack
+from foredraft.cli import serve_config, stack
 from foredraft.cli.supervisor import Supervisor
 from monitoring import pictures
 from monitoring.panels import DASHBOARDS
@@ -76,7 +76,7 @@ def complete(base: str, prompt: str, max_tokens: int, temperature: float) -> dic
 @contextlib.contextmanager
 def running_stack() -> Iterator[Supervisor]:
     """Runs the bundled model, drafted from n-grams, in a small pool of pages."""
-    values = stack.resolve_models({})
+    values = serve_config.resolve_models({})
     values |= {"port": 0, "grpc_port": 0, "num_threads": 1, "max_total_tokens": 4096}
     lines: list[str] = []
     supervisor = stack.make_supervisor(values, on_line=lambda name, line: lines.append(line))

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from foredraft.cli import stack
+from foredraft.cli import serve_config, stack
 from foredraft.cli.serve import read_values
 from foredraft.config.flag_parser import FlagParser
 from foredraft.config.options import add_arguments
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         if not arguments.server:
             # The usual ports may belong to a gateway that runs.
             values = {"port": 0, "grpc_port": 0, **values, **PRIVATE}
-            stack.check(values)
+            serve_config.check(values)
         elif values_given := _service_flags(arguments):
             raise ConfigError(f"--server starts no services: {values_given[0]} has no use with it")
     except ConfigError as error:
@@ -141,7 +141,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="Draft nothing for this prompt: the same text, only slower.",
     )
     services = parser.add_argument_group("services, as in foredraft serve")
-    add_arguments(services, stack.ServeConfig, hide_internal=True)
+    add_arguments(services, serve_config.ServeConfig, hide_internal=True)
     return parser
 
 
@@ -149,7 +149,7 @@ def _service_flags(arguments: argparse.Namespace) -> list[str]:
     """Returns flags of services that were given on the command line; unlike variables they were
     meant for this call.
     """
-    names = [field.name for field in dataclasses.fields(stack.ServeConfig)]
+    names = [field.name for field in dataclasses.fields(serve_config.ServeConfig)]
     return [
         "--" + name.replace("_", "-")
         for name in names
@@ -162,7 +162,7 @@ def _services(values: Mapping[str, Any], console: Console) -> Iterator[str]:
     """Runs a gateway, a verifier and a draft; yields the gateway's URL."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with console.status("preparing the model"):
-        resolved = stack.resolve_models(values)
+        resolved = serve_config.resolve_models(values)
     with stack.make_supervisor(resolved) as supervisor:
         with console.status("starting the services"):
             supervisor.wait_healthy()

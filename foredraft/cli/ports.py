@@ -1,10 +1,15 @@
-"""Free ports that stay free until the service that was given one listens on it."""
+"""Ports of services: those asked for, checked, and free ones that stay free until they are used."""
 
 import collections
 import contextlib
+import errno
 import random
 import socket
+from collections.abc import Mapping
 from pathlib import Path
+
+from foredraft.config.options import flag_of
+from foredraft.errors import ConfigError
 
 LOWEST = 20_000
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -12,6 +17,39 @@ ATTEMPTS = 64
 # Names of abstract sockets: each tells other processes of this network namespace that a port was
 # chosen. The last ones are kept for as long as this process lives.
 _marks: collections.deque[socket.socket] = collections.deque(maxlen=32)
+
+
+def choose_ports(wanted: Mapping[str, tuple[str, int]]) -> dict[str, int]:
+    """Returns the requested ports, if they are free, and free ones for 0.
+
+    They are left for the services to take.
+
+    Args:
+        wanted: Host and port by name; the name is the field of the port's flag.
+
+    Raises:
+        ConfigError: Two ports are the same, or one cannot be taken.
+    """
+    chosen: dict[str, int] = {}
+    with contextlib.ExitStack() as probes:
+        for name in sorted(wanted, key=lambda name: wanted[name][1] == 0):
+            host, port = wanted[name]
+            for other in chosen:
+                if port and chosen[other] == port:
+                    raise ConfigError(f"{flag_of(other)} and {flag_of(name)} are both {port}")
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            probe = probes.enter_context(socket.socket(family))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                if port:
+                    probe.bind((host, port))
+                chosen[name] = port or bind_free(probe, host)
+            except OSError as error:
+                reason = error.strerror or error
+                if error.errno == errno.EADDRINUSE:
+                    reason = f"{reason}; give another port, or 0 for any free one"
+                raise ConfigError(f"{flag_of(name)} {port} on {host}: {reason}") from error
+    return chosen
 
 
 def bind_free(probe: socket.socket, host: str) -> int:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from foredraft.cli import stack
+from foredraft.cli.serve_config import ServeConfig, check, resolve_models, settle_draft
 from foredraft.cli.supervisor import ChildState, Supervisor
 from foredraft.config.common import LogConfig, TargetConfig
 from foredraft.config.flag_parser import FlagParser
@@ -58,7 +59,7 @@ _GROUPS: tuple[tuple[str, type], ...] = (
     ("speculation", SpeculationConfig),
     ("gateway", GatewayConfig),
     ("verifier", VerifyConfig),
-    ("metrics", stack.ServeConfig),
+    ("metrics", ServeConfig),
 )
 # Any model goes on with it, much of it as it began: drafts of every kind show what they can.
 FIRST_PROMPT = (
@@ -77,14 +78,14 @@ def main(argv: Sequence[str]) -> int:
     parser = make_parser()
     namespace = parser.parse_args(argv)
     try:
-        values, found = stack.settle_draft(read_values(namespace))
-        config = stack.check(values)
+        values, found = settle_draft(read_values(namespace))
+        config = check(values)
     except (ConfigError, CheckpointError) as error:
         parser.error(str(error))
     setup("serve", config.log_level, config.log_format)
     if found:
         logger.info(found)
-    for name, near in misspelt(stack.ServeConfig).items():
+    for name, near in misspelt(ServeConfig).items():
         logger.warning("%s is read by nothing; did you mean %s?", name, near)
     terminal = Terminal(plain=config.log_format == "json")
     try:
@@ -123,9 +124,9 @@ def read_values(namespace: argparse.Namespace) -> dict[str, Any]:
         ConfigError: A value cannot be read.
     """
     internal = {
-        field.name for field in dataclasses.fields(stack.ServeConfig) if field.metadata["internal"]
+        field.name for field in dataclasses.fields(ServeConfig) if field.metadata["internal"]
     }
-    values = given_values(stack.ServeConfig, namespace)
+    values = given_values(ServeConfig, namespace)
     return {name: value for name, value in values.items() if name not in internal}
 
 
@@ -171,7 +172,7 @@ class Terminal:
         marks = "  ".join(f"{state.name} {'✓' if state.healthy else '…'}" for state in states)
         return f"starting: {marks}  ({time.monotonic() - self._started:.0f} s)"
 
-    def ready(self, urls: Mapping[str, str], config: stack.ServeConfig) -> None:
+    def ready(self, urls: Mapping[str, str], config: ServeConfig) -> None:
         """Shows the addresses and a first request. Never raises for who reads them, as `line`."""
         seconds = time.monotonic() - self._started
         model = config.served_model_name or Path(config.model_path).name
@@ -220,7 +221,7 @@ def _serve(values: Mapping[str, Any], terminal: Terminal) -> int:
     # Until services run, a signal interrupts whatever is being done.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with terminal.progress("preparing the model"):
-        resolved = stack.resolve_models(values)
+        resolved = resolve_models(values)
     supervisor = stack.make_supervisor(resolved, on_line=terminal.line)
     try:
         asked_to_stop = _stop_on_signals(supervisor)
@@ -231,7 +232,7 @@ def _serve(values: Mapping[str, Any], terminal: Terminal) -> int:
                 stop=asked_to_stop,
             )
         if not asked_to_stop.is_set():
-            terminal.ready(supervisor.urls, stack.ServeConfig(**resolved))
+            terminal.ready(supervisor.urls, ServeConfig(**resolved))
         supervisor.wait(asked_to_stop)
         logger.info("stopping: running requests get time to finish; Ctrl-C again ends them")
     finally:

@@ -14,7 +14,7 @@ import uvloop
 from foredraft.bench import peers, sweep
 from foredraft.bench.http_client import HttpClient
 from foredraft.bench.sweep import Setting
-from foredraft.cli import serve, stack
+from foredraft.cli import serve, serve_config, stack
 from foredraft.config.algorithms import ALGORITHMS
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.models.registry import BUNDLED_DRAFTS
@@ -60,7 +60,7 @@ class StartedServers:
     @contextlib.contextmanager
     def open(self, setting: Setting) -> Iterator[str]:
         """Starts services, waits until the draft is attached, stops them."""
-        resolved = stack.resolve_models({**self._values, **setting.values})
+        resolved = serve_config.resolve_models({**self._values, **setting.values})
         with stack.make_supervisor(resolved) as supervisor:
             supervisor.wait_healthy(timeout=_START_SECONDS)
             url = supervisor.urls["http"]

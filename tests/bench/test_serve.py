@@ -19,7 +19,8 @@ from foredraft.bench.prompts import Prompt
 from foredraft.bench.records import Record
 from foredraft.bench.statistics import summarize
 from foredraft.bench.stream import AnswerReader
-from foredraft.cli import bench, stack
+from foredraft.cli import bench
+from foredraft.cli.serve_config import resolve_models
 from testing.peer_server import PeerServer
 from testing.stack import make_model, running_stack
 
@@ -27,7 +28,7 @@ from testing.stack import make_model, running_stack
 @pytest.fixture(scope="module")
 def urls() -> Iterator[dict[str, str]]:
     """The bundled model, drafted from n-grams."""
-    with running_stack(Path(stack.resolve_models({})["model_path"])) as services:
+    with running_stack(Path(resolve_models({})["model_path"])) as services:
         yield dict(services.urls)
 
 

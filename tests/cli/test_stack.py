@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.cli import stack
+from foredraft.cli import serve_config, stack
 from foredraft.cli.serve import Terminal
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
@@ -117,13 +117,13 @@ def test_drafts_see_the_card_that_they_are_given(
 
 
 def test_a_draft_s_card_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack, "count_gpus", lambda: 2)
+    monkeypatch.setattr(serve_config, "count_gpus", lambda: 2)
     for visible in ("", "0,2"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with pytest.raises(
             ConfigError, match="--draft-device 2 must be below 2, the number of vis"
         ):
-            stack.check(FREE | {"device": "cuda", "draft_device": 2})
+            serve_config.check(FREE | {"device": "cuda", "draft_device": 2})
 
 
 def test_each_of_several_drafts_is_a_service() -> None:
@@ -160,7 +160,7 @@ def test_each_of_several_models_goes_to_its_own_draft() -> None:
             "standalone=foredraft-demo-draft,EAGLE3=foredraft-demo-eagle3"
         ),
     }
-    resolved = stack.resolve_models(values)
+    resolved = serve_config.resolve_models(values)
     supervisor = stack.make_supervisor(resolved)
     supervisor.stop()
     head, small = map(resolve_model_path, ("foredraft-demo-eagle3", "foredraft-demo-draft"))
@@ -208,7 +208,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(busy_port: int, runtime
 )
 def test_what_cannot_be_served_is_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        stack.check(FREE | values)
+        serve_config.check(FREE | values)
 
 
 def test_a_model_directory_is_served_under_its_name(tmp_path: Path) -> None:
@@ -216,14 +216,14 @@ def test_a_model_directory_is_served_under_its_name(tmp_path: Path) -> None:
     directory.mkdir()
     (directory / "config.json").write_text("{}")
     values = {"model_path": str(directory), "port": 1}
-    assert stack.resolve_models(values) == values | {"served_model_name": "Some-Model-1.5B"}
+    assert serve_config.resolve_models(values) == values | {"served_model_name": "Some-Model-1.5B"}
     named = values | {"served_model_name": "chat"}
-    assert stack.resolve_models(named) == named
+    assert serve_config.resolve_models(named) == named
 
 
 def test_a_model_that_cannot_be_had_is_refused() -> None:
     with pytest.raises(CheckpointError, match="no-such-model"):
-        stack.resolve_models({"model_path": "no-such-model"})
+        serve_config.resolve_models({"model_path": "no-such-model"})
 
 
 def test_directories_of_dead_supervisors_are_removed(runtime: Path) -> None:
@@ -270,7 +270,7 @@ def test_the_first_request_shows_where_a_key_goes(
     given: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     urls = {"http": "http://127.0.0.1:1", "grpc": "127.0.0.1:2"}
-    Terminal().ready(urls, stack.ServeConfig(model_path="/models/tiny", **given))
+    Terminal().ready(urls, serve_config.ServeConfig(model_path="/models/tiny", **given))
     shown = capsys.readouterr().out
     assert "curl http://127.0.0.1:1/v1/completions" in shown
     assert ("Authorization: Bearer KEY" in shown) == bool(given)
@@ -293,13 +293,13 @@ def test_wrong_files_are_found_before_anything_is_loaded(
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=says):
-        stack.check({**FREE, flag: str(path)})
+        serve_config.check({**FREE, flag: str(path)})
 
 
 @pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "HTTPS://chat"])
 def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
     with pytest.raises(ConfigError, match=f"--allowed-origin {origin}: must be"):
-        stack.check({**FREE, "allowed_origin": ("https://chat.example:8443", "*", origin)})
+        serve_config.check({**FREE, "allowed_origin": ("https://chat.example:8443", "*", origin)})
 
 
 def test_a_wrong_certificate_is_named(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_a_wrong_certificate_is_named(tmp_path: Path) -> None:
             ConfigError,
             match=f"{key}: No such file" if key == missing else f"{key}: one of them is not",
         ):
-            stack.check({**FREE, "ssl_certfile": str(empty), "ssl_keyfile": str(key)})
+            serve_config.check({**FREE, "ssl_certfile": str(empty), "ssl_keyfile": str(key)})
 
 
 DRAFTS = {
@@ -326,16 +326,16 @@ DRAFTS = {
 @pytest.mark.parametrize("algorithm", DRAFTS)
 def test_a_drafts_files_say_its_algorithm(algorithm: str, tmp_path: Path) -> None:
     given = {"speculative_draft_model_path": str(save_head(DRAFTS[algorithm], tmp_path))}
-    values, found = stack.settle_draft(given)
+    values, found = serve_config.settle_draft(given)
     assert values == given | {"speculative_algorithm": algorithm}
     assert f"a draft for {algorithm}" in found
     asked = given | {"speculative_algorithm": "NONE"}
-    assert stack.settle_draft(asked) == (asked, "")
+    assert serve_config.settle_draft(asked) == (asked, "")
 
 
 def test_a_whole_model_drafts_by_itself_and_bundled_heads_are_found() -> None:
     for algorithm, name in BUNDLED_DRAFTS.items():
-        values, _ = stack.settle_draft({"speculative_draft_model_path": name})
+        values, _ = serve_config.settle_draft({"speculative_draft_model_path": name})
         assert values["speculative_algorithm"] == algorithm
 
 
@@ -343,14 +343,14 @@ def test_a_draft_that_names_its_target_is_enough(tmp_path: Path) -> None:
     head = tiny_block("DSPARK", 7, layout="speculators")
     head.config["speculators_config"] = {"verifier": {"name_or_path": "organisation/target"}}
     given = {"speculative_draft_model_path": str(save_head(head, tmp_path))}
-    values, found = stack.settle_draft(given)
+    values, found = serve_config.settle_draft(given)
     assert values["model_path"] == "organisation/target"
     assert found.endswith("of the target organisation/target")
-    named, _ = stack.settle_draft(given | {"model_path": "mine"})
+    named, _ = serve_config.settle_draft(given | {"model_path": "mine"})
     assert named["model_path"] == "mine"
 
 
 def test_what_is_no_draft_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     with pytest.raises(CheckpointError, match="is not a draft head"):
-        stack.settle_draft({"speculative_draft_model_path": str(tmp_path)})
+        serve_config.settle_draft({"speculative_draft_model_path": str(tmp_path)})

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.cli.stack import ServeConfig
+from foredraft.cli.serve_config import ServeConfig
 from foredraft.config.options import add_arguments, flag_of, given_values, to_flags, value_type
 from foredraft.config.services import (
     DraftConfig,

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from foredraft.cli.stack import LocalStack, check, resolve_models
+from foredraft.cli.serve_config import check, resolve_models
+from foredraft.cli.stack import LocalStack
 from foredraft.config.options import to_flags
 from foredraft.config.services import VerifyConfig
 from foredraft.errors import ConfigError

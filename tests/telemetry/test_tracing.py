@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from foredraft.cli import stack
+from foredraft.cli import serve_config, stack
 from foredraft.errors import ConfigError
 from foredraft.telemetry import tracing
 from testing.watched_stack import complete
@@ -114,7 +114,7 @@ def test_a_request_is_one_span_in_each_service(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-    values = {**stack.resolve_models({}), "port": 0, "grpc_port": 0, "num_threads": 1}
+    values = {**serve_config.resolve_models({}), "port": 0, "grpc_port": 0, "num_threads": 1}
     values |= {"max_total_tokens": 4096, "otlp_traces_endpoint": collector.url}
     values |= {"speculative_adaptive": False}  # the draft is asked, however busy the machine is
     with stack.make_supervisor(values) as supervisor:

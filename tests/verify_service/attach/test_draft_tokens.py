@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foredraft.cli.stack import resolve_models
+from foredraft.cli.serve_config import resolve_models
 from foredraft.config.services import VerifyConfig
 from foredraft.errors import ConfigError
 from foredraft.models.provenance import checksum, trained_for
