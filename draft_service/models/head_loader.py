@@ -22,12 +22,12 @@ from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.layers.linear import Linear
 from foredraft.layers.parameters import Target
 from foredraft.models.config import ModelConfig
-from foredraft.models.head_config import (
+from foredraft.models.head_config import HeadConfig
+from foredraft.models.head_kinds import (
     BLOCK_KINDS,
     EAGLE3_KINDS,
     OWN_VOCABULARY,
     HeadAlgorithm,
-    HeadConfig,
 )
 from foredraft.models.loader import (
     DUMMY_STD,

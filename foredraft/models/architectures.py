@@ -2,7 +2,7 @@
 
 A class's module is imported when a checkpoint of its kind is loaded.
 
-An architecture that only differs from Llama in what `config.FAMILIES` can say is one row there.
+An architecture that only differs from Llama in what `families.FAMILIES` can say is one row there.
 Another kind of layer (a mixture of experts, a recurrent one) is a class of its own, in a file of
 its own, and a line here.
 """
@@ -10,7 +10,7 @@ its own, and a line here.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from foredraft.models.config import FAMILIES
+from foredraft.models.families import FAMILIES
 
 if TYPE_CHECKING:
     from foredraft.models.decoder import DecoderModel

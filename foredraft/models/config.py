@@ -17,8 +17,10 @@ from foredraft.errors import CheckpointError
 from foredraft.layers.weight_scheme import GGUF_BLOCKS, GGUF_ON_GPUS, GGUF_SCHEMES
 from foredraft.models.config_keys import REFUSED_KINDS, check_keys, check_model_type
 from foredraft.models.config_reader import Reader, read_json
+from foredraft.models.families import FAMILIES, Family
+from foredraft.models.layer_config import layer_types, ropes, window
 from foredraft.models.quantization_config import VOCABULARY, Quantization, read_quantization
-from foredraft.models.rope_config import RopeConfig, read_rope
+from foredraft.models.rope_config import RopeConfig
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -236,7 +238,7 @@ def with_modelopts_file(raw: Mapping[str, Any], directory: Path) -> dict[str, An
 
 
 def _parse(
-    reader: Reader, architecture: str, family: "_Family", generation: Mapping[str, Any]
+    reader: Reader, architecture: str, family: Family, generation: Mapping[str, Any]
 ) -> ModelConfig:
     raw = reader.raw
     num_layers = reader.size("num_hidden_layers")
@@ -252,9 +254,9 @@ def _parse(
     if head_dim % 2:
         raise reader.fail(f"head_dim {head_dim} is odd; rotary embeddings need pairs")
     max_positions = reader.size("max_position_embeddings", family.max_positions)
-    layer_types = _layer_types(reader, family, num_layers)
-    window = _window(reader, family)
-    if window is None and "sliding_attention" in layer_types:
+    types = layer_types(reader, family, num_layers)
+    width = window(reader, family)
+    if width is None and "sliding_attention" in types:
         if family.sliding == "none":
             raise reader.fail(f"layer_types: {architecture} has no sliding_attention")
         raise reader.fail("layer_types names sliding_attention but sliding_window is not set")
@@ -264,7 +266,7 @@ def _parse(
         raise reader.fail(f"activation {activation!r} is not supported")
     scale = reader.number("query_pre_attn_scalar", 256) if family.gemma else head_dim
     bias = reader.flag("attention_bias", family.attention_bias)
-    ropes = _ropes(reader, family, layer_types, max_positions)
+    rotary = ropes(reader, family, types, max_positions)
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     return ModelConfig(
         architecture=architecture,
@@ -275,11 +277,11 @@ def _parse(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=max(max_positions, *(rope.max_positions for rope in ropes)),
+        max_position_embeddings=max(max_positions, *(rope.max_positions for rope in rotary)),
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
         activation=ACTIVATIONS[activation],
-        windows=tuple(window if kind == "sliding_attention" else None for kind in layer_types),
-        ropes=ropes,
+        windows=tuple(width if kind == "sliding_attention" else None for kind in types),
+        ropes=rotary,
         attention_scale=scale**-0.5,
         tie_word_embeddings=reader.flag("tie_word_embeddings", family.gemma),
         attention_bias=True if family.always_bias else bias,
@@ -298,60 +300,6 @@ def _parse(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Describes how to read one architecture's config.json."""
-
-    model_type: str
-    keys: frozenset[str] = frozenset()  # keys beside those of all architectures
-    qk_norm: bool = False
-    always_bias: bool = False  # queries, keys and values have a bias whatever config.json says
-    attention_bias: bool = False  # default of the key
-    qkv_bias_only: bool = False  # the output projection never has a bias
-    gemma: bool = False
-    head_dim: int | None = None
-    activation: str = "silu"
-    max_positions: int = 32768
-    # Layers with a window when layer_types is absent: none, all, from max_window_layers on, or by a
-    # pattern.
-    sliding: str = "none"
-
-
-_WINDOW_KEYS = frozenset({"sliding_window"})
-_GEMMA_KEYS = _WINDOW_KEYS | {
-    "sliding_window_pattern",
-    "hidden_activation",
-    "query_pre_attn_scalar",
-    "rope_local_base_freq",
-    "final_logit_softcapping",
-}
-_QWEN2 = _Family(
-    "qwen2",
-    _WINDOW_KEYS,
-    always_bias=True,
-    attention_bias=True,
-    qkv_bias_only=True,
-    sliding="upper",
-)
-FAMILIES = {
-    "LlamaForCausalLM": _Family("llama", max_positions=2048),
-    "MistralForCausalLM": _Family("mistral", _WINDOW_KEYS, max_positions=131072, sliding="all"),
-    "Qwen2ForCausalLM": _QWEN2,
-    "MiMoForCausalLM": dataclasses.replace(_QWEN2, model_type="mimo"),
-    "Qwen3ForCausalLM": _Family("qwen3", _WINDOW_KEYS, qk_norm=True, head_dim=128, sliding="upper"),
-    "Gemma3ForCausalLM": _Family(
-        "gemma3_text",
-        _GEMMA_KEYS,
-        qk_norm=True,
-        gemma=True,
-        head_dim=256,
-        activation="gelu_pytorch_tanh",
-        max_positions=131072,
-        sliding="pattern",
-    ),
-}
-
-
 def _architecture(reader: Reader) -> str:
     raw = reader.raw
     names = raw.get("architectures")
@@ -368,78 +316,7 @@ def _architecture(reader: Reader) -> str:
     return name
 
 
-def _layer_types(reader: Reader, family: _Family, num_layers: int) -> list[str]:
-    raw = reader.raw
-    types = raw.get("layer_types")
-    if types is not None:
-        if len(types) != num_layers:
-            raise reader.fail(f"layer_types has {len(types)} entries for {num_layers} layers")
-        unknown = set(types) - {"full_attention", "sliding_attention"}
-        if unknown:
-            raise reader.fail(f"layer type {min(unknown)!r} is not supported")
-        return list(types)
-    if family.sliding == "pattern":
-        pattern = reader.size("sliding_window_pattern", 6)
-        return [
-            "full_attention" if (layer + 1) % pattern == 0 else "sliding_attention"
-            for layer in range(num_layers)
-        ]
-    first = num_layers
-    if _window(reader, family) is not None:
-        first = int(reader.number("max_window_layers", 28)) if family.sliding == "upper" else 0
-    return [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
-    ]
-
-
-def _window(reader: Reader, family: _Family) -> int | None:
-    if family.sliding == "none":
-        return None
-    if family.sliding == "upper" and not reader.flag("use_sliding_window", False):
-        return None
-    if reader.raw.get("sliding_window", 0) is None:
-        return None
-    return reader.size("sliding_window", 4096)
-
-
-def _ropes(
-    reader: Reader, family: _Family, layer_types: list[str], max_positions: int
-) -> tuple[RopeConfig, ...]:
-    """Returns the rotary embedding of each layer.
-
-    Reads the old keys (rope_theta, rope_scaling) and transformers 5's rope_parameters.
-    """
-    raw = reader.raw
-    given, scaling = reader.mapping("rope_parameters"), reader.mapping("rope_scaling")
-    is_nested = any(kind in given for kind in ("full_attention", "sliding_attention"))
-    if is_nested and not family.gemma:
-        raise reader.fail("rope_parameters by layer type are for Gemma3ForCausalLM alone")
-    if family.gemma and given and not is_nested:
-        raise reader.fail(
-            "rope_parameters must be by layer type (full_attention, sliding_attention)"
-        )
-    by_type: dict[str, RopeConfig] = {}
-    for kind in set(layer_types):
-        local = family.gemma and kind == "sliding_attention"
-        if is_nested:
-            parameters = dict(Reader(given, reader.where).mapping(kind))
-        else:
-            parameters = {} if local else dict(scaling or given)
-        if family.gemma and not local:
-            # Scaling is for Gemma's full layers alone; its sliding layers have a theta of their
-            # own.
-            parameters |= scaling
-        if local:
-            theta = reader.number("rope_local_base_freq", 10_000.0)
-        else:
-            theta = reader.number("rope_theta", 1_000_000.0 if family.gemma else 10_000.0)
-        by_type[kind] = read_rope(
-            Reader(parameters, reader.where), theta, max_positions, raw, is_stretched=family.gemma
-        )
-    return tuple(by_type[kind] for kind in layer_types)
-
-
-def _softcap(reader: Reader, family: _Family) -> float | None:
+def _softcap(reader: Reader, family: Family) -> float | None:
     if not family.gemma or reader.raw.get("final_logit_softcapping") is None:
         return None
     cap = reader.number("final_logit_softcapping", 0.0)

@@ -10,12 +10,11 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from foredraft.errors import CheckpointError
 from foredraft.models.block_config import (
     BlockOptions,
-    is_block_draft,
     read_block_options,
     read_target_layers,
     stored_names,
@@ -23,39 +22,17 @@ from foredraft.models.block_config import (
 from foredraft.models.config import ModelConfig, with_modelopts_file
 from foredraft.models.config_keys import REFUSED_KINDS
 from foredraft.models.config_reader import read_json
+from foredraft.models.head_kinds import (
+    BLOCK_KINDS,
+    EAGLE3_KINDS,
+    HeadAlgorithm,
+    architecture_name,
+    head_kind,
+)
 from foredraft.models.quantization_config import QUANTIZATION_KEYS
 
-HeadAlgorithm = Literal["EAGLE", "EAGLE3", "MTP", "PEAGLE", "DFLASH", "DSPARK"]
-EAGLE3_KINDS = ("EAGLE3", "PEAGLE")
-BLOCK_KINDS = ("DFLASH", "DSPARK")
-OWN_VOCABULARY = (
-    *EAGLE3_KINDS,
-    *BLOCK_KINDS,
-)  # kinds that may bring an LM head and a map of their own
-
-# Architectures as config.json names them: the algorithm, and the decoder whose layer the head has.
-_ARCHITECTURES: dict[str, tuple[HeadAlgorithm, str]] = {
-    "LlamaForCausalLMEagle": ("EAGLE", "LlamaForCausalLM"),
-    "EagleLlamaForCausalLM": ("EAGLE", "LlamaForCausalLM"),
-    "Qwen2ForCausalLMEagle": ("EAGLE", "Qwen2ForCausalLM"),
-    "LlamaForCausalLMEagle3": ("EAGLE3", "LlamaForCausalLM"),
-    "Eagle3LlamaForCausalLM": ("EAGLE3", "LlamaForCausalLM"),
-    "Eagle3LLamaforCausalLM": ("EAGLE3", "LlamaForCausalLM"),  # AngelSlim's first heads
-    "Qwen3ForCausalLMEagle3": ("EAGLE3", "Qwen3ForCausalLM"),
-    "MiMoMTP": ("MTP", "MiMoForCausalLM"),
-    "MiMoForCausalLM": ("MTP", "MiMoForCausalLM"),
-}
-# EAGLE's own heads carry their target's architecture; what they are, the flag says.
-_PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_SPECULATORS: dict[str, HeadAlgorithm] = {
-    "eagle": "EAGLE",
-    "eagle3": "EAGLE3",
-    "peagle": "PEAGLE",
-}
-_SPECULATORS_LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Last parts of the names of tensors that are not those of a quantised matrix.
 _PLAIN_TENSORS = frozenset({"weight", "bias", "d2t", "t2d", "mask_hidden", "inv_freq"})
-_MASK_HIDDEN = "mask_hidden"  # the tensor that gives P-EAGLE away
 _MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 DEFAULT_PARALLEL_TOKENS = 7
 
@@ -134,11 +111,11 @@ class HeadConfig:
         Raises:
             CheckpointError: See `from_dir`.
         """
-        found, architecture = _kind(raw, algorithm, where, tensors)
+        found, architecture = head_kind(raw, algorithm, where, tensors)
         if algorithm is not None and found != algorithm:
             raise CheckpointError(
-                f"{where}: {_name(raw)!r} is a head for --speculative-algorithm {found}, "
-                f"not {algorithm}"
+                f"{where}: {architecture_name(raw)!r} is a head for --speculative-algorithm"
+                f" {found}, not {algorithm}"
             )
         if raw.get("layernorms"):
             raise CheckpointError(
@@ -223,7 +200,7 @@ class HeadConfig:
             CheckpointError: There is no head.
         """
         file = Path(path) / "config.json"
-        return _kind(read_json(file), asked, str(file), stored_names(Path(path)))[0]
+        return head_kind(read_json(file), asked, str(file), stored_names(Path(path)))[0]
 
     @property
     def num_drafted(self) -> int | None:
@@ -333,52 +310,6 @@ class _Options:
     def flag(self, key: str, default: bool | None) -> bool | None:
         value = self.get(key)
         return default if value is None else bool(value)
-
-
-def _kind(
-    raw: Mapping[str, Any],
-    algorithm: HeadAlgorithm | None,
-    where: str,
-    tensors: Collection[str],
-) -> tuple[HeadAlgorithm, str]:
-    """Returns the head's algorithm and the architecture of its layer."""
-    if is_block_draft(raw):
-        return read_block_options(raw, where, tensors)[0], "Qwen3ForCausalLM"
-    found, architecture = _chain_kind(raw, algorithm, where)
-    is_parallel = any(name.endswith(_MASK_HIDDEN) for name in tensors) or algorithm == "PEAGLE"
-    if found == "EAGLE3" and is_parallel:
-        found = "PEAGLE"
-    return found, architecture
-
-
-def _chain_kind(
-    raw: Mapping[str, Any], algorithm: HeadAlgorithm | None, where: str
-) -> tuple[HeadAlgorithm, str]:
-    """Does the work of `_kind` for heads other than block drafters, from config.json alone."""
-    if kind := raw.get("speculators_model_type"):
-        layer = raw.get("transformer_layer_config")
-        model_type = layer.get("model_type") if isinstance(layer, Mapping) else None
-        if kind not in _SPECULATORS or model_type not in _SPECULATORS_LAYERS:
-            raise CheckpointError(
-                f"{where}: a speculators model of type {kind!r} with {model_type!r} layers is not"
-                " supported"
-            )
-        return _SPECULATORS[kind], _SPECULATORS_LAYERS[model_type]
-    name = _name(raw)
-    if name in _ARCHITECTURES:
-        return _ARCHITECTURES[name]
-    if name in _PLAIN and algorithm in ("EAGLE", *EAGLE3_KINDS):
-        # Only EAGLE-3 has a vocabulary of its own.
-        has_own = raw.get("draft_vocab_size") is not None or algorithm in EAGLE3_KINDS
-        return ("EAGLE3" if has_own else "EAGLE"), name
-    raise CheckpointError(
-        f"{where}: architectures: {name!r} is not a draft head; known: {', '.join(_ARCHITECTURES)}"
-    )
-
-
-def _name(raw: Mapping[str, Any]) -> Any:
-    names = raw.get("architectures")
-    return names[0] if isinstance(names, list) and len(names) == 1 else names
 
 
 def _streams(

@@ -13,8 +13,9 @@ from foredraft.config.common import TargetConfig
 from foredraft.config.speculation import SpeculationConfig, with_tree_defaults
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.models.block_config import is_block_draft, stored_names
-from foredraft.models.config import FAMILIES, ModelConfig
+from foredraft.models.config import ModelConfig
 from foredraft.models.config_reader import read_json
+from foredraft.models.families import FAMILIES
 from foredraft.models.head_config import HeadConfig
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import tokenizer_fingerprint
