@@ -5,77 +5,26 @@ A continuation whose verifier is lost starts again as long as the client has see
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field, replace
 
 from foredraft.api.verify.v1 import verify_pb2
-from foredraft.errors import (
-    ForedraftError,
-    InvalidRequest,
-    Overloaded,
-    PromptTooLong,
-)
-from foredraft.rpc.sampling import fill_sampling, fill_speculation
-from foredraft.sampling.seeds import derive_seed
-from foredraft.telemetry import tracing
+from foredraft.errors import ForedraftError, InvalidRequest
 from foredraft.text.tokenizer import Tokenizer
-from foredraft.types import FinishReason, SamplingParams, SpeculationParams
 from gateway import metrics
-from gateway.decoding import Chunk, Completion, SequenceDecoder
-from gateway.errors import RequestTimeout, WaitedTooLong
+from gateway.decoding import Chunk, SequenceDecoder
+from gateway.errors import WaitedTooLong
+from gateway.finishes import chunk_without_tokens, completion_of, raise_failure
+from gateway.jobs import Job, submit_request
 from gateway.merging import merge
-from gateway.security.limits import Caller, Charge, current_caller
+from gateway.security.limits import Charge, current_caller
 from gateway.stopwatch import Stopwatch
-from gateway.verifier_connection import Ticket, VerifierConnection, VerifierLost
+from gateway.verifier_connection import Ticket, VerifierLost
 from gateway.verifier_pool import VerifierPool
 
 # Seconds that a request waits for a verifier when none is usable.
 FRESH_PATIENCE = 1.0
 # Seconds to wait for the verifier's account of a continuation that met a stop string.
 ACCOUNT_SECONDS = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A checked request.
-
-    Attributes:
-        name: Name that is unique among running jobs, used in logs and to abort the job.
-        call: Name of the request that the job belongs to, which aborts all its jobs; empty without
-            one.
-        prompt: Token ids.
-        sampling: Sampling parameters, with the seed set.
-        stop: Stop strings.
-        num_choices: Number of independent continuations.
-        keep_stop: Whether the stop string or token stays in the text.
-        timeout: Seconds after which the request ends with RequestTimeout.
-        caller: The sender of the request: its limits apply, and its name decides which drafts its
-            text may feed.
-        arrived: time.monotonic() of the arrival.
-        traceparent: Trace context that the client sent; empty without one.
-    """
-
-    name: str
-    prompt: Sequence[int]
-    sampling: SamplingParams
-    call: str = ""
-    stop: tuple[str, ...] = ()
-    num_choices: int = 1
-    skip_special_tokens: bool = True
-    keep_stop: bool = False
-    return_provenance: bool = False
-    speculation: SpeculationParams = field(default_factory=SpeculationParams)
-    priority: int = 0
-    timeout: float = 600.0
-    caller: Caller = field(default_factory=current_caller)
-    arrived: float = field(default_factory=time.monotonic)
-    traceparent: str = field(default_factory=tracing.incoming)
-
-    def seed_of(self, choice: int) -> int:
-        """Returns the seed of one continuation."""
-        seed = self.sampling.seed
-        return seed if self.num_choices == 1 else derive_seed(seed, choice)
 
 
 class Generator:
@@ -193,7 +142,7 @@ class Generator:
         patience = FRESH_PATIENCE
         try:
             if not job.sampling.max_new_tokens and job.sampling.prompt_logprobs is None:
-                chunk = _nothing(job, choice)
+                chunk = chunk_without_tokens(job, choice)
                 assert chunk.completion is not None
                 watch.finish(chunk.completion)
                 yield chunk
@@ -225,7 +174,7 @@ class Generator:
     ) -> AsyncGenerator[Chunk, None]:
         """Yields the chunks of one continuation at one verifier."""
         connection = await self._pool.pick(job.prompt, min(patience, max(watch.remaining(), 0.0)))
-        request = _submit_request(job, choice)
+        request = submit_request(job, choice)
         request.traceparent = watch.span.traceparent
         ticket = connection.submit(request, max(watch.remaining(), 0.001))
         running.add(ticket)
@@ -262,17 +211,17 @@ class Generator:
                         found = []
                     outputs = await ticket.take()
                     continue
-                _raise_failure(finish, connection)
+                raise_failure(finish, connection)
                 if not job.sampling.max_new_tokens:
                     # The verifier chose one token all the same.
-                    chunk = _nothing(job, choice, finish.cached_tokens)
+                    chunk = chunk_without_tokens(job, choice, finish.cached_tokens)
                     chunk.prompt_logprobs = found
                     assert chunk.completion is not None
                     watch.finish(chunk.completion)
                     yield chunk
                     return
                 tail, rest = decoder.flush()
-                completion = _completion(job, choice, decoder, finish)
+                completion = completion_of(job, choice, decoder, finish)
                 watch.finish(completion)
                 steps = decoder.take_steps()
                 yield Chunk(choice, text + tail, tokens + rest, completion, steps, found)
@@ -327,17 +276,6 @@ async def _collect(attempt: AsyncGenerator[Chunk, None], choice: int) -> Chunk:
     return result
 
 
-def _nothing(job: Job, choice: int, num_cached: int = 0) -> Chunk:
-    """Returns the chunk of a continuation without tokens."""
-    finish = verify_pb2.Finish(
-        reason=verify_pb2.FINISH_REASON_LENGTH,
-        prompt_tokens=len(job.prompt),
-        cached_tokens=num_cached,
-    )
-    seed = job.seed_of(choice)
-    return Chunk(choice, completion=Completion(FinishReason.LENGTH, None, None, 0, finish, seed))
-
-
 async def _account(ticket: Ticket, num_prompt_tokens: int) -> verify_pb2.Finish:
     """Waits for the finish of a cancelled request, which has its counts."""
     with contextlib.suppress(ForedraftError, TimeoutError):
@@ -349,74 +287,3 @@ async def _account(ticket: Ticket, num_prompt_tokens: int) -> verify_pb2.Finish:
     return verify_pb2.Finish(
         reason=verify_pb2.FINISH_REASON_CANCELLED, prompt_tokens=num_prompt_tokens
     )
-
-
-def _completion(
-    job: Job, choice: int, decoder: SequenceDecoder, finish: verify_pb2.Finish
-) -> Completion:
-    stop_token = None
-    if decoder.stop_text is not None or finish.reason == verify_pb2.FINISH_REASON_STOP:
-        reason = FinishReason.STOP
-        if decoder.stop_text is None and finish.HasField("stop_token"):
-            stop_token = finish.stop_token
-    elif finish.reason == verify_pb2.FINISH_REASON_LENGTH:
-        reason = FinishReason.LENGTH
-    else:
-        reason = FinishReason.CANCELLED
-    return Completion(
-        reason, decoder.stop_text, stop_token, decoder.num_tokens, finish, job.seed_of(choice)
-    )
-
-
-def _raise_failure(finish: verify_pb2.Finish, connection: VerifierConnection) -> None:
-    if finish.reason == verify_pb2.FINISH_REASON_DEADLINE:
-        raise RequestTimeout("the deadline passed")
-    if finish.reason != verify_pb2.FINISH_REASON_ERROR:
-        return
-    error = finish.error
-    if error.code == verify_pb2.ERROR_CODE_INVALID_ARGUMENT:
-        kind = PromptTooLong if error.field == "prompt" else InvalidRequest
-        raise kind(error.field, error.message)
-    if error.code == verify_pb2.ERROR_CODE_OVERLOADED:
-        raise Overloaded(error.message, error.retry_after_seconds)
-    if error.code == verify_pb2.ERROR_CODE_UNAVAILABLE:
-        connection.avoid()
-        raise VerifierLost(error.message)
-    raise ForedraftError(error.message)
-
-
-def _submit_request(job: Job, choice: int) -> verify_pb2.SubmitRequest:
-    request = verify_pb2.SubmitRequest(
-        prompt=job.prompt,
-        priority=job.priority,
-        key_label=job.caller.name,
-        return_provenance=job.return_provenance,
-        request_name=job.name,
-    )
-    fill_sampling(request.sampling, job.sampling)
-    request.sampling.seed = job.seed_of(choice)
-    # For a request of only prompt log-probabilities the verifier chooses one token, not returned.
-    request.sampling.max_new_tokens = max(1, job.sampling.max_new_tokens)
-    fill_speculation(request.speculation, job.speculation)
-    return request
-
-
-def fitted(sampling: SamplingParams, num_prompt_tokens: int, context_length: int) -> SamplingParams:
-    """Limits the output length so that prompt and output fit the context length.
-
-    Raises:
-        PromptTooLong: The prompt leaves no room for a token.
-        InvalidRequest: The prompt is empty.
-    """
-    if num_prompt_tokens == 0:
-        raise InvalidRequest("prompt", "it has no tokens")
-    room = context_length - num_prompt_tokens
-    if room < 1:
-        raise PromptTooLong(
-            "prompt",
-            f"it has {num_prompt_tokens} tokens; this model's maximum context length is"
-            f" {context_length} tokens, with the output",
-        )
-    if sampling.max_new_tokens <= room:
-        return sampling
-    return replace(sampling, max_new_tokens=room, min_new_tokens=min(sampling.min_new_tokens, room))

@@ -20,9 +20,9 @@ from foredraft.types import (
 )
 from gateway.decoding import Chunk, Completion, OutputToken
 from gateway.errors import RequestTimeout, SlowClient, UnknownModel, http_error
-from gateway.generation import Job
 from gateway.grpc_tools import CallFinder, function_use, messages
 from gateway.http import naming
+from gateway.jobs import Job
 from gateway.openai import chats
 from gateway.openai.call_grammars import call_grammar
 from gateway.openai.prompt_logprobs import echoed

@@ -21,8 +21,9 @@ from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import MAX_COUNT, SamplingParams, SpeculationParams, check_tokens
 from gateway.encoding.pool import EncodingPool
 from gateway.errors import UnknownModel
-from gateway.generation import Generator, Job, fitted
+from gateway.generation import Generator
 from gateway.http import Bounds
+from gateway.jobs import Job, fitted
 from gateway.verifier_pool import VerifierPool
 
 MAX_STOPS = 32

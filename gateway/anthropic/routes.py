@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 from gateway.anthropic.answers import Answer
 from gateway.anthropic.conversation import Conversation
 from gateway.anthropic.schemas import CountBody, MessagesBody
-from gateway.generation import Job
 from gateway.http import event_stream, naming_by, read, unless_disconnected
+from gateway.jobs import Job
 from gateway.openai import chats
 from gateway.openai.parts import PartReader
 from gateway.openai.schemas import Message

@@ -9,8 +9,8 @@ from typing import Any
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason
 from gateway.decoding import Chunk
-from gateway.generation import Job
 from gateway.http import encode_event
+from gateway.jobs import Job
 from gateway.native.schemas import GenerateBody
 from gateway.openai.prompt_logprobs import finite
 from gateway.openai.replies import provenance

@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse, Response
 from foredraft import __version__
 from foredraft.errors import InvalidRequest
 from foredraft.types import SamplingParams, check_tokens
-from gateway.generation import Job
 from gateway.http import event_stream, naming, read, refuse, unless_disconnected
+from gateway.jobs import Job
 from gateway.native.answers import Answer, Pace
 from gateway.native.schemas import (
     REFUSED,

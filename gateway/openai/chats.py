@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from foredraft.errors import InvalidRequest
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import Grammar, GrammarKind, SamplingParams
-from gateway.generation import Job
+from gateway.jobs import Job
 from gateway.openai.answer_parser import AnswerFormat, AnswerParser
 from gateway.openai.call_grammars import (
     START,

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from foredraft.errors import InvalidRequest
 from gateway.decoding import Completion
-from gateway.generation import Job
 from gateway.http import event_stream, naming, read, unless_disconnected
+from gateway.jobs import Job
 from gateway.openai import chats, replies
 from gateway.openai.plain_events import PlainEvents
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody

@@ -13,7 +13,7 @@ from foredraft.types import FinishReason, SamplingParams
 from gateway import stopwatch as stopwatch_module
 from gateway.decoding import Chunk, Completion
 from gateway.errors import RequestTimeout
-from gateway.generation import Job, fitted
+from gateway.jobs import Job, fitted
 from gateway.native.answers import Answer
 from gateway.native.schemas import GenerateBody
 from gateway.openai import replies

@@ -8,7 +8,7 @@ import pytest
 from foredraft.config.api_keys import Limits
 from foredraft.sampling.seeds import derive_seed
 from foredraft.types import RANGES, Grammar, GrammarKind, Range, SamplingParams, SpeculationParams
-from gateway.generation import Job, _submit_request
+from gateway.jobs import Job, submit_request
 from gateway.security.limits import Caller
 
 
@@ -51,10 +51,10 @@ def test_every_sampling_parameter() -> None:
     assert len(set(values)) == len(values)
     assert all(getattr(SamplingParams(), name) != value for name, value in SAMPLING.items())
     assert {field.name for field in fields(SamplingParams)} == {*SAMPLING, "grammar"}
-    sent = _submit_request(JOB, 0).sampling
+    sent = submit_request(JOB, 0).sampling
     assert {name: plain(getattr(sent, name)) for name in SAMPLING} == SAMPLING
     assert sent.grammar.WhichOneof("kind") is None
-    assert not _submit_request(replace(JOB, sampling=SamplingParams()), 0).sampling.HasField(
+    assert not submit_request(replace(JOB, sampling=SamplingParams()), 0).sampling.HasField(
         "logprobs"
     )
 
@@ -62,7 +62,7 @@ def test_every_sampling_parameter() -> None:
 @pytest.mark.parametrize("kind", list(GrammarKind))
 def test_every_kind_of_grammar(kind: GrammarKind) -> None:
     sampling = SamplingParams(grammar=Grammar(kind, "its text"))
-    sent = _submit_request(replace(JOB, sampling=sampling), 0).sampling.grammar
+    sent = submit_request(replace(JOB, sampling=sampling), 0).sampling.grammar
     assert sent.WhichOneof("kind") == kind.value
     assert getattr(sent, kind.value) == "its text"
 
@@ -70,9 +70,9 @@ def test_every_kind_of_grammar(kind: GrammarKind) -> None:
 def test_every_wish_for_speculation() -> None:
     assert {field.name for field in fields(SpeculationParams)} == set(SPECULATION)
     job = replace(JOB, speculation=SpeculationParams(**SPECULATION))
-    sent = _submit_request(job, 0).speculation
+    sent = submit_request(job, 0).speculation
     assert {name: getattr(sent, name) for name in SPECULATION} == SPECULATION
-    left_out = _submit_request(JOB, 0).speculation
+    left_out = submit_request(JOB, 0).speculation
     assert not any(left_out.HasField(name) for name in SPECULATION)
 
 
@@ -80,15 +80,15 @@ def test_what_is_beside_the_sampling() -> None:
     job = replace(
         JOB, priority=-3, return_provenance=True, caller=Caller("alice", Limits()), call="the-call"
     )
-    sent = _submit_request(job, 0)
+    sent = submit_request(job, 0)
     assert list(sent.prompt) == [1, 2, 3]
     assert (sent.priority, sent.return_provenance) == (-3, True)
     assert (sent.key_label, sent.request_name) == ("alice", "the-name")
 
 
 def test_every_choice_has_a_seed_of_its_own_and_the_only_one_that_of_the_request() -> None:
-    assert _submit_request(JOB, 0).sampling.seed == 11
+    assert submit_request(JOB, 0).sampling.seed == 11
     several = replace(JOB, num_choices=3)
-    seeds = [_submit_request(several, choice).sampling.seed for choice in range(3)]
+    seeds = [submit_request(several, choice).sampling.seed for choice in range(3)]
     assert seeds == [derive_seed(11, choice) for choice in range(3)]
     assert len({*seeds, 11}) == 4

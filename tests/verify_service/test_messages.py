@@ -8,7 +8,7 @@ import pytest
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.errors import InvalidRequest, Overloaded, Unavailable
 from foredraft.types import FinishReason, Grammar, GrammarKind, SamplingParams, SpeculationParams
-from gateway.generation import Job, _submit_request
+from gateway.jobs import Job, submit_request
 from gateway.security.limits import Caller, Limits
 from verify_service.engine.live_requests import EngineRequest
 from verify_service.messages import FINISH_REASONS, engine_request, response
@@ -50,13 +50,13 @@ def test_what_is_nearly_0_is_not_taken_for_left_out() -> None:
 )
 def test_wishes_for_speculation_arrive(given: SpeculationParams) -> None:
     job = Job("name", [1], SamplingParams(), speculation=given)
-    assert _received(_submit_request(job, 0)).speculation == given
+    assert _received(submit_request(job, 0)).speculation == given
 
 
 def test_what_is_beside_the_sampling_arrives() -> None:
     caller = Caller("alice", Limits())
     job = Job("name", [4, 5], SamplingParams(), caller=caller, priority=-3, return_provenance=True)
-    submit = _submit_request(job, 0)
+    submit = submit_request(job, 0)
     submit.id, submit.timeout_seconds = 77, 2.5
     request = _received(submit)
     assert (request.tag, request.prompt, request.priority) == (77, [4, 5], -3)
@@ -150,7 +150,7 @@ LOAD = Load(1, 2, 3, 4, draft_available=True, drafting_since=1234.5)
 
 
 def _sent(sampling: SamplingParams) -> SamplingParams:
-    return _received(_submit_request(Job("name", [1], sampling), 0)).sampling
+    return _received(submit_request(Job("name", [1], sampling), 0)).sampling
 
 
 def _received(submit: verify_pb2.SubmitRequest) -> EngineRequest:

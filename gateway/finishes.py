@@ -1,0 +1,62 @@
+"""What a verifier's account of a continuation means: its end, or the error to raise."""
+
+from foredraft.api.verify.v1 import verify_pb2
+from foredraft.errors import ForedraftError, InvalidRequest, Overloaded, PromptTooLong
+from foredraft.types import FinishReason
+from gateway.decoding import Chunk, Completion, SequenceDecoder
+from gateway.errors import RequestTimeout
+from gateway.jobs import Job
+from gateway.verifier_connection import VerifierConnection, VerifierLost
+
+
+def chunk_without_tokens(job: Job, choice: int, num_cached: int = 0) -> Chunk:
+    """Returns the chunk of a continuation without tokens."""
+    finish = verify_pb2.Finish(
+        reason=verify_pb2.FINISH_REASON_LENGTH,
+        prompt_tokens=len(job.prompt),
+        cached_tokens=num_cached,
+    )
+    seed = job.seed_of(choice)
+    return Chunk(choice, completion=Completion(FinishReason.LENGTH, None, None, 0, finish, seed))
+
+
+def completion_of(
+    job: Job, choice: int, decoder: SequenceDecoder, finish: verify_pb2.Finish
+) -> Completion:
+    """Returns how a continuation with tokens ended."""
+    stop_token = None
+    if decoder.stop_text is not None or finish.reason == verify_pb2.FINISH_REASON_STOP:
+        reason = FinishReason.STOP
+        if decoder.stop_text is None and finish.HasField("stop_token"):
+            stop_token = finish.stop_token
+    elif finish.reason == verify_pb2.FINISH_REASON_LENGTH:
+        reason = FinishReason.LENGTH
+    else:
+        reason = FinishReason.CANCELLED
+    return Completion(
+        reason, decoder.stop_text, stop_token, decoder.num_tokens, finish, job.seed_of(choice)
+    )
+
+
+def raise_failure(finish: verify_pb2.Finish, connection: VerifierConnection) -> None:
+    """Raises the error that a verifier reports, if it does; avoids a verifier that stops.
+
+    Raises:
+        RequestTimeout: The deadline passed.
+        VerifierLost: The verifier is stopping; another one may run the request.
+        ForedraftError: It refused or broke off the request.
+    """
+    if finish.reason == verify_pb2.FINISH_REASON_DEADLINE:
+        raise RequestTimeout("the deadline passed")
+    if finish.reason != verify_pb2.FINISH_REASON_ERROR:
+        return
+    error = finish.error
+    if error.code == verify_pb2.ERROR_CODE_INVALID_ARGUMENT:
+        kind = PromptTooLong if error.field == "prompt" else InvalidRequest
+        raise kind(error.field, error.message)
+    if error.code == verify_pb2.ERROR_CODE_OVERLOADED:
+        raise Overloaded(error.message, error.retry_after_seconds)
+    if error.code == verify_pb2.ERROR_CODE_UNAVAILABLE:
+        connection.avoid()
+        raise VerifierLost(error.message)
+    raise ForedraftError(error.message)

@@ -1,0 +1,93 @@
+"""Checked requests, and what a verifier is asked for them."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from foredraft.api.verify.v1 import verify_pb2
+from foredraft.errors import InvalidRequest, PromptTooLong
+from foredraft.rpc.sampling import fill_sampling, fill_speculation
+from foredraft.sampling.seeds import derive_seed
+from foredraft.telemetry import tracing
+from foredraft.types import SamplingParams, SpeculationParams
+from gateway.security.limits import Caller, current_caller
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked request.
+
+    Attributes:
+        name: Name that is unique among running jobs, used in logs and to abort the job.
+        call: Name of the request that the job belongs to, which aborts all its jobs; empty without
+            one.
+        prompt: Token ids.
+        sampling: Sampling parameters, with the seed set.
+        stop: Stop strings.
+        num_choices: Number of independent continuations.
+        keep_stop: Whether the stop string or token stays in the text.
+        timeout: Seconds after which the request ends with RequestTimeout.
+        caller: The sender of the request: its limits apply, and its name decides which drafts its
+            text may feed.
+        arrived: time.monotonic() of the arrival.
+        traceparent: Trace context that the client sent; empty without one.
+    """
+
+    name: str
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    call: str = ""
+    stop: tuple[str, ...] = ()
+    num_choices: int = 1
+    skip_special_tokens: bool = True
+    keep_stop: bool = False
+    return_provenance: bool = False
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    priority: int = 0
+    timeout: float = 600.0
+    caller: Caller = field(default_factory=current_caller)
+    arrived: float = field(default_factory=time.monotonic)
+    traceparent: str = field(default_factory=tracing.incoming)
+
+    def seed_of(self, choice: int) -> int:
+        """Returns the seed of one continuation."""
+        seed = self.sampling.seed
+        return seed if self.num_choices == 1 else derive_seed(seed, choice)
+
+
+def submit_request(job: Job, choice: int) -> verify_pb2.SubmitRequest:
+    """Returns the message that asks a verifier for one continuation."""
+    request = verify_pb2.SubmitRequest(
+        prompt=job.prompt,
+        priority=job.priority,
+        key_label=job.caller.name,
+        return_provenance=job.return_provenance,
+        request_name=job.name,
+    )
+    fill_sampling(request.sampling, job.sampling)
+    request.sampling.seed = job.seed_of(choice)
+    # For a request of only prompt log-probabilities the verifier chooses one token, not returned.
+    request.sampling.max_new_tokens = max(1, job.sampling.max_new_tokens)
+    fill_speculation(request.speculation, job.speculation)
+    return request
+
+
+def fitted(sampling: SamplingParams, num_prompt_tokens: int, context_length: int) -> SamplingParams:
+    """Limits the output length so that prompt and output fit the context length.
+
+    Raises:
+        PromptTooLong: The prompt leaves no room for a token.
+        InvalidRequest: The prompt is empty.
+    """
+    if num_prompt_tokens == 0:
+        raise InvalidRequest("prompt", "it has no tokens")
+    room = context_length - num_prompt_tokens
+    if room < 1:
+        raise PromptTooLong(
+            "prompt",
+            f"it has {num_prompt_tokens} tokens; this model's maximum context length is"
+            f" {context_length} tokens, with the output",
+        )
+    if sampling.max_new_tokens <= room:
+        return sampling
+    return replace(sampling, max_new_tokens=room, min_new_tokens=min(sampling.min_new_tokens, room))
