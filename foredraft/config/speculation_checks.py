@@ -1,0 +1,175 @@
+"""Refuses flags of speculation that cannot be served together, and names them."""
+
+from collections.abc import Sequence
+
+from foredraft.config.algorithms import ALGORITHMS
+from foredraft.config.by_name import is_by_name
+from foredraft.config.speculation_flags import SpeculationFlags
+from foredraft.errors import ConfigError
+
+
+def check_together(algorithms: Sequence[str], model_path: str) -> None:
+    """Raises ConfigError for algorithms that cannot draft beside each other, or models that are not
+    told apart.
+    """
+    given = "--speculative-algorithm " + ",".join(algorithms)
+    if "NONE" in algorithms:
+        raise ConfigError(f"{given}: NONE goes with no other")
+    if len(set(algorithms)) < len(algorithms):
+        raise ConfigError(f"{given}: each may be given once")
+    models = [name for name in algorithms if ALGORITHMS[name].has_model]
+    if len(models) > 1 and model_path and not is_by_name(model_path):
+        raise ConfigError(
+            f"--speculative-draft-model-path {model_path}: {' and '.join(models)} have a model"
+            " each; give NAME=PATH for each, with commas between them"
+        )
+
+
+def check_speculation(config: SpeculationFlags) -> None:
+    """Raises ConfigError, naming the flags, for a combination that cannot be served."""
+    algorithm, traits = config.speculative_algorithm, config.traits
+    if traits.needs_files and not config.speculative_draft_model_path:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path"
+        )
+    if config.speculative_token_map and not traits.may_map_tokens:
+        reason = "its head brings its own map (d2t)" if traits.reads_hidden else "no model drafts"
+        raise ConfigError(
+            f"--speculative-token-map cannot go with --speculative-algorithm {algorithm}: {reason}"
+        )
+    if config.enable_multi_layer_eagle and not traits.may_have_modules:
+        raise ConfigError(
+            f"--enable-multi-layer-eagle is for MTP layers, not --speculative-algorithm {algorithm}"
+        )
+    if config.enable_multi_layer_eagle and (config.speculative_eagle_topk or 1) > 1:
+        raise ConfigError(
+            "--enable-multi-layer-eagle drafts chains: --speculative-eagle-topk must be 1"
+        )
+    quantization = config.speculative_draft_model_quantization
+    if quantization == "fp8" and getattr(config, "device", "auto") == "cpu":
+        raise ConfigError(
+            "--speculative-draft-model-quantization fp8 does not go with --device cpu: a CPU has no"
+            " products of 8-bit floats; int8 works"
+        )
+    if quantization != "unquant" and not traits.has_model:
+        raise ConfigError(
+            "--speculative-draft-model-quantization has no use with --speculative-algorithm"
+            f" {algorithm}: no model drafts"
+        )
+    if not traits.has_model and config.speculative_draft_model_path:
+        raise ConfigError(
+            f"--speculative-draft-model-path has no use with --speculative-algorithm {algorithm}"
+        )
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if not 0 < getattr(config, name) <= 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be in (0, 1], not {getattr(config, name)}"
+            )
+    unused = {
+        "NONE": "nothing is drafted",
+        "NGRAM": (
+            "--speculative-num-draft-tokens and --speculative-ngram-max-bfs-breadth shape its trees"
+        ),
+    }
+    for name, most in (("speculative_num_steps", 255), ("speculative_eagle_topk", 64)):
+        value = getattr(config, name)
+        if value is not None and not 1 <= value <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} must be in [1, {most}], not {value}")
+        if value is not None and algorithm in unused:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no use with --speculative-algorithm {algorithm}:"
+                f" {unused[algorithm]}"
+            )
+    tokens = config.speculative_num_draft_tokens
+    if tokens is not None and not 2 <= tokens <= 256:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens must be in [2, 256], the root included, not {tokens}"
+        )
+    if tokens is not None and algorithm == "NONE":
+        raise ConfigError(
+            "--speculative-num-draft-tokens has no use with --speculative-algorithm NONE: nothing"
+            " is drafted"
+        )
+    if traits.has_model:
+        _check_tree(config)
+    if algorithm == "NGRAM" or config.speculative_ngram_override:
+        _check_ngram(config)
+    _check_override(config)
+
+
+def _check_tree(config: SpeculationFlags) -> None:
+    steps, topk, tokens = (
+        config.speculative_num_steps,
+        config.speculative_eagle_topk,
+        config.speculative_num_draft_tokens,
+    )
+    given = [value is not None for value in (steps, topk, tokens)]
+    if any(given) and not given[0]:
+        raise ConfigError(
+            "--speculative-eagle-topk and --speculative-num-draft-tokens need"
+            " --speculative-num-steps beside them"
+        )
+    if steps is None:
+        return
+    topk = topk or 1
+    candidates = topk + (steps - 1) * topk * topk
+    if topk > 1 and tokens is None:
+        raise ConfigError("--speculative-eagle-topk above 1 needs --speculative-num-draft-tokens")
+    if topk == 1 and tokens is not None and tokens != steps + 1:
+        raise ConfigError(
+            "with --speculative-eagle-topk 1 the chain has --speculative-num-steps + 1 ="
+            f" {steps + 1} rows; --speculative-num-draft-tokens {tokens} does not fit"
+        )
+    if tokens is not None and tokens - 1 > candidates:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens {tokens} is more than the {candidates + 1} that "
+            f"--speculative-num-steps {steps} and --speculative-eagle-topk {topk} can make"
+        )
+
+
+def _check_override(config: SpeculationFlags) -> None:
+    if not config.speculative_ngram_override:
+        return
+    if not config.traits.has_model:
+        raise ConfigError(
+            "--speculative-ngram-override has no use with --speculative-algorithm"
+            f" {config.speculative_algorithm}: no model drafts"
+        )
+    longest, _ = config.ngram_window
+    if not 1 <= config.speculative_ngram_override_min_match <= longest:
+        raise ConfigError(
+            "--speculative-ngram-override-min-match must be in [1, the longest match of"
+            f" {longest}], not {config.speculative_ngram_override_min_match}"
+        )
+
+
+def _check_ngram(config: SpeculationFlags) -> None:
+    depth = config.speculative_ngram_max_trie_depth
+    if depth is not None:
+        for name in ("speculative_ngram_max_match_window_size", "speculative_ngram_branch_length"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f"--speculative-ngram-max-trie-depth and --{name.replace('_', '-')} name the"
+                    " same thing: give one"
+                )
+        if depth < 2:
+            raise ConfigError("--speculative-ngram-max-trie-depth must be at least 2")
+    window, branch = config.ngram_window
+    if not 1 <= config.speculative_ngram_min_match_window_size <= window:
+        raise ConfigError(
+            "--speculative-ngram-min-match-window-size must be in [1,"
+            " --speculative-ngram-max-match-window-size]"
+        )
+    if branch < 2 or window > 64 or branch > 64:
+        raise ConfigError("the n-gram windows must be in [2, 64]")
+    if (
+        not 1
+        <= config.speculative_ngram_min_bfs_breadth
+        <= config.speculative_ngram_max_bfs_breadth
+    ):
+        raise ConfigError(
+            "--speculative-ngram-min-bfs-breadth must be in [1,"
+            " --speculative-ngram-max-bfs-breadth]"
+        )
+    if config.speculative_ngram_capacity < 1000:
+        raise ConfigError("--speculative-ngram-capacity must be at least 1000 nodes")
