@@ -3,9 +3,10 @@
     python -m benchmarks.cpu_quantized --shape gemma-270m llama-1b --out benchmarks/results
 
 Weights are random, which changes no time. Forms take turns, and each figure is the least of
-several repetitions, so that a busy moment of a shared machine hits all alike. `q8_0` is what a GGUF
-file of that type is served as: layers, embedding and LM head in blocks of 32. The floor is the
-bytes that a row reads over the bandwidth of a plain read.
+several repetitions, so that a busy moment of a shared machine hits all alike. `q8_0`, `q6_k`,
+`q4_k` and `q4_k_m` are what GGUF files of these types are served as, with llama.cpp's types for
+widths that are no multiple of 256. The floor is the bytes that a row reads over the bandwidth of a
+plain read.
 """
 
 import argparse
@@ -64,17 +65,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-Q8_0 = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear", "Embedding"],
-            "weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32},
-        }
-    },
-}
-FORMS = ("float32", "int8", "int4", "q8_0")
+GGUF_FORMS = {"q8_0": "Q8_0", "q6_k": "Q6_K", "q4_k": "Q4_K", "q4_k_m": "Q4_K"}
+FORMS = ("float32", "int8", "int4", *GGUF_FORMS)
+INSTEAD = {"Q6_K": "Q8_0", "Q4_K": "Q5_0", "Q8_0": "Q8_0"}  # in rows of other widths
 
 
 def main() -> None:
@@ -127,7 +120,9 @@ def _keep_least(best: dict[Any, float], key: Any, repetition: int, job: Any) -> 
 
 
 def _loaded(shape: dict[str, Any], form: str) -> tuple[DecoderModel, PagedKV, SdpaAttention]:
-    raw = shape | ({"quantization_config": Q8_0} if form == "q8_0" else {})
+    raw = dict(shape)
+    if form in GGUF_FORMS:
+        raw["quantization_config"] = {"quant_method": "gguf", "types": _types(shape, form)}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(raw))
         kind = form if form.startswith("int") else "unquant"
@@ -137,6 +132,32 @@ def _loaded(shape: dict[str, Any], form: str) -> tuple[DecoderModel, PagedKV, Sd
     num_pages = (CONTEXT + max(ROWS) + PROMPT) // PAGE_SIZE + 1
     kv = PagedKV.for_model(model.config, num_pages, PAGE_SIZE, torch.float32, "cpu")
     return model, kv, SdpaAttention()
+
+
+def _types(shape: dict[str, Any], form: str) -> dict[str, str]:
+    """Types of the matrices of a GGUF file; `q4_k_m` has Q6_K for the table, and for values and
+    the last projection of half the layers.
+    """
+    hidden, mlp, count = (
+        shape[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    )
+    heads = shape["num_attention_heads"] * shape.get(
+        "head_dim", hidden // shape["num_attention_heads"]
+    )
+    inputs = {f"self_attn.{name}_proj": hidden for name in "qkv"} | {"self_attn.o_proj": heads}
+    inputs |= {"mlp.gate_proj": hidden, "mlp.up_proj": hidden, "mlp.down_proj": mlp}
+    widths = {
+        f"model.layers.{i}.{name}": width for i in range(count) for name, width in inputs.items()
+    }
+    finer = {"model.embed_tokens"}
+    for i in range(count):
+        if i < count // 8 or i >= 7 * count // 8 or (i - count // 8) % 3 == 2:
+            finer |= {f"model.layers.{i}.{name}" for name in ("self_attn.v_proj", "mlp.down_proj")}
+    found = {}
+    for name, width in (widths | {"model.embed_tokens": hidden}).items():
+        kind = "Q6_K" if form == "q4_k_m" and name in finer else GGUF_FORMS[form]
+        found[name] = kind if width % 256 == 0 else INSTEAD[kind]
+    return found
 
 
 def _num_bytes(model: DecoderModel) -> int:

@@ -19,8 +19,15 @@
 #endif
 
 #define TILE 32
+#define AHEAD 4096 /* bytes of numbers that are asked for early; the best of 1, 4 and 16 KiB */
 #define MAGIC 8388608 /* 2^23 */
 #define MAGIC_BITS 0x4b000000
+
+/* Forms of a tile: 4 bits, 4 bits with one zero point for all, 8 bits, dequantised. */
+#define NIBBLES 4
+#define CENTRED 5
+#define BYTES 8
+#define FLOATS 32
 
 enum { FLOAT32, FLOAT16, BFLOAT16, INT8 };
 
@@ -68,6 +75,7 @@ static inline size_t rows_of_block(const Job *job, size_t number) {
 #define SPLAT(a) _mm512_set1_ps(a)
 #define WIDE_BYTES(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define WIDE_HALVES(p) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
+#define LOOKUP(i, t) ((NAME(floats))_mm512_permutexvar_ps((__m512i)(i), (__m512)(t)))
 #define ROWS 12
 #define PAIRED_ROWS 2
 #include "_tiles_kernel.h"

@@ -7,6 +7,7 @@
  * FMA(a,b,c)  a * b + c by lane, rounded once (twice where the CPU has no such instruction)
  * SPLAT(a)    a in each lane
  * WIDE_BYTES(p), WIDE_HALVES(p)  LANES integers of 8 or 16 bits from p on, without a sign, as int32
+ * LOOKUP(i,t) lane by lane, the float of the table t at the lowest 4 bits of i; may be absent
  * ROWS        most rows of x whose sums stay in registers beside a tile's vectors
  * PAIRED_ROWS most rows that are multiplied with two tiles at once, so that enough sums wait for
  *             their next product
@@ -34,15 +35,12 @@ INLINE V NAME(from_float16)(I half) {
     return (V)((I)value | sign);
 }
 
-/* Factors of the vector `lane` of a tile's outputs. */
-INLINE V NAME(load_factors)(const Matrix *m, const Factors *factors, size_t tile, size_t group,
-                            size_t lane) {
-    size_t at = (tile * m->num_groups + group) * TILE + lane;
+/* `at` and `unit` are the indices of a vector's first factor, and of the first unit of those. */
+INLINE V NAME(load_factors)(const Factors *factors, size_t at, size_t unit) {
     if (factors->type == FLOAT32)
         return AT((const float *)factors->values + at);
     if (factors->type == INT8) {
         I bytes = (I)WIDE_BYTES((const uint8_t *)factors->values + at);
-        size_t unit = (tile * m->num_units + group / m->groups_of_unit) * TILE + lane;
         V units = NAME(from_float16)((I)WIDE_HALVES(factors->units + unit));
         return __builtin_convertvector((bytes ^ 128) - 128, V) * units;
     }
@@ -55,20 +53,21 @@ typedef struct {
     V zero, scale, offset;
 } NAME(group);
 
-INLINE NAME(group) NAME(load_group)(const Matrix *m, size_t tile, size_t group, size_t lane) {
+INLINE NAME(group) NAME(load_group)(const Matrix *m, size_t tile, size_t group, size_t unit,
+                                    size_t lane) {
     NAME(group) found;
+    size_t at = (tile * m->num_groups + group) * TILE + lane;
+    unit = (tile * m->num_units + unit) * TILE + lane;
     /* Plus 2^23, as the numbers have it. */
     if (m->zeros) {
-        size_t at = (tile * m->num_groups + group) * TILE + lane;
         I zeros = (I)WIDE_BYTES(m->zeros + at);
         found.zero = (V)(zeros | MAGIC_BITS);
     } else {
         found.zero = (V)SPLAT((float)(MAGIC + m->zero));
     }
-    found.scale = NAME(load_factors)(m, &m->scales, tile, group, lane);
+    found.scale = NAME(load_factors)(&m->scales, at, unit);
     /* A sum with -0 changes nothing. */
-    found.offset = m->offsets.values ? NAME(load_factors)(m, &m->offsets, tile, group, lane)
-                                     : (V)SPLAT(-0.0f);
+    found.offset = m->offsets.values ? NAME(load_factors)(&m->offsets, at, unit) : (V)SPLAT(-0.0f);
     return found;
 }
 
@@ -102,36 +101,63 @@ INLINE V NAME(load_weights)(const uint8_t *numbers, int c, const int bits, NAME(
     return FMA(NAME(load_numbers)(numbers, c, bits) - group.zero, group.scale, group.offset);
 }
 
-/* `rows` rows of x, packed [inputs, rows], times `tiles` tiles from `tile` on; `bits` is 32 where
- * `plain` has the tile dequantised. All three numbers are constants wherever this is called. */
+#ifdef LOOKUP
+/* As `load_weights` for 4 bits, with a table of all numbers less their zero point. */
+INLINE V NAME(look_up)(const uint8_t *numbers, int c, V table, NAME(group) group) {
+    I wide = (I)WIDE_BYTES(numbers + c * LANES % 16);
+    V number = LOOKUP(c * LANES < 16 ? wide : wide >> 4, table);
+    return FMA(number, group.scale, group.offset);
+}
+#endif
+
+/* `rows` rows of x, packed [inputs, rows], times `tiles` tiles from `tile` on. The form is FLOATS
+ * where `plain` has the tile dequantised, and CENTRED for 4 bits with one zero point for all. All
+ * three numbers are constants wherever this is called. */
 INLINE void NAME(block)(const Job *job, size_t tile, const float *plain, const float *x, size_t row,
-                        const int rows, const int bits, const int tiles) {
+                        const int rows, const int form, const int tiles) {
     const Matrix *m = &job->matrix;
+    const int bits = form == CENTRED ? 4 : form;
     const size_t num_inputs = m->num_inputs, stride = TILE * bits / 8;
     const int vectors = tiles * VECTORS;
     V sums[ROWS][MOST_VECTORS];
     NAME(group) groups[MOST_VECTORS];
-    const uint8_t *numbers = bits == 32 ? (const uint8_t *)plain
-                                        : m->numbers + tile * num_inputs * stride;
+    const uint8_t *numbers = form == FLOATS ? (const uint8_t *)plain
+                                            : m->numbers + tile * num_inputs * stride;
+#ifdef LOOKUP
+    V table = {};
+    for (int i = 0; form == CENTRED && i < LANES; i++)
+        table[i] = i - m->zero;
+#endif
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 16
         for (int c = 0; c < vectors; c++)
             sums[r][c] = (V){};
-    size_t k = 0;
+    size_t k = 0, unit = 0, end_of_unit = m->groups_of_unit;
     for (size_t group = 0; k < num_inputs; group++) {
-        size_t end = bits == 32 ? num_inputs : least(k + m->group_size, num_inputs);
-        if (bits != 32)
+        size_t end = form == FLOATS ? num_inputs : least(k + m->group_size, num_inputs);
+        if (group == end_of_unit) {
+            unit++;
+            end_of_unit += m->groups_of_unit;
+        }
+        if (form != FLOATS)
 #pragma GCC unroll 16
             for (int c = 0; c < vectors; c++)
-                groups[c] = NAME(load_group)(m, tile + c / VECTORS, group, c % VECTORS * LANES);
+                groups[c] = NAME(load_group)(m, tile + c / VECTORS, group, unit,
+                                             c % VECTORS * LANES);
         for (; k < end; k++) {
             V weights[MOST_VECTORS];
 #pragma GCC unroll 16
             for (int c = 0; c < vectors; c++) {
                 const uint8_t *from = numbers + (c / VECTORS * num_inputs + k) * stride;
-                if (bits == 32)
+                if (form != FLOATS && c % VECTORS == 0)
+                    __builtin_prefetch(from + AHEAD);
+                if (form == FLOATS)
                     weights[c] = AT(from + c * LANES * 4);
+#ifdef LOOKUP
+                else if (form == CENTRED)
+                    weights[c] = NAME(look_up)(from, c % VECTORS, table, groups[c]);
+#endif
                 else
                     weights[c] = NAME(load_weights)(from, c % VECTORS, bits, groups[c]);
             }
@@ -154,11 +180,16 @@ INLINE void NAME(block)(const Job *job, size_t tile, const float *plain, const f
 /* The tile as float32 [inputs, TILE]. */
 INLINE void NAME(dequantise)(const Matrix *m, size_t tile, float *plain, const int bits) {
     const uint8_t *numbers = m->numbers + tile * m->num_inputs * TILE * bits / 8;
+    size_t unit = 0, end_of_unit = m->groups_of_unit;
     for (size_t k = 0, group = 0; k < m->num_inputs; group++) {
         size_t end = least(k + m->group_size, m->num_inputs);
+        if (group == end_of_unit) {
+            unit++;
+            end_of_unit += m->groups_of_unit;
+        }
         NAME(group) groups[VECTORS];
         for (int c = 0; c < VECTORS; c++)
-            groups[c] = NAME(load_group)(m, tile, group, c * LANES);
+            groups[c] = NAME(load_group)(m, tile, group, unit, c * LANES);
         for (; k < end; k++)
 #pragma GCC unroll 16
             for (int c = 0; c < VECTORS; c++)
@@ -168,53 +199,66 @@ INLINE void NAME(dequantise)(const Matrix *m, size_t tile, float *plain, const i
 }
 
 /* A function for each number of rows: registers are allocated best so. */
-#define BLOCK(rows, bits, tiles)                                                                   \
-    TARGET static __attribute__((noinline)) void NAME(block_##bits##_##rows##_##tiles)(            \
+#define BLOCK(rows, form, tiles)                                                                   \
+    TARGET static __attribute__((noinline)) void NAME(block_##form##_##rows##_##tiles)(            \
         const Job *job, size_t tile, const float *plain, const float *x, size_t row) {             \
-        NAME(block)(job, tile, plain, x, row, rows, bits, tiles);                                  \
+        NAME(block)(job, tile, plain, x, row, rows, form, tiles);                                  \
     }
-#define BLOCKS(rows) BLOCK(rows, 4, 1) BLOCK(rows, 8, 1) BLOCK(rows, 32, 1)
-#define ENTRY(rows) {NAME(block_4_##rows##_1), NAME(block_8_##rows##_1), NAME(block_32_##rows##_1)}
-BLOCKS(1)
+#ifdef LOOKUP
+#define BLOCKS(rows, tiles)                                                                        \
+    BLOCK(rows, NIBBLES, tiles) BLOCK(rows, CENTRED, tiles)                                        \
+    BLOCK(rows, BYTES, tiles) BLOCK(rows, FLOATS, tiles)
+#define ENTRY(rows, tiles)                                                                         \
+    {NAME(block_NIBBLES_##rows##_##tiles), NAME(block_CENTRED_##rows##_##tiles),                   \
+     NAME(block_BYTES_##rows##_##tiles), NAME(block_FLOATS_##rows##_##tiles)}
+#else
+#define BLOCKS(rows, tiles)                                                                        \
+    BLOCK(rows, NIBBLES, tiles) BLOCK(rows, BYTES, tiles) BLOCK(rows, FLOATS, tiles)
+#define ENTRY(rows, tiles)                                                                         \
+    {NAME(block_NIBBLES_##rows##_##tiles), NAME(block_NIBBLES_##rows##_##tiles),                   \
+     NAME(block_BYTES_##rows##_##tiles), NAME(block_FLOATS_##rows##_##tiles)}
+#endif
+BLOCKS(1, 1)
 #if ROWS > 1
-BLOCKS(2) BLOCKS(3)
+BLOCKS(2, 1) BLOCKS(3, 1)
 #endif
 #if ROWS > 3
-BLOCKS(4) BLOCKS(5) BLOCKS(6) BLOCKS(7) BLOCKS(8) BLOCKS(9) BLOCKS(10) BLOCKS(11) BLOCKS(12)
+BLOCKS(4, 1) BLOCKS(5, 1) BLOCKS(6, 1) BLOCKS(7, 1) BLOCKS(8, 1)
+BLOCKS(9, 1) BLOCKS(10, 1) BLOCKS(11, 1) BLOCKS(12, 1)
 #endif
-static const Block NAME(blocks)[ROWS][3] = {
-    ENTRY(1),
+static const Block NAME(blocks)[ROWS][4] = {
+    ENTRY(1, 1),
 #if ROWS > 1
-    ENTRY(2), ENTRY(3),
+    ENTRY(2, 1), ENTRY(3, 1),
 #endif
 #if ROWS > 3
-    ENTRY(4), ENTRY(5), ENTRY(6), ENTRY(7), ENTRY(8), ENTRY(9), ENTRY(10), ENTRY(11), ENTRY(12),
+    ENTRY(4, 1), ENTRY(5, 1), ENTRY(6, 1), ENTRY(7, 1), ENTRY(8, 1),
+    ENTRY(9, 1), ENTRY(10, 1), ENTRY(11, 1), ENTRY(12, 1),
 #endif
 };
 #if PAIRED_ROWS
-BLOCK(1, 4, 2) BLOCK(1, 8, 2) BLOCK(2, 4, 2) BLOCK(2, 8, 2)
-static const Block NAME(pairs)[PAIRED_ROWS][2] = {
-    {NAME(block_4_1_2), NAME(block_8_1_2)}, {NAME(block_4_2_2), NAME(block_8_2_2)}};
+BLOCKS(1, 2) BLOCKS(2, 2)
+static const Block NAME(pairs)[PAIRED_ROWS][4] = {ENTRY(1, 2), ENTRY(2, 2)};
 #endif
 
 /* All rows times the tiles from `tile` to `end`. */
 TARGET static void NAME(multiply)(const Job *job, size_t tile, size_t end, float *plain) {
     const Matrix *m = &job->matrix;
+    const int form = plain ? 3 : m->bits == 8 ? 2 : !m->zeros; /* in the order of ENTRY */
 #if PAIRED_ROWS
     if (job->num_rows <= PAIRED_ROWS && job->num_blocks == 1)
         for (; tile + 1 < end; tile += 2)
-            NAME(pairs)[job->num_rows - 1][m->bits == 8](job, tile, NULL, job->x, 0);
+            NAME(pairs)[job->num_rows - 1][form](job, tile, NULL, job->x, 0);
 #endif
     for (; tile < end; tile++) {
         if (plain && m->bits == 8)
             NAME(dequantise)(m, tile, plain, 8);
         else if (plain)
             NAME(dequantise)(m, tile, plain, 4);
-        int kind = plain ? 2 : m->bits == 8;
         const float *x = job->x;
         for (size_t row = 0, number = 0; row < job->num_rows; number++) {
             size_t rows = rows_of_block(job, number);
-            NAME(blocks)[rows - 1][kind](job, tile, plain, x, row);
+            NAME(blocks)[rows - 1][form](job, tile, plain, x, row);
             x += rows * m->num_inputs;
             row += rows;
         }
@@ -237,5 +281,6 @@ TARGET static void NAME(multiply)(const Job *job, size_t tile, size_t end, float
 #undef SPLAT
 #undef WIDE_BYTES
 #undef WIDE_HALVES
+#undef LOOKUP
 #undef ROWS
 #undef PAIRED_ROWS
