@@ -33,12 +33,21 @@ class ModelOutput:
             hidden_size].
         streams: [num_rows, requested layers * hidden_size], with `captured` as views; None without
             requested layers.
+        layers: The requested layers.
     """
 
     logits: torch.Tensor
     hidden: torch.Tensor
     captured: list[torch.Tensor] = field(default_factory=list)
     streams: torch.Tensor | None = None
+    layers: tuple[int, ...] = ()
+
+    def streams_of(self, layers: tuple[int, ...]) -> torch.Tensor:
+        """Returns the inputs of some of the requested layers, [num_rows, layers * hidden_size]."""
+        if layers == self.layers:
+            assert self.streams is not None
+            return self.streams
+        return torch.cat([self.captured[self.layers.index(layer)] for layer in layers], 1)
 
 
 class DecoderLayer(nn.Module):
@@ -228,7 +237,7 @@ class DecoderModel(nn.Module):
         """
         x, captured, streams = self.states(batch, kv, attention, capture)
         wanted = x if batch.logit_rows is None else x[batch.logit_rows]
-        return ModelOutput(self.lm_head(wanted), x, captured, streams)
+        return ModelOutput(self.lm_head(wanted), x, captured, streams, tuple(capture))
 
     def states(
         self,

@@ -20,7 +20,7 @@ from foredraft.transport.device_exchange import StepSizes
 from verify_service.attach.fusion import FusionSource
 from verify_service.attach.trained_quantization import quantization_note
 from verify_service.drafts.arena import Arena
-from verify_service.drafts.capabilities import DraftCapabilities
+from verify_service.drafts.capabilities import DraftCapabilities, layers_to_capture
 from verify_service.drafts.client import DraftClient
 from verify_service.drafts.remote_draft import RemoteDraft
 from verify_service.drafts.session import DraftSettings
@@ -292,8 +292,8 @@ def described(info: draft_pb2.GetDraftInfoResponse) -> str:
 
 
 def captured_layers(links: Sequence[DraftLink]) -> tuple[int, ...]:
-    """Returns the layers that a draft reads, as far as drafts have answered."""
-    return max((tuple(info.hidden.layers) for info in infos_of(links)), default=())
+    """Returns the layers that drafts read, as far as drafts have answered."""
+    return layers_to_capture(link.capabilities for link in links) or ()
 
 
 def infos_of(links: Sequence[DraftLink]) -> list[draft_pb2.GetDraftInfoResponse]:

@@ -1,5 +1,6 @@
 """Capabilities that a draft reports to the verifier in the handshake."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from foredraft.api.draft.v1 import draft_pb2
@@ -47,3 +48,15 @@ class DraftCapabilities:
             is_free=not algorithm.has_model,
             uses_pages=algorithm.has_model,
         )
+
+
+def layers_to_capture(each: Iterable[DraftCapabilities]) -> tuple[int, ...] | None:
+    """Returns the layers that steps capture for drafts: all that any of them reads.
+
+    It is empty where only states after the final norm are read, None where no hidden states are.
+    """
+    read = {one.layers for one in each if one.layers is not None}
+    if not read:
+        return None
+    lists = sorted(layers for layers in read if layers)
+    return lists[0] if len(lists) == 1 else tuple(sorted(set().union(*lists)))

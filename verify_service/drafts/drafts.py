@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from foredraft.runner.model_runner import ForwardOutput
+from verify_service.drafts.capabilities import layers_to_capture
 from verify_service.drafts.hidden_states import CommittedRows, Gathered
 from verify_service.drafts.proposals import DeviceRequest, Drafted, DraftRequest, Proposals
 from verify_service.drafts.proxy import DraftProxy
@@ -26,8 +27,8 @@ class Drafts:
         each: The drafts, in the order of their numbers.
         names: Names of the drafts.
         are_several: Whether there is more than one.
-        capture: Layers whose input residual stream is read; empty for the state after the final
-            norm, None where no draft reads hidden states. At most one of the drafts reads layers.
+        capture: Layers whose input residual stream a draft reads; empty for the state after the
+            final norm, None where no draft reads hidden states.
         assigned: Number of each sequence's draft, by request id; only with several drafts.
     """
 
@@ -61,8 +62,7 @@ class Drafts:
         """Notices attached and lost drafts; called before each step that the host begins."""
         for one in self.each:
             one.refresh()
-        layers = [one.capabilities.layers for one in self.each]
-        self.capture = max((some for some in layers if some is not None), default=None)
+        self.capture = layers_to_capture(one.capabilities for one in self.each)
 
     def release(self, slots: Sequence[int]) -> None:
         """Records that sequences have released slots."""

@@ -197,9 +197,7 @@ class HiddenStates:
 
     def source(self, output: ForwardOutput) -> torch.Tensor:
         """Returns the hidden states that a forward captured for the draft, [T, width]."""
-        source = output.streams if self.layers else output.hidden
-        assert source is not None
-        return source
+        return output.streams_of(self.layers) if self.layers else output.hidden
 
     def passed(self, sequence: RequestSequence, start: int, count: int) -> None:
         """Records that the draft has taken `count` rows from position `start` on, on the device."""

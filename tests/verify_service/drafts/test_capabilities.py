@@ -13,7 +13,7 @@ from foredraft.models.speculation import resolve
 from testing.block_drafts import tiny_block, tiny_peagle
 from testing.checkpoints import make_checkpoint
 from testing.draft_heads import save_head, tiny_head
-from verify_service.drafts.capabilities import DraftCapabilities
+from verify_service.drafts.capabilities import DraftCapabilities, layers_to_capture
 
 Info = draft_pb2.GetDraftInfoResponse
 FREE, PER_LEVEL = draft_pb2.DRAFT_COST_FREE, draft_pb2.DRAFT_COST_PER_LEVEL
@@ -99,3 +99,20 @@ def test_layers_are_told_apart_from_none() -> None:
     assert DraftCapabilities.of(Info(hidden=hidden)).layers == (1, 2)
     assert DraftCapabilities.of(Info(hidden=draft_pb2.HiddenNeeds())).layers == ()
     assert DraftCapabilities.of(Info()).layers is None
+
+
+@pytest.mark.parametrize(
+    ("read", "captured"),
+    [
+        ([], None),
+        ([None, None], None),
+        ([None, ()], ()),
+        ([(), (2, 0, 2)], (2, 0, 2)),
+        ([(1, 3), None, (1, 3)], (1, 3)),
+        ([(1, 3), (0, 1), ()], (0, 1, 3)),
+    ],
+)
+def test_steps_capture_what_any_draft_reads(
+    read: list[tuple[int, ...] | None], captured: tuple[int, ...] | None
+) -> None:
+    assert layers_to_capture(DraftCapabilities(layers) for layers in read) == captured

@@ -103,6 +103,33 @@ def test_each_gets_what_is_its_own_under_pressure(
         assert drafter.num_attaches == 1
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_each_gets_its_own_layers(
+    target: Path, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if runs_ahead:
+        monkeypatch.setattr(startup, "EagerExecutor", EagerAhead)
+    drafters = [
+        HiddenDrafter(2 * WIDTH, (1, 2), weight_bytes=1, algorithm="EAGLE3"),
+        HiddenDrafter(2 * WIDTH, (0, 1), weight_bytes=1, algorithm="PEAGLE"),
+        HiddenDrafter(WIDTH, (2,), weight_bytes=1, algorithm="DFLASH"),
+    ]
+    work = jobs(10, num_new=60)
+    for drafter in drafters:
+        drafter.texts = texts(target, work)
+    with engine_with(drafters, target, **FLAGS) as harness:
+        harness.wait_for_draft()
+        change_often(harness, 3)
+        results = harness.run(work)
+        assert [j.prompt + r.tokens for j, r in zip(work, results, strict=True)] == drafters[
+            0
+        ].texts
+        harness.check_nothing_left()
+    for drafter in drafters:
+        assert drafter.check(target) > 1000
+        assert drafter.num_attaches == 1
+
+
 def test_one_that_dies_leaves_the_others_what_is_theirs(
     target: Path, drafters: list[HiddenDrafter]
 ) -> None:

@@ -128,7 +128,7 @@ class MixedGraphs:
             return ModelOutput(logits, hidden)
         streams = self._streams[kind.capture][:num_rows]
         captured = list(streams.split(self._model.config.hidden_size, 1))
-        return ModelOutput(logits, hidden, captured, streams)
+        return ModelOutput(logits, hidden, captured, streams, kind.capture)
 
     def settle(self) -> None:
         """Waits until the device has read the last upload, so that host memory may be overwritten.
