@@ -1,0 +1,133 @@
+"""The first requests of fresh servers by the default policy, beside always and never drafting.
+
+    python -m benchmarks.fresh_stacks --stacks 5
+
+A cell is a draft of the bundled family at a temperature. For each of its arms `foredraft serve` is
+started anew, arms in turn, forwards and backwards; once the server says since when it drafts, it
+gets 24 requests of 96 tokens, pieces of held-out code and prose, `--batch` of them at a time. An
+arm's speed is the tokens of all requests over the seconds from the first to the last. The table
+gives the default's speed over the better of always and never: the ratio of the means, and the
+interval that holds nine of ten such ratios when stacks are drawn again from those measured. Never
+drafting does not depend on the draft, so cells of one temperature share its stacks.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.first_requests import DRAFTS, PLAIN
+from benchmarks.real_prompts import FILE
+from foredraft.cli import serve_config, stack
+
+CELL_DRAFTS = ("NGRAM", "EAGLE3", "MTP", "STANDALONE")
+REQUESTS, TOKENS = 24, 96
+LONGEST = 600  # characters of a prompt
+DRAWS = 4000
+Speeds = dict[str, list[float]]  # tokens per second of each stack, by "arm, draft, temperature"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--drafts", nargs="+", choices=CELL_DRAFTS, default=list(CELL_DRAFTS))
+    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--stacks", type=int, default=5, help="fresh servers of each arm [5]")
+    parser.add_argument("--batch", type=int, default=1, help="requests at a time [1]")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args()
+    arms = [("never", PLAIN, temperature) for temperature in args.temperature]
+    for draft in args.drafts:
+        arms += [(arm, draft, t) for t in args.temperature for arm in ("default", "always")]
+    speeds: Speeds = {}
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / f"fresh_stacks_{args.batch}.json"
+    for number in range(args.stacks):
+        for arm, draft, temperature in arms if number % 2 == 0 else arms[::-1]:
+            speed = _speed(arm, draft, temperature, args.batch)
+            speeds.setdefault(_key(arm, draft, temperature), []).append(speed)
+            print(f"{number + 1}: {_key(arm, draft, temperature)}: {speed:.1f}", flush=True)
+        file.write_text(json.dumps(speeds, indent=1))
+        print(_table(speeds, args.drafts, args.temperature), flush=True)
+    print(f"wrote {file}")
+    return 0
+
+
+def _key(arm: str, draft: str, temperature: float) -> str:
+    return f"{arm}, {draft}, {temperature}"
+
+
+def _speed(arm: str, draft: str, temperature: float, batch: int) -> float:
+    """Returns tokens per second of a fresh server's first requests."""
+    values: dict[str, Any] = {"speculative_algorithm": draft, "device": "cpu", "port": 0}
+    values |= {"grpc_port": 0, "log_level": "warning", "speculative_adaptive": arm != "always"}
+    if DRAFTS[draft]:
+        values["speculative_draft_model_path"] = DRAFTS[draft]
+    texts = json.loads(FILE.read_text())
+    prompts = [texts[number % len(texts)][:LONGEST] for number in range(REQUESTS)]
+    services = stack.make_supervisor(serve_config.resolve_models(values))
+    with services, ThreadPoolExecutor(batch) as pool:
+        services.wait_healthy()
+        url = services.urls["http"]
+        while draft != PLAIN and not _is_drafting(url):
+            time.sleep(0.05)
+        began = time.perf_counter()
+        tokens = sum(pool.map(partial(_ask, url, temperature), range(REQUESTS), prompts))
+        return tokens / (time.perf_counter() - began)
+
+
+def _is_drafting(url: str) -> bool:
+    with urllib.request.urlopen(f"{url}/get_server_info", timeout=60) as answer:
+        verifiers = json.load(answer)["verifiers"].values()
+    return all(one["drafting_since"] for one in verifiers)
+
+
+def _ask(url: str, temperature: float, seed: int, prompt: str) -> int:
+    body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": temperature, "seed": seed}
+    # An end token would give the arms of a cell other numbers of steps.
+    data = json.dumps({**body, "ignore_eos": True}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", data, headers)
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return int(json.load(answer)["usage"]["completion_tokens"])
+
+
+def _table(speeds: Speeds, drafts: list[str], temperatures: list[float]) -> str:
+    lines = ["| draft | temperature | never | always | default | of the better | 90 % |"]
+    lines.append("| --- " * 7 + "|")
+    for draft in drafts:
+        for temperature in temperatures:
+            never = speeds[_key("never", PLAIN, temperature)]
+            always, default = (
+                speeds[_key(arm, draft, temperature)] for arm in ("always", "default")
+            )
+            means = " | ".join(f"{statistics.mean(arm):.1f}" for arm in (never, always, default))
+            low, high = _interval(never, always, default)
+            ratio = _ratio(never, always, default)
+            lines.append(
+                f"| {draft} | {temperature:g} | {means} | {ratio:.3f} | {low:.3f} to {high:.3f} |"
+            )
+    return "\n".join(lines)
+
+
+def _ratio(never: list[float], always: list[float], default: list[float]) -> float:
+    return statistics.mean(default) / max(statistics.mean(never), statistics.mean(always))
+
+
+def _interval(*arms: list[float]) -> tuple[float, float]:
+    """Returns the 5th and the 95th percentile of the ratio over bootstrap draws."""
+    rng = random.Random(1)
+    ratios = sorted(_ratio(*(rng.choices(arm, k=len(arm)) for arm in arms)) for _ in range(DRAWS))
+    return ratios[DRAWS // 20], ratios[-DRAWS // 20]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
