@@ -180,8 +180,8 @@ def _counts(target: Path, drafts: dict[str, dict[str, Any]]) -> dict[str, int]:
 
 
 def _weights(path: Path) -> tuple[int, int]:
-    """Returns the weights that a row multiplies, and those of its own LM head among them (0
-    without one).
+    """Returns the number of weights that a row multiplies, and how many of them are its own LM
+    head's (0 without one).
     """
     sizes: dict[str, int] = {}
     for file in path.glob("*.safetensors"):

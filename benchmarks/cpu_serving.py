@@ -78,8 +78,6 @@ class Run:
     """Decoding of a prompt.
 
     Holds tokens after the first, and seconds from the first token to the last.
-
-    Holds tokens after the first, and seconds from the first token to the last.
     """
 
     tokens: list[int]

@@ -25,7 +25,7 @@ from foredraft.cli import serve_config, stack
 from foredraft.cli.serve import FIRST_PROMPT
 
 PLAIN = "NONE"
-# The algorithm and its draft's name beside that of the model.
+# The algorithm and its draft's name beside the model's name.
 DRAFTS = {
     PLAIN: "",
     "NGRAM": "",

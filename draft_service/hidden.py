@@ -1,4 +1,7 @@
-"""The draft's end of the arena. Torch is imported only for drafters that need one."""
+"""Opens the memory through which a draft gets the target's hidden states.
+
+Torch is imported only for drafters that need such memory.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -48,8 +48,8 @@ def few_variants(cut_keys: bool) -> Iterator[None]:
 def no_collection() -> Iterator[None]:
     """Keeps Python's collector of cycles off while a CUDA graph is captured.
 
-    Graphs that it frees in this thread, such as those of a draft that has left, would end the
-    capture with an error.
+    It may free other graphs in this thread, for example after a draft has left, and that would end
+    the capture with an error.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -21,7 +21,7 @@ class Layout:
             one first), or another layout whose columns are put in here.
 
     Attributes:
-        names: The columns' names, those of inner layouts by their own.
+        names: Names of the columns; an inner layout's columns keep their own names.
         dtype: The columns as a numpy structure, without padding.
         block: The same as bytes, which numpy copies many times as fast. So the whole records have
             inner layouts.

@@ -78,7 +78,7 @@ class Completion:
 class Chunk:
     """New text and tokens of one continuation.
 
-    The texts of all chunks, joined, are the text; likewise those of all tokens.
+    All chunks' texts, joined, are the text; so are all tokens' texts.
 
     The steps come no later than their tokens; they have trees only when provenance was asked for.
     Log-probabilities of the prompt, when asked for, are all in the first chunk.

@@ -45,7 +45,7 @@ class Router:
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
-        # Hash of a prefix of whole blocks -> its holders, newest last. The order is that of use.
+        # Hash of a prefix of whole blocks -> its holders, newest last. Last used, last in order.
         self._holders: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._used: dict[int, int] = {}  # by verifier: when it was chosen last
         self._clock = itertools.count(1)

@@ -325,7 +325,7 @@ class BlockReference:
 
 
 def tiny_peagle(seed: int = 0, num_layers: int = 2, **options: Any) -> TinyHead:
-    """Creates a random P-EAGLE head: EAGLE-3's tensors and those of mask rows."""
+    """Creates a random P-EAGLE head: EAGLE-3's tensors and the mask rows' tensors."""
     head = tiny_head(
         "EAGLE3", seed, num_layers=num_layers, mask_token_id=MASK, draft_vocab=80, **options
     )

@@ -1,7 +1,7 @@
 """A model of two small cores under requests that come and go, for policies: no clock, no model, all
 drawn from a seed.
 
-Times are those of the bundled family and its EAGLE-3 head, as a log of steps showed them; `Cpu`
+Times are the bundled family's with its EAGLE-3 head, as a log of steps showed them; `Cpu`
 says by how much the table that was measured at start is wrong.
 """
 

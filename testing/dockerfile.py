@@ -37,7 +37,7 @@ def stages(path: Path) -> dict[str, Stage]:
 class NativeBuild:
     """Builds stages in directories under `root`, each mapped to `/` of its stage.
 
-    A path of the image in a RUN step is replaced by that of its directory. Steps that need root or
+    A path of the image in a RUN step is replaced by its directory's path. Steps that need root or
     a distribution (apt-get, useradd) are left out: what they install is there already where tests
     run.
 

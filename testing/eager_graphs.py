@@ -51,7 +51,7 @@ class Graph:
 
 
 def overwrite(old: Any, new: Any) -> None:
-    """Copies all tensors of a structure into those of another like it."""
+    """Copies all tensors of a structure into the tensors of another like it."""
     if isinstance(old, torch.Tensor):
         old.copy_(new)
     elif dataclasses.is_dataclass(old):

@@ -46,7 +46,7 @@ class Outcome:
 
     Attributes:
         happened: Whether the draft reached the point.
-        equal: Whether every text equals that of a run without a draft.
+        equal: Whether every text equals a run's without a draft.
         gap: Longest time without a token, in seconds.
         back: Seconds from the draft's return, as a process or by SIGCONT, until it was attached
             again.

@@ -1,8 +1,8 @@
 """Finds the variants of Triton kernels that a forward would launch on a GPU, without Triton or
 a GPU.
 
-Models lie on torch's meta device, so that sizes are those of real ones and nothing is computed; in
-place of the kernels stand recorders that note what Triton would compile a launch for.
+Models lie on torch's meta device, so that sizes are real and nothing is computed; in place of the
+kernels stand recorders that note what Triton would compile a launch for.
 """
 
 import ast

@@ -80,7 +80,7 @@ NEW = (Match(0.5, 0.03, 0.3), Match(0.05, 0.1, 0.3))
 
 @dataclass(slots=True)
 class Text:
-    """A sequence; its matches are right somewhat more or less often than those of others."""
+    """A sequence; its matches are right somewhat more or less often than others'."""
 
     left: int
     deviation: float

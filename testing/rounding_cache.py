@@ -1,5 +1,5 @@
-"""A cache for transformers that rounds keys and values like a cache of 8-bit floats, those of
-the step itself too.
+"""A cache for transformers that rounds keys and values, the current step's too, like a cache of
+8-bit floats.
 """
 
 from typing import Any

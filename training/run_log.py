@@ -27,7 +27,7 @@ class RunLog:
             file.write(json.dumps(entry) + "\n")
 
     def restore(self, entries: Sequence[dict[str, Any]]) -> None:
-        """Replaces all entries by those of an earlier run's checkpoint."""
+        """Replaces all entries by the entries in an earlier run's checkpoint."""
         self.entries = list(entries)
         self._path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 

@@ -6,8 +6,8 @@
     python -m benchmarks.gpu.divergence --device cpu --dtype float32 --texts 64 --tokens 96
 
 Greedy and sampled texts with the same seeds, with filters, penalties, biases and grammars. Each run
-is an engine, NAME or ALGORITHM-SHAPE-CONDITION..., whose texts are compared with those of plain
-decoding in a batch of --batch:
+is an engine, NAME or ALGORITHM-SHAPE-CONDITION..., whose texts are compared with plain
+decoding's in a batch of --batch:
 
     alone       one by one                  eager      without captured graphs
     pressure    pages for a few sequences   reversed   in the opposite order

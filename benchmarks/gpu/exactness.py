@@ -3,7 +3,7 @@ of Llama-3.1-8B, and forwards of prompts.
 
     python -m benchmarks.gpu.exactness --batch 1 8 32 128 --context 600
 
-Random weights; one model, whose products and attention are those of either. A step is all of a
+Random weights; one model, with the products and attention of either. A step is all of a
 captured decode step: the forward over sequences of so many keys, the rule, the walk, accepted KV in
 place. Trees are of 8 rows in branches of four; a chain has 4 rows. Times are medians of replays in
 milliseconds.

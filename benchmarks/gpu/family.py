@@ -5,8 +5,8 @@ decoding, beside what its accept length and the times of its stages predict.
     python -m benchmarks.gpu.family --mps --model-path demo-gemma --heads EAGLE3=path/to/head --algorithms NGRAM EAGLE3 --temperatures 0
 
 bfloat16, one request at a time, real prompts (`benchmarks/accept_length_prompts.json`). A row's
-speed is that of its requests from the end of the step after their prompt on, in which a draft reads
-the prompt; nothing else is measured meanwhile. Its stages are measured in runs of their own
+speed is measured from the end of the step after the prompt on, in which a draft reads the prompt;
+nothing else is measured meanwhile. Its stages are measured in runs of their own
 (`benchmarks.gpu.stages`), which take turns with these. The prediction is accept length x a plain
 step / the step that the stages give (`step_of`): the target's graph, the draft's graphs and the
 hand-overs follow each other on the GPU; the verifier's host works beside them, one step ahead; the

@@ -5,8 +5,8 @@ and its verifier on one GPU.
     python -m benchmarks.gpu.faults --modes alone mps mps --seconds 90 --resume --cases "level 1:SIGKILL" "waiting:SIGSTOP"
 
 The bundled model and its EAGLE-3 head in float32; 8 requests, greedy and sampled. For each case, a
-line as soon as it is over: whether the draft came to that point, whether all texts are those of
-plain decoding, the longest time without a token (`--draft-step-timeout` is 1 s), seconds from the
+line as soon as it is over: whether the draft came to that point, whether all texts are plain
+decoding's, the longest time without a token (`--draft-step-timeout` is 1 s), seconds from the
 draft's return until it was attached again, and blocks of GPU memory that the verifier keeps for
 drafts (1: the one in use). A case that takes the verifier along, as faults under MPS do, is shown
 as such; the next one has another. A mode that is named several times has as many processes, each

@@ -4,8 +4,8 @@ operation by operation and SGLang.
     python -m benchmarks.gpu.prompts --peer /opt/sglpeer
 
 Random weights, no speculation, empty prefix cache, medians of `--rounds` requests or batches that
-are sent when the engine idles; the time is that of the engine's caller: of Foredraft's in the
-verifier's process, of SGLang's in another one than its scheduler's, as its Engine is made. SGLang
+are sent when the engine idles; the engine's caller measures the time: Foredraft's in the
+verifier's process, SGLang's in another one than its scheduler's, as its Engine is made. SGLang
 runs flashinfer attention, with and without its own graphs of prompts.
 """
 

@@ -18,7 +18,7 @@ def read_states(
     Returns them as [n, width] on `device`.
 
     Raises:
-        InvalidRequest: There are none, or their number is not that of the tokens.
+        InvalidRequest: There are none, or another number than tokens.
     """
     slot, wanted, hidden = extension.sequence.slot, len(extension.tokens), extension.hidden
     if hidden is None or reader is None:
@@ -78,7 +78,7 @@ class HiddenSource:
             width: Number of indices for each extension; those beyond its tokens mean nothing.
 
         Raises:
-            InvalidRequest: The number of states is not that of the tokens.
+            InvalidRequest: The numbers of states and tokens differ.
         """
         hidden = [extension.hidden for extension in extensions if extension.hidden is not None]
         given = [rows.num_rows for rows in hidden]

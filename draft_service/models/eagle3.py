@@ -61,8 +61,8 @@ class Eagle3Head(LevelHead):
         ]
         self._norms = [self.make_norm(size) for _ in self._layers]
         self.layers, self.norms = nn.ModuleList(self._layers), nn.ModuleList(self._norms)
-        # SGLang calls the norm of every layer hidden_norm, speculators those of further layers
-        # input_layernorm.
+        # SGLang calls every layer's norm hidden_norm; speculators calls the first one so, and the
+        # others input_layernorm.
         self._norm_names = ["layers.0.hidden_norm.weight"] + [
             f"layers.{index}.{name}.weight"
             for index in range(1, layer.num_layers)

@@ -32,8 +32,7 @@ class MTPModule(nn.Module):
         """Computes x = input_proj([norm(feature); norm(embedding)]), a decoder layer, the final
         norm.
         """
-        # The embedding at position 0 is that of no token that follows another: the format zeroes
-        # it.
+        # The token at position 0 follows no other, so the format zeroes its embedding.
         embeds = embeds * (positions != 0).unsqueeze(1)
         stream = self.projection(
             torch.cat((self.hidden_norm(features), self.token_norm(embeds)), -1)

@@ -56,7 +56,9 @@ class NgramRules:
 
 
 class NgramDrafter:
-    """Everything an n-gram drafter does, for sequences named by slot numbers.
+    """Proposes what followed the newest tokens when they were seen before.
+
+    Sequences are named by slot numbers.
 
     Args:
         rules: How a match becomes a tree.

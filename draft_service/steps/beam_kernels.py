@@ -158,7 +158,7 @@ def select_beams(
     top = tl.max(largest, 1)
     scaled = tl.where(largest == float("-inf"), 0.0, total * tl.exp(largest - top[:, None]))
     normaliser = top + tl.log(tl.sum(scaled, 1))
-    # The best children of each beam among those of its parts.
+    # The best children of each beam among its parts' best.
     entry = tl.arange(0, PAD_PARTS * PAD_COUNT)
     entry_part, entry_child = entry // PAD_COUNT, entry % PAD_COUNT
     is_entry = (entry_part < PARTS) & (entry_child < COUNT)

@@ -1,4 +1,4 @@
-"""What runners of drafts share that read the target's hidden states."""
+"""Base of the runners of drafts that read the target's hidden states."""
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar

@@ -40,7 +40,7 @@ Forward = Callable[
 
 
 class Beams(Protocol):
-    """Interface of growing trees; see `StaticBeams`."""
+    """Grows beam trees level by level; see `StaticBeams` for the methods."""
 
     def grow(
         self, logits: torch.Tensor, token_map: torch.Tensor | None

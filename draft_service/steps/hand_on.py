@@ -17,7 +17,7 @@ class HandedOn:
     Attributes:
         accepted: int32 [n + 1, 1 + R], number of tokens, then the tokens; the rest is undefined.
         trees: int32 [n + 1, 2, N], tokens, then parents.
-        first_hidden_row: Index of the hidden state of row 0's first token; those of row r begin
+        first_hidden_row: Index of the hidden state of row 0's first token; row r's first one lies
             r * R further.
     """
 

@@ -1,7 +1,7 @@
 """The plan of a draft step: the inputs of its batches.
 
 The device fills it in once per step, from the records that the host uploaded. The batch of
-committed tokens and those of all levels read it.
+committed tokens and the batch of each level read it.
 """
 
 from dataclasses import dataclass, fields
@@ -31,7 +31,7 @@ class DraftPlan:
         start, num_rows, prefix_start: int32 [B], key index of the first one, how many there are,
             what they see first.
         tables: int32 [B, pages and scratch pages], of committed and drafted keys.
-        num_keys: int32 [B], committed keys, those of the step with them.
+        num_keys: int32 [B], committed keys, the step's own included.
         num_beams: int32 [B], K, or 0 for padding.
         valid_from: int32 [B], what drafted tokens see first.
         level_first: int32 [L, B], key index of each level's first beam.

@@ -14,9 +14,10 @@ from foredraft.types import NO_TOKEN
 
 
 class StaticBeams(BeamTree):
-    """See BeamTree.
+    """Grows beam trees without reading a value back, so that a CUDA graph can hold it.
 
-    Which rows are sampled is decided on the device; a promise of the rows still saves work.
+    See `BeamTree` for the methods. Which rows are sampled is decided on the device; a promise of
+    the rows still saves work.
     """
 
     def expand(

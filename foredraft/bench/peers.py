@@ -10,7 +10,7 @@ from foredraft.bench.prompts import Prompt
 from foredraft.bench.records import Speculation
 from foredraft.errors import ConfigError
 
-# Route by backend; the names in brackets are those of SGLang's and vLLM's benchmarks.
+# Route by backend; SGLang's and vLLM's benchmarks use the names in brackets.
 ROUTES = {
     "openai": "/v1/completions",
     "openai-chat": "/v1/chat/completions",

@@ -1,6 +1,6 @@
 """Figures of a stage's records: percentiles, rates, goodput, accept length.
 
-Keys are those of SGLang's bench_serving where it has them.
+Keys are named as in SGLang's bench_serving where it has them.
 """
 
 from collections import Counter

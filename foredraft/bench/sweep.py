@@ -246,7 +246,7 @@ class Results:
         return self.found.get(setting.key, {}).get(case.name)
 
     def speedup(self, setting: Setting, case: Case) -> float | None:
-        """Returns the output rate over that of plain decoding."""
+        """Returns the output rate divided by plain decoding's."""
         own, plain = self.get(setting, case), self.get(PLAIN, case)
         return own.output_rate / plain.output_rate if own and plain else None
 

@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser: flags of one generation, then those of the services it starts."""
+    """Returns the parser: flags of one generation, then flags of the services it starts."""
     parser = FlagParser(
         prog="foredraft generate",
         usage="foredraft generate [flags] PROMPT",

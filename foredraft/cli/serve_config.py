@@ -131,7 +131,7 @@ def resolve_models(values: Mapping[str, Any]) -> dict[str, Any]:
     may take minutes.
 
     Returns:
-        The values with local directories, and the served name still that of the model asked for.
+        The values with local directories; the served name is still the requested model's.
 
     Raises:
         CheckpointError: A model cannot be had.

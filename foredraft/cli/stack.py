@@ -305,7 +305,7 @@ def _ports(
     """Chooses all ports.
 
     Returns:
-        The ports by their fields, and those of the drafts' metrics by the drafts' names.
+        The ports by their fields, and the ports of the drafts' metrics by the drafts' names.
     """
     wanted = wanted_ports(config)
     # A flag names the first draft's.

@@ -87,7 +87,7 @@ class RunningServer:
         self.given = {"server": url}
 
     def settings(self, arguments: argparse.Namespace) -> list[Setting]:
-        """Returns the server's own setting, and those of the grid within its limits."""
+        """Returns the server's own setting, and the grid's settings within its limits."""
         info = self._info
         algorithm, draft = info["speculative_algorithm"], info["speculative_draft_model_path"] or ""
         if algorithm == "NONE":

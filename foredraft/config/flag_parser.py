@@ -1,6 +1,4 @@
-"""Command lines that answer unknown flags, those of SGLang and vLLM among them, with the right
-ones.
-"""
+"""Command lines that answer an unknown flag, such as one of SGLang or vLLM, with the right one."""
 
 import argparse
 import difflib

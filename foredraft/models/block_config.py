@@ -2,8 +2,8 @@
 
 Torch-free.
 
-The layouts are those of z-lab and SpecForge (`dflash_config`), of DeepSpec and ModelOpt (keys at
-the top), and of the speculators library (a nested `transformer_layer_config`).
+z-lab and SpecForge have a `dflash_config`, DeepSpec and ModelOpt have keys at the top, and the
+speculators library has a nested `transformer_layer_config`.
 """
 
 import json

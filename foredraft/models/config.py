@@ -187,7 +187,7 @@ class ModelConfig:
         return all_bytes - int(packed * saved)
 
     def _saved_bytes(self, types: Mapping[str, str], itemsize: int, on_cpu: bool) -> int:
-        """Returns the bytes by which a GGUF file's matrices are smaller than plain ones."""
+        """Returns how many bytes smaller a GGUF file's matrices are than plain ones."""
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         mlp, vocabulary = self.intermediate_size, self.vocab_size
         outputs = {"q_proj": heads, "k_proj": kv, "v_proj": kv, "o_proj": heads}
@@ -205,8 +205,8 @@ class ModelConfig:
 
     @property
     def key_cost(self) -> float:
-        """FLOPs of one query's attention to one key in all layers, relative to those of a
-        token's weights.
+        """FLOPs of one query's attention to one key in all layers, per FLOP of a token's
+        weights.
         """
         return 2 * self.num_layers * self.num_heads * self.head_dim / self.num_parameters
 

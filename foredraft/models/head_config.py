@@ -1,8 +1,8 @@
 """Reads a draft head's config.json in any of the published layouts. Torch-free.
 
-The layouts are EAGLE's own, SGLang's and SpecForge's (`eagle_config`), that of the speculators
-library (a nested `transformer_layer_config`), MiMo's MTP layers, which may lie in the target's own
-checkpoint, and those of block drafters (`block_config`).
+The layouts are EAGLE's own, SGLang's and SpecForge's (`eagle_config`), the speculators library's (a
+nested `transformer_layer_config`) and the block drafters' (`block_config`). MiMo's MTP layers may
+lie in the target's own checkpoint.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from foredraft.models.head_kinds import (
 )
 from foredraft.models.quantization_config import QUANTIZATION_KEYS
 
-# Last parts of the names of tensors that are not those of a quantised matrix.
+# Last parts of the names of tensors that do not belong to a quantised matrix.
 _PLAIN_TENSORS = frozenset({"weight", "bias", "d2t", "t2d", "mask_hidden", "inv_freq"})
 _MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 DEFAULT_PARALLEL_TOKENS = 7

@@ -1,5 +1,5 @@
-"""Triton kernels by which ranks on several GPUs of a host exchange small blocks through memory that
-each can write at the others.
+"""Triton kernels that exchange small blocks between ranks on several GPUs of a host. Each rank can
+write to the others' memory.
 
 Each program sends its block to all other ranks and then waits for theirs. A program has two places
 for blocks, which it uses in turn: a rank that sends the next block but one has the answer to the

@@ -41,7 +41,7 @@ class ForwardShape:
 
     Attributes:
         num_rows: Number of rows of the causal sequence; 0 for a tree alone.
-        num_keys: Number of keys of each sequence, those of its rows included.
+        num_keys: Number of keys of each sequence, its rows' own keys included.
         num_tree_rows: Number of rows of the tree; 0 for a causal sequence alone.
     """
 

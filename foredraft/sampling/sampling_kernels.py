@@ -50,7 +50,7 @@ def _log1p(r):
 def _log(x):
     """Computes the logarithm of positive normal float32 numbers, to about one ulp."""
     bits = x.to(tl.int32, bitcast=True)
-    # The exponent is that of x / sqrt(1/2), so that the rest lies in [sqrt(1/2), sqrt(2)).
+    # The exponent is taken from x / sqrt(1/2), so that the rest lies in [sqrt(1/2), sqrt(2)).
     exponent = (bits - 0x3F3504F3) >> 23
     rest = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
     power = exponent.to(tl.float32)

@@ -82,9 +82,7 @@ class DeviceExchange:
         cuda.write_word(self._current, self._verified, step)
 
     def wait_trees(self, step: int) -> None:
-        """Makes the current stream wait for the trees of a step; not for those of a draft that is
-        gone.
-        """
+        """Makes the current stream wait for the trees of a step, unless the draft is gone."""
         with self._lock:
             if not self._is_closed:
                 self._newest = step

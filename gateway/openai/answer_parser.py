@@ -77,7 +77,7 @@ class AnswerParser:
         if self._splitter is None:
             pieces = self.feed(chunk.text)
         else:
-            # One by one, so that those of the reasoning are counted.
+            # One by one, so that tokens of the reasoning are counted.
             pieces = [piece for token in chunk.tokens for piece in self.feed_token(token.text)]
         return pieces if chunk.completion is None else pieces + self.flush()
 

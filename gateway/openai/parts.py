@@ -102,7 +102,7 @@ class PartReader:
     def read(self, chunk: Chunk) -> Iterator[Change]:
         """Yields the changes that a chunk makes."""
         if self._with_tokens:
-            # One by one, so that it is known to which part each belongs.
+            # One by one, so that each token's part is known.
             for token in chunk.tokens:
                 self._tokens.append(token)
                 yield from self._take(self._parser.feed_token(token.text))

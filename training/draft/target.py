@@ -72,7 +72,7 @@ class Target:
     def features(self, tokens: Tensor, capture: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
         """Computes hidden states after the final norm, and the residual streams in `capture`.
 
-        All are [B, T, H]; a stream's number is that of the layer it enters.
+        All are [B, T, H]; a stream has the number of the layer it enters.
         """
         if self._own is not None:
             return self._own(tokens, capture)

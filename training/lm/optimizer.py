@@ -17,8 +17,8 @@ def orthogonalize(gradients: Tensor) -> Tensor:
 
     It uses Newton-Schulz iterations in bf16.
 
-    The quintic coefficients are those of Jordan et al., "Muon" (2024): singular values end near
-    one, not at it.
+    The quintic coefficients are from Jordan et al., "Muon" (2024): singular values end near one,
+    not at it.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = gradients.bfloat16()

@@ -118,7 +118,7 @@ class DraftLink:
 
     @property
     def capabilities(self) -> DraftCapabilities:
-        """The draft's capabilities; those of its algorithm until the draft has answered."""
+        """The draft's capabilities; the algorithm's usual ones until the draft has answered."""
         info = self.client.info
         if info is None:
             return DraftCapabilities.expected(self.config.traits)

@@ -65,7 +65,7 @@ class Acceptance:
     A bin's outcomes are counted only for trees that reached it, and relative to the bin before it,
     since a tree that was accepted whole shows nothing about larger trees. A sequence's estimate has
     the outcomes of all sequences as prior. The estimate of all sequences has a chain of equal
-    chances as prior; for sampled sequences, the prior of the first bin is that of greedy ones.
+    chances as prior; for sampled sequences, the first bin's prior is the estimate of greedy ones.
 
     Args:
         bins: Tree sizes to distinguish.
@@ -95,7 +95,7 @@ class Acceptance:
     def gains(self, rows: Sequence[int], pools: Sequence[int], deviations: float = 0.0) -> Array:
         """Returns the expected accepted nodes by proposal and bin, [proposals, bins].
 
-        Per node they never exceed those of the previous bin.
+        Per node they never exceed the previous bin's.
 
         Args:
             rows: Row of each proposal's sequence, see `row`.
@@ -184,7 +184,7 @@ class Acceptance:
         self._pending = pending
         expected *= told
         mean = expected.sum(axis=1)
-        # Variances are those of chains. Trees have smaller ones, so their changes are seen later.
+        # Variances as of chains. Trees have smaller ones, so their changes are seen later.
         spreads = np.minimum(expected @ self.bins.squares - mean**2, mean * (1 + mean))
         off, spread = float(hits.sum() - mean.sum()), float(spreads.sum())
         kept = 1 - self._config.newest_share

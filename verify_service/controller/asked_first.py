@@ -1,5 +1,5 @@
-"""Estimates what a draft with proposals that cost next to nothing, such as n-grams, brings: tokens
-beyond those of plain decoding.
+"""Estimates what a draft with nearly free proposals, such as n-grams, brings: tokens beyond plain
+decoding's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -95,8 +95,8 @@ class Asking:
         return asked
 
     def advantage(self, candidates: Candidates, asked: Mapping[int, bool]) -> float:
-        """Returns the ratio of the tokens of a step with drafts that are asked first to those of
-        plain decoding in the same time.
+        """Returns the tokens of a step with drafts that are asked first, divided by plain
+        decoding's in the same time.
         """
         worth = 0.0
         for number in (number for number, is_asked in asked.items() if is_asked):

@@ -243,7 +243,7 @@ class Controller:
         """Returns whether a plain step is due, to measure its present time.
 
         Args:
-            advantage: Ratio of the tokens of drafted steps to those of plain ones in the same time.
+            advantage: Tokens of drafted steps divided by tokens of plain steps in the same time.
         """
         if self._costs is None or not self._was_drafted:
             return False

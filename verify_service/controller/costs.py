@@ -34,7 +34,7 @@ class CostModel:
         self._config = config
         self._per_token = per_token
         self._level = 0.0  # log of the recent slowdown of all kinds of steps against the table
-        self._more = 0.0  # log of the slowdown of steps with drafts beyond that of plain ones
+        self._more = 0.0  # log of how much slower steps with drafts got than plain ones
         self._offs: list[float | None] = [None, None]  # by kind: log slowdown of the newest steps
         self._log: deque[float] = deque(maxlen=int(config.seen_enough))
         self._kind, self._is_changed = PLAIN, False
@@ -153,7 +153,7 @@ class CostModel:
     def beyond(self, batch: int, rows: int, seconds: float) -> float:
         """Returns the seconds of a real step beyond those that such steps take now.
 
-        They are on the table's scale, and at most those of a plain step.
+        They are on the table's scale, and at most a plain step's seconds.
         """
         most = self.plain(batch)
         return max(min(seconds / math.exp(self._level) - self.target(batch, rows), most), -most)

@@ -70,7 +70,7 @@ class Trials:
         Args:
             candidates: Sequences that decode.
             numbers: Numbers of the drafts to choose from.
-            are_others: Whether the sequences are those of other drafts, instead of its own.
+            are_others: Whether to take sequences of other drafts, instead of the draft's own.
         """
         for number in numbers:
             if not self._has_trial[number] and (own := self._tried(candidates, number, are_others)):

@@ -75,7 +75,7 @@ class HiddenStates:
         self._refill_tokens = refill_tokens
         self._most_kept = most_kept
         self._runs: dict[int, Run] = {}
-        self._steps = HiddenStateBuffer()  # rows that follow those of the runs
+        self._steps = HiddenStateBuffer()  # rows that follow the runs' own
         self._row_bytes = self._step_row_bytes = 0
 
     def keep(
@@ -268,7 +268,7 @@ class HiddenStates:
         return self._whole_pages_from(sequence.pages, run.start // self._page_size)
 
     def sent(self, run: Run) -> None:
-        """Drops the rows of a run, all of which have been sent to the draft.
+        """Drops the rows of a run after all of them have been sent to the draft.
 
         Rows of the page that is being filled stay, since the page may still be replaced.
         """

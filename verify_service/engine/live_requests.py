@@ -17,10 +17,11 @@ if TYPE_CHECKING:  # llguidance may be absent
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A request that has been validated.
+
     `tag` is the submitter's name for it; outputs go to `sink` in the engine's thread.
 
     A probe is the engine's own: always drafted for, and in no metric. With several drafts, `draft`
-    is the name of the only one to draft for it. `grammar` is that of `sampling`, compiled.
+    names the only one to draft for it. `grammar` is the compiled grammar of `sampling`.
     """
 
     tag: int

@@ -1,9 +1,9 @@
-"""Tokens that a request forbids: all but `allowed_token_ids`, and those that complete
+"""Tokens that a request forbids: all but `allowed_token_ids`, and any that completes one of
 `bad_words`.
 
 Tokens that are always forbidden get a bias of minus infinity. Tokens that are forbidden depending
-on earlier ones get a mask, which the host makes like that of a grammar. Only the output may hold
-no bad word; prompts do not count.
+on earlier ones get a mask, which the host makes like a grammar's. Only the output may hold no bad
+word; prompts do not count.
 """
 
 import math

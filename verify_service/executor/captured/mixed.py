@@ -25,7 +25,7 @@ from foredraft.trees.draft_tree import depths
 # Close enough together that padding costs little where the device, not the host, is what takes
 # time.
 ROW_SIZES = (*range(32, 257, 32), *range(320, 513, 64), *range(640, 1025, 128))
-# Up to which cutting a sequence's keys into parts is not worth doing without a graph.
+# Without a graph, cutting a sequence's keys into parts pays only beyond this number of keys.
 SHORT_KEYS = 2048
 NUMBERS = 5  # per sequence: slot, first row, rows, committed keys, whether its rows are causal
 NO_BLOCK = 1 << 20

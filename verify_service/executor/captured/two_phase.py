@@ -38,7 +38,7 @@ class _Held:
 
 
 class SlotTables:
-    """Keeps words and biases on the device equal to those of the sequences in the slots."""
+    """Keeps words and biases on the device equal to the sequences' in the slots."""
 
     def __init__(
         self, two_phase: TwoPhaseTables, eos_token_ids: frozenset[int], vocab_size: int
@@ -99,7 +99,7 @@ class TwoPhaseRun(GraphRun):
 
     Args:
         trees: Trees that are verified, where the host knows them.
-        rows: For each sequence, the row of its tree among those of a draft on the device; None
+        rows: For each sequence, the row of its tree among a draft's trees on the device; None
             where the host knows the tree, or there is none.
     """
 

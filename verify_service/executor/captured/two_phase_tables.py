@@ -53,14 +53,14 @@ class TwoPhaseTables:
         self._host_trees = pinned(UNDER_WAY, max_batch, 2, max_nodes)
         self._trees_there = [torch.cuda.Event() for _ in range(UNDER_WAY)]
         self.num_best = min(MAX_LOGPROBS, vocab_size)
-        # The emitted token's log-probability, then those of the best, whose ids are apart.
+        # Log-probabilities: the emitted token's, then the best tokens'; `_best` has their ids.
         self._values = torch.zeros(max_rows, 1 + self.num_best, device=device)
         self._best = torch.zeros(max_rows, self.num_best, dtype=torch.int32, device=device)
         self._host_values = pinned(UNDER_WAY, *self._values.shape, dtype=torch.float32)
         self._host_best = pinned(UNDER_WAY, *self._best.shape)
 
     def set_words(self, slot: int, words: npt.NDArray[np.int32]) -> None:
-        """Replaces a slot's words by those of another sequence."""
+        """Replaces a slot's words by another sequence's."""
         self.words[slot].copy_(torch.from_numpy(words))
 
     def add_words(self, slot: int, tokens: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ class TwoPhaseTables:
         self.words[slot].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
 
     def set_biases(self, slot: int, biases: npt.NDArray[np.float32]) -> None:
-        """Replaces a slot's biases by those of another sequence."""
+        """Replaces a slot's biases by another sequence's."""
         self.biases[slot].copy_(torch.from_numpy(biases))
 
     def masks(self, turn: int, num_rows: int) -> npt.NDArray[np.int32]:

@@ -51,7 +51,7 @@ class SimulatedAcceptance:
     def outcome(self, tree: DraftTree, tokens: Sequence[int]) -> tuple[int, list[int]]:
         """Draws the outcome of a tree that is not verified.
 
-        The distribution is that of verified trees. Returns the number of nodes and the accepted
+        Verified trees have the same distribution. Returns the number of nodes and the accepted
         nodes, which lie where a captured step pretends them.
         """
         [num_tokens] = self.draw(1)

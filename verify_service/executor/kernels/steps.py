@@ -106,7 +106,7 @@ def pretended_path(rows: int, length: int) -> list[int]:
 
 
 def _pretended_stride(rows: int) -> int:
-    # Rows apart, so that their KV has to be moved, as that of a real tree's path.
+    # Rows apart, so that their KV has to be moved like the KV of a real tree's path.
     return 2 if rows > 16 else 1
 
 

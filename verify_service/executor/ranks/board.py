@@ -104,8 +104,8 @@ class Board:
 
     Args:
         file: Descriptor of the memory, see `create`.
-        bells: Descriptors of the eventfds by which rank 0 wakes the others, one for each rank; rank
-            0's is not used.
+        bells: Descriptors of eventfds, one for each rank; rank 0 wakes the others with them, and
+            its own is not used.
         rank: Number of this rank.
         size: Number of ranks.
         num_local: Number of ranks of this host, which are the first ones; by default all.

@@ -150,8 +150,8 @@ def captured(
         attention: Attention backend of the model's device.
         sizes: Sizes of the captured forwards.
         group: Ranks that share the model.
-        board: Board by which rank 0 sends messages to other ranks; None on other ranks, and for a
-            single one.
+        board: Rank 0's board, for messages to other ranks; None on other ranks, and for a single
+            one.
     """
     step = DecodeStep(model, kv, attention, sizes.steps, group)
     graphs = DecodeGraphs(step) if board is None else RankedGraphs(step, board)

@@ -59,7 +59,7 @@ class ProcessGroup:
             size: Number of ranks.
             store: Store of torch.distributed that all ranks use to find each other.
             log: Records each collective.
-            host: Address of this host, by which the others reach it.
+            host: Address at which the others reach this host.
         """
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]

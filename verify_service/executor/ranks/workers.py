@@ -1,7 +1,7 @@
 """Starts and ends the worker processes of ranks.
 
-Rank 0 starts those of its host; on another host the verifier's process starts them. Workers end
-when the process that started them ends.
+Rank 0 starts the workers of its host; on another host the verifier's process starts them. Workers
+end when the process that started them ends.
 """
 
 import contextlib
@@ -279,7 +279,7 @@ class Ranks:
         return cls(board, group, workers, watchdog)
 
     def close(self) -> None:
-        """Ends the workers, and waits until those of this host have ended."""
+        """Ends the workers, and waits until this host's have ended."""
         self.watchdog.close()
         if any(process.poll() is None for process in self._workers.processes) or self.board.streams:
             self.board.write(messages.stop())
