@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from foredraft.attention.sdpa import SdpaAttention
+from foredraft.attention.cpu import CpuAttention
 from foredraft.cpu.threads import use_threads
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.cpu_products import float32_linear
@@ -83,7 +83,7 @@ def own_jobs(model: DecoderModel) -> Jobs:
     """Returns jobs that compute rows after CONTEXT cached tokens, and the prefill of these."""
     num_pages = (CONTEXT + max(ROWS)) // PAGE_SIZE + 1
     kv = PagedKV.for_model(model.config, num_pages, PAGE_SIZE, torch.float32, "cpu")
-    runner, pages = ModelRunner(model, kv, SdpaAttention()), list(range(num_pages))
+    runner, pages = ModelRunner(model, kv, CpuAttention()), list(range(num_pages))
     prompt = [1000 + i for i in range(CONTEXT)]
 
     def rows(count: int) -> Callable[[], object]:

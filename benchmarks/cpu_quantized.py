@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from foredraft.attention.sdpa import SdpaAttention
+from foredraft.attention.cpu import CpuAttention
 from foredraft.cpu.threads import use_threads
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.packed import pack_linears
@@ -119,7 +119,7 @@ def _keep_least(best: dict[Any, float], key: Any, repetition: int, job: Any) -> 
         best[key] = min(best.get(key, seconds), seconds)
 
 
-def _loaded(shape: dict[str, Any], form: str) -> tuple[DecoderModel, PagedKV, SdpaAttention]:
+def _loaded(shape: dict[str, Any], form: str) -> tuple[DecoderModel, PagedKV, CpuAttention]:
     raw = dict(shape)
     if form in GGUF_FORMS:
         raw["quantization_config"] = {"quant_method": "gguf", "types": _types(shape, form)}
@@ -131,7 +131,7 @@ def _loaded(shape: dict[str, Any], form: str) -> tuple[DecoderModel, PagedKV, Sd
         pack_linears(model)
     num_pages = (CONTEXT + max(ROWS) + PROMPT) // PAGE_SIZE + 1
     kv = PagedKV.for_model(model.config, num_pages, PAGE_SIZE, torch.float32, "cpu")
-    return model, kv, SdpaAttention()
+    return model, kv, CpuAttention()
 
 
 def _types(shape: dict[str, Any], form: str) -> dict[str, str]:

@@ -33,9 +33,9 @@ def brute_force(span, queries, keys, values, window):
                 visible = False
             if visible:
                 seen.append(key)
-        for head in range(queries.shape[1]):
-            scores = keys[head // group, seen] @ queries[row, head] * SCALE
-            out[row, head] = torch.softmax(scores, 0) @ values[head // group, seen]
+        own = queries[row].view(keys.shape[0], group, -1)
+        weights = torch.softmax(own @ keys[:, seen].transpose(1, 2) * SCALE, 2)
+        out[row] = (weights @ values[:, seen]).flatten(0, 1)
     return out.flatten(1)
 
 

@@ -5,9 +5,9 @@ import logging
 import torch
 
 from foredraft.attention.base import AttentionBackend
+from foredraft.attention.cpu import CpuAttention
 from foredraft.attention.exact_triton import ExactAttention
 from foredraft.attention.paged_triton import TritonAttention
-from foredraft.attention.sdpa import SdpaAttention
 from foredraft.errors import ConfigError
 
 OLDEST_GPU = (8, 0)  # lowest compute capability that Triton compiles for
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 def attention_for(device: torch.device) -> AttentionBackend:
     """Returns the fastest attention backend for a device."""
-    return TritonAttention() if device.type == "cuda" else SdpaAttention()
+    return TritonAttention() if device.type == "cuda" else CpuAttention()
 
 
 def exact_attention_for(device: torch.device) -> AttentionBackend:
@@ -25,7 +25,7 @@ def exact_attention_for(device: torch.device) -> AttentionBackend:
 
     The CPU has only one backend, which serves both purposes.
     """
-    return ExactAttention() if device.type == "cuda" else SdpaAttention()
+    return ExactAttention() if device.type == "cuda" else CpuAttention()
 
 
 def device_for(asked: str) -> torch.device:

@@ -1,4 +1,6 @@
-"""Attention in plain torch: the CPU's backend, and the reference for the others on any device."""
+"""Attention in plain torch: the reference for the other backends on any device, and the CPU's for
+caches of other types than float32.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

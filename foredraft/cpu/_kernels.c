@@ -1,11 +1,14 @@
 /* The module: tables of methods, and the instruction sets of this CPU. */
 #include "_kernels.h"
 
+#include "_attention.h"
 #include "_pool.h"
 
 static PyMethodDef *const tables[] = {
     pool_methods,
     product_methods,
+    row_methods,
+    attention_methods,
 };
 
 static const char *const names[NUM_ISAS] = {"avx512", "avx2", "portable"};
@@ -38,6 +41,13 @@ int read_numbers(const char *method, PyObject *const *args, Py_ssize_t count, lo
     return 1;
 }
 
+int kernel_exists(long long kernel) {
+    if (kernel >= 0 && kernel < num_isas)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "kernel %lld of %d", kernel, num_isas);
+    return 0;
+}
+
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "_kernels", "Kernels for few rows on a CPU.", -1, NULL,
     NULL, NULL, NULL, NULL,
@@ -54,7 +64,8 @@ PyMODINIT_FUNC PyInit__kernels(void) {
     PyObject *found = PyTuple_New(num_isas);
     for (int i = 0; found && i < num_isas; i++)
         PyTuple_SET_ITEM(found, i, PyUnicode_FromString(names[isas[i]]));
-    if (!found || PyModule_AddObject(self, "KERNELS", found) < 0) {
+    if (!found || PyModule_AddObject(self, "KERNELS", found) < 0
+        || PyModule_AddIntConstant(self, "ATTENTION_BLOCK", BLOCK) < 0) {
         Py_XDECREF(found);
         goto failed;
     }

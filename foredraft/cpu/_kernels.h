@@ -13,6 +13,8 @@
 
 extern PyMethodDef pool_methods[];
 extern PyMethodDef product_methods[];
+extern PyMethodDef row_methods[];
+extern PyMethodDef attention_methods[];
 
 /* Instruction sets with kernels of their own. */
 typedef enum { AVX512, AVX2, PORTABLE, NUM_ISAS } Isa;
@@ -26,5 +28,8 @@ extern int num_isas;
  * are there; else an exception is set. */
 int read_numbers(const char *method, PyObject *const *args, Py_ssize_t count, long long *numbers,
                  Py_ssize_t wanted);
+
+/* Whether this CPU has a kernel of that index; else an exception is set. */
+int kernel_exists(long long kernel);
 
 #endif

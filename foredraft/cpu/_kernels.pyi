@@ -1,4 +1,8 @@
+import numpy as np
+import numpy.typing as npt
+
 KERNELS: tuple[str, ...]
+ATTENTION_BLOCK: int
 
 def set_num_threads(number: int, /) -> None: ...
 def get_num_threads() -> int: ...
@@ -12,5 +16,100 @@ def multiply(
     num_outputs: int,
     num_threads: int,
     kernel: int,
+    /,
+) -> None: ...
+def norm(
+    x: int,
+    delta: int,
+    post_weight: int,
+    weight: int,
+    out: int,
+    copy: int,
+    picked: int,
+    x_stride: int,
+    delta_stride: int,
+    out_stride: int,
+    copy_stride: int,
+    num_rows: int,
+    size: int,
+    kernel: int,
+    eps: float,
+    post_eps: float,
+    /,
+) -> None: ...
+def angles(
+    positions: int,
+    frequencies: int,
+    cos: int,
+    sin: int,
+    num_rows: int,
+    half: int,
+    factor: float,
+    /,
+) -> None: ...
+def rotate_and_store(
+    heads: int,
+    keys: int,
+    values: int,
+    cos: int,
+    sin: int,
+    q_weight: int,
+    k_weight: int,
+    slots: int,
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kv_head_stride: int,
+    kernel: int,
+    eps: float,
+    /,
+) -> None: ...
+def gate(
+    both: int,
+    out: int,
+    num_rows: int,
+    size: int,
+    kind: int,
+    kernel: int,
+    /,
+) -> None: ...
+def plan_keys(
+    positions: npt.NDArray[np.int64],
+    pages: npt.NDArray[np.int64],
+    tail_positions: npt.NDArray[np.int64] | None,
+    rows: int,
+    slots: int,
+    used: int,
+    capacity: int,
+    mask: int,
+    prefix_start: int,
+    prefix_len: int,
+    write_index: int,
+    window: int,
+    page_size: int,
+    num_slots: int,
+    /,
+) -> int: ...
+def attend(
+    rows: int,
+    pieces: int,
+    slots: int,
+    queries: int,
+    keys: int,
+    values: int,
+    out: int,
+    num_pieces: int,
+    query_stride: int,
+    out_stride: int,
+    kv_head_stride: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    most_rows: int,
+    num_pairs: int,
+    num_threads: int,
+    kernel: int,
+    scale: float,
     /,
 ) -> None: ...

@@ -7,11 +7,11 @@ from torch import nn
 
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.layers import fused
 from foredraft.layers.linear import Linear, MethodChoice, plain_weights
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.parameters import Target
 from foredraft.layers.rotary import rotate
+from foredraft.layers.row_kernels import RowKernels, kernels_for
 from foredraft.parallel.group import SINGLE, Group, local_kv_heads, replicas, share
 
 
@@ -104,8 +104,11 @@ class SelfAttention(nn.Module):
             later: Whether the result may be the parts of `Linear.deferred`.
         """
         heads = self.qkv(x).view(self._shape)
-        store = self._store_fused if fused.on_gpu(heads) else self._store
-        queries = store(heads, angles, layer, batch, kv)
+        if (kernels := kernels_for(heads, kv.data)) is None:
+            queries = self._store(heads, angles, layer, batch, kv)
+        else:
+            num_heads, slots = self._num_heads, batch.slots
+            queries = self._store_fused(kernels, heads, num_heads, angles, layer, slots, kv)
         out = x.new_empty(x.shape[0], self.output.num_inputs)
         attention.attend(plan, queries, layer, self.window, self._scale, out)
         return self.output.deferred(out) if later else self.output(out)
@@ -129,11 +132,8 @@ class SelfAttention(nn.Module):
         head_dim = self._shape[2]
         num_queries = self._num_heads * head_dim
         heads = self.qkv.outputs_from(x, num_queries).view(-1, 2 * self._num_kv_heads, head_dim)
-        if fused.on_gpu(heads):
-            keys, values = kv.keys(layer), kv.values(layer)
-            fused.rotate_and_store(
-                heads, 0, angles, self._fused_norms(), keys, values, slots, kv.scales[layer]
-            )
+        if (kernels := kernels_for(heads, kv.data)) is not None:
+            self._store_fused(kernels, heads, 0, angles, layer, slots, kv)
             return
         keys = heads[:, : self._num_kv_heads]
         if self.k_norm is not None:
@@ -163,20 +163,19 @@ class SelfAttention(nn.Module):
 
     def _store_fused(
         self,
+        kernels: RowKernels,
         heads: torch.Tensor,
+        num_heads: int,
         angles: tuple[torch.Tensor, torch.Tensor],
         layer: int,
-        batch: Batch,
+        slots: torch.Tensor,
         kv: PagedKV,
     ) -> torch.Tensor:
-        norms = self._fused_norms()
-        keys, values = kv.keys(layer), kv.values(layer)
-        return fused.rotate_and_store(
-            heads, self._num_heads, angles, norms, keys, values, batch.slots, kv.scales[layer]
-        )
-
-    def _fused_norms(self) -> tuple[torch.Tensor, torch.Tensor, float, bool] | None:
-        if self.q_norm is None or self.k_norm is None:
-            return None
         q, k = self.q_norm, self.k_norm
-        return q.weight, k.weight, q.eps, q.full_precision
+        norms = None
+        if q is not None and k is not None:
+            norms = q.weight, k.weight, q.eps, q.full_precision
+        keys, values = kv.keys(layer), kv.values(layer)
+        return kernels.rotate_and_store(
+            heads, num_heads, angles, norms, keys, values, slots, kv.scales[layer]
+        )

@@ -1,6 +1,6 @@
 """Launches the kernels in `triton_kernels` for tensors on NVIDIA GPUs.
 
-The layers come here by `on_gpu`; nothing else decides.
+The layers come here by `row_kernels.kernels_for`; nothing else decides.
 
 Triton is imported on first use. No call reads a value of the device, so that all can be captured.
 """
@@ -15,9 +15,7 @@ from foredraft.parallel.peer_memory import ROOM_BYTES
 
 
 def on_gpu(x: torch.Tensor) -> bool:
-    """Returns whether layers use kernels for this tensor; other devices use torch's own
-    operations.
-    """
+    """Returns whether layers use these kernels for a tensor."""
     return x.is_cuda
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foredraft.layers import fused
 from foredraft.layers.linear import Linear, MethodChoice, plain_weights
 from foredraft.layers.parameters import Target
+from foredraft.layers.row_kernels import kernels_for
 from foredraft.parallel.group import SINGLE, Group
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -65,6 +65,6 @@ class GatedMLP(nn.Module):
         if inner is not None:
             return down(inner)
         both = self.gate_up(x)
-        if fused.on_gpu(both):
-            return down(fused.gated(both, self._kind))
+        if (kernels := kernels_for(both)) is not None:
+            return down(kernels.gated(both, self._kind))
         return down(self._activation(both[:, : self._size]).mul_(both[:, self._size :]))

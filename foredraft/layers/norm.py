@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foredraft.layers import fused
 from foredraft.layers.parameters import new_parameter
+from foredraft.layers.row_kernels import kernels_for
 from foredraft.parallel.group import SINGLE, Group
 
 
@@ -40,8 +40,9 @@ class RMSNorm(nn.Module):
         Args:
             out: Result of [num_rows, size]; may be a part of wider rows. None allocates it.
         """
-        if fused.on_gpu(x):
-            return fused.rms_norm(x, self.weight, self.eps, self.full_precision, out)
+        weight = self.weight
+        if (kernels := kernels_for(x, weight)) is not None:
+            return kernels.rms_norm(x, weight, self.eps, self.full_precision, out)
         result = self._norm(x)
         return result if out is None else out.copy_(result)
 
@@ -57,9 +58,10 @@ class RMSNorm(nn.Module):
 
         Both may be parts of wider rows.
         """
-        if fused.on_gpu(table):
+        weight = self.weight
+        if (kernels := kernels_for(table, weight)) is not None:
             eps, full = self.eps, self.full_precision
-            fused.norm_of_rows(table, rows, self.weight, eps, full, out, copy)
+            kernels.norm_of_rows(table, rows, weight, eps, full, out, copy)
             return
         picked = table.index_select(0, rows)
         if copy is not None:
@@ -83,10 +85,11 @@ class RMSNorm(nn.Module):
             copy: Second place for the sum; may be a part of wider rows.
             group: Ranks whose deltas are added up first.
         """
-        if fused.on_gpu(stream):
+        weight = self.weight
+        if (kernels := kernels_for(stream, weight)) is not None:
             first = None if post is None else (post.weight, post.eps)
-            return fused.add_norm(
-                stream, delta, self.weight, self.eps, self.full_precision, first, copy, group
+            return kernels.add_norm(
+                stream, delta, weight, self.eps, self.full_precision, first, copy, group
             )
         if group.size > 1:
             delta = group.all_reduce(delta)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from foredraft.layers import fused
+from foredraft.layers.row_kernels import kernels_for
 
 
 class RopeParameters(Protocol):
@@ -67,8 +67,9 @@ class Rotary:
         Returns:
             Two of [num_rows, 1, head_dim], of `dtype` or more precise.
         """
-        if fused.on_gpu(positions) and self._config.kind != "dynamic":
-            return fused.angles(positions, self._frequencies, self._config.attention_factor)
+        kernels = kernels_for(self._frequencies, dtype=dtype)
+        if kernels is not None and self._config.kind != "dynamic":
+            return kernels.angles(positions, self._frequencies, self._config.attention_factor)
         angles = positions.unsqueeze(1).float() * self._frequencies_at(positions, reaches)
         cos, sin = angles.cos(), angles.sin()
         if self._config.attention_factor != 1.0:

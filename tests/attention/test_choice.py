@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from foredraft.attention.choice import attention_for, device_for
+from foredraft.attention.cpu import CpuAttention
 from foredraft.attention.paged_triton import TritonAttention
-from foredraft.attention.sdpa import SdpaAttention
 from foredraft.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def test_without_one_the_cpu_is_taken_silently(monkeypatch, caplog):
     pretend(monkeypatch, None)
     device = device_for("auto")
     assert device.type == "cpu"
-    assert isinstance(attention_for(device), SdpaAttention)
+    assert isinstance(attention_for(device), CpuAttention)
     assert not caplog.records
     with pytest.raises(ConfigError, match="--device cuda: this process sees no CUDA device"):
         device_for("cuda")

@@ -5,7 +5,7 @@ rows are cut.
 import pytest
 import torch
 
-from foredraft.attention.sdpa import SdpaAttention
+from foredraft.attention.cpu import CpuAttention
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.loader import load_model
 from foredraft.runner.batch import SequenceRows
@@ -19,7 +19,7 @@ def make_runner(directory):
     model = load_model(directory, torch.float32)
     kv = PagedKV.for_model(model.config, NUM_PAGES, PAGE_SIZE, torch.float32, "cpu")
     kv.data.normal_()  # what was there before must not matter
-    return ModelRunner(model, kv, SdpaAttention())
+    return ModelRunner(model, kv, CpuAttention())
 
 
 def tokens_of(length, seed=0):
@@ -198,7 +198,7 @@ def test_bfloat16_stays_near(checkpoints, name):
     runner = load_model(directory, torch.bfloat16)
     kv = PagedKV.for_model(runner.config, NUM_PAGES, PAGE_SIZE, torch.bfloat16, "cpu")
     tokens = tokens_of(30)
-    output = ModelRunner(runner, kv, SdpaAttention()).forward(
+    output = ModelRunner(runner, kv, CpuAttention()).forward(
         [SequenceRows.chunk(list(range(8)), 0, tokens, "all")]
     )
     want = reference(model, tokens)

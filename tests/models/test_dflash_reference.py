@@ -23,7 +23,7 @@ from draft_service.drafters.chains import rows_behind
 from draft_service.drafters.paged_sequences import PagedSequence
 from draft_service.models.block_draft import BlockDraft
 from draft_service.steps.block_runner import BlockRunner
-from foredraft.attention.sdpa import SdpaAttention
+from foredraft.attention.cpu import CpuAttention
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.loader import load_model
 from foredraft.runner.batch import SequenceRows
@@ -162,7 +162,7 @@ def test_rounds_are_those_of_transformers(
     )
     ours = load_model(target, dtype=torch.float32, device=CPU)
     kv = PagedKV.for_model(draft.config.layer, NUM_PAGES, PAGE, torch.float32, CPU)
-    runner = BlockRunner(draft, kv, SdpaAttention())
+    runner = BlockRunner(draft, kv, CpuAttention())
     pages, scratch = [7, 2, 11, 0, 5, 9, 3, 8, 14, 1], [20, 21]
     tokens = torch.randint(2, 120, (1, 34), generator=torch.Generator().manual_seed(3))
     done = 0
@@ -178,7 +178,7 @@ def test_rounds_are_those_of_transformers(
             length - done - 1,
         )
         target_kv = PagedKV.for_model(ours.config, NUM_PAGES, PAGE, torch.float32, CPU)
-        out = ModelRunner(ours, target_kv, SdpaAttention()).forward(
+        out = ModelRunner(ours, target_kv, CpuAttention()).forward(
             [SequenceRows.chunk(range(10), 0, ids[0, :length].tolist())], draft.captured_layers
         )
         assert out.streams is not None

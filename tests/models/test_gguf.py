@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from draft_service.models.shared_weights import load_shared_weights
-from foredraft.attention.sdpa import SdpaAttention
+from foredraft.attention.cpu import CpuAttention
 from foredraft.errors import CheckpointError
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
@@ -63,7 +63,7 @@ def check(file: Path, directory: Path) -> DecoderModel:
     """Compares logits, and what drafts read of their target."""
     model, theirs = load_model(directory, torch.float32), reference(file)
     kv = PagedKV.for_model(model.config, 4, 8, torch.float32, "cpu")
-    runner = ModelRunner(model, kv, SdpaAttention())
+    runner = ModelRunner(model, kv, CpuAttention())
     got = runner.forward([SequenceRows.chunk([0, 1, 2], 0, TOKENS, "all")]).logits.double()
     want = theirs(torch.tensor([TOKENS])).logits[0]
     assert float((got - want).norm() / want.norm()) < MOST_ERROR

@@ -18,7 +18,7 @@ from draft_service.models.shared_weights import (
     reduce_vocabulary,
 )
 from draft_service.steps.head_runner import HeadRunner
-from foredraft.attention.sdpa import SdpaAttention
+from foredraft.attention.cpu import CpuAttention
 from foredraft.errors import CheckpointError
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
@@ -67,7 +67,7 @@ def tied_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def runner_of(head: DraftHead) -> HeadRunner:
     kv = PagedKV.for_model(head.config.layer, 16, PAGE, torch.float32, CPU)
-    return HeadRunner(head, kv, SdpaAttention())
+    return HeadRunner(head, kv, CpuAttention())
 
 
 def outputs(head: DraftHead, hidden: torch.Tensor, tokens: list[int]) -> tuple[Any, Any]:

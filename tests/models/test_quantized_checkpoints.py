@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from foredraft.attention.sdpa import SdpaAttention
+from foredraft.attention.cpu import CpuAttention
 from foredraft.errors import CheckpointError
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.linear import Linear
@@ -34,7 +34,7 @@ def plain(tmp_path_factory):
 def logits(directory):
     model = load_model(directory, torch.float32)
     kv = PagedKV.for_model(model.config, 16, 4, torch.float32, "cpu")
-    runner = ModelRunner(model, kv, SdpaAttention())
+    runner = ModelRunner(model, kv, CpuAttention())
     return runner.forward([SequenceRows.chunk(list(range(6)), 0, TOKENS, "all")]).logits
 
 

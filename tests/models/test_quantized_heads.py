@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from draft_service.models.draft_head import DraftHead
 from draft_service.models.head_forms import HeadForms
 from draft_service.steps.head_runner import HeadRunner
-from foredraft.attention.sdpa import SdpaAttention
+from foredraft.attention.cpu import CpuAttention
 from foredraft.errors import CheckpointError
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.linear import Float32CpuMethod, Linear
@@ -61,7 +61,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outputs(head: DraftHead, tokens: list[int], hidden: torch.Tensor) -> tuple[Any, Any]:
     """Logits and features of one forward over all of a text."""
     kv = PagedKV.for_model(head.config.layer, 8, 4, torch.float32, CPU)
-    runner = HeadRunner(head, kv, SdpaAttention())
+    runner = HeadRunner(head, kv, CpuAttention())
     rows = SequenceRows.chunk(range(8), 0, tokens, "all")
     out = runner.forward([rows], runner.fuse(hidden))
     return out.logits, out.features

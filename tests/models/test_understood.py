@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from foredraft.attention.sdpa import SdpaAttention
+from foredraft.attention.cpu import CpuAttention
 from foredraft.errors import CheckpointError
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
@@ -121,7 +121,7 @@ def served(directory, raw):
     longest = model.config.dynamic_from
     reach = LENGTH if longest is not None and longest < LENGTH else 0
     rows = SequenceRows.chunk(list(range(8)), 0, tokens(), "all", reach)
-    return ModelRunner(model, kv, SdpaAttention()).forward([rows]).logits
+    return ModelRunner(model, kv, CpuAttention()).forward([rows]).logits
 
 
 def check_equal(got, want):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foredraft.attention.sdpa import SdpaAttention
+from foredraft.attention.cpu import CpuAttention
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.linear import Linear
 from foredraft.models.decoder import DecoderModel
@@ -27,7 +27,7 @@ def logits_of(model: DecoderModel, group: Group) -> torch.Tensor:
     """Logits of all rows of a prompt."""
     config = model.config
     kv = PagedKV(config.num_layers, 8, 4, model.num_kv_heads, config.head_dim, torch.float32, CPU)
-    runner = ModelRunner(model, kv, SdpaAttention())
+    runner = ModelRunner(model, kv, CpuAttention())
     return runner.forward([SequenceRows.chunk([1, 2, 3], 0, PROMPT, "all")]).logits
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foredraft.attention.sdpa import SdpaAttention
+from foredraft.attention.cpu import CpuAttention
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel
@@ -43,7 +43,7 @@ def runner():
             if parameter.dim() > 1:
                 parameter.mul_(15)
     kv = PagedKV.for_model(config, 32, PAGE_SIZE, torch.float32, CPU, num_scratch_pages=8)
-    return ModelRunner(model, kv, SdpaAttention())
+    return ModelRunner(model, kv, CpuAttention())
 
 
 def close(got, want):

@@ -12,7 +12,7 @@ from draft_service.drafters.chains import rows_behind
 from draft_service.drafters.paged_sequences import PagedSequence
 from draft_service.models.block_draft import BlockDraft
 from draft_service.steps.block_runner import BlockRunner
-from foredraft.attention.sdpa import SdpaAttention
+from foredraft.attention.cpu import CpuAttention
 from foredraft.errors import ConfigError
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import SequenceRows
@@ -65,7 +65,7 @@ def test_a_trained_draft_is_served_as_it_was_trained(algorithm: str, tmp_path: P
     anchor = torch.tensor([17])
     hidden = head(head.fuse(captured), F.embedding(tokens, embed), anchor)[0, 0]
     kv = PagedKV.for_model(served.config.layer, 12, 4, torch.float32, CPU)
-    runner = BlockRunner(served, kv, SdpaAttention())
+    runner = BlockRunner(served, kv, CpuAttention())
     pages = [3, 0, 7, 5, 1]
     states = torch.cat(captured, -1)[0, :17]
     runner.extend([SequenceRows.chunk(pages, 0, [0] * 17)], runner.fuse(states))

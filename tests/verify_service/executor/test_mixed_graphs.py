@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from foredraft.attention.cpu import CpuAttention
 from foredraft.attention.paged_triton import TritonAttention
-from foredraft.attention.sdpa import SdpaAttention
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel
@@ -78,7 +78,7 @@ class Both:
             max_tree=MAX_TREE,
             max_rows=max_rows,
         )
-        self.plain = ModelRunner(model, self.plain_kv, SdpaAttention())
+        self.plain = ModelRunner(model, self.plain_kv, CpuAttention())
 
     def check(self, rows, pages, capture):
         """Forwards of `rows`, whose slots have these pages, agree in all that they give and

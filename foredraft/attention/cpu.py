@@ -1,0 +1,161 @@
+"""Attention of float32 rows on a CPU, in C (`foredraft/cpu/_attention.c`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
+from foredraft.attention.sdpa import SdpaAttention, SdpaPlan
+from foredraft.cpu import _kernels
+from foredraft.kvcache.paged_kv import PagedKV
+
+# Rows times query heads of a KV head that are computed together: enough to read keys seldom, and
+# few enough for the cache.
+_MOST_LINES = 64
+_BLOCK = _kernels.ATTENTION_BLOCK
+
+
+@dataclass(slots=True)
+class _Keys:
+    """The keys that a forward's rows see under one window.
+
+    Attributes:
+        rows: int64 [num_rows, 5], `Row` of `_attention.h`.
+        slots: int64, KV slots, which `rows` points into.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(slots=True)
+class CpuPlan:
+    """Holds the keys of one forward's rows, by window, and the cache that its layers read.
+
+    Attributes:
+        pieces: int64 [num_pieces, 2], first row and number of rows of what is computed together.
+        most_rows: Maximum number of rows of a piece.
+        num_pairs: Number of pairs of a row and a key, at most.
+    """
+
+    kv: PagedKV
+    keys: dict[int | None, _Keys]
+    pieces: torch.Tensor
+    most_rows: int
+    num_pairs: int
+    group_size: int
+
+
+class CpuAttention(AttentionBackend):
+    """Computes all sequences and heads of a layer in one call, from the pages themselves.
+
+    A row's bits depend on the keys that it sees and on their order alone. So a row of a tree has
+    the same bits as the same row after its path was accepted, and a row of a prompt as one that was
+    decoded.
+
+    Two to five times as fast as SDPA from 1 row to 256 and up to 2,000 keys
+    (`benchmarks/cpu_attention.py`), so it takes rows of any number. A cache of another type than
+    float32 is left to `SdpaAttention`.
+
+    Args:
+        kernel: Index into `foredraft.cpu.products.KERNELS`.
+    """
+
+    def __init__(self, kernel: int = 0) -> None:
+        self._kernel = kernel
+        self._other_types = SdpaAttention()
+
+    def plan(
+        self, batch: Batch, kv: PagedKV, windows: Sequence[int | None], group_size: int
+    ) -> CpuPlan | SdpaPlan:
+        """See AttentionBackend."""
+        if kv.data.dtype is not torch.float32:
+            return self._other_types.plan(batch, kv, windows, group_size)
+        at_once = max(1, _MOST_LINES // group_size)
+        pieces: list[tuple[int, int]] = []
+        num_rows = num_slots = num_pairs = most_rows = 0
+        for span in batch.spans:
+            rows, keys = span.num_rows, span.num_keys
+            firsts = range(0, rows, at_once)
+            pieces.extend((span.first_row + row, min(at_once, rows - row)) for row in firsts)
+            most_rows = max(most_rows, min(at_once, rows))
+            num_rows += rows
+            num_pairs += rows * keys
+            num_slots += keys + _BLOCK
+            if span.tail_mask is not None or span.tail_positions is not None:
+                num_slots += rows * (keys - span.prefix_len + _BLOCK)
+        planned = {
+            window: _keys_of(batch.spans, kv, window, num_rows, num_slots) for window in windows
+        }
+        return CpuPlan(kv, planned, torch.tensor(pieces), most_rows, num_pairs, group_size)
+
+    def attend(
+        self,
+        plan: CpuPlan | SdpaPlan,
+        queries: torch.Tensor,
+        layer: int,
+        window: int | None,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """See AttentionBackend."""
+        if isinstance(plan, SdpaPlan):
+            self._other_types.attend(plan, queries, layer, window, scale, out)
+            return
+        if queries.dtype is not torch.float32:
+            own = torch.empty(out.shape)
+            self.attend(plan, queries.float(), layer, window, scale, own)
+            out.copy_(own)
+            return
+        keys, values, seen = plan.kv.keys(layer), plan.kv.values(layer), plan.keys[window]
+        _kernels.attend(
+            seen.rows.data_ptr(),
+            plan.pieces.data_ptr(),
+            seen.slots.data_ptr(),
+            queries.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            out.data_ptr(),
+            len(plan.pieces),
+            queries.stride(0),
+            out.stride(0),
+            keys.stride(0),
+            keys.shape[0],
+            plan.group_size,
+            keys.shape[2],
+            plan.most_rows,
+            plan.num_pairs,
+            0,
+            self._kernel,
+            scale,
+        )
+
+
+def _keys_of(
+    spans: Sequence[SequenceSpan], kv: PagedKV, window: int | None, num_rows: int, num_slots: int
+) -> _Keys:
+    keys = _Keys(
+        torch.empty(num_rows, 5, dtype=torch.int64), torch.empty(num_slots, dtype=torch.int64)
+    )
+    rows, slots, used = keys.rows.data_ptr(), keys.slots.data_ptr(), 0
+    cache_slots = kv.data.shape[2]
+    for span in spans:
+        mask = None if span.tail_mask is None else span.tail_mask.contiguous()
+        used = _kernels.plan_keys(
+            span.positions,
+            span.pages,
+            span.tail_positions,
+            rows + span.first_row * 40,
+            slots,
+            used,
+            num_slots,
+            0 if mask is None else mask.data_ptr(),
+            span.prefix_start,
+            span.prefix_len,
+            span.write_index,
+            window or 0,
+            kv.page_size,
+            cache_slots,
+        )
+    return keys

@@ -1,0 +1,157 @@
+/* Operations of a layer on the rows of a step, each in one pass; see rows.py. */
+#include "_kernels.h"
+#include "_share.h"
+
+#include <math.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+/* Fewer numbers than this take less time than a thread needs to begin: EACH is a thread's share. */
+#define EACH 16384
+
+enum { SILU, GELU, GELU_TANH, NUM_KINDS };
+
+typedef struct {
+    float *x; /* what is normalised: the sum, where there is a delta */
+    const float *delta, *post_weight, *weight;
+    float *out, *copy;
+    const long long *picked;
+    size_t x_stride, delta_stride, out_stride, copy_stride, size;
+    float eps, post_eps;
+} Norm;
+
+typedef struct {
+    float *heads, *keys, *values;
+    const float *cos, *sin, *q_weight, *k_weight;
+    const long long *slots;
+    size_t num_heads, num_kv_heads, head_dim, kv_head_stride;
+    float eps;
+} Rotation;
+
+typedef struct {
+    const float *both;
+    float *out;
+    size_t size;
+    int kind;
+} Gate;
+
+#if defined(__x86_64__)
+#include "_avx512.h"
+#include "_rows_kernel.h"
+#include "_vector_end.h"
+
+#include "_avx2.h"
+#include "_rows_kernel.h"
+#include "_vector_end.h"
+#endif
+
+#include "_portable.h"
+#include "_rows_kernel.h"
+#include "_vector_end.h"
+
+typedef struct {
+    Items norm, rotate, gate;
+} Kernels;
+
+static const Kernels all[NUM_ISAS] = {
+#if defined(__x86_64__)
+    [AVX512] = {norm_rows_avx512, rotate_rows_avx512, gate_rows_avx512},
+    [AVX2] = {norm_rows_avx2, rotate_rows_avx2, gate_rows_avx2},
+#endif
+    [PORTABLE] = {norm_rows_portable, rotate_rows_portable, gate_rows_portable},
+};
+
+/* Computes rows of `size` numbers. */
+static PyObject *compute(Items items, const void *job, size_t num_rows, size_t size) {
+    size_t at_once = EACH / (size + 1) + 1;
+    if (num_rows <= at_once) {
+        items(job, 0, num_rows, 0);
+        Py_RETURN_NONE;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    share_out(items, job, num_rows, at_once, pool_num_threads());
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static int read_float(PyObject *number, float *result) {
+    double value = PyFloat_AsDouble(number);
+    *result = (float)value;
+    return value != -1.0 || !PyErr_Occurred();
+}
+
+static PyObject *norm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long n[14];
+    Norm job;
+    if (count != 16)
+        return PyErr_Format(PyExc_TypeError, "norm takes 16 arguments, not %zd", count);
+    if (!read_numbers("norm", args, 14, n, 14) || !read_float(args[14], &job.eps)
+        || !read_float(args[15], &job.post_eps) || !kernel_exists(n[13]))
+        return NULL;
+    job = (Norm){(float *)n[0], (float *)n[1], (float *)n[2], (float *)n[3], (float *)n[4],
+                 (float *)n[5], (long long *)n[6], n[7], n[8], n[9], n[10], n[12],
+                 job.eps, job.post_eps};
+    return compute(all[isas[n[13]]].norm, &job, n[11], n[12]);
+}
+
+static PyObject *rotate_and_store(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long n[14];
+    Rotation job;
+    if (count != 15)
+        return PyErr_Format(PyExc_TypeError, "rotate_and_store takes 15 arguments, not %zd",
+                            count);
+    if (!read_numbers("rotate_and_store", args, 14, n, 14) || !read_float(args[14], &job.eps)
+        || !kernel_exists(n[13]))
+        return NULL;
+    job = (Rotation){(float *)n[0], (float *)n[1], (float *)n[2], (float *)n[3], (float *)n[4],
+                     (float *)n[5], (float *)n[6], (long long *)n[7], n[9], n[10], n[11], n[12],
+                     job.eps};
+    return compute(all[isas[n[13]]].rotate, &job, n[8],
+                   (job.num_heads + 2 * job.num_kv_heads) * job.head_dim);
+}
+
+static PyObject *gate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long n[6];
+    if (!read_numbers("gate", args, count, n, 6) || !kernel_exists(n[5]))
+        return NULL;
+    if (n[4] < 0 || n[4] >= NUM_KINDS)
+        return PyErr_Format(PyExc_ValueError, "kind %lld of %d", n[4], NUM_KINDS);
+    Gate job = {(float *)n[0], (float *)n[1], n[3], (int)n[4]};
+    return compute(all[isas[n[5]]].gate, &job, n[2], n[3]);
+}
+
+/* Cosines and signed sines [rows, 2 * half] of the angles position * frequency. */
+static PyObject *angles(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long n[6];
+    float factor;
+    if (count != 7)
+        return PyErr_Format(PyExc_TypeError, "angles takes 7 arguments, not %zd", count);
+    if (!read_numbers("angles", args, 6, n, 6) || !read_float(args[6], &factor))
+        return NULL;
+    const long long *positions = (const long long *)n[0];
+    const float *frequencies = (const float *)n[1];
+    float *cos = (float *)n[2], *sin = (float *)n[3];
+    const size_t num_rows = n[4], half = n[5];
+    for (size_t row = 0; row < num_rows; row++, cos += 2 * half, sin += 2 * half)
+        for (size_t i = 0; i < half; i++) {
+            float angle = (float)positions[row] * frequencies[i];
+            cos[i] = cos[half + i] = cosf(angle) * factor;
+            sin[half + i] = sinf(angle) * factor;
+            sin[i] = -sin[half + i];
+        }
+    Py_RETURN_NONE;
+}
+
+PyMethodDef row_methods[] = {
+    {"norm", (PyCFunction)(void (*)(void))norm, METH_FASTCALL, "See rows.py."},
+    {"rotate_and_store", (PyCFunction)(void (*)(void))rotate_and_store, METH_FASTCALL,
+     "See rows.py."},
+    {"gate", (PyCFunction)(void (*)(void))gate, METH_FASTCALL, "See rows.py."},
+    {"angles", (PyCFunction)(void (*)(void))angles, METH_FASTCALL, "See rows.py."},
+    {NULL, NULL, 0, NULL},
+};

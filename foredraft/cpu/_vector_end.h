@@ -1,0 +1,15 @@
+#undef V
+#undef I
+#undef AT
+#undef FROM
+#undef INLINE
+#undef PARTS
+#undef NAME
+#undef TARGET
+#undef LANES
+#undef FMA
+#undef SPLAT
+#undef MAX
+#undef MASK
+#undef LOAD_SOME
+#undef STORE_SOME

@@ -1,0 +1,130 @@
+"""Calls the kernels in `foredraft/cpu/_rows.c` for float32 tensors on a CPU.
+
+Layers come here by `row_kernels.kernels_for`. Each function has the arguments of its namesake in
+`fused`, and `kernel`, an index into `foredraft.cpu.products.KERNELS`. A row's bits depend on that
+row alone: neither on the rows beside it nor on threads nor, where the CPU fuses products and sums,
+on the kernel.
+"""
+
+import torch
+
+from foredraft.cpu import _kernels
+from foredraft.parallel.group import SINGLE, Group
+
+_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    full_precision: bool,
+    out: torch.Tensor | None = None,
+    kernel: int = 0,
+) -> torch.Tensor:
+    """Normalises rows, see `fused.rms_norm`; float32 rows have full precision anyway."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    result = rows.new_empty(rows.shape) if out is None else out
+    num_rows, size = rows.shape
+    _kernels.norm(
+        rows.data_ptr(), 0, 0, weight.data_ptr(), result.data_ptr(), 0, 0,
+        rows.stride(0), 0, result.stride(0), 0, num_rows, size, kernel, eps, 0.0,
+    )  # fmt: skip
+    return result if out is not None else result.view(x.shape)
+
+
+def norm_of_rows(
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    full_precision: bool,
+    out: torch.Tensor,
+    copy: torch.Tensor | None = None,
+    kernel: int = 0,
+) -> None:
+    """Normalises some rows of a table, see `fused.norm_of_rows`."""
+    rows = rows.contiguous()
+    _kernels.norm(
+        table.data_ptr(), 0, 0, weight.data_ptr(), out.data_ptr(),
+        0 if copy is None else copy.data_ptr(), rows.data_ptr(),
+        table.stride(0), 0, out.stride(0), 0 if copy is None else copy.stride(0),
+        rows.shape[0], table.shape[1], kernel, eps, 0.0,
+    )  # fmt: skip
+
+
+def add_norm(
+    stream: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    full_precision: bool,
+    post: tuple[torch.Tensor, float] | None = None,
+    copy: torch.Tensor | None = None,
+    group: Group = SINGLE,
+    kernel: int = 0,
+) -> torch.Tensor:
+    """Adds delta [rows, size] to the stream in place, and normalises the sum; see
+    `fused.add_norm`.
+    """
+    if group.size > 1:
+        delta = group.all_reduce(delta)
+    num_rows, size = stream.shape
+    out = stream.new_empty((num_rows, size))
+    post_weight, post_eps = (0, 0.0) if post is None else (post[0].data_ptr(), post[1])
+    _kernels.norm(
+        stream.data_ptr(), delta.data_ptr(), post_weight, weight.data_ptr(), out.data_ptr(),
+        0 if copy is None else copy.data_ptr(), 0,
+        stream.stride(0), delta.stride(0), size, 0 if copy is None else copy.stride(0),
+        num_rows, size, kernel, eps, post_eps,
+    )  # fmt: skip
+    return out
+
+
+def angles(
+    positions: torch.Tensor, frequencies: torch.Tensor, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes cosines and signed sines, see `fused.angles`."""
+    num_rows, half = positions.shape[0], frequencies.shape[0]
+    positions = positions.contiguous()
+    cos, sin = (frequencies.new_empty((num_rows, 1, 2 * half)) for _ in range(2))
+    _kernels.angles(
+        positions.data_ptr(), frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        num_rows, half, factor,
+    )  # fmt: skip
+    return cos, sin
+
+
+def rotate_and_store(
+    heads: torch.Tensor,
+    num_heads: int,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor, float, bool] | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    scales: tuple[float, float] = (1.0, 1.0),
+    kernel: int = 0,
+) -> torch.Tensor:
+    """Normalises and rotates queries and keys, and writes keys and values to a cache of float32,
+    which has no scales; see `fused.rotate_and_store`.
+    """
+    num_rows, _, head_dim = heads.shape
+    (cos, sin), slots = angles, slots.contiguous()
+    q_weight, k_weight, eps = 0, 0, 0.0
+    if norms is not None:
+        q_weight, k_weight, eps = norms[0].data_ptr(), norms[1].data_ptr(), norms[2]
+    _kernels.rotate_and_store(
+        heads.data_ptr(), keys.data_ptr(), values.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        q_weight, k_weight, slots.data_ptr(), num_rows, num_heads, keys.shape[0], head_dim,
+        keys.stride(0), kernel, eps,
+    )  # fmt: skip
+    return heads[:, :num_heads]
+
+
+def gated(both: torch.Tensor, kind: str, kernel: int = 0) -> torch.Tensor:
+    """Computes activation(first half) * second half, see `fused.gated`."""
+    num_rows, size = both.shape[0], both.shape[1] // 2
+    out = both.new_empty((num_rows, size))
+    _kernels.gate(both.data_ptr(), out.data_ptr(), num_rows, size, _KINDS[kind], kernel)
+    return out

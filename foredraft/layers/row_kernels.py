@@ -1,0 +1,76 @@
+"""Selects the kernels that layers use for what they compute beside products."""
+
+from typing import Protocol
+
+import torch
+
+from foredraft.layers import fused, fused_cpu
+from foredraft.parallel.group import SINGLE, Group
+
+
+class RowKernels(Protocol):
+    """The functions of a module with kernels; `fused` describes them."""
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        full_precision: bool,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+    def norm_of_rows(
+        self,
+        table: torch.Tensor,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        full_precision: bool,
+        out: torch.Tensor,
+        copy: torch.Tensor | None = None,
+    ) -> None: ...
+    def add_norm(
+        self,
+        stream: torch.Tensor,
+        delta: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        full_precision: bool,
+        post: tuple[torch.Tensor, float] | None = None,
+        copy: torch.Tensor | None = None,
+        group: Group = SINGLE,
+    ) -> torch.Tensor: ...
+    def angles(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, factor: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def rotate_and_store(
+        self,
+        heads: torch.Tensor,
+        num_heads: int,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, torch.Tensor, float, bool] | None,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+        scales: tuple[float, float] = (1.0, 1.0),
+    ) -> torch.Tensor: ...
+    def gated(self, both: torch.Tensor, kind: str) -> torch.Tensor: ...
+
+
+def kernels_for(
+    x: torch.Tensor, *others: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> RowKernels | None:
+    """Returns the kernels for some tensors of one device; None where layers use torch's own
+    operations, which is on a CPU with any type but float32.
+
+    Args:
+        dtype: Type of the result, where the tensors do not say it.
+    """
+    if fused.on_gpu(x):
+        return fused
+    if dtype is not torch.float32:
+        return None
+    for tensor in (x, *others):
+        if tensor.dtype is not torch.float32 or not tensor.is_cpu:
+            return None
+    return fused_cpu
