@@ -17,7 +17,7 @@ from draft_service.drafters.module_chain import ModuleChainProposer
 from draft_service.drafters.paged import PagedProposer
 from draft_service.drafters.paged_sequences import Extension, PagedSequence
 from draft_service.drafters.standalone import _StandaloneProposer
-from draft_service.models.draft_head import DraftHead, SharedWeights
+from draft_service.models.draft_head import DraftHead, HeadSpec, SharedWeights
 from draft_service.models.eagle import EagleHead
 from draft_service.models.eagle3 import Eagle3Head
 from draft_service.models.mtp import MTPHead
@@ -155,13 +155,14 @@ def _head(name: str, device: torch.device) -> DraftHead:
         Embedding(layer.vocab_size, layer.hidden_size, 1.0, BF16, device),
         LMHead(layer.hidden_size, layer.vocab_size, None, None, BF16, device),
     )
-    if config.algorithm == "MTP":
-        return MTPHead(config, shared, 32, BF16, device, {})
-    if config.algorithm == "EAGLE":
-        return EagleHead(config, shared, 32, BF16, device, {}, fc_bias=True)
     vocab = config.draft_vocab_size
     layout = {"lm_head.weight": (vocab, layer.hidden_size)} if vocab else {}
-    return Eagle3Head(config, shared, 32, BF16, device, layout)
+    spec = HeadSpec(config, shared, 32, BF16, device, layout)
+    if config.algorithm == "MTP":
+        return MTPHead(spec)
+    if config.algorithm == "EAGLE":
+        return EagleHead(spec, fc_bias=True)
+    return Eagle3Head(spec)
 
 
 def some_extensions(rng: random.Random, max_batch: int, max_context: int) -> list[Extension]:

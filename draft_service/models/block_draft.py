@@ -6,12 +6,10 @@ normalised once for all layers. A block's rows are the newest token and mask tok
 the context and to its whole block.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 
-from draft_service.models.draft_head import DraftHead, Pass, SharedWeights
+from draft_service.models.draft_head import DraftHead, HeadSpec, Pass
 from draft_service.models.markov import ConfidenceHead, MarkovHead
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
@@ -19,7 +17,6 @@ from foredraft.layers.embedding import LMHead
 from foredraft.layers.fusion import Fusion
 from foredraft.layers.parameters import Target
 from foredraft.models.block_config import BlockOptions
-from foredraft.models.head_config import HeadConfig
 from foredraft.types import FusionShape
 
 
@@ -27,9 +24,9 @@ class BlockDraft(DraftHead):
     """Layers over [newest token, mask tokens] that read the target's hidden states as context.
 
     Args:
-        layout: Shapes of the checkpoint's tensors. They decide what config.json leaves open:
-            whether the draft has its own LM head, whether query, key and value weights are one
-            matrix, and the inputs of the confidence head.
+        spec: See `DraftHead`. The layout decides what config.json leaves open: whether the draft
+            has its own LM head, whether query, key and value weights are one matrix, and the inputs
+            of the confidence head.
 
     Attributes:
         options: Options of the block.
@@ -37,16 +34,10 @@ class BlockDraft(DraftHead):
         confidence: DSpark's prediction of acceptance; None where the checkpoint has none.
     """
 
-    def __init__(
-        self,
-        config: HeadConfig,
-        shared: SharedWeights,
-        num_target_layers: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        layout: Mapping[str, tuple[int, ...]],
-    ) -> None:
-        super().__init__(config, shared, num_target_layers, dtype, device, layout)
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__(spec)
+        config, layout = spec.config, spec.layout
+        dtype, device = spec.dtype, spec.device
         assert config.block is not None
         self.options: BlockOptions = config.block
         layer, size = config.layer, config.layer.hidden_size

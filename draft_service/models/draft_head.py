@@ -7,7 +7,7 @@ the token at p + 1. The row stands at position p, and its logits are about the t
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -42,6 +42,28 @@ class SharedWeights:
     embedding: Embedding
     lm_head: LMHead
     token_map: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """Everything that a head is built from, but its own weights.
+
+    Attributes:
+        config: Configuration of the head.
+        shared: Embedding and LM head of the target.
+        num_target_layers: Number of layers of the target.
+        dtype: Type of weights and activations.
+        device: Device of the weights.
+        layout: Shapes of the checkpoint's tensors by our names, which decide what config.json
+            leaves open; empty where weights are made up.
+    """
+
+    config: HeadConfig
+    shared: SharedWeights
+    num_target_layers: int
+    dtype: torch.dtype
+    device: torch.device
+    layout: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -155,13 +177,7 @@ class DraftHead(nn.Module, ABC):
     """Base of all models that draft from a target's hidden states.
 
     Args:
-        config: Configuration of the head.
-        shared: Embedding and LM head of the target.
-        num_target_layers: Number of layers of the target.
-        dtype: Type of weights and activations.
-        device: Device of the weights.
-        layout: Shapes of the checkpoint's tensors by our names, which decide what config.json
-            leaves open; empty where weights are made up.
+        spec: Everything that the head is built from.
 
     Attributes:
         captured_layers: Target layers whose input (the residual stream) is read; empty for the
@@ -174,27 +190,20 @@ class DraftHead(nn.Module, ABC):
         fusion: The projection that `fuse` applies; None where it applies none.
     """
 
-    def __init__(
-        self,
-        config: HeadConfig,
-        shared: SharedWeights,
-        num_target_layers: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        layout: Mapping[str, tuple[int, ...]],
-    ) -> None:
+    def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
+        config, shared, device = spec.config, spec.shared, spec.device
         self.config = config
-        self._layout = layout
-        self._forms = HeadForms(config.layer.quantization, layout, device)
+        self._layout = spec.layout
+        self._forms = HeadForms(config.layer.quantization, spec.layout, device)
         self.fusion: Fusion | None = None
-        self.captured_layers = config.captured_layers(num_target_layers)
+        self.captured_layers = config.captured_layers(spec.num_target_layers)
         self.hidden_width = config.target_hidden_size * max(1, len(self.captured_layers))
         self.embedding = shared.embedding
         self.lm_head = shared.lm_head
         self.token_map = shared.token_map
         layer = config.layer
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device = spec.dtype, device
         self._rotary = {rope: Rotary(rope, layer.head_dim, device) for rope in layer.ropes}
         self._windows = tuple(dict.fromkeys(layer.windows))
         self._group_size = layer.num_heads // layer.num_kv_heads

@@ -3,14 +3,11 @@
 By Li et al. 2024 (arXiv 2401.15077 and 2406.16858).
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 
-from draft_service.models.draft_head import LevelHead, Pass, SharedWeights
+from draft_service.models.draft_head import HeadSpec, LevelHead, Pass
 from foredraft.layers.parameters import Target
-from foredraft.models.head_config import HeadConfig
 
 
 class EagleHead(LevelHead):
@@ -20,20 +17,13 @@ class EagleHead(LevelHead):
     after its final norm: it is the next feature, and the target's LM head reads it.
 
     Args:
+        spec: See `DraftHead`.
         fc_bias: Whether fc has a bias.
     """
 
-    def __init__(
-        self,
-        config: HeadConfig,
-        shared: SharedWeights,
-        num_target_layers: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        layout: Mapping[str, tuple[int, ...]],
-        fc_bias: bool,
-    ) -> None:
-        super().__init__(config, shared, num_target_layers, dtype, device, layout)
+    def __init__(self, spec: HeadSpec, fc_bias: bool) -> None:
+        super().__init__(spec)
+        config = spec.config
         size = config.layer.hidden_size
         self.fc = self.make_linear("fc", 2 * size, size, fc_bias)
         self._layers = [self.make_layer(index, size) for index in range(config.layer.num_layers)]

@@ -3,16 +3,13 @@
 By Li et al. 2025 (arXiv 2503.01840).
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 
-from draft_service.models.draft_head import LevelHead, Pass, SharedWeights
+from draft_service.models.draft_head import HeadSpec, LevelHead, Pass
 from foredraft.layers.embedding import LMHead
 from foredraft.layers.fusion import Fusion
 from foredraft.layers.parameters import Target
-from foredraft.models.head_config import HeadConfig
 from foredraft.types import FusionShape
 
 
@@ -24,21 +21,15 @@ class Eagle3Head(LevelHead):
     `norm_output`.
 
     Args:
-        layout: Shapes of the checkpoint's tensors, which decide what config.json leaves open:
-            whether fc has a bias or is there at all, whether the LM head is the head's own and how
-            many rows it has, and how the norms of further layers are called.
+        spec: See `DraftHead`. The layout decides what config.json leaves open: whether fc has a
+            bias or is there at all, whether the LM head is the head's own and how many rows it has,
+            and how the norms of further layers are called.
     """
 
-    def __init__(
-        self,
-        config: HeadConfig,
-        shared: SharedWeights,
-        num_target_layers: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        layout: Mapping[str, tuple[int, ...]],
-    ) -> None:
-        super().__init__(config, shared, num_target_layers, dtype, device, layout)
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__(spec)
+        config, layout = spec.config, spec.layout
+        dtype, device = spec.dtype, spec.device
         layer = config.layer
         size, width = layer.hidden_size, self.hidden_width
         bias = config.fc_bias if config.fc_bias is not None else "fc.bias" in layout

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from draft_service.models.block_draft import BlockDraft
-from draft_service.models.draft_head import DraftHead, SharedWeights
+from draft_service.models.draft_head import DraftHead, HeadSpec, SharedWeights
 from draft_service.models.eagle import EagleHead
 from draft_service.models.eagle3 import Eagle3Head
 from draft_service.models.head_tensors import CheckpointTensors
@@ -102,7 +102,7 @@ def load_head(
     if algorithm == "MTP" and not multi_layer and num_modules > 1:
         config = dataclasses.replace(config, layer=_first_layer(config.layer))
     if load_format == "dummy":
-        head = _make(config, shared, target.num_layers, dtype, device, {})
+        head = _make(HeadSpec(config, shared, target.num_layers, dtype, device))
         _fill_randomly(head, shared)
         _set_token_map(head, _dummy_map(head), directory)
         return head
@@ -113,7 +113,7 @@ def load_head(
             config = config.with_biases(layout)
         if _has_targets_depth(config, target, names):
             config = dataclasses.replace(config, layer=_first_layer(config.layer))
-        head = _make(config, shared, target.num_layers, dtype, device, layout)
+        head = _make(HeadSpec(config, shared, target.num_layers, dtype, device, layout))
         _fill(head, tensors, names, num_modules, directory)
         if _EMBEDDING in names:
             _own_embedding(head, shared, tensors, names[_EMBEDDING], directory)
@@ -145,25 +145,19 @@ def _own_names(
     return names
 
 
-def _make(
-    config: HeadConfig,
-    shared: SharedWeights,
-    num_target_layers: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    layout: Mapping[str, tuple[int, ...]],
-) -> DraftHead:
+def _make(spec: HeadSpec) -> DraftHead:
+    config, layout = spec.config, spec.layout
     if config.algorithm in BLOCK_KINDS:
-        return BlockDraft(config, shared, num_target_layers, dtype, device, layout)
+        return BlockDraft(spec)
     if config.algorithm in EAGLE3_KINDS:
         make = PEagleHead if config.algorithm == "PEAGLE" else Eagle3Head
-        return make(config, shared, num_target_layers, dtype, device, layout)
+        return make(spec)
     if config.algorithm == "MTP":
-        return MTPHead(config, shared, num_target_layers, dtype, device, layout)
+        return MTPHead(spec)
     # EAGLE's own code takes a missing key for a bias; published heads without one have no such
     # tensor either.
     bias = config.fc_bias if config.fc_bias is not None else not layout or "fc.bias" in layout
-    return EagleHead(config, shared, num_target_layers, dtype, device, layout, bias)
+    return EagleHead(spec, bias)
 
 
 @torch.no_grad()

@@ -2,14 +2,11 @@
 arXiv 2412.19437, section 2.2).
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 
-from draft_service.models.draft_head import LevelHead, Pass, SharedWeights
+from draft_service.models.draft_head import HeadSpec, LevelHead, Pass
 from foredraft.layers.parameters import Target
-from foredraft.models.head_config import HeadConfig
 
 PREFIX = "mtp_layers."
 
@@ -49,16 +46,9 @@ class MTPHead(LevelHead):
     with the following token (several modules).
     """
 
-    def __init__(
-        self,
-        config: HeadConfig,
-        shared: SharedWeights,
-        num_target_layers: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        layout: Mapping[str, tuple[int, ...]],
-    ) -> None:
-        super().__init__(config, shared, num_target_layers, dtype, device, layout)
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__(spec)
+        config = spec.config
         self._modules_by_depth = [
             MTPModule(self, index) for index in range(config.layer.num_layers)
         ]

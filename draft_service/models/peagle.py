@@ -2,14 +2,11 @@
 tokens in one forward.
 """
 
-from collections.abc import Mapping
-
 import torch
 
-from draft_service.models.draft_head import SharedWeights
+from draft_service.models.draft_head import HeadSpec
 from draft_service.models.eagle3 import Eagle3Head
 from foredraft.layers.parameters import Target, new_parameter
-from foredraft.models.head_config import HeadConfig
 
 
 class PEagleHead(Eagle3Head):
@@ -18,20 +15,13 @@ class PEagleHead(Eagle3Head):
     Such a row reads the mask token's embedding and a feature of its own.
     """
 
-    def __init__(
-        self,
-        config: HeadConfig,
-        shared: SharedWeights,
-        num_target_layers: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        layout: Mapping[str, tuple[int, ...]],
-    ) -> None:
-        super().__init__(config, shared, num_target_layers, dtype, device, layout)
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__(spec)
+        config = spec.config
         assert config.mask_token_id is not None
         self.mask_token_id: int = config.mask_token_id
         # Replaces the target's hidden states, before fc and its norms.
-        self.mask_hidden = new_parameter((1, 1, self.hidden_width), dtype, device)
+        self.mask_hidden = new_parameter((1, 1, self.hidden_width), spec.dtype, spec.device)
 
     def targets(self) -> dict[str, Target]:
         """See DraftHead."""
