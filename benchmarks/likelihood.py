@@ -10,8 +10,15 @@ from pathlib import Path
 
 import torch
 
+from foredraft.attention.choice import attention_for
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.models.decoder import DecoderModel
 from foredraft.models.registry import resolve_model_path
+from foredraft.runner.batch import SequenceRows
+from foredraft.runner.model_runner import ModelRunner
 from foredraft.text.tokenizer import Tokenizer
+
+PAGE_SIZE = 16
 
 # Returns log-probabilities, [num_tokens, vocab_size] on the CPU, of a text's tokens.
 Form = Callable[[list[int]], torch.Tensor]
@@ -30,6 +37,26 @@ def arguments(doc: str | None) -> tuple[Path, list[list[int]], torch.device]:
     tokenizer = Tokenizer.from_dir(path)
     texts = [tokenizer.encode(file.read_text())[: args.tokens] for file in args.texts]
     return path, texts, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@torch.inference_mode()
+def log_probabilities(
+    model: DecoderModel,
+    dtype: torch.dtype,
+    tokens: list[int],
+    scales: list[tuple[float, float]] | None = None,
+) -> torch.Tensor:
+    """Computes log-probabilities of all tokens at once, [num_tokens, vocab_size] on the CPU.
+
+    Args:
+        dtype: Type of the cache's keys and values.
+        scales: Scales of each layer's keys and values; None for a cache without scales.
+    """
+    pages = list(range(-(-len(tokens) // PAGE_SIZE)))
+    kv = PagedKV.for_model(model.config, len(pages), PAGE_SIZE, dtype, model.device, 0, scales)
+    runner = ModelRunner(model, kv, attention_for(model.device))
+    logits = runner.forward([SequenceRows.chunk(pages, 0, tokens, "all")]).logits
+    return logits.float().log_softmax(1).cpu()
 
 
 def compare(texts: list[list[int]], forms: Iterable[tuple[str, Form]]) -> None:

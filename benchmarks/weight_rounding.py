@@ -1,8 +1,7 @@
 """Measures the effect of quantised weights: the model's likelihood of some texts, and how often its
 best token stays the same.
 
-python -m benchmarks.weight_rounding --model-path foredraft-demo README.md docs/operations.md
-verify_service/engine/engine.py
+    python -m benchmarks.weight_rounding --model-path foredraft-demo README.md docs/operations.md
 """
 
 import functools
@@ -10,12 +9,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.likelihood import arguments, compare
-from foredraft.attention.choice import attention_for
-from foredraft.kvcache.paged_kv import PagedKV
+from benchmarks.likelihood import arguments, compare, log_probabilities
 from foredraft.models.loader import load_model
-from foredraft.runner.batch import SequenceRows
-from foredraft.runner.model_runner import ModelRunner
 
 # Formats of weights, and their conversion during loading; the first one is exact.
 FORMS = (
@@ -27,7 +22,6 @@ FORMS = (
     ("int4, groups of 64", None, "int4", 64),
     ("int4, groups of 128", None, "int4", 128),
 )
-PAGE_SIZE = 16
 
 
 def main() -> None:
@@ -43,7 +37,6 @@ def main() -> None:
     )
 
 
-@torch.inference_mode()
 def _form(
     path: Path,
     dtype: torch.dtype,
@@ -53,11 +46,7 @@ def _form(
     tokens: list[int],
 ) -> torch.Tensor:
     model = load_model(path, dtype, device, quantization=kind, quantization_group_size=group)
-    pages = list(range(-(-len(tokens) // PAGE_SIZE)))
-    kv = PagedKV.for_model(model.config, len(pages), PAGE_SIZE, dtype, device)
-    runner = ModelRunner(model, kv, attention_for(device))
-    logits = runner.forward([SequenceRows.chunk(pages, 0, tokens, "all")]).logits
-    return logits.float().log_softmax(1).cpu()
+    return log_probabilities(model, dtype, tokens)
 
 
 if __name__ == "__main__":

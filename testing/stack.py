@@ -20,6 +20,10 @@ Outcome = TypeVar("Outcome")
 VOCAB_SIZE = 600
 gateway_processes: list[subprocess.Popen[bytes]] = []  # started by running_gateway, newest last
 CONTEXT_LENGTH = 512
+LONG_REQUEST = {
+    "text": "Once upon a time",
+    "sampling_params": {"max_new_tokens": 150, "temperature": 0, "ignore_eos": True},
+}
 
 
 def make_model(directory: Path, context_length: int = CONTEXT_LENGTH) -> Path:
@@ -107,6 +111,15 @@ def metric(page: str, name: str) -> float:
     """
     lines = [line for line in page.splitlines() if line.startswith((name + " ", name + "{"))]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def long_answer(url: str) -> str:
+    """Sends `LONG_REQUEST` to a gateway; returns its text."""
+    with httpx.Client(base_url=url, timeout=120) as http:
+        reply = http.post("/generate", json=LONG_REQUEST)
+    assert reply.status_code == 200, reply.text
+    text: str = reply.json()["text"]
+    return text
 
 
 def is_idle(http: httpx.Client) -> bool:

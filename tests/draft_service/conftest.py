@@ -1,6 +1,8 @@
 """A tiny target, and the drafters for it."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from draft_service.drafters.standalone import StandaloneDrafter
 from foredraft.config.services import DraftConfig
 from testing.checkpoints import make_checkpoint
 from testing.draft_cases import KINDS
-from testing.draft_heads import save_head
+from testing.draft_heads import TinyHead, save_head
 
 
 @pytest.fixture(scope="module")
@@ -21,19 +23,30 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def drafters(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, PagedDrafter]:
-    made: dict[str, PagedDrafter] = {}
-    for kind in ("eagle", "eagle3", "mtp"):
-        folder = save_head(KINDS[kind], tmp_path_factory.mktemp(kind))
-        made[kind] = HeadDrafter.load(
+def make(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., HeadDrafter]:
+    """Loads a head as the service does; `algorithm` may name another than the head's."""
+
+    def load(head: TinyHead, algorithm: str = "", **flags: Any) -> HeadDrafter:
+        folder = save_head(head, tmp_path_factory.mktemp("head"))
+        return HeadDrafter.load(
             DraftConfig(
                 model_path=str(target),
-                speculative_algorithm=KINDS[kind].algorithm,
+                speculative_algorithm=algorithm or head.algorithm,
                 speculative_draft_model_path=str(folder),
                 num_threads=1,
                 device="cpu",
+                **flags,
             )
         )
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def drafters(
+    make: Callable[..., HeadDrafter], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, PagedDrafter]:
+    made: dict[str, PagedDrafter] = {kind: make(KINDS[kind]) for kind in ("eagle", "eagle3", "mtp")}
     for kind, architecture in (
         ("standalone", "LlamaForCausalLM"),
         ("windowed", "Gemma3ForCausalLM"),

@@ -14,7 +14,6 @@ import torch
 from draft_service.drafters.heads import HeadDrafter
 from draft_service.models.block_draft import BlockDraft
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.config.services import DraftConfig
 from foredraft.errors import AttachRefused
 from testing.block_cases import (
     KINDS,
@@ -25,30 +24,10 @@ from testing.block_cases import (
     states_of,
 )
 from testing.block_drafts import BlockReference, tiny_peagle
-from testing.draft_heads import TinyHead, best_paths, paths_of, save_head
+from testing.draft_heads import best_paths, paths_of
 from testing.head_verifier import attached, text
 
 Make = Callable[..., HeadDrafter]
-
-
-@pytest.fixture(scope="module")
-def make(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Loads a drafter as the service does."""
-
-    def load(head: TinyHead, **flags: Any) -> HeadDrafter:
-        folder = save_head(head, tmp_path_factory.mktemp("head"))
-        return HeadDrafter.load(
-            DraftConfig(
-                model_path=str(target),
-                speculative_algorithm=flags.pop("algorithm", head.algorithm),
-                speculative_draft_model_path=str(folder),
-                num_threads=1,
-                device="cpu",
-                **flags,
-            )
-        )
-
-    return load
 
 
 @pytest.mark.parametrize("kind", KINDS)

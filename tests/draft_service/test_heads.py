@@ -13,7 +13,6 @@ import torch
 
 from draft_service.drafters.heads import HeadDrafter
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.config.services import DraftConfig
 from foredraft.errors import AttachRefused, CheckpointError, ConfigError, InvalidRequest
 from foredraft.sampling.noise import gumbel
 from foredraft.sampling.seeds import to_int64
@@ -25,7 +24,6 @@ from testing.draft_heads import (
     TinyHead,
     module_chain,
     paths_of,
-    save_head,
     tiny_head,
 )
 from testing.head_verifier import NUM_PAGES, Verifier, ask, attached, request_of, text
@@ -35,26 +33,6 @@ MODULES = tiny_head("MTP", 6, num_layers=4)
 CHAIN = (4, 1, 5)
 BUSHY = (3, 3, 9)
 Make = Callable[..., HeadDrafter]
-
-
-@pytest.fixture(scope="module")
-def make(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Loads a head as the service does."""
-
-    def load(head: TinyHead, **flags: Any) -> HeadDrafter:
-        folder = save_head(head, tmp_path_factory.mktemp("head"))
-        return HeadDrafter.load(
-            DraftConfig(
-                model_path=str(target),
-                speculative_algorithm=head.algorithm,
-                speculative_draft_model_path=str(folder),
-                num_threads=1,
-                device="cpu",
-                **flags,
-            )
-        )
-
-    return load
 
 
 @pytest.mark.parametrize("kind", KINDS)

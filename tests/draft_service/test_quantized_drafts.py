@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from testing.block_cases import KINDS as BLOCKS
 from testing.block_cases import check_batch_that_grows
 from testing.block_drafts import BlockReference, parallel_chain, tiny_peagle
 from testing.draft_cases import KINDS
-from testing.draft_heads import HeadReference, TinyHead, paths_of, save_head
+from testing.draft_heads import HeadReference, paths_of
 from testing.head_verifier import attached, text
 from testing.quantized_checkpoints import FORMATS, tiny_llama, write
 from testing.quantized_heads import quantized
@@ -23,26 +22,6 @@ from testing.quantized_heads import quantized
 PACKED, FP8 = FORMATS["packed-channel"], FORMATS["fp8-block"]
 SHAPES = [(4, 1, 5), (3, 3, 9), (2, 2, 7), (4, 2, 15)]
 Make = Callable[..., HeadDrafter]
-
-
-@pytest.fixture
-def make(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Loads a head as the service does."""
-
-    def load(head: TinyHead, **flags: Any) -> HeadDrafter:
-        folder = save_head(head, tmp_path_factory.mktemp("head"))
-        return HeadDrafter.load(
-            DraftConfig(
-                model_path=str(target),
-                speculative_algorithm=head.algorithm,
-                speculative_draft_model_path=str(folder),
-                num_threads=1,
-                device="cpu",
-                **flags,
-            )
-        )
-
-    return load
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])

@@ -15,17 +15,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from testing.stack import eventually, free_port, is_idle, make_model, running_stack
+from testing.stack import eventually, free_port, is_idle, long_answer, make_model, running_stack
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = f"foredraft-{os.getpid()}"
 # A network interface's name has 15 letters, and tests may run beside each other.
 LINKS = (f"fd{os.getpid()}a", f"fd{os.getpid()}b")
 ADDRESSES = tuple(f"10.231.{os.getpid() % 250}.{host}" for host in (1, 2))
-ASKED = {
-    "text": "Once upon a time",
-    "sampling_params": {"max_new_tokens": 150, "temperature": 0, "ignore_eos": True},
-}
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +82,6 @@ class Host:
         print("".join(f"host 1: {line}" for line in self.lines))
 
 
-def answer(url: str) -> str:
-    """The text of a long request."""
-    with httpx.Client(base_url=url, timeout=120) as http:
-        reply = http.post("/generate", json=ASKED)
-    assert reply.status_code == 200, reply.text
-    text: str = reply.json()["text"]
-    return text
-
-
 def other_ranks(lines: list[str]) -> list[int]:
     """Processes on host 1, by what rank 0 has logged last."""
     [*_, joined] = [line for line in lines if "ranks have joined" in line]
@@ -107,7 +94,7 @@ def test_two_hosts_answer_and_a_lost_rank_is_named(
     address, before = other_host
     where = f"{address}:{free_port()}"
     with running_stack(model, speculative_algorithm="NONE") as stack:
-        expected = answer(stack.urls["http"])
+        expected = long_answer(stack.urls["http"])
     flags = {
         "tensor_parallel_size": 4,
         "nnodes": 2,
@@ -120,7 +107,7 @@ def test_two_hosts_answer_and_a_lost_rank_is_named(
     lines: list[str] = []
     with Host(before, *given) as host, running_stack(model, lines, **flags) as stack:
         url = stack.urls["http"]
-        assert answer(url) == expected
+        assert long_answer(url) == expected
         first, second = other_ranks(lines)
         assert b"verify_service.rank" in Path(f"/proc/{first}/cmdline").read_bytes()
         own = b"foredraft-ranks"
@@ -135,7 +122,7 @@ def test_two_hosts_answer_and_a_lost_rank_is_named(
                 httpx.Client(base_url=url, timeout=60) as http,
                 concurrent.futures.ThreadPoolExecutor(1) as pool,
             ):
-                asked = pool.submit(answer, url)
+                asked = pool.submit(long_answer, url)
                 eventually(lambda: not is_idle(http) or asked.done())  # noqa: B023
                 os.kill(pid, number)
                 eventually(lambda: not Path(f"/proc/{verifier}").exists())  # noqa: B023

@@ -28,29 +28,15 @@ from testing.checkpoints import EOS, make_checkpoint
 from testing.engines import Job, running_engine
 from testing.reference import Reference
 from testing.segments import segments
-from testing.stack import eventually, is_idle, make_model, running_stack
+from testing.stack import eventually, is_idle, long_answer, make_model, running_stack
 from verify_service.executor.ranks.board import Board
 from verify_service.executor.ranks.messages import Kind, kind_of
 from verify_service.startup import load_target
-
-ASKED = {
-    "text": "Once upon a time",
-    "sampling_params": {"max_new_tokens": 150, "temperature": 0, "ignore_eos": True},
-}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), context_length=4096)
-
-
-def answer(url: str) -> str:
-    """The text of a long request."""
-    with httpx.Client(base_url=url, timeout=120) as http:
-        reply = http.post("/generate", json=ASKED)
-    assert reply.status_code == 200, reply.text
-    text: str = reply.json()["text"]
-    return text
 
 
 def streamed_errors(url: str, begun: threading.Event) -> list[dict[str, Any]]:
@@ -102,11 +88,11 @@ def test_two_ranks_answer_and_a_lost_one_ends_the_verifier(model: Path) -> None:
     stood still.
     """
     with running_stack(model, speculative_algorithm="NONE") as stack:
-        expected = answer(stack.urls["http"])
+        expected = long_answer(stack.urls["http"])
     lines: list[str] = []
     with running_stack(model, lines, tensor_parallel_size=2) as stack:
         url = stack.urls["http"]
-        assert answer(url) == expected
+        assert long_answer(url) == expected
         info = httpx.get(f"{url}/get_server_info", timeout=60).json()
         assert info["tp_size"] == 2
         for number, told in (
@@ -123,7 +109,7 @@ def test_two_ranks_answer_and_a_lost_one_ends_the_verifier(model: Path) -> None:
             ):
                 # Under way; it is not streamed, so the gateway asks again, and nobody sees the
                 # loss.
-                asked = pool.submit(answer, url)
+                asked = pool.submit(long_answer, url)
                 eventually(lambda: not is_idle(http) or asked.done())  # noqa: B023
                 begun = threading.Event()
                 streamed = pool.submit(streamed_errors, url, begun)
