@@ -24,7 +24,7 @@ import torch
 
 from draft_service import service, session
 from draft_service.drafters import graph_drafting
-from draft_service.drafters.paged import PagedProposer
+from draft_service.drafters.paged_proposer import PagedProposer
 from draft_service.steps import graphs
 from foredraft.transport import cuda_ipc
 

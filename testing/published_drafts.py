@@ -14,7 +14,7 @@ from draft_service.drafters.beam_drafting import Scratch
 from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.head_proposer import HeadProposer
 from draft_service.drafters.module_chain import ModuleChainProposer
-from draft_service.drafters.paged import PagedProposer
+from draft_service.drafters.paged_proposer import PagedProposer
 from draft_service.drafters.paged_sequences import Extension, PagedSequence
 from draft_service.drafters.standalone import _StandaloneProposer
 from draft_service.models.draft_head import DraftHead, HeadSpec, SharedWeights

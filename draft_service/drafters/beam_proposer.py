@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from draft_service.drafters.beam_drafting import BeamDrafter, LevelRunner, Scratch, Wish
-from draft_service.drafters.paged import Limits, PagedProposer
+from draft_service.drafters.paged_proposer import Limits, PagedProposer
 from draft_service.drafters.paged_sequences import Extension, PagedSequence
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.models.config import ModelConfig

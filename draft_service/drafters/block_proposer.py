@@ -12,7 +12,7 @@ from draft_service.drafters.beam_proposer import Run, forwards
 from draft_service.drafters.chains import draft_trees, rows_behind
 from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings
 from draft_service.drafters.hidden_source import HiddenSource, read_states
-from draft_service.drafters.paged import Limits, PagedProposer
+from draft_service.drafters.paged_proposer import Limits, PagedProposer
 from draft_service.drafters.paged_sequences import Extension
 from draft_service.drafters.step_shape import draft_shape, handed_on
 from draft_service.models.markov import MarkovHead

@@ -9,7 +9,7 @@ from draft_service.drafters.beam_drafting import Scratch
 from draft_service.drafters.beam_proposer import BeamProposer
 from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings
 from draft_service.drafters.hidden_source import HiddenSource, read_states
-from draft_service.drafters.paged import Limits
+from draft_service.drafters.paged_proposer import Limits
 from draft_service.drafters.paged_sequences import Extension
 from draft_service.drafters.step_shape import draft_shape, handed_on
 from draft_service.steps.graphs import DraftGraphs, Forward

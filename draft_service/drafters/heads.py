@@ -17,15 +17,14 @@ from draft_service.drafters.module_chain import ModuleChainProposer
 from draft_service.drafters.ngram_override import OverrideSettings
 from draft_service.drafters.paged import (
     TYPICAL_BATCH,
-    Limits,
     PagedDrafter,
-    PagedProposer,
     check_plain,
     device_of,
     graph_settings,
     source_of,
     weight_bytes,
 )
+from draft_service.drafters.paged_proposer import Limits, PagedProposer
 from draft_service.drafters.parallel_proposer import ParallelProposer
 from draft_service.drafters.target_weights import TargetWeights
 from draft_service.models.block_draft import BlockDraft

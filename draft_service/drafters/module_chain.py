@@ -17,7 +17,7 @@ import torch
 from draft_service.drafters.beam_drafting import Scratch, Wish
 from draft_service.drafters.beam_proposer import Run, forwards
 from draft_service.drafters.head_proposer import HeadProposer
-from draft_service.drafters.paged import Limits
+from draft_service.drafters.paged_proposer import Limits
 from draft_service.drafters.paged_sequences import Extension, PagedSequence
 from draft_service.steps.head_runner import HeadRunner
 from foredraft.api.draft.v1 import draft_pb2

@@ -12,7 +12,7 @@ from draft_service.drafters.beam_drafting import Scratch, Wish
 from draft_service.drafters.chains import draft_trees, rows_behind
 from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.head_proposer import HeadProposer
-from draft_service.drafters.paged import Limits
+from draft_service.drafters.paged_proposer import Limits
 from draft_service.models.peagle import PEagleHead
 from draft_service.steps.graphs import Forward
 from draft_service.steps.head_runner import HeadRunner

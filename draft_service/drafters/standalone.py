@@ -13,15 +13,14 @@ from draft_service.drafters.beam_proposer import BeamProposer
 from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings
 from draft_service.drafters.ngram_override import OverrideSettings
 from draft_service.drafters.paged import (
-    Limits,
     PagedDrafter,
-    PagedProposer,
     check_plain,
     device_of,
     graph_settings,
     source_of,
     weight_bytes,
 )
+from draft_service.drafters.paged_proposer import Limits, PagedProposer
 from draft_service.drafters.step_shape import draft_shape, handed_on
 from draft_service.models.shared_weights import read_token_map, reduce_vocabulary
 from draft_service.steps.graphs import DraftGraphs

@@ -12,7 +12,8 @@ import torch
 from draft_service.drafters import graph_drafting
 from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.heads import HeadDrafter
-from draft_service.drafters.paged import PagedDrafter, PagedProposer
+from draft_service.drafters.paged import PagedDrafter
+from draft_service.drafters.paged_proposer import PagedProposer
 from draft_service.steps.graphs import DraftGraphs
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import AttachRefused, InvalidRequest, Unavailable

@@ -11,7 +11,7 @@ import torch
 
 from draft_service.drafters.beam_proposer import Run, forwards
 from draft_service.drafters.module_chain import ModuleChainProposer
-from draft_service.drafters.paged import GPU_CHUNK_ROWS
+from draft_service.drafters.paged_proposer import GPU_CHUNK_ROWS
 from draft_service.drafters.paged_sequences import PagedSequence
 from foredraft.trees.draft_tree import EMPTY
 from foredraft.types import SamplingParams

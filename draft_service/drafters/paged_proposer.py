@@ -1,0 +1,148 @@
+"""Base class of proposers that keep KV on the verifier's page numbers: the order of work in a
+step.
+"""
+
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from draft_service.drafters.base import Proposer
+from draft_service.drafters.beam_drafting import Wish
+from draft_service.drafters.graph_drafting import GraphDrafting, wait
+from draft_service.drafters.ngram_override import NgramOverride
+from draft_service.drafters.paged_sequences import Extension, PagedSequences
+from foredraft.api.draft.v1 import draft_pb2
+from foredraft.errors import AttachRefused, InvalidRequest
+from foredraft.models.config import ModelConfig
+from foredraft.trees.draft_tree import DraftTree
+from foredraft.trees.tree_building import Ordering
+
+# Maximum rows of one forward of long extensions, over all sequences: enough to use the device well,
+# few enough to fit in memory.
+CHUNK_ROWS, GPU_CHUNK_ROWS = 512, 1024
+
+Limits = tuple[int, int, int]
+
+
+class PagedProposer(Proposer):
+    """Base class of proposers with KV: runs the steps of one verifier.
+
+    Args:
+        config: Configuration of the model, or of a head's layers.
+        attach: The verifier's sizes.
+        limits: (steps, topk, nodes) of the largest tree.
+        device: Device that the model runs on.
+        shift: See `PagedSequences`.
+
+    Attributes:
+        override: N-grams that replace the model's proposals; None for no n-grams.
+    """
+
+    override: NgramOverride | None = None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attach: draft_pb2.AttachRequest,
+        limits: Limits,
+        device: torch.device,
+        shift: int = 0,
+    ) -> None:
+        self._config = config
+        self._attach, self._limits, self._device = attach, limits, device
+        self._most_rows = CHUNK_ROWS if device.type == "cpu" else GPU_CHUNK_ROWS
+        self._fast: GraphDrafting | None = None
+        self._sequences = PagedSequences(attach, limits, shift)
+        self._ordering: Ordering = "coupled" if attach.draft_sampling == "coupled" else "topk"
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Captures the graphs of steps, and compiles the kernels of long extensions."""
+        try:
+            self._fast = self._make_fast()
+            if self._device.type == "cuda":
+                self._warm_up()
+        except torch.OutOfMemoryError as error:
+            raise AttachRefused(
+                "max_batch",
+                f"no memory for the draft's steps; lower --cuda-graph-max-bs: {error}",
+            ) from error
+        if self._fast is not None:
+            self._sequences.on_pages = self._fast.graphs.set_pages
+
+    def is_brief(self, request: draft_pb2.StepRequest) -> bool:
+        """Returns whether the step is short: its graphs take less time than two thread switches."""
+        return self._fast is not None and self._fast.is_brief(request)
+
+    @torch.inference_mode()
+    def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
+        """Computes the KV of the committed tokens, then drafts."""
+        started, fast = time.perf_counter_ns(), self._fast
+        if request.sequences and request.sequences[0].HasField("device_row"):
+            if fast is None or not fast.can_continue:
+                raise InvalidRequest("device_row", "this attach has no exchange on a GPU")
+            fast.proceed(request.step, self._sequences.proceed(request))
+            return draft_pb2.StepResponse()
+        extensions = self._sequences.apply(request)
+        if fast is not None and extensions:
+            fast.settle()
+        if self.hidden is not None and extensions:
+            self.hidden.expect(request.step)
+        response = draft_pb2.StepResponse()
+        if self.override is not None:
+            self.override.read(request)
+            self.override.propose(extensions, response)
+        if fast is not None and fast.fits(extensions):
+            fast.step(extensions, response)
+            response.draft_microseconds = (time.perf_counter_ns() - started) // 1000
+            return response
+        self._wait_for_rows()
+        wishes = self._extend(extensions)
+        extended = time.perf_counter_ns()
+        if fast is not None:
+            fast.draft(wishes, response)
+        else:
+            for wish, tree in zip(wishes, self._draft(wishes), strict=True):
+                if tree.tokens:
+                    response.proposals.add(
+                        slot=wish.sequence.slot, tokens=tree.tokens, parents=tree.parents
+                    )
+        self._wait_for_rows()
+        response.extend_microseconds = (extended - started) // 1000
+        response.draft_microseconds = (time.perf_counter_ns() - extended) // 1000
+        return response
+
+    def close(self) -> None:
+        """Frees the graphs and the n-grams; the KV goes with the proposer."""
+        if self.override is not None:
+            self.override.close()
+        if self._fast is not None:
+            self._fast.close()
+            self._fast = None
+
+    def _make_fast(self) -> GraphDrafting | None:
+        """Creates the fixed-shape steps; None for a draft without them."""
+        return None
+
+    def _wait_for_rows(self) -> None:
+        """Waits, on a GPU, until hidden states have arrived or have been read.
+
+        The answer to the step lets the verifier overwrite them.
+        """
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            wait(event.query, self.hidden)
+
+    @abstractmethod
+    def _extend(self, extensions: Sequence[Extension]) -> list[Wish]:
+        """Computes the KV of committed tokens, in order; returns the trees that are wanted."""
+
+    @abstractmethod
+    def _draft(self, wishes: Sequence[Wish]) -> list[DraftTree]:
+        """Returns a tree for each wish, in their order."""
+
+    def _warm_up(self) -> None:
+        """Compiles the kernels that run outside of the graphs."""
