@@ -18,7 +18,7 @@ from foredraft.trees.tree_building import BeamTree, Ordering
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class TreeRequest:
     """Asks for a tree after the known tokens of a sequence.
 
     Attributes:
@@ -102,13 +102,13 @@ class BeamDrafter:
         self._page_size = page_size
         self._ordering = ordering
 
-    def draft(self, wishes: Sequence[Wish]) -> list[DraftTree]:
-        """Returns a tree for each wish, in their order."""
+    def draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:
+        """Returns a tree for each request, in their order."""
         groups: dict[tuple[int, int], list[int]] = {}
-        for index, wish in enumerate(wishes):
-            groups.setdefault(wish.limits[:2], []).append(index)
+        for index, request in enumerate(requests):
+            groups.setdefault(request.limits[:2], []).append(index)
         beams = [
-            _Beams([wishes[i] for i in indices], self._ordering, self._runner.token_map)
+            _Beams([requests[i] for i in indices], self._ordering, self._runner.token_map)
             for indices in groups.values()
         ]
         active = beams
@@ -116,13 +116,13 @@ class BeamDrafter:
             rows = [row for group in active for row in self._rows(group)]
             read = [group.features.flatten(0, 1) for group in active if group.features is not None]
             logits, features = self._runner.run(rows, torch.cat(read) if read else None)
-            sizes = [len(group.wishes) * group.topk for group in active]
+            sizes = [len(group.requests) * group.topk for group in active]
             for group, part in zip(active, logits.split(sizes), strict=True):
-                group.logits = part.view(len(group.wishes), group.topk, -1)
+                group.logits = part.view(len(group.requests), group.topk, -1)
             if features is not None:
                 for group, part in zip(active, features.split(sizes), strict=True):
-                    group.features = part.view(len(group.wishes), group.topk, -1)
-        trees: list[DraftTree] = [DraftTree()] * len(wishes)
+                    group.features = part.view(len(group.requests), group.topk, -1)
+        trees: list[DraftTree] = [DraftTree()] * len(requests)
         for indices, group in zip(groups.values(), beams, strict=True):
             for index, tree in zip(indices, group.finish(), strict=True):
                 trees[index] = tree
@@ -133,8 +133,8 @@ class BeamDrafter:
         level, topk = group.level, group.topk
         ancestors = group.tree.ancestor_rows().cpu()
         rows = []
-        for i, wish in enumerate(group.wishes):
-            sequence = wish.sequence
+        for i, request in enumerate(group.requests):
+            sequence = request.sequence
             num_keys = sequence.num_keys
             num_pages = -(-num_keys // self._page_size)
             scratch_start = num_pages * self._page_size
@@ -163,27 +163,27 @@ class _Beams:
     """Holds the trees of sequences that want the same number of levels and beams."""
 
     def __init__(
-        self, wishes: list[Wish], ordering: Ordering, token_map: torch.Tensor | None
+        self, requests: list[TreeRequest], ordering: Ordering, token_map: torch.Tensor | None
     ) -> None:
-        self.wishes = wishes
+        self.requests = requests
         self._token_map = token_map
-        self.num_steps, self.topk, _ = wishes[0].limits
-        known = [wish.logits for wish in wishes if wish.logits is not None]
+        self.num_steps, self.topk, _ = requests[0].limits
+        known = [request.logits for request in requests if request.logits is not None]
         self.logits = torch.stack(known)[:, None]  # [B, K, V]
-        features = [wish.feature for wish in wishes if wish.feature is not None]
+        features = [request.feature for request in requests if request.feature is not None]
         self.features = torch.stack(features)[:, None] if features else None  # [B, K, H]
         self.tokens: list[list[int]] = []
         self.level = -1
         rows = None
         if ordering == "coupled":
             rows = SamplingRows.from_params(
-                [wish.sequence.sampling for wish in wishes],
-                [wish.sequence.num_tokens for wish in wishes],
+                [request.sequence.sampling for request in requests],
+                [request.sequence.num_tokens for request in requests],
                 self.logits.device,
             )
-        self._max_nodes = [wish.limits[2] for wish in wishes]
+        self._max_nodes = [request.limits[2] for request in requests]
         self.tree = BeamTree(
-            len(wishes), self.num_steps, self.topk, 1 + max(self._max_nodes), ordering, rows
+            len(requests), self.num_steps, self.topk, 1 + max(self._max_nodes), ordering, rows
         )
 
     def expand(self) -> bool:

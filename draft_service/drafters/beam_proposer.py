@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draft_service.drafters.beam_drafting import BeamDrafter, LevelRunner, Scratch, Wish
+from draft_service.drafters.beam_drafting import BeamDrafter, LevelRunner, Scratch, TreeRequest
 from draft_service.drafters.paged_proposer import Limits, PagedProposer
 from draft_service.drafters.paged_sequences import Extension, PagedSequence
 from foredraft.api.draft.v1 import draft_pb2
@@ -125,14 +125,14 @@ class BeamProposer(PagedProposer):
             torch.cuda.synchronize(self._device)
         logger.info("ran what no graph takes in %.1f s", time.monotonic() - started)
 
-    def _extend(self, extensions: Sequence[Extension]) -> list[Wish]:
+    def _extend(self, extensions: Sequence[Extension]) -> list[TreeRequest]:
         """See PagedProposer."""
         runs = [
             Run(extension.sequence, extension.start, extension.tokens, extension.limits is not None)
             for extension in extensions
         ]
         states = [self._states(extension) for extension in extensions]
-        wishes: list[Wish] = []
+        requests: list[TreeRequest] = []
         for parts in forwards(runs, self._most_rows):
             read = [
                 part[first:end]
@@ -148,8 +148,10 @@ class BeamProposer(PagedProposer):
                 extension = extensions[index]
                 assert extension.limits is not None
                 feature = following[row] if following is not None else None
-                wishes.append(Wish(extension.sequence, extension.limits, logits[row], feature))
-        return wishes
+                requests.append(
+                    TreeRequest(extension.sequence, extension.limits, logits[row], feature)
+                )
+        return requests
 
     def _states(self, extension: Extension) -> torch.Tensor | None:
         """Returns the target's hidden states that the rows of an extension read, [n, width]; None
@@ -167,6 +169,6 @@ class BeamProposer(PagedProposer):
         """
         return None
 
-    def _draft(self, wishes: Sequence[Wish]) -> list[DraftTree]:
+    def _draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:
         """See PagedProposer."""
-        return self._drafter.draft(wishes)
+        return self._drafter.draft(requests)

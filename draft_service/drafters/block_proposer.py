@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from draft_service.drafters.beam_drafting import Scratch, Wish
+from draft_service.drafters.beam_drafting import Scratch, TreeRequest
 from draft_service.drafters.beam_proposer import Run, forwards
 from draft_service.drafters.chains import draft_trees, rows_behind
 from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings
@@ -94,7 +94,7 @@ class BlockProposer(PagedProposer):
             self._runner.extend([SequenceRows.chunk(pages, 0, [0] * num_rows)], features)
             num_rows //= 4
 
-    def _extend(self, extensions: Sequence[Extension]) -> list[Wish]:
+    def _extend(self, extensions: Sequence[Extension]) -> list[TreeRequest]:
         """See PagedProposer."""
         runs = [Run(e.sequence, e.start, e.tokens, False) for e in extensions]
         states = [read_states(self.hidden, e, self._device) for e in extensions]
@@ -103,26 +103,26 @@ class BlockProposer(PagedProposer):
             features = read if self._attach.fused else self._runner.fuse(read)
             rows = [runs[index].rows(first, end) for index, first, end in parts]
             self._runner.extend(rows, features)
-        return [Wish(e.sequence, e.limits) for e in extensions if e.limits is not None]
+        return [TreeRequest(e.sequence, e.limits) for e in extensions if e.limits is not None]
 
-    def _draft(self, wishes: Sequence[Wish]) -> list[DraftTree]:
+    def _draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:
         """See PagedProposer."""
-        if not wishes:
+        if not requests:
             return []
         draft, options = self._draft_model, self._draft_model.options
-        hidden = self._block_states(wishes)[:, int(not options.from_anchor) :]
-        deepest = max(wish.limits[0] for wish in wishes)
+        hidden = self._block_states(requests)[:, int(not options.from_anchor) :]
+        deepest = max(request.limits[0] for request in requests)
         hidden = hidden[:, :deepest]
         # All depths in one product: the LM head is read once.
         logits = draft.lm_head(hidden.reshape(-1, hidden.shape[-1]))
-        logits = logits.view(len(wishes), deepest, -1)
+        logits = logits.view(len(requests), deepest, -1)
         scores = _Scores(logits, hidden, draft.markov)
-        return draft_trees(wishes, scores, self._ordering, draft.token_map, self._device)
+        return draft_trees(requests, scores, self._ordering, draft.token_map, self._device)
 
-    def _block_states(self, wishes: Sequence[Wish]) -> torch.Tensor:
+    def _block_states(self, requests: Sequence[TreeRequest]) -> torch.Tensor:
         """Computes one block after each sequence.
 
-        Returns the hidden states of its rows, [wishes, block_size, hidden_size].
+        Returns the hidden states of its rows, [requests, block_size, hidden_size].
         """
         options = self._draft_model.options
         masks = [options.mask_token_id] * (options.block_size - 1)
@@ -130,18 +130,18 @@ class BlockProposer(PagedProposer):
         blocks = {
             is_causal: [
                 rows_behind(
-                    wish.sequence,
-                    [wish.sequence.last_token or 0, *masks],
-                    self._scratch.pages(wish.sequence.slot),
+                    request.sequence,
+                    [request.sequence.last_token or 0, *masks],
+                    self._scratch.pages(request.sequence.slot),
                     self._attach.page_size,
                     is_causal,
                 )
-                for wish in wishes
+                for request in requests
             ]
             for is_causal in ((False, True) if is_both else (False,))
         }
         hidden = self._runner.propose(blocks[False], blocks.get(True))
-        return hidden.view(len(wishes), options.block_size, -1)
+        return hidden.view(len(requests), options.block_size, -1)
 
 
 class _Scores:
@@ -150,8 +150,8 @@ class _Scores:
     DSpark's Markov head adds a bias that depends on the previous token.
 
     Args:
-        logits: [wishes, depths, columns], logits of the rows.
-        hidden: [wishes, depths, hidden_size], hidden states of the rows.
+        logits: [requests, depths, columns], logits of the rows.
+        hidden: [requests, depths, hidden_size], hidden states of the rows.
         markov: Markov head; None for a draft without one.
     """
 

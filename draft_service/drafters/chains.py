@@ -4,31 +4,31 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from draft_service.drafters.beam_drafting import Wish
+from draft_service.drafters.beam_drafting import TreeRequest
 from draft_service.drafters.paged_sequences import PagedSequence
 from foredraft.runner.batch import SequenceRows
 from foredraft.sampling.rows import SamplingRows
 from foredraft.trees.draft_tree import EMPTY, DraftTree
 from foredraft.trees.tree_building import BeamTree, Ordering
 
-# Called with (indices, depth, tokens, beams): the indices of n wishes, a depth from 0 on, the
+# Called with (indices, depth, tokens, beams): the indices of n requests, a depth from 0 on, the
 # newest tokens int64 [n, W] of W paths, and for each path the index of the path that it continues
 # (int64 [n, W]; None at depth 0, where W is 1). Returns the logits that follow, [n, W, columns].
 NextLogits = Callable[[list[int], int, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def draft_trees(
-    wishes: Sequence[Wish],
+    requests: Sequence[TreeRequest],
     next_logits: NextLogits,
     ordering: Ordering,
     token_map: torch.Tensor | None,
     device: torch.device,
 ) -> list[DraftTree]:
-    """Builds a tree within its limits for each wish; a topk of 1 gives chains.
+    """Builds a tree within its limits for each request; a topk of 1 gives chains.
 
     Args:
-        wishes: Trees wanted.
-        next_logits: Called depth by depth for wishes with the same steps and topk, in the same
+        requests: Trees wanted.
+        next_logits: Called depth by depth for requests with the same steps and topk, in the same
             order of indices; the tokens before the first depth are the newest committed ones.
         ordering: Order in which children of a node are chosen.
         token_map: int64, target token id of each column of the logits; None where the columns are
@@ -36,20 +36,20 @@ def draft_trees(
         device: Device of the logits.
     """
     groups: dict[tuple[int, int], list[int]] = {}
-    for index, wish in enumerate(wishes):
-        groups.setdefault(wish.limits[:2], []).append(index)
-    trees: list[DraftTree] = [EMPTY] * len(wishes)
+    for index, request in enumerate(requests):
+        groups.setdefault(request.limits[:2], []).append(index)
+    trees: list[DraftTree] = [EMPTY] * len(requests)
     for (num_steps, topk), indices in groups.items():
         rows = None
         if ordering == "coupled":
             rows = SamplingRows.from_params(
-                [wishes[i].sequence.sampling for i in indices],
-                [wishes[i].sequence.num_tokens for i in indices],
+                [requests[i].sequence.sampling for i in indices],
+                [requests[i].sequence.num_tokens for i in indices],
                 device,
             )
-        nodes = [wishes[i].limits[2] for i in indices]
+        nodes = [requests[i].limits[2] for i in indices]
         tree = BeamTree(len(indices), num_steps, topk, 1 + max(nodes), ordering, rows)
-        newest = [wishes[i].sequence.last_token or 0 for i in indices]
+        newest = [requests[i].sequence.last_token or 0 for i in indices]
         previous = torch.tensor(newest, dtype=torch.int64, device=device)[:, None]
         beams: torch.Tensor | None = None
         for depth in range(num_steps):

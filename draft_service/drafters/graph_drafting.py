@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from draft_service.drafters.beam_drafting import Wish
+from draft_service.drafters.beam_drafting import TreeRequest
 from draft_service.drafters.hidden_source import HiddenSource
 from draft_service.drafters.paged_sequences import Continuation, Extension, PagedSequence
 from draft_service.steps.graphs import DraftGraphs
@@ -178,18 +178,18 @@ class GraphDrafting:
         """Returns the number of fixed-shape steps that extensions of these sizes take."""
         return max(1, -(-max(sizes, default=1) // self.graphs.shape.num_rows))
 
-    def draft(self, wishes: Sequence[Wish], response: draft_pb2.StepResponse) -> None:
+    def draft(self, requests: Sequence[TreeRequest], response: draft_pb2.StepResponse) -> None:
         """Drafts for sequences whose extensions were computed outside of the graphs."""
         largest = self.graphs.max_batch
-        for first in range(0, len(wishes), largest):
-            part = wishes[first : first + largest]
-            records, slots = self._fill([wish.sequence for wish in part])
+        for first in range(0, len(requests), largest):
+            part = requests[first : first + largest]
+            records, slots = self._fill([request.sequence for request in part])
             # All keys are computed; the record has one row, at the newest key.
-            records["start"] = [wish.sequence.num_keys - 1 for wish in part]
+            records["start"] = [request.sequence.num_keys - 1 for request in part]
             records["num_rows"] = 1
-            records["tokens"][:, 0] = [wish.sequence.last_token or 0 for wish in part]
-            roots = [wish.logits for wish in part if wish.logits is not None]
-            features = [wish.feature for wish in part if wish.feature is not None]
+            records["tokens"][:, 0] = [request.sequence.last_token or 0 for request in part]
+            roots = [request.logits for request in part if request.logits is not None]
+            features = [request.feature for request in part if request.feature is not None]
             graphs = self.graphs
             graphs.upload(len(part))
             graphs.take_roots(
@@ -200,7 +200,7 @@ class GraphDrafting:
             graphs.draft(len(part), *self._modes(slots))
             graphs.download(len(part))
             self._finish()
-            limits = [wish.limits for wish in part]
+            limits = [request.limits for request in part]
             self._answer(range(len(part)), slots, limits, len(part), response)
 
     def proceed(self, step: int, continuations: Sequence[Continuation]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draft_service.drafters.beam_drafting import Scratch, Wish
+from draft_service.drafters.beam_drafting import Scratch, TreeRequest
 from draft_service.drafters.beam_proposer import Run, forwards
 from draft_service.drafters.head_proposer import HeadProposer
 from draft_service.drafters.paged_proposer import Limits
@@ -69,7 +69,7 @@ class ModuleChainProposer(HeadProposer):
         self._kept: dict[int, _Window] = {}  # by slot: the last keys that were computed
         self._windows: list[_Window] = []
 
-    def _extend(self, extensions: Sequence[Extension]) -> list[Wish]:
+    def _extend(self, extensions: Sequence[Extension]) -> list[TreeRequest]:
         self._windows = [self._window(extension) for extension in extensions]
         logits = self._compute(0)
         wanted = [
@@ -78,13 +78,17 @@ class ModuleChainProposer(HeadProposer):
             if row is not None
         ]
         return [
-            Wish(extension.sequence, extension.limits, row)
+            TreeRequest(extension.sequence, extension.limits, row)
             for extension, row in wanted
             if extension.limits is not None
         ]
 
-    def _draft(self, wishes: Sequence[Wish]) -> list[DraftTree]:
-        rows = {wish.sequence.slot: wish.logits for wish in wishes if wish.logits is not None}
+    def _draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:
+        rows = {
+            request.sequence.slot: request.logits
+            for request in requests
+            if request.logits is not None
+        }
         chains = self._chains()
         for depth in range(self._num_modules):
             if depth:
@@ -105,7 +109,7 @@ class ModuleChainProposer(HeadProposer):
         for tree, windows in chains:
             finished = tree.finish()
             trees |= {w.sequence.slot: t for w, t in zip(windows, finished, strict=True)}
-        return [trees.get(wish.sequence.slot, EMPTY) for wish in wishes]
+        return [trees.get(request.sequence.slot, EMPTY) for request in requests]
 
     def _window(self, extension: Extension) -> _Window:
         """Returns an extension's keys, and before them the keys that deeper modules must compute

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from draft_service.drafters.base import Proposer
-from draft_service.drafters.beam_drafting import Wish
+from draft_service.drafters.beam_drafting import TreeRequest
 from draft_service.drafters.graph_drafting import GraphDrafting, wait
 from draft_service.drafters.ngram_override import NgramOverride
 from draft_service.drafters.paged_sequences import Extension, PagedSequences
@@ -99,15 +99,15 @@ class PagedProposer(Proposer):
             response.draft_microseconds = (time.perf_counter_ns() - started) // 1000
             return response
         self._wait_for_rows()
-        wishes = self._extend(extensions)
+        tree_requests = self._extend(extensions)
         extended = time.perf_counter_ns()
         if fast is not None:
-            fast.draft(wishes, response)
+            fast.draft(tree_requests, response)
         else:
-            for wish, tree in zip(wishes, self._draft(wishes), strict=True):
+            for tree_request, tree in zip(tree_requests, self._draft(tree_requests), strict=True):
                 if tree.tokens:
                     response.proposals.add(
-                        slot=wish.sequence.slot, tokens=tree.tokens, parents=tree.parents
+                        slot=tree_request.sequence.slot, tokens=tree.tokens, parents=tree.parents
                     )
         self._wait_for_rows()
         response.extend_microseconds = (extended - started) // 1000
@@ -137,12 +137,12 @@ class PagedProposer(Proposer):
             wait(event.query, self.hidden)
 
     @abstractmethod
-    def _extend(self, extensions: Sequence[Extension]) -> list[Wish]:
+    def _extend(self, extensions: Sequence[Extension]) -> list[TreeRequest]:
         """Computes the KV of committed tokens, in order; returns the trees that are wanted."""
 
     @abstractmethod
-    def _draft(self, wishes: Sequence[Wish]) -> list[DraftTree]:
-        """Returns a tree for each wish, in their order."""
+    def _draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:
+        """Returns a tree for each request, in their order."""
 
     def _warm_up(self) -> None:
         """Compiles the kernels that run outside of the graphs."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from draft_service.drafters.beam_drafting import Scratch, Wish
+from draft_service.drafters.beam_drafting import Scratch, TreeRequest
 from draft_service.drafters.chains import draft_trees, rows_behind
 from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.head_proposer import HeadProposer
@@ -60,27 +60,27 @@ class ParallelProposer(HeadProposer):
             forward, kv, shape, mask_token=mask_token, mask_feature=mask_feature, **options
         )
 
-    def _draft(self, wishes: Sequence[Wish]) -> list[DraftTree]:
+    def _draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:
         """See PagedProposer."""
-        if not wishes:
+        if not requests:
             return []
-        first = torch.stack([wish.logits for wish in wishes if wish.logits is not None])
-        num_masks = max(wish.limits[0] for wish in wishes) - 1
+        first = torch.stack([request.logits for request in requests if request.logits is not None])
+        num_masks = max(request.limits[0] for request in requests) - 1
         logits = first[:, None]
         if num_masks:
             rows = [
                 rows_behind(
-                    wish.sequence,
+                    request.sequence,
                     [self._head.mask_token_id] * num_masks,
-                    self._scratch.pages(wish.sequence.slot),
+                    self._scratch.pages(request.sequence.slot),
                     self._attach.page_size,
                     is_causal=True,
                 )
-                for wish in wishes
+                for request in requests
             ]
-            features = self._mask_feature.expand(len(wishes) * num_masks, -1).contiguous()
+            features = self._mask_feature.expand(len(requests) * num_masks, -1).contiguous()
             masked = self._head_runner.forward(rows, features).logits
-            logits = torch.cat((logits, masked.view(len(wishes), num_masks, -1)), 1)
+            logits = torch.cat((logits, masked.view(len(requests), num_masks, -1)), 1)
 
         def next_logits(
             indices: list[int], depth: int, previous: torch.Tensor, beams: torch.Tensor | None
@@ -88,4 +88,4 @@ class ParallelProposer(HeadProposer):
             return logits[indices, depth][:, None].expand(-1, previous.shape[1], -1)
 
         token_map = self._head.token_map
-        return draft_trees(wishes, next_logits, self._ordering, token_map, self._device)
+        return draft_trees(requests, next_logits, self._ordering, token_map, self._device)

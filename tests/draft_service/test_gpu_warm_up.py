@@ -65,11 +65,11 @@ def test_extensions_compile_nothing(name: str) -> None:
         warm = time.perf_counter() - started
         for extensions in [*(make_extensions(*one) for one in told()), *random_ones]:
             started = time.perf_counter()
-            wishes = proposer._extend(extensions)
+            requests = proposer._extend(extensions)
             if proposer._fast is not None:
-                proposer._fast.draft(wishes, draft_pb2.StepResponse())
+                proposer._fast.draft(requests, draft_pb2.StepResponse())
             elif isinstance(proposer, ModuleChainProposer):
-                proposer._draft(wishes)
+                proposer._draft(requests)
             torch.cuda.synchronize()
             slowest = max(slowest, time.perf_counter() - started)
             assert compiled_since(before) == Counter(), [len(e.tokens) for e in extensions]

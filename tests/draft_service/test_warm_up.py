@@ -46,9 +46,9 @@ def test_nothing_is_launched_that_was_not_before(
             proposer._warm_up()
             warmed: set[Hashable] = set(met)
             for _ in range(25):
-                wishes = proposer._extend(some_extensions(rng, max_batch, max_context))
+                requests = proposer._extend(some_extensions(rng, max_batch, max_context))
                 if isinstance(proposer, ModuleChainProposer):
-                    proposer._draft(wishes)
+                    proposer._draft(requests)
                 assert met <= warmed, met - warmed
     # Each that the graphs have not launched takes Triton most of a second while the verifier waits
     # for the attach.
