@@ -212,9 +212,9 @@ static PyObject *attend(PyObject *self, PyObject *const *args, Py_ssize_t count)
     job.memory = PyMem_RawMalloc(num_threads * job.floats_each * sizeof(float));
     if (!job.memory)
         return PyErr_NoMemory();
-    if (num_threads < 2) {
+    if (is_little) {
         compute_items(&job, 0, num_items, 0);
-    } else {
+    } else { /* alone too it may take long, and other threads answer health checks meanwhile */
         Py_BEGIN_ALLOW_THREADS
         share_out(compute_items, &job, num_items, 1, num_threads);
         Py_END_ALLOW_THREADS

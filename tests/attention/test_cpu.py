@@ -2,6 +2,8 @@
 company.
 """
 
+import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -93,6 +95,32 @@ def test_a_long_chunk_by_several_threads():
             compare(kv, [span], queries, 0, window)
     finally:
         _kernels.set_num_threads(1)
+
+
+def test_other_python_threads_run_meanwhile(monkeypatch):
+    """Also where one thread computes: who answers health checks must not wait for a long prompt."""
+    rng = np.random.default_rng(0)
+    kv, calls, attend_in_c = filled(rng, 2, 64, 16, 40), [], _kernels.attend
+    monkeypatch.setattr(_kernels, "attend", lambda *arguments: calls.append(arguments))
+    backend, queries, out = CpuAttention(), torch.randn(300, 6, 64), torch.empty(300, 6 * 64)
+    span = SequenceSpan(0, np.arange(90, 390), np.arange(40), 3, 90, 90)
+    plan = backend.plan(batch_of([span], 16), kv, WINDOWS, 3)
+    backend.attend(plan, queries, 0, None, SCALE, out)
+    asked, has_run = threading.Lock(), []
+    asked.acquire()
+    other = threading.Thread(target=lambda: asked.acquire() and has_run.append(True))
+    other.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # so that it runs only when this thread lets it
+    try:
+        asked.release()
+        for _ in range(200):
+            if not has_run:
+                attend_in_c(*calls[0])
+        assert has_run
+    finally:
+        sys.setswitchinterval(before)
+    other.join()
 
 
 def one_row(span, row):
