@@ -1,4 +1,4 @@
-"""What n-grams over a head bring: accept length on text that is copied, and on text that is not.
+"""Measures n-grams over a head: accept length on text that is copied, and on text that is not.
 
     python -m benchmarks.ngram_override --prompts mt_bench.jsonl gsm8k.jsonl
 

@@ -1,4 +1,4 @@
-"""What a verifier's account of a continuation means: its end, or the error to raise."""
+"""Turns a verifier's account of a continuation into its end, or into the error to raise."""
 
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.errors import ForedraftError, InvalidRequest, Overloaded, PromptTooLong

@@ -205,7 +205,7 @@ class _Sizes:
         return self._held(num_rows) + kept + most
 
     def _held(self, num_rows: int) -> int:
-        """What is there during a whole layer: the stream, its norm, angles, indices, masks."""
+        """Bytes that stay during a whole layer: the stream, its norm, angles, indices, masks."""
         angles = 2 * len(set(self._config.ropes)) * self._config.head_dim * _FLOAT
         # Tokens, positions, slots and rows with logits; a tree's mask and its upload, and the slots
         # of the tiles of keys that it begins and ends in.
@@ -295,7 +295,7 @@ class _Sizes:
         return num_bytes * self._config.vocab_size
 
     def _widened(self, num_rows: int) -> int:
-        """What logits that are capped, or gathered by ranks, take beside them."""
+        """Bytes that capping logits, or gathering them from ranks, takes beside the logits."""
         capped = 0 if self._config.logit_softcap is None else _CAPPED_BYTES
         gathered = 3 * self._itemsize if self._num_ranks > 1 else 0
         return self._vocabularies(num_rows * (capped + gathered))

@@ -1,4 +1,4 @@
-"""What the ranks of one of our servers did in a load's steps, by its dashboard's figures."""
+"""Reads from a server's dashboard what its ranks did in a load's steps."""
 
 import asyncio
 from collections.abc import Mapping

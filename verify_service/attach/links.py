@@ -126,7 +126,7 @@ class DraftLink:
 
     @property
     def note(self) -> str:
-        """What an operator should know of the draft beside its description; mostly empty."""
+        """Warning for the operator about the draft, beside its description; mostly empty."""
         info = self.client.info
         if info is None or not info.HasField("hidden"):
             return ""

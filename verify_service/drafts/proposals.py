@@ -89,7 +89,7 @@ class DeviceTrees(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """What the drafts propose for one step: trees in host memory, or on the device.
+    """Holds the drafts' trees for one step, in host memory or on the device.
 
     Attributes:
         trees: Trees in host memory by request id; a sequence without a proposal has no entry.
