@@ -23,10 +23,12 @@ class _Keys:
     Attributes:
         rows: int64 [num_rows, 5], `Row` of `_attention.h`.
         slots: int64, KV slots, which `rows` points into.
+        addresses: Addresses of both, which every layer asks for.
     """
 
     rows: torch.Tensor
     slots: torch.Tensor
+    addresses: tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -35,6 +37,7 @@ class CpuPlan:
 
     Attributes:
         pieces: int64 [num_pieces, 2], first row and number of rows of what is computed together.
+        num_pieces: Number of them.
         most_rows: Maximum number of rows of a piece.
         num_pairs: Number of pairs of a row and a key, at most.
     """
@@ -42,6 +45,7 @@ class CpuPlan:
     kv: PagedKV
     keys: dict[int | None, _Keys]
     pieces: torch.Tensor
+    num_pieces: int
     most_rows: int
     num_pairs: int
     group_size: int
@@ -88,7 +92,8 @@ class CpuAttention(AttentionBackend):
         planned = {
             window: _keys_of(batch.spans, kv, window, num_rows, num_slots) for window in windows
         }
-        return CpuPlan(kv, planned, torch.tensor(pieces), most_rows, num_pairs, group_size)
+        table = torch.tensor(pieces)
+        return CpuPlan(kv, planned, table, len(pieces), most_rows, num_pairs, group_size)
 
     def attend(
         self,
@@ -108,22 +113,24 @@ class CpuAttention(AttentionBackend):
             self.attend(plan, queries.float(), layer, window, scale, own)
             out.copy_(own)
             return
-        keys, values, seen = plan.kv.keys(layer), plan.kv.values(layer), plan.keys[window]
+        keys, values = plan.kv.keys(layer), plan.kv.values(layer)
+        rows, slots = plan.keys[window].addresses
+        num_kv_heads, _, head_dim = keys.shape
         _kernels.attend(
-            seen.rows.data_ptr(),
+            rows,
             plan.pieces.data_ptr(),
-            seen.slots.data_ptr(),
+            slots,
             queries.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
             out.data_ptr(),
-            len(plan.pieces),
+            plan.num_pieces,
             queries.stride(0),
             out.stride(0),
             keys.stride(0),
-            keys.shape[0],
+            num_kv_heads,
             plan.group_size,
-            keys.shape[2],
+            head_dim,
             plan.most_rows,
             plan.num_pairs,
             0,
@@ -135,19 +142,18 @@ class CpuAttention(AttentionBackend):
 def _keys_of(
     spans: Sequence[SequenceSpan], kv: PagedKV, window: int | None, num_rows: int, num_slots: int
 ) -> _Keys:
-    keys = _Keys(
-        torch.empty(num_rows, 5, dtype=torch.int64), torch.empty(num_slots, dtype=torch.int64)
-    )
-    rows, slots, used = keys.rows.data_ptr(), keys.slots.data_ptr(), 0
-    cache_slots = kv.data.shape[2]
+    table = torch.empty(num_rows, 5, dtype=torch.int64)
+    slots = torch.empty(num_slots, dtype=torch.int64)
+    addresses = table.data_ptr(), slots.data_ptr()
+    used, cache_slots, row_bytes = 0, kv.data.shape[2], table.stride(0) * table.itemsize
     for span in spans:
         mask = None if span.tail_mask is None else span.tail_mask.contiguous()
         used = _kernels.plan_keys(
             span.positions,
             span.pages,
             span.tail_positions,
-            rows + span.first_row * 40,
-            slots,
+            addresses[0] + span.first_row * row_bytes,
+            addresses[1],
             used,
             num_slots,
             0 if mask is None else mask.data_ptr(),
@@ -158,4 +164,4 @@ def _keys_of(
             kv.page_size,
             cache_slots,
         )
-    return keys
+    return _Keys(table, slots, addresses)

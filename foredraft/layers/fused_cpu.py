@@ -70,7 +70,7 @@ def add_norm(
     if group.size > 1:
         delta = group.all_reduce(delta)
     num_rows, size = stream.shape
-    out = stream.new_empty((num_rows, size))
+    out = stream.new_empty(num_rows, size)
     post_weight, post_eps = (0, 0.0) if post is None else (post[0].data_ptr(), post[1])
     _kernels.norm(
         stream.data_ptr(), delta.data_ptr(), post_weight, weight.data_ptr(), out.data_ptr(),
@@ -125,6 +125,6 @@ def rotate_and_store(
 def gated(both: torch.Tensor, kind: str, kernel: int = 0) -> torch.Tensor:
     """Computes activation(first half) * second half, see `fused.gated`."""
     num_rows, size = both.shape[0], both.shape[1] // 2
-    out = both.new_empty((num_rows, size))
+    out = both.new_empty(num_rows, size)
     _kernels.gate(both.data_ptr(), out.data_ptr(), num_rows, size, _KINDS[kind], kernel)
     return out
