@@ -14,11 +14,6 @@
  * sums is added to the lower until one is left, and the bias to that. So its bits depend neither on
  * the rows and outputs beside it nor on LANES nor on threads.
  */
-#ifndef FOREDRAFT_CPU_PRODUCTS_QUARTER
-#define FOREDRAFT_CPU_PRODUCTS_QUARTER
-typedef float Quarter __attribute__((vector_size(16)));
-#endif
-
 typedef float NAME(floats) __attribute__((vector_size(4 * LANES)));
 /* In memory, at any address that suits floats. */
 typedef float NAME(stored) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -29,50 +24,37 @@ typedef float NAME(stored) __attribute__((vector_size(4 * LANES), aligned(4), ma
 #define INLINE static inline __attribute__((always_inline)) TARGET
 #define UNROLL _Pragma("GCC unroll 16")
 
-INLINE float NAME(total)(const V *sums) {
-    Quarter four = (QUARTER(sums, 0) + QUARTER(sums, 2)) + (QUARTER(sums, 1) + QUARTER(sums, 3));
-    return (four[0] + four[2]) + (four[1] + four[3]);
+/* The four sums that 16 come to in two steps. */
+INLINE Quarter NAME(four)(const V *sums) {
+    return (QUARTER(sums, 0) + QUARTER(sums, 2)) + (QUARTER(sums, 1) + QUARTER(sums, 3));
 }
 
-/* Adds 16 inputs to the sums of a block. Strides are in floats. */
-INLINE void NAME(add)(V sums[][OUTPUTS(1)][VECTORS], const float *x, size_t x_stride,
-                      const float *weight, size_t weight_stride, const int rows,
-                      const int outputs) {
+/* Adds 16 inputs to the sums of a block: x is [rows, 16], of weights each output's are `stride`
+ * floats after the last one's. */
+INLINE void NAME(add)(V sums[][OUTPUTS(1)][VECTORS], const float *x, const float *weight,
+                      size_t stride, const int rows, const int outputs) {
     UNROLL
     for (int v = 0; v < VECTORS; v++) {
-        if (rows <= outputs) { /* the fewer vectors stay in registers, the others pass by */
-            V own[MOST_ROWS];
+        V own[MOST_ROWS];
+        UNROLL
+        for (int r = 0; r < rows; r++)
+            own[r] = AT(x + r * WIDE + v * LANES);
+        UNROLL
+        for (int o = 0; o < outputs; o++) {
+            V other = AT(weight + o * stride + v * LANES);
             UNROLL
             for (int r = 0; r < rows; r++)
-                own[r] = AT(x + r * x_stride + v * LANES);
-            UNROLL
-            for (int o = 0; o < outputs; o++) {
-                V other = AT(weight + o * weight_stride + v * LANES);
-                UNROLL
-                for (int r = 0; r < rows; r++)
-                    sums[r][o][v] = FMA(own[r], other, sums[r][o][v]);
-            }
-        } else {
-            V own[OUTPUTS(1)];
-            UNROLL
-            for (int o = 0; o < outputs; o++)
-                own[o] = AT(weight + o * weight_stride + v * LANES);
-            UNROLL
-            for (int r = 0; r < rows; r++) {
-                V other = AT(x + r * x_stride + v * LANES);
-                UNROLL
-                for (int o = 0; o < outputs; o++)
-                    sums[r][o][v] = FMA(other, own[o], sums[r][o][v]);
-            }
+                sums[r][o][v] = FMA(own[r], other, sums[r][o][v]);
         }
     }
 }
 
-/* `rows` rows times `outputs` outputs; both numbers are constants wherever this is called. */
-INLINE void NAME(block)(const Job *job, size_t row, size_t output, const int rows,
+/* `rows` rows, packed [inputs / 16, rows, 16], times `outputs` outputs; both numbers are constants
+ * wherever this is called. */
+INLINE void NAME(block)(const Job *job, const float *x, size_t row, size_t output, const int rows,
                         const int outputs) {
     const size_t num_inputs = job->num_inputs;
-    const float *x = job->x + row * num_inputs, *weight = job->weight + output * num_inputs;
+    const float *weight = job->weight + output * num_inputs;
     V sums[MOST_ROWS][OUTPUTS(1)][VECTORS];
     UNROLL
     for (int r = 0; r < rows; r++)
@@ -82,54 +64,68 @@ INLINE void NAME(block)(const Job *job, size_t row, size_t output, const int row
             for (int v = 0; v < VECTORS; v++)
                 sums[r][o][v] = (V){};
     size_t k = 0;
-    for (; k + WIDE <= num_inputs; k += WIDE)
-        NAME(add)(sums, x + k, num_inputs, weight + k, num_inputs, rows, outputs);
-    if (k < num_inputs) {
-        float last_x[MOST_ROWS * WIDE] = {0}, last_weight[OUTPUTS(1) * WIDE] = {0};
-        for (int r = 0; r < rows; r++)
-            memcpy(last_x + r * WIDE, x + r * num_inputs + k, (num_inputs - k) * sizeof(float));
-        for (int o = 0; o < outputs; o++)
-            memcpy(last_weight + o * WIDE, weight + o * num_inputs + k,
-                   (num_inputs - k) * sizeof(float));
-        NAME(add)(sums, last_x, WIDE, last_weight, WIDE, rows, outputs);
-    }
-    UNROLL
-    for (int r = 0; r < rows; r++)
+    for (; k + WIDE <= num_inputs; k += WIDE) {
+        /* The next block: while sums are added up nothing else would be read. */
         UNROLL
-        for (int o = 0; o < outputs; o++) {
-            float sum = NAME(total)(sums[r][o]);
-            job->out[(row + r) * job->num_outputs + output + o] =
-                job->bias ? sum + job->bias[output + o] : sum;
+        for (int o = 0; o < outputs; o++)
+            __builtin_prefetch(weight + (outputs + o) * num_inputs + k, 0, 2);
+        NAME(add)(sums, x + k * rows, weight + k, num_inputs, rows, outputs);
+    }
+    if (k < num_inputs) {
+        float last[OUTPUTS(1) * WIDE] = {0};
+        for (int o = 0; o < outputs; o++)
+            memcpy(last + o * WIDE, weight + o * num_inputs + k,
+                   (num_inputs - k) * sizeof(float));
+        NAME(add)(sums, x + k * rows, last, WIDE, rows, outputs);
+    }
+    const float *bias = job->bias ? job->bias + output : NULL;
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        float *out = job->out + (row + r) * job->num_outputs + output;
+        int o = 0;
+        UNROLL
+        for (; o + 4 <= outputs; o += 4) {
+            Quarter four = add_across(NAME(four)(sums[r][o]), NAME(four)(sums[r][o + 1]),
+                                      NAME(four)(sums[r][o + 2]), NAME(four)(sums[r][o + 3]));
+            *(StoredQuarter *)(out + o) = bias ? four + *(const StoredQuarter *)(bias + o) : four;
         }
+        UNROLL
+        for (; o < outputs; o++) {
+            Quarter four = NAME(four)(sums[r][o]);
+            float sum = (four[0] + four[2]) + (four[1] + four[3]);
+            out[o] = bias ? sum + bias[o] : sum;
+        }
+    }
 }
 
 /* A function for each number of rows: registers are allocated best so. */
 #define BLOCK(rows)                                                                                \
     TARGET static __attribute__((noinline)) void NAME(block_##rows)(                               \
-        const Job *job, size_t row, size_t output, size_t end) {                                   \
+        const Job *job, const float *x, size_t row, size_t output, size_t end) {                   \
         for (; output + OUTPUTS(rows) <= end; output += OUTPUTS(rows))                             \
-            NAME(block)(job, row, output, rows, OUTPUTS(rows));                                    \
+            NAME(block)(job, x, row, output, rows, OUTPUTS(rows));                                 \
         for (; output < end; output++)                                                             \
-            NAME(block)(job, row, output, rows, 1);                                                \
+            NAME(block)(job, x, row, output, rows, 1);                                             \
     }
 BLOCK(1) BLOCK(2) BLOCK(3)
 #if MOST_ROWS > 3
-BLOCK(4) BLOCK(5) BLOCK(6) BLOCK(7) BLOCK(8)
+BLOCK(4) BLOCK(5) BLOCK(6)
 #endif
-static void (*const NAME(blocks)[])(const Job *, size_t, size_t, size_t) = {
+static void (*const NAME(blocks)[])(const Job *, const float *, size_t, size_t,
+                                          size_t) = {
     NAME(block_1), NAME(block_2), NAME(block_3),
 #if MOST_ROWS > 3
-    NAME(block_4), NAME(block_5), NAME(block_6), NAME(block_7), NAME(block_8),
+    NAME(block_4), NAME(block_5), NAME(block_6),
 #endif
 };
 
-/* All rows times some outputs. Blocks share the rows as equally as they can. */
-TARGET static void NAME(multiply)(const void *argument, size_t first, size_t end) {
-    const Job *job = argument;
-    size_t num_blocks = (job->num_rows + MOST_ROWS - 1) / MOST_ROWS;
-    for (size_t row = 0, number = 0; number < num_blocks; number++) {
-        size_t rows = job->num_rows / num_blocks + (number < job->num_rows % num_blocks);
-        NAME(blocks)[rows - 1](job, row, first, end);
+/* All rows times some outputs. */
+TARGET static void NAME(multiply)(const Job *job, size_t first, size_t end) {
+    const float *x = job->packed;
+    for (size_t row = 0, number = 0; number < job->num_blocks; number++) {
+        size_t rows = rows_of_block(job, number);
+        NAME(blocks)[rows - 1](job, x, row, first, end);
+        x += rows * job->num_wide * WIDE;
         row += rows;
     }
 }
