@@ -46,12 +46,14 @@ def write(
     architecture: str = "llama",
     is_tied: bool = False,
     change: dict[str, np.ndarray | None] | None = None,
+    scaling: tuple[str, float, int] | None = None,
 ) -> Path:
     """Writes a model of two layers with a small byte-pair tokenizer.
 
     Args:
         types: Returns the type of a matrix by its name in the file.
         change: Tensors to add, or to put in place of others; None leaves one out.
+        scaling: Type, factor and original context length of stretched rotary embeddings.
     """
     writer, head_dim = gguf.GGUFWriter(path, architecture), HEAD_DIMS[architecture]
     writer.add_name("tiny")
@@ -65,6 +67,10 @@ def write(
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
+    if scaling is not None:
+        writer.add_string(f"{architecture}.rope.scaling.type", scaling[0])
+        writer.add_rope_scaling_factor(scaling[1])
+        writer.add_rope_scaling_orig_ctx_len(scaling[2])
     if architecture == "llama":
         writer.add_rope_dimension_count(head_dim)
     if architecture == "gemma3":

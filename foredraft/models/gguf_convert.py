@@ -6,16 +6,20 @@ given back.
 """
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from foredraft.errors import CheckpointError
 from foredraft.layers.weight_scheme import GGUF_BLOCKS, GGUF_SCHEMES
 
 if TYPE_CHECKING:
     import torch
+    from gguf import GGUFReader
 
 # Classes by transformers' `model_type`.
 _ARCHITECTURES = {
@@ -44,7 +48,15 @@ _SANDWICH_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_ROPE_FACTORS = "rope_freqs.weight"  # follow from the configuration
+_ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies, float32 [head_dim / 2]
+# Of all Llama 3 models; the file has no more than the divisors that follow from them.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_STRETCHED = ("linear", "yarn")
+_FACTOR_TOLERANCE = 1e-4  # relative, of divisors
 
 
 def convert(source: Path, target: Path) -> None:
@@ -55,8 +67,10 @@ def convert(source: Path, target: Path) -> None:
 
     Raises:
         CheckpointError: The file has tensors of a type or name that is not read, or transformers
-            cannot read its configuration or tokenizer.
+            cannot read its configuration or tokenizer, or rotary embeddings are stretched in a way
+            that is not computed.
     """
+    from gguf import GGUFReader
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoTokenizer
 
@@ -64,13 +78,16 @@ def convert(source: Path, target: Path) -> None:
         config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
         if config.model_type not in _ARCHITECTURES:
             raise CheckpointError(f"{source}: models of type {config.model_type} are not supported")
-        tensors, types = _read(source, config)
+        reader = GGUFReader(source)
+        tensors, types = _read(reader, config, source)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     except (ImportError, OSError, ValueError, KeyError, NotImplementedError) as error:
         raise CheckpointError(f"{source}: transformers cannot read it: {error}") from error
     tokenizer.save_pretrained(target)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    (target / "config.json").write_text(json.dumps(_raw_config(config, types), indent=1))
+    raw = _raw_config(config, types)
+    _stretch(raw, reader, source)
+    (target / "config.json").write_text(json.dumps(raw, indent=1))
 
 
 def _raw_config(config: Any, types: Mapping[str, str]) -> dict[str, Any]:
@@ -84,15 +101,66 @@ def _raw_config(config: Any, types: Mapping[str, str]) -> dict[str, Any]:
     return raw
 
 
-def _read(source: Path, config: Any) -> "tuple[dict[str, torch.Tensor], dict[str, str]]":
+def _stretch(raw: dict[str, Any], reader: "GGUFReader", source: Path) -> None:
+    """Writes what the file says of stretched rotary embeddings to a configuration, which
+    transformers passes over.
+
+    Args:
+        raw: Configuration of the model, changed. With several kinds of layers those that see all
+            keys are stretched.
+
+    Raises:
+        CheckpointError: The file stretches them in a way that is not computed.
+    """
+    every = raw["rope_parameters"]
+    parameters = every.get("full_attention", every)
+    architecture = _field(reader, "general.architecture")
+    scaling = f"{architecture}.rope.scaling"
+    kind = _field(reader, f"{scaling}.type") or "none"
+    factors = next((one.data for one in reader.tensors if one.name == _ROPE_FACTORS), None)
+    if kind not in ("none", *_STRETCHED):
+        raise CheckpointError(f"{source}: {scaling}.type {kind} is not supported")
+    if kind in _STRETCHED:
+        parameters |= {"rope_type": kind, "factor": float(_field(reader, f"{scaling}.factor") or 1)}
+        original = _field(reader, f"{scaling}.original_context_length")
+        if original is not None:
+            parameters["original_max_position_embeddings"] = int(original)
+    if factors is None or bool(np.all(factors == 1)):
+        return
+    factor = float(np.max(factors))
+    wanted = _llama3_factors(2 * len(factors), parameters["rope_theta"], factor)
+    if kind != "none" or not np.allclose(factors, wanted, rtol=_FACTOR_TOLERANCE, atol=0):
+        raise CheckpointError(f"{source}: {_ROPE_FACTORS} are not those of a Llama 3 model")
+    # Divisors were rounded to float32 as the factor was.
+    parameters |= {"rope_type": "llama3", "factor": round(factor, 4), **_LLAMA3}
+
+
+def _field(reader: "GGUFReader", name: str) -> Any:
+    field = reader.get_field(name)
+    return None if field is None else field.contents()
+
+
+def _llama3_factors(head_dim: int, theta: float, factor: float) -> np.ndarray:
+    """Computes the divisors of Llama 3.1's scaling: none for short wavelengths, `factor` for long
+    ones, and a ramp between them.
+    """
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    turns = _LLAMA3["original_max_position_embeddings"] / wavelengths
+    ramp = np.clip((turns - low) / (high - low), 0, 1)
+    return 1 / ((1 - ramp) / factor + ramp)
+
+
+def _read(
+    reader: "GGUFReader", config: Any, source: Path
+) -> "tuple[dict[str, torch.Tensor], dict[str, str]]":
     """Returns the tensors of a checkpoint, and the types of quantised matrices by name."""
     import torch
-    from gguf import GGUFReader
     from gguf.quants import dequantize
 
     found: dict[str, torch.Tensor] = {}
     types: dict[str, str] = {}
-    for stored in GGUFReader(source).tensors:
+    for stored in reader.tensors:
         if stored.name == _ROPE_FACTORS:
             continue
         name, kind = _name_of(stored.name, config, source), stored.tensor_type.name

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draft_service.models.shared_weights import load_shared_weights
 from foredraft.attention.cpu import CpuAttention
@@ -113,6 +114,57 @@ def test_an_embedding_and_lm_head_of_which_one_is_plain(tmp_path: Path) -> None:
         model = check(file, converted(file))
         assert (model.embedding.table is None) == (table == "token_embd")
         assert model.lm_head.weight.is_floating_point() == (table == "output")
+
+
+ROPES = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 8192},
+    "linear": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_stretched_rotary_embeddings(kind: str, tmp_path: Path) -> None:
+    """llama.cpp writes Llama 3's as divisors of the frequencies, others as metadata."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
+    head_dim = gguf_files.HEAD_DIMS["llama"]
+    config = LlamaConfig(
+        head_dim=head_dim,
+        hidden_size=gguf_files.HIDDEN,
+        num_attention_heads=gguf_files.HEADS,
+        max_position_embeddings=gguf_files.CONTEXT,
+        rope_parameters=rope,
+    )
+    rotary = LlamaRotaryEmbedding(config)
+    change: dict[str, np.ndarray | None] | None = None
+    scaling = None
+    if kind == "llama3":
+        plain = 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
+        change = {"rope_freqs.weight": (plain / rotary.inv_freq).float().numpy()}
+    else:
+        scaling = kind, ROPES[kind]["factor"], int(ROPES[kind]["original_max_position_embeddings"])
+    file = gguf_files.write(tmp_path / "tiny.gguf", one_type("F32"), change=change, scaling=scaling)
+    model, theirs = load_model(converted(file), torch.float32), reference(file)
+    theirs.model.rotary_emb = rotary
+    kv = PagedKV.for_model(model.config, 4, 8, torch.float32, "cpu")
+    runner = ModelRunner(model, kv, CpuAttention())
+    with torch.inference_mode():
+        got = runner.forward([SequenceRows.chunk([0, 1, 2], 0, TOKENS, "all")]).logits.double()
+        want = theirs(torch.tensor([TOKENS])).logits[0]
+    assert float((got - want).norm() / want.norm()) < MOST_ERROR
+
+
+def test_stretched_rotary_embeddings_that_are_not_computed(tmp_path: Path) -> None:
+    factors = np.full(gguf_files.HEAD_DIMS["llama"] // 2, 3.0, np.float32)
+    file = gguf_files.write(
+        tmp_path / "factors.gguf", one_type("F16"), change={"rope_freqs.weight": factors}
+    )
+    with pytest.raises(CheckpointError, match="rope_freqs"):
+        convert(file, tmp_path)
+    file = gguf_files.write(tmp_path / "long.gguf", one_type("F16"), scaling=("longrope", 4.0, 16))
+    with pytest.raises(CheckpointError, match="longrope is not supported"):
+        convert(file, tmp_path)
 
 
 def test_tensors_that_are_not_read_are_named(tmp_path: Path) -> None:
