@@ -23,8 +23,6 @@ from foredraft.attention.cpu import CpuAttention
 from foredraft.cpu.threads import use_threads
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.cpu_products import float32_linear
-from foredraft.layers.linear import Linear
-from foredraft.layers.packed import PackedMethod, pack_linears
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import load_model
 from foredraft.models.registry import resolve_model_path
@@ -51,7 +49,6 @@ def main() -> None:
     use_threads(arguments.threads)
     path = resolve_model_path(arguments.model_path)
     model = load_model(path, torch.float32)
-    pack_linears(model)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     jobs: Jobs = own_jobs(model) | transformers_jobs(path)
     buffer = torch.ones(READ_BYTES // 4)
@@ -123,13 +120,6 @@ def transformers_jobs(path: Path) -> Jobs:
     }
 
 
-def _packed(weight: torch.Tensor) -> Linear:
-    linear = Linear(weight.shape[1], weight.shape[0], False, torch.float32, weight.device)
-    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-    linear.method = PackedMethod(weight)
-    return linear
-
-
 def measure(jobs: Jobs, repetitions: int) -> dict[tuple[str, int], float]:
     """Returns the least seconds of each job; the first round warms up."""
     best: dict[tuple[str, int], float] = {}
@@ -160,8 +150,6 @@ def measure_kernels(model: DecoderModel, repetitions: int) -> dict[str, dict[int
         ),
         "chosen": lambda x, weight: float32_linear(x, weight, None),
     }
-    packed = {weight: _packed(weight) for weight in weights}
-    ways["packed"] = lambda x, weight: packed[weight](x)
     inputs = {(n, w.shape[1]): torch.randn(n, w.shape[1]) for n in ROWS for w in weights}
 
     def all_products(name: str, rows: int) -> Callable[[], object]:

@@ -22,9 +22,8 @@ import torch
 from foredraft.attention.cpu import CpuAttention
 from foredraft.cpu.threads import use_threads
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.layers.packed import pack_linears
 from foredraft.models.decoder import DecoderModel
-from foredraft.models.loader import available_host_bytes, load_model
+from foredraft.models.loader import load_model
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
 
@@ -127,8 +126,6 @@ def _loaded(shape: dict[str, Any], form: str) -> tuple[DecoderModel, PagedKV, Cp
         (Path(folder) / "config.json").write_text(json.dumps(raw))
         kind = form if form.startswith("int") else "unquant"
         model = load_model(folder, torch.float32, load_format="dummy", quantization=kind)
-    if 4 * _num_bytes(model) < available_host_bytes():  # as when it is served
-        pack_linears(model)
     num_pages = (CONTEXT + max(ROWS) + PROMPT) // PAGE_SIZE + 1
     kv = PagedKV.for_model(model.config, num_pages, PAGE_SIZE, torch.float32, "cpu")
     return model, kv, CpuAttention()

@@ -60,7 +60,6 @@ if TYPE_CHECKING:  # needs triton
 logger = logging.getLogger(__name__)
 
 CPU_PAGE_SIZE, GPU_PAGE_SIZE = 32, 16
-# Three rows are the first that read packed weights.
 MEASURED_ROWS = (1, 2, 3, 4, 8, 16, 32)
 
 

@@ -11,10 +11,9 @@ from foredraft.attention.base import AttentionBackend
 from foredraft.attention.choice import attention_for, device_for, exact_attention_for
 from foredraft.config.services import VerifyConfig
 from foredraft.cpu.threads import num_cores, use_threads
-from foredraft.layers.conversions import convert_linears
 from foredraft.layers.linear import Linear
 from foredraft.models.decoder import DecoderModel
-from foredraft.models.loader import available_host_bytes, load_model
+from foredraft.models.loader import load_model
 from foredraft.models.provenance import checksum
 from foredraft.models.registry import resolve_model_path
 from foredraft.parallel.group import SINGLE, Group
@@ -85,16 +84,12 @@ def load_share(config: VerifyConfig, group: Group = SINGLE) -> Target:
         quantization_group_size=config.group_size,
     )
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    num_packed = 0
-    if device.type == "cpu" and 4 * weight_bytes < available_host_bytes():
-        num_packed = convert_linears(model, "packed", device)
     name = config.served_model_name or Path(config.model_path).name.removesuffix(".gguf")
     logger.info(
-        "loaded %s: %.1f M parameters, %.0f MiB and %.0f MiB packed for verifying, in %.1f s",
+        "loaded %s: %.1f M parameters, %.0f MiB, in %.1f s",
         name,
         _num_parameters(model) / 1e6,
         weight_bytes / 2**20,
-        num_packed / 2**20,
         time.monotonic() - started,
     )
     if model.config.quantization is not None:

@@ -9,6 +9,7 @@ import torch
 
 from draft_service.models.block_draft import BlockDraft
 from draft_service.steps.draft_runner import DraftRunner
+from foredraft.cpu.threads import threads_for
 from foredraft.kernel_launch import few_variants
 from foredraft.runner.batch import SequenceRows
 
@@ -28,7 +29,7 @@ class BlockRunner(DraftRunner[BlockDraft]):
             ValueError: Rows that contradict themselves or the cache.
         """
         batch = self.batch(rows)
-        with few_variants(cut_keys=False):
+        with few_variants(cut_keys=False), threads_for(len(features)):
             self.head.extend(features, batch.positions, batch.slots, self.kv)
 
     @torch.inference_mode()
@@ -45,5 +46,6 @@ class BlockRunner(DraftRunner[BlockDraft]):
             ValueError: See `extend`.
         """
         ordered = None if causal is None else self.batch(causal)
-        with few_variants(cut_keys=False):
-            return self.head(self.batch(rows), ordered, self.kv, self.attention)
+        batch = self.batch(rows)
+        with few_variants(cut_keys=False), threads_for(len(batch.positions)):
+            return self.head(batch, ordered, self.kv, self.attention)

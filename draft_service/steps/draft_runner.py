@@ -7,6 +7,7 @@ import torch
 
 from draft_service.models.draft_head import DraftHead
 from foredraft.attention.base import AttentionBackend, Batch
+from foredraft.cpu.threads import threads_for
 from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import SequenceRows, build_batch
@@ -34,7 +35,7 @@ class DraftRunner(Generic[Head]):
     @torch.inference_mode()
     def fuse(self, rows: torch.Tensor) -> torch.Tensor:
         """See `DraftHead.fuse`."""
-        with few_variants(cut_keys=False):
+        with few_variants(cut_keys=False), threads_for(len(rows)):
             return self.head.fuse(rows)
 
     def batch(self, rows: Sequence[SequenceRows]) -> Batch:

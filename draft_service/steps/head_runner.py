@@ -9,6 +9,7 @@ import torch
 
 from draft_service.models.draft_head import HeadOutput, LevelHead
 from draft_service.steps.draft_runner import DraftRunner
+from foredraft.cpu.threads import threads_for
 from foredraft.kernel_launch import few_variants
 from foredraft.runner.batch import SequenceRows
 
@@ -36,5 +37,6 @@ class HeadRunner(DraftRunner[LevelHead]):
             ValueError: Rows that contradict themselves or the cache.
         """
         batch = self.batch(rows)
-        with few_variants(cut_keys=False):  # one layer is fast even over long contexts
+        # One layer is fast even over long contexts.
+        with few_variants(cut_keys=False), threads_for(len(features)):
             return self.head.forward(batch, features, self.kv, self.attention, module, all_features)

@@ -69,6 +69,12 @@ PyMODINIT_FUNC PyInit__kernels(void) {
         Py_XDECREF(found);
         goto failed;
     }
+    /* For extensions whose files are not here. */
+    PyObject *run = PyCapsule_New((void *)pool_run, POOL_RUN, NULL);
+    if (!run || PyModule_AddObject(self, "pool_run", run) < 0) {
+        Py_XDECREF(run);
+        goto failed;
+    }
     if (pool_init() < 0) {
         PyErr_NoMemory();
         goto failed;

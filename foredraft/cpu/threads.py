@@ -1,12 +1,17 @@
 """The number of threads that a process computes with on a CPU."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from foredraft.cpu import _kernels
 
 MOST_OWN_THREADS = 256  # that `_pool.c` keeps
+FEW_ROWS = 64  # up to which our own products are about as fast as oneDNN's, or faster
+
+_num_threads: int | None = None
 
 
 def use_threads(number: int) -> None:
@@ -14,8 +19,28 @@ def use_threads(number: int) -> None:
 
     Our kernels use one until this is called.
     """
+    global _num_threads
+    _num_threads = number
     torch.set_num_threads(number)
     _kernels.set_num_threads(min(number, MOST_OWN_THREADS))
+
+
+@contextmanager
+def threads_for(num_rows: int) -> Iterator[None]:
+    """Keeps torch to one thread in a step of few rows, and to those of `use_threads` in others.
+
+    What torch computes in a step of few rows takes less time than to wake a thread of OpenMP (50 to
+    100 us), for each of many operations; our own kernels share their threads out themselves. Does
+    nothing where `use_threads` was not called.
+    """
+    if _num_threads is None:
+        yield
+        return
+    torch.set_num_threads(1 if num_rows <= FEW_ROWS else _num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(_num_threads)
 
 
 def num_cores() -> int:

@@ -2,12 +2,11 @@
  *
  * A matrix lies in tiles of 32 outputs, each [inputs, 32], so that a vector has one input of
  * several outputs, and weights are read from the first byte to the last. Tiles are shared out to
- * the threads of torch's own OpenMP: a second pool would fight with it for the cores.
+ * the threads of foredraft.cpu._kernels.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <dlfcn.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -18,7 +17,10 @@
 #include <arm_neon.h>
 #endif
 
+#include "../cpu/_pool.h"
+
 #define TILE 32
+#define LEAST_WEIGHTS 50000 /* for fewer a second thread comes too late, as in _products.c */
 #define AHEAD 4096 /* bytes of numbers that are asked for early; the best of 1, 4 and 16 KiB */
 #define MAGIC 8388608 /* 2^23 */
 #define MAGIC_BITS 0x4b000000
@@ -147,17 +149,8 @@ static void work(void *argument) {
     free(plain);
 }
 
-/* Calls `work` on several threads. torch loads its OpenMP with symbols for all. */
-static void run_parallel(Job *job, unsigned num_threads) {
-    typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
-    static Parallel parallel;
-    if (!parallel)
-        parallel = (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel");
-    if (parallel && num_threads > 1)
-        parallel(work, job, num_threads, 0);
-    else
-        work(job);
-}
+typedef void (*Run)(void (*)(void *), void *, unsigned);
+static Run run; /* pool_run */
 
 static void pack_rows(const Job *job, const float *x, float *packed) {
     size_t num_inputs = job->matrix.num_inputs;
@@ -209,6 +202,8 @@ static PyObject *multiply(PyObject *self, PyObject *args) {
     size_t most_rows = kernels[kernel].most_rows;
     job.num_blocks = (job.num_rows + most_rows - 1) / most_rows;
     job.dequantises = job.num_blocks > 2;
+    if (job.num_tiles * TILE * job.matrix.num_inputs < LEAST_WEIGHTS)
+        num_threads = 1;
     size_t share = job.num_tiles / (num_threads * 8);
     job.tiles_at_once = share ? share : 1;
     Py_BEGIN_ALLOW_THREADS
@@ -222,7 +217,7 @@ static PyObject *multiply(PyObject *self, PyObject *args) {
             job.num_blocks = job.num_rows;
         }
     }
-    run_parallel(&job, num_threads);
+    run(work, &job, num_threads);
     free(packed);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
@@ -243,6 +238,11 @@ PyMODINIT_FUNC PyInit__tiles(void) {
     if (!self)
         return NULL;
     find_kernels();
+    run = (Run)PyCapsule_Import(POOL_RUN, 0);
+    if (!run) {
+        Py_DECREF(self);
+        return NULL;
+    }
     PyObject *names = PyTuple_New(num_kernels);
     for (int i = 0; names && i < num_kernels; i++)
         PyTuple_SET_ITEM(names, i, PyUnicode_FromString(kernels[i].name));

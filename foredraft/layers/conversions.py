@@ -12,53 +12,41 @@ from torch import nn
 from foredraft.layers.linear import CudaMethod, Linear
 
 
-def _unquant(module: nn.Module, device: torch.device) -> int:
-    return 0
+def _unquant(module: nn.Module, device: torch.device) -> None:
+    return
 
 
-def _packed(module: nn.Module, device: torch.device) -> int:
-    from foredraft.layers.packed import pack_linears
-
-    return pack_linears(module)
-
-
-def _int8(module: nn.Module, device: torch.device) -> int:
+def _int8(module: nn.Module, device: torch.device) -> None:
     from foredraft.layers.quantization import quantize_int8
 
     quantize_int8(module)
-    return 0
 
 
-def _fp8(module: nn.Module, device: torch.device) -> int:
+def _fp8(module: nn.Module, device: torch.device) -> None:
     from foredraft.layers.quantization import check_fp8, quantize_fp8
 
     check_fp8(device)
     quantize_fp8(module)
-    return 0
 
 
-_CONVERSIONS: dict[str, Callable[[nn.Module, torch.device], int]] = {
+_CONVERSIONS: dict[str, Callable[[nn.Module, torch.device], None]] = {
     "unquant": _unquant,
-    "packed": _packed,
     "int8": _int8,
     "fp8": _fp8,
 }
 
 
-def convert_linears(module: nn.Module, kind: str, device: torch.device) -> int:
+def convert_linears(module: nn.Module, kind: str, device: torch.device) -> None:
     """Converts every plain `Linear` of a module to another form.
 
     Args:
-        kind: `unquant` (as they are), `packed` (copies for few rows on a CPU), `int8` or `fp8`.
+        kind: `unquant` (as they are), `int8` or `fp8`.
         device: Device that the module will compute on.
-
-    Returns:
-        Number of additional bytes of memory.
 
     Raises:
         ConfigError: The device cannot compute with that form.
     """
-    return _CONVERSIONS[kind](module, device)
+    _CONVERSIONS[kind](module, device)
 
 
 def make_exact(module: nn.Module, proof_file: Path | None) -> list[str]:

@@ -1,13 +1,12 @@
-"""Products with float32 weights on a CPU, by the library that is fastest for the number of rows."""
+"""Products with float32 weights on a CPU, by whatever is fastest for the number of rows."""
 
 import torch
 import torch.nn.functional as F
 
 from foredraft.cpu import products
+from foredraft.cpu.threads import FEW_ROWS
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-OWN_ROWS = 16  # up to which our own kernels are faster
-EXACT_ROWS = 32  # above, padding costs less than the kernels
 
 
 def float32_linear(
@@ -16,9 +15,10 @@ def float32_linear(
     """Computes `F.linear` on the CPU, by whatever is fastest for this number of rows.
 
     F.linear gives MKL a few rows as the *left* matrix, which costs 3 to 5 times what the memory
-    needs for 2 to 16 of them.
+    needs for 2 to 16 of them; from 32 rows on it takes 1.6 to 2.3 times what oneDNN takes
+    (docs/measurements/cpu.md). Up to `FEW_ROWS` the bits of a row do not depend on the others.
     """
-    if x.shape[0] <= OWN_ROWS:
+    if x.shape[0] <= FEW_ROWS:
         return products.multiply(x, weight, bias)
     return onednn_linear(x, weight, bias) if HAS_ONEDNN else F.linear(x, weight, bias)
 
@@ -36,10 +36,6 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def rows_with_kernel(num_rows: int) -> int:
-    """Rounds a number of rows up: none up to 32; above, to a multiple of an eighth of the power
-    of two below.
-    """
-    if num_rows <= EXACT_ROWS:
-        return num_rows
-    step = (1 << (num_rows - 1).bit_length()) // 8
+    """Rounds a number of rows up to a multiple of an eighth of the power of two below."""
+    step = max(1, (1 << (num_rows - 1).bit_length()) // 8)
     return -(-num_rows // step) * step

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from foredraft.cpu import _kernels
 from foredraft.layers import _tiles
 from foredraft.layers.linear import Linear, LinearMethod
 from foredraft.layers.quantized_matrix import Matrix, dequantize
@@ -96,7 +97,7 @@ class TiledMethod(LinearMethod):
                 self._unit_size,
                 self._bits,
                 self._zero,
-                torch.get_num_threads(),
+                _kernels.get_num_threads(),
                 kernel,
             )
         return out

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from foredraft.attention.base import AttentionBackend
+from foredraft.cpu.threads import threads_for
 from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel, ModelOutput
@@ -63,13 +64,13 @@ class ModelRunner:
         num_slots = self.kv.data.shape[2]
         batch = build_batch(rows, self.kv.page_size, num_slots, self.kv.data.device)
         batch.embeddings = embeddings
-        with few_variants(self._cut_keys):
+        with few_variants(self._cut_keys), threads_for(len(batch.positions)):
             return self.model.forward(batch, self.kv, self.attention, capture)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes logits [n, vocab_size] of hidden states [n, hidden] of a forward."""
-        with few_variants(self._cut_keys):
+        with few_variants(self._cut_keys), threads_for(len(hidden)):
             return self.model.lm_head(hidden)
 
     @torch.inference_mode()

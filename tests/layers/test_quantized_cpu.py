@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from foredraft.cpu import _kernels
 from foredraft.layers.linear import Linear
 from foredraft.layers.quantized import set_matrix
 from foredraft.layers.quantized_cpu import KERNELS
@@ -32,9 +33,9 @@ forms = pytest.mark.parametrize("form", FORMS, ids=str)
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+    before = _kernels.get_num_threads()
     yield
-    torch.set_num_threads(before)
+    _kernels.set_num_threads(before)
 
 
 def layer(form, num_outputs=70, num_inputs=200, bias=False):
@@ -108,10 +109,10 @@ def test_an_output_is_one_chain_of_fused_operations(form, kernel):
 def test_the_bits_of_a_row_depend_on_no_other(form, kernel):
     linear, _ = layer(form, num_outputs=200)
     x = rows(61)
-    torch.set_num_threads(1)
+    _kernels.set_num_threads(1)
     alone = torch.cat([linear.method.multiply(linear, row[None], kernel) for row in x])
     for num_threads in (1, 2):
-        torch.set_num_threads(num_threads)
+        _kernels.set_num_threads(num_threads)
         for count in (*range(2, 30), 61):
             got = linear.method.multiply(linear, x[:count], kernel)
             assert torch.equal(got, alone[:count]), count
@@ -122,7 +123,7 @@ def test_many_threads_beside_torchs_own(bits):
     """Products from several threads at once, each beside products of torch's."""
     from concurrent.futures import ThreadPoolExecutor
 
-    torch.set_num_threads(2)
+    _kernels.set_num_threads(2)
     linear, _ = layer((bits, 64, torch.float16, True), num_outputs=999)
     x = rows(9)
     want = linear(x)
