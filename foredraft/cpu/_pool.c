@@ -6,13 +6,16 @@
  * for, and a product costs at most what it costs without threads, and a signal.
  *
  * After a job a thread looks for the next one for SPIN_NS, then it sleeps: products of one step of
- * a model follow each other within that time, and between steps the core is for others.
+ * a model follow each other within that time, and between steps the core is for others. Who spins
+ * yields now and then: a thread that was woken often starts on its caller's own core, where it
+ * would keep the caller from working, or the other way round.
  */
 #include "_pool.h"
 
 #include "_kernels.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <time.h>
@@ -65,6 +68,7 @@ static int spin_until_open(void) {
             return 1;
         relax();
         if (round % 64 == 0) {
+            sched_yield();
             uint64_t now = now_ns();
             if (!until)
                 until = now + SPIN_NS;
@@ -136,6 +140,7 @@ static void wait_for(unsigned num_entered) {
         relax();
         if (round % 64)
             continue;
+        sched_yield();
         uint64_t now = now_ns();
         if (!until)
             until = now + SPIN_NS;
