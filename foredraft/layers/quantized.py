@@ -240,9 +240,9 @@ class UnpackedMethod(LinearMethod):
         """See LinearMethod."""
         numbers = linear.num_outputs * linear.num_inputs
         # Numbers of 4 bits are taken apart first. Then some rows at a time become float32, beside
-        # a float32 scale and zero point for each.
+        # a float32 zero point for each, then a scale.
         unpacked = 2 * numbers if self._is_packed else 0
-        some = min(ROWS_AT_ONCE, linear.num_outputs) * linear.num_inputs * 4 * 3
+        some = min(ROWS_AT_ONCE, linear.num_outputs) * linear.num_inputs * 4 * 2
         return ProductBytes(
             num_rows * linear.num_outputs * itemsize, numbers * itemsize + unpacked + some
         )
