@@ -9,7 +9,8 @@
 void pool_run(void (*work)(void *), void *argument, unsigned num_threads);
 
 /* The name of the capsule that has `pool_run`. */
-#define POOL_RUN "foredraft.cpu._kernels.pool_run"
+#define POOL_MODULE "foredraft.cpu._kernels"
+#define POOL_RUN POOL_MODULE ".pool_run"
 
 /* The number of threads that jobs should use, which Python sets; 1 until then. */
 unsigned pool_num_threads(void);

@@ -238,7 +238,10 @@ PyMODINIT_FUNC PyInit__tiles(void) {
     if (!self)
         return NULL;
     find_kernels();
-    run = (Run)PyCapsule_Import(POOL_RUN, 0);
+    /* PyCapsule_Import finds a module in a package only after it was imported. */
+    PyObject *pool = PyImport_ImportModule(POOL_MODULE);
+    run = pool ? (Run)PyCapsule_Import(POOL_RUN, 0) : NULL;
+    Py_XDECREF(pool);
     if (!run) {
         Py_DECREF(self);
         return NULL;
