@@ -53,10 +53,10 @@ def test_a_child_has_threads_of_its_own():
     other.start()
     try:
         for _ in range(10):
-            child = os.fork()
+            child = os.fork()  # where other libraries may start threads of their own
             if child == 0:
                 good = all(is_right(3) for _ in range(200))
-                os._exit(0 if good and num_own_threads() == 3 else 1)
+                os._exit(0 if good and num_own_threads() >= 3 else 1)
             assert os.waitpid(child, 0)[1] == 0
     finally:
         stop.set()

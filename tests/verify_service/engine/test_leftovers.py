@@ -82,7 +82,7 @@ def test_nothing_grows_with_the_requests_that_were_served(target: Path, algorith
     with running_engine(target, algorithm, **flags) as harness:
         serve(harness, 0)
         before = table_sizes(harness.engine)
-        assert before["Scheduler._free_slots"] == 4, "the walk reaches what the engine is made of"
+        assert before["RunQueue.free_slots"] == 4, "the walk reaches what the engine is made of"
         serve(harness, COUNT)
         serve(harness, 2 * COUNT)
         growth = table_sizes(harness.engine) - before
