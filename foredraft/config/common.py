@@ -97,7 +97,8 @@ class TargetConfig:
     device: str = option("auto", "Where models run.", choices=("auto", "cpu", "cuda"))
     num_threads: int | None = option(
         None,
-        "CPU threads of a model's forward; when absent, all cores that the process may run on.",
+        "CPU threads of a model's forward; when absent, all cores that the process may run on and"
+        " that its container's CPU quota allows.",
         least=1,
     )
     cuda_graph_max_bs: int | None = option(

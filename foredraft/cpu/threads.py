@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -10,6 +11,10 @@ from foredraft.cpu import _kernels
 
 MOST_OWN_THREADS = 256  # that `_pool.c` keeps
 FEW_ROWS = 64  # up to which our own products are about as fast as oneDNN's, or faster
+
+CGROUP = Path("/sys/fs/cgroup")
+# Files with a container's time on CPUs and the period that has it, of cgroup v2 and of v1.
+_QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 
 _num_threads: int | None = None
 
@@ -44,5 +49,19 @@ def threads_for(num_rows: int) -> Iterator[None]:
 
 
 def num_cores() -> int:
-    """Returns the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """Returns the number of cores that this process may use.
+
+    These are the cores that it may run on, and no more than its container's CPU quota, rounded up.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:  # macOS
+        cores = os.cpu_count() or 1
+    for files in _QUOTAS:
+        try:
+            quota, period = " ".join((CGROUP / file).read_text() for file in files).split()
+        except (OSError, ValueError):
+            continue
+        if quota.isdecimal():  # not "max" or -1
+            cores = min(cores, -(-int(quota) // int(period)))
+    return max(1, cores)

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from foredraft.cpu import _kernels, threads
-from foredraft.cpu.threads import FEW_ROWS, MOST_OWN_THREADS, threads_for, use_threads
+from foredraft.cpu.threads import FEW_ROWS, MOST_OWN_THREADS, num_cores, threads_for, use_threads
 
 ALONE = """
 import os
@@ -40,10 +41,50 @@ def test_any_number_of_cores_is_taken(number: int) -> None:
     assert _kernels.get_num_threads() == min(number, MOST_OWN_THREADS)
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2,
+    reason="needs two cores, and a system that binds processes to some",
+)
 def test_cores_of_others_are_not_counted() -> None:
     command = [sys.executable, "-c", ALONE]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "want"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "300000 100000"}, 3),
+        ({"cpu.max": "250000 100000"}, 3),
+        ({"cpu.max": "5000 100000"}, 1),
+        ({"cpu.max": "1600000 100000"}, 8),
+        ({"cpu.max": ""}, 8),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+        ({"cpu/cpu.cfs_quota_us": "150000"}, 8),
+    ],
+)
+def test_a_containers_quota_is_kept(
+    files: dict[str, str], want: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(threads, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert num_cores() == want
+
+
+@pytest.mark.parametrize(("found", "want"), [(6, 6), (None, 1)])
+def test_cores_where_no_process_is_bound_to_some(
+    found: int | None, want: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS."""
+    monkeypatch.setattr(threads, "CGROUP", tmp_path)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: found)
+    assert num_cores() == want
 
 
 def test_few_rows_leave_torch_one_thread():

@@ -1,7 +1,6 @@
 """Packed token masks: filled for many sequences at a time, applied to logits on their device."""
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,12 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from foredraft.cpu.threads import num_cores
 from foredraft.trees.draft_tree import DraftTree
 from verify_service.scheduler.request import Sequence as RequestSequence
 from verify_service.scheduler.request import Status
 
 MANY = 4  # sequences from which on their masks are made side by side
-NUM_THREADS = min(8, (os.cpu_count() or 1) // 2)
+NUM_THREADS = min(8, num_cores() // 2)
 
 
 def side_by_side(work: Sequence[Callable[[], None]]) -> None:
