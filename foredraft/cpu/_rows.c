@@ -1,4 +1,4 @@
-/* Operations of a layer on the rows of a step, each in one pass; see rows.py. */
+/* Operations of a layer on the rows of a step, each in one pass; see layers/fused_cpu.py. */
 #include "_kernels.h"
 #include "_share.h"
 
@@ -148,10 +148,10 @@ static PyObject *angles(PyObject *self, PyObject *const *args, Py_ssize_t count)
 }
 
 PyMethodDef row_methods[] = {
-    {"norm", (PyCFunction)(void (*)(void))norm, METH_FASTCALL, "See rows.py."},
+    {"norm", (PyCFunction)(void (*)(void))norm, METH_FASTCALL, "See layers/fused_cpu.py."},
     {"rotate_and_store", (PyCFunction)(void (*)(void))rotate_and_store, METH_FASTCALL,
-     "See rows.py."},
-    {"gate", (PyCFunction)(void (*)(void))gate, METH_FASTCALL, "See rows.py."},
-    {"angles", (PyCFunction)(void (*)(void))angles, METH_FASTCALL, "See rows.py."},
+     "See layers/fused_cpu.py."},
+    {"gate", (PyCFunction)(void (*)(void))gate, METH_FASTCALL, "See layers/fused_cpu.py."},
+    {"angles", (PyCFunction)(void (*)(void))angles, METH_FASTCALL, "See layers/fused_cpu.py."},
     {NULL, NULL, 0, NULL},
 };
