@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from foredraft.layers import gguf_blocks
-from foredraft.layers.linear import Linear, LinearMethod, plain_method
+from foredraft.layers.linear import Linear, LinearMethod, plain_method, plain_target
 from foredraft.layers.parameters import Target, new_parameter
 from foredraft.layers.quantized import StoredMethod, merge, set_matrix
 from foredraft.layers.quantized_matrix import Matrix, dequantize
@@ -50,11 +50,7 @@ class BlocksMethod(StoredMethod):
         shape = (rows.stop - rows.start, linear.num_inputs)
         weight = new_parameter(shape, self._dtype, self._device)
         self._loaded.append((None, weight))
-        if linear.split == "inputs":
-            whole = linear.num_inputs * linear.group.size
-            begin = linear.num_inputs * linear.group.rank
-            return {"weight": Target(weight, (total, whole), 1, begin)}
-        return {"weight": Target(weight, (total, linear.num_inputs), 0, first)}
+        return plain_target(linear, weight, total, first)
 
     def finish(self, linear: Linear) -> None:
         """See LinearMethod."""

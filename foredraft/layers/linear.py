@@ -60,12 +60,7 @@ class LinearMethod(ABC):
             total: Number of outputs of the whole matrix, over all ranks.
             first: First output of the whole matrix that this rank holds.
         """
-        weight = linear.weight[rows]
-        if linear.split == "inputs":
-            whole = linear.num_inputs * linear.group.size
-            begin = linear.num_inputs * linear.group.rank
-            return {"weight": Target(weight, (total, whole), 1, begin)}
-        return {"weight": Target(weight, (total, linear.num_inputs), 0, first)}
+        return plain_target(linear, linear.weight[rows], total, first)
 
     def finish(self, linear: "Linear") -> None:  # noqa: B027
         """Converts the loaded tensors to the form used for products; may replace the layer's
@@ -234,6 +229,18 @@ class Linear(nn.Module):
     def gated(self, x: torch.Tensor) -> torch.Tensor | None:
         """Computes silu(first half of the outputs) * second half; None without a kernel for it."""
         return self.method.apply_gated(self, x)
+
+
+def plain_target(linear: Linear, weight: torch.Tensor, total: int, first: int) -> dict[str, Target]:
+    """Returns the memory that a plain matrix of the checkpoint fills: `weight`, this rank's share.
+
+    Args:
+        total, first: See `LinearMethod.targets`.
+    """
+    if linear.split == "inputs":
+        whole, begin = (linear.num_inputs * n for n in (linear.group.size, linear.group.rank))
+        return {"weight": Target(weight, (total, whole), 1, begin)}
+    return {"weight": Target(weight, (total, linear.num_inputs), 0, first)}
 
 
 class PlainMethod(LinearMethod):
