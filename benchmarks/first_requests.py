@@ -16,6 +16,8 @@ import statistics
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -85,33 +87,43 @@ def main() -> int:
     return 0
 
 
-def _first_requests(draft: str, temperature: float) -> list[Answer]:
-    values = {"speculative_algorithm": draft, "device": "cpu", "port": 0, "grpc_port": 0}
+@contextmanager
+def fresh_server(draft: str, **flags: Any) -> Iterator[str]:
+    """Starts `foredraft serve` with the bundled model on the CPU; yields its HTTP address.
+
+    Args:
+        draft: Key of DRAFTS.
+        flags: More values of flags, by field.
+    """
+    values: dict[str, Any] = {"speculative_algorithm": draft, "device": "cpu", **flags}
     if DRAFTS[draft]:
         values["speculative_draft_model_path"] = DRAFTS[draft]
-    prompts = [FIRST_PROMPT, *(json.loads(FILE.read_text())[index] for index in HELD_OUT)]
-    services = stack.make_supervisor(
-        serve_config.resolve_models({**values, "log_level": "warning"})
-    )
-    with services:
+    values |= {"port": 0, "grpc_port": 0, "log_level": "warning"}
+    with stack.make_supervisor(serve_config.resolve_models(values)) as services:
         services.wait_healthy()
-        url = f"{services.urls['http']}/v1/completions"
-        answers = [_ask(url, prompt, temperature) for prompt in prompts]
-    print(draft, " ".join(f"{one.rate:.0f}/{one.per_pass:.1f}" for one in answers), flush=True)
-    return answers
+        yield services.urls["http"]
 
 
-def _ask(url: str, prompt: str, temperature: float) -> Answer:
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": TOKENS, "temperature": temperature}
-    # An end token would make texts of other lengths of it.
-    data = json.dumps({**body, "seed": 1, "ignore_eos": True}).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+def ask(url: str, prompt: str, tokens: int, temperature: float, seed: int = 1) -> Answer:
+    """Requests so many tokens, end tokens or not: texts of other lengths cannot be compared."""
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": temperature}
+    data = json.dumps({**body, "seed": seed, "ignore_eos": True}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", data, headers)
     began = time.perf_counter()
     with urllib.request.urlopen(request, timeout=600) as answer:
         usage = json.load(answer)["usage"]
     seconds = time.perf_counter() - began
     accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
     return Answer(usage["completion_tokens"], seconds, accepted)
+
+
+def _first_requests(draft: str, temperature: float) -> list[Answer]:
+    prompts = [FIRST_PROMPT, *(json.loads(FILE.read_text())[index] for index in HELD_OUT)]
+    with fresh_server(draft) as url:
+        answers = [ask(url, prompt, TOKENS, temperature) for prompt in prompts]
+    print(draft, " ".join(f"{one.rate:.0f}/{one.per_pass:.1f}" for one in answers), flush=True)
+    return answers
 
 
 def _tables(rounds: list[dict[str, list[Answer]]], drafts: list[str]) -> str:

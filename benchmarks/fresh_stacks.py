@@ -19,13 +19,10 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from benchmarks.first_requests import DRAFTS, PLAIN
+from benchmarks.first_requests import PLAIN, ask, fresh_server
 from benchmarks.real_prompts import FILE
-from foredraft.cli import serve_config, stack
 
 CELL_DRAFTS = ("NGRAM", "EAGLE3", "MTP", "STANDALONE")
 REQUESTS, TOKENS = 24, 96
@@ -67,20 +64,18 @@ def _key(arm: str, draft: str, temperature: float) -> str:
 
 def _speed(arm: str, draft: str, temperature: float, batch: int) -> float:
     """Returns tokens per second of a fresh server's first requests."""
-    values: dict[str, Any] = {"speculative_algorithm": draft, "device": "cpu", "port": 0}
-    values |= {"grpc_port": 0, "log_level": "warning", "speculative_adaptive": arm != "always"}
-    if DRAFTS[draft]:
-        values["speculative_draft_model_path"] = DRAFTS[draft]
     texts = json.loads(FILE.read_text())
     prompts = [texts[number % len(texts)][:LONGEST] for number in range(REQUESTS)]
-    services = stack.make_supervisor(serve_config.resolve_models(values))
-    with services, ThreadPoolExecutor(batch) as pool:
-        services.wait_healthy()
-        url = services.urls["http"]
+    server = fresh_server(draft, speculative_adaptive=arm != "always")
+    with server as url, ThreadPoolExecutor(batch) as pool:
         while draft != PLAIN and not _is_drafting(url):
             time.sleep(0.05)
         began = time.perf_counter()
-        tokens = sum(pool.map(partial(_ask, url, temperature), range(REQUESTS), prompts))
+        asked = [
+            pool.submit(ask, url, prompt, TOKENS, temperature, seed)
+            for seed, prompt in enumerate(prompts)
+        ]
+        tokens = sum(one.result().tokens for one in asked)
         return tokens / (time.perf_counter() - began)
 
 
@@ -88,16 +83,6 @@ def _is_drafting(url: str) -> bool:
     with urllib.request.urlopen(f"{url}/get_server_info", timeout=60) as answer:
         verifiers = json.load(answer)["verifiers"].values()
     return all(one["drafting_since"] for one in verifiers)
-
-
-def _ask(url: str, temperature: float, seed: int, prompt: str) -> int:
-    body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": temperature, "seed": seed}
-    # An end token would give the arms of a cell other numbers of steps.
-    data = json.dumps({**body, "ignore_eos": True}).encode()
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/completions", data, headers)
-    with urllib.request.urlopen(request, timeout=600) as answer:
-        return int(json.load(answer)["usage"]["completion_tokens"])
 
 
 def _table(speeds: Speeds, drafts: list[str], temperatures: list[float]) -> str:
