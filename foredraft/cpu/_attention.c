@@ -18,15 +18,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
-
 #define STRIDE (BLOCK + 16) /* of a line's scores; `multiply` writes beyond the last key */
 #define LEAST_PRODUCTS 500000 /* of numbers: 20 us, for which a second thread is worth its start */
-#define UNROLL _Pragma("GCC unroll 16")
 
 typedef struct {
     const Row *rows;

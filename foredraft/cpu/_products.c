@@ -1,30 +1,25 @@
 /* Products x W^T + b of float32 rows with plain weights [outputs, inputs]; see products.py. */
 #include "_kernels.h"
-#include "_pool.h"
+#include "_share.h"
 
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
 
 #define WIDE 16 /* chains of sums of an output */
 #define CHUNK_BYTES 32768 /* of weights that a thread takes at once */
 #define LEAST_BYTES 200000 /* of weights; for fewer a second thread comes too late */
 
-typedef struct Job Job;
-struct Job {
+typedef struct {
     const float *weight, *bias; /* bias may be NULL */
     const float *packed; /* blocks of rows, each [num_wide, rows of the block, 16] */
     float *out;
-    size_t num_rows, num_inputs, num_outputs, num_wide, num_blocks, outputs_at_once;
-    void (*multiply)(const Job *, size_t first, size_t end);
-    atomic_size_t next;
-};
+    size_t num_rows, num_inputs, num_outputs, num_wide, num_blocks;
+} Job;
+
+typedef struct {
+    Items multiply; /* an item is an output */
+    size_t most_rows; /* of a block */
+} Kernel;
 
 /* Blocks share the rows as equally as they can. */
 static inline size_t rows_of_block(const Job *job, size_t number) {
@@ -49,47 +44,25 @@ static inline Quarter add_across(Quarter a, Quarter b, Quarter c, Quarter d) {
 }
 
 #if defined(__x86_64__)
-#define NAME(x) x##_avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")))
-#define LANES 16
-#define FMA(a, b, c) ((NAME(floats))_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
-#define QUARTER(wide, i) ((Quarter)_mm512_extractf32x4_ps((__m512)(wide)[0], i))
-#define MOST_ROWS 6
-#define OUTPUTS(rows) ((rows) <= 3 ? 8 : (rows) == 4 ? 6 : 4)
+#include "_avx512.h"
 #include "_products_kernel.h"
+#include "_vector_end.h"
 
-#define NAME(x) x##_avx2
-#define TARGET __attribute__((target("avx2,fma")))
-#define LANES 8
-#define FMA(a, b, c) ((NAME(floats))_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
-#define QUARTER(wide, i) ((Quarter)_mm256_extractf128_ps((__m256)(wide)[(i) / 2], (i) % 2))
-#define MOST_ROWS 3
-#define OUTPUTS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 3 : 2)
+#include "_avx2.h"
 #include "_products_kernel.h"
+#include "_vector_end.h"
 #endif
 
-#define NAME(x) x##_portable
-#define TARGET
-#define LANES 4
-#if defined(__ARM_NEON)
-#define FMA(a, b, c) ((NAME(floats))vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
-#else
-#define FMA(a, b, c) ((c) + (a) * (b))
-#endif
-#define QUARTER(wide, i) ((wide)[i])
-#define MOST_ROWS 3
-#define OUTPUTS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 3 : 2)
+#include "_portable.h"
 #include "_products_kernel.h"
+#include "_vector_end.h"
 
-static const struct {
-    void (*multiply)(const Job *, size_t, size_t);
-    size_t most_rows;
-} kernels[NUM_ISAS] = {
+static const Kernel *const kernels[NUM_ISAS] = {
 #if defined(__x86_64__)
-    [AVX512] = {multiply_avx512, 6},
-    [AVX2] = {multiply_avx2, 3},
+    [AVX512] = &kernel_avx512,
+    [AVX2] = &kernel_avx2,
 #endif
-    [PORTABLE] = {multiply_portable, 3},
+    [PORTABLE] = &kernel_portable,
 };
 
 /* Rows of a block side by side, in steps of 16 inputs: at strides of powers of two they would push
@@ -113,26 +86,14 @@ static void pack(const Job *job, const float *x, float *packed) {
     }
 }
 
-static void work(void *argument) {
-    Job *job = argument;
-    for (;;) {
-        size_t first = atomic_fetch_add(&job->next, job->outputs_at_once);
-        if (first >= job->num_outputs)
-            break;
-        size_t end = first + job->outputs_at_once;
-        job->multiply(job, first, end < job->num_outputs ? end : job->num_outputs);
-    }
-}
-
 static PyObject *multiply(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
     long long numbers[9];
-    if (!read_numbers("multiply", args, count, numbers, 9))
+    if (!read_numbers("multiply", args, count, numbers, 9) || !kernel_exists(numbers[8]))
         return NULL;
     long long num_rows = numbers[4], num_inputs = numbers[5], num_outputs = numbers[6];
-    long long num_threads = numbers[7], kernel = numbers[8];
-    if (num_rows < 0 || num_inputs < 1 || num_outputs < 1 || num_threads < 0 || kernel < 0
-        || kernel >= num_isas)
+    long long num_threads = numbers[7];
+    if (num_rows < 0 || num_inputs < 1 || num_outputs < 1 || num_threads < 0)
         return PyErr_Format(PyExc_ValueError, "multiply: a number is out of its range");
     const float *x = (const float *)(uintptr_t)numbers[0];
     Job job = {
@@ -143,21 +104,21 @@ static PyObject *multiply(PyObject *self, PyObject *const *args, Py_ssize_t coun
         .num_inputs = num_inputs,
         .num_outputs = num_outputs,
         .num_wide = (num_inputs + WIDE - 1) / WIDE,
-        .multiply = kernels[isas[kernel]].multiply,
     };
-    size_t row_bytes = job.num_inputs * sizeof(float), most_rows = kernels[isas[kernel]].most_rows;
+    const Kernel *kernel = kernels[isas[numbers[8]]];
+    size_t row_bytes = job.num_inputs * sizeof(float);
     if (!num_threads)
         num_threads = job.num_outputs * row_bytes < LEAST_BYTES ? 1 : pool_num_threads();
-    job.num_blocks = (job.num_rows + most_rows - 1) / most_rows;
+    job.num_blocks = (job.num_rows + kernel->most_rows - 1) / kernel->most_rows;
     /* A multiple of every number of outputs that a block has. */
-    job.outputs_at_once = (CHUNK_BYTES / row_bytes / 24 + 1) * 24;
+    size_t at_once = (CHUNK_BYTES / row_bytes / 24 + 1) * 24;
     float *packed = malloc(job.num_rows * job.num_wide * WIDE * sizeof(float) + 1);
     if (!packed)
         return PyErr_NoMemory();
     job.packed = packed;
     Py_BEGIN_ALLOW_THREADS
     pack(&job, x, packed);
-    pool_run(work, &job, (unsigned)num_threads);
+    share_out(kernel->multiply, &job, job.num_outputs, at_once, (unsigned)num_threads);
     free(packed);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;

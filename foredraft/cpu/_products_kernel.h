@@ -1,11 +1,6 @@
-/* The product for one width of vector; included once for each, with these defined, which it takes
- * back at its end:
+/* The product for one width of vector; see _vector.h. It has beside its names:
  *
- * NAME(x)           x with the instruction set's name behind it
- * TARGET            attribute of functions that use its instructions
- * LANES             floats of a vector
- * FMA(a,b,c)        a * b + c by lane, rounded once (twice where the CPU has no such instruction)
- * QUARTER(wide,i)   lanes 4 i to 4 i + 3 of 16 lanes, which lie in 16 / LANES vectors
+ * QUARTER(wide,i)   lanes 4 i to 4 i + 3 of 16 lanes, which lie in PARTS vectors
  * MOST_ROWS         most rows of a block
  * OUTPUTS(rows)     outputs of a block of so many rows, as many as registers hold sums of
  *
@@ -14,15 +9,19 @@
  * sums is added to the lower until one is left, and the bias to that. So its bits depend neither on
  * the rows and outputs beside it nor on LANES nor on threads.
  */
-typedef float NAME(floats) __attribute__((vector_size(4 * LANES)));
-/* In memory, at any address that suits floats. */
-typedef float NAME(stored) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-#define V NAME(floats)
-#define AT(p) (*(const NAME(stored) *)(p))
-#define VECTORS (WIDE / LANES)
-#define INLINE static inline __attribute__((always_inline)) TARGET
-#define UNROLL _Pragma("GCC unroll 16")
+#if LANES == 16
+#define QUARTER(wide, i) ((Quarter)_mm512_extractf32x4_ps((__m512)(wide)[0], i))
+#define MOST_ROWS 6
+#define OUTPUTS(rows) ((rows) <= 3 ? 8 : (rows) == 4 ? 6 : 4)
+#else
+#if LANES == 8
+#define QUARTER(wide, i) ((Quarter)_mm256_extractf128_ps((__m256)(wide)[(i) / 2], (i) % 2))
+#else
+#define QUARTER(wide, i) ((wide)[i])
+#endif
+#define MOST_ROWS 3
+#define OUTPUTS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 3 : 2)
+#endif
 
 /* The four sums that 16 come to in two steps. */
 INLINE Quarter NAME(four)(const V *sums) {
@@ -31,17 +30,17 @@ INLINE Quarter NAME(four)(const V *sums) {
 
 /* Adds 16 inputs to the sums of a block: x is [rows, 16], of weights each output's are `stride`
  * floats after the last one's. */
-INLINE void NAME(add)(V sums[][OUTPUTS(1)][VECTORS], const float *x, const float *weight,
+INLINE void NAME(add)(V sums[][OUTPUTS(1)][PARTS], const float *x, const float *weight,
                       size_t stride, const int rows, const int outputs) {
     UNROLL
-    for (int v = 0; v < VECTORS; v++) {
+    for (int v = 0; v < PARTS; v++) {
         V own[MOST_ROWS];
         UNROLL
         for (int r = 0; r < rows; r++)
-            own[r] = AT(x + r * WIDE + v * LANES);
+            own[r] = FROM(x + r * WIDE + v * LANES);
         UNROLL
         for (int o = 0; o < outputs; o++) {
-            V other = AT(weight + o * stride + v * LANES);
+            V other = FROM(weight + o * stride + v * LANES);
             UNROLL
             for (int r = 0; r < rows; r++)
                 sums[r][o][v] = FMA(own[r], other, sums[r][o][v]);
@@ -55,13 +54,13 @@ INLINE void NAME(block)(const Job *job, const float *x, size_t row, size_t outpu
                         const int outputs) {
     const size_t num_inputs = job->num_inputs;
     const float *weight = job->weight + output * num_inputs;
-    V sums[MOST_ROWS][OUTPUTS(1)][VECTORS];
+    V sums[MOST_ROWS][OUTPUTS(1)][PARTS];
     UNROLL
     for (int r = 0; r < rows; r++)
         UNROLL
         for (int o = 0; o < outputs; o++)
             UNROLL
-            for (int v = 0; v < VECTORS; v++)
+            for (int v = 0; v < PARTS; v++)
                 sums[r][o][v] = (V){};
     size_t k = 0;
     for (; k + WIDE <= num_inputs; k += WIDE) {
@@ -120,8 +119,10 @@ static void (*const NAME(blocks)[])(const Job *, const float *, size_t, size_t,
 };
 
 /* All rows times some outputs. */
-TARGET static void NAME(multiply)(const Job *job, size_t first, size_t end) {
+TARGET static void NAME(multiply)(const void *argument, size_t first, size_t end, unsigned thread) {
+    const Job *job = argument;
     const float *x = job->packed;
+    (void)thread;
     for (size_t row = 0, number = 0; number < job->num_blocks; number++) {
         size_t rows = rows_of_block(job, number);
         NAME(blocks)[rows - 1](job, x, row, first, end);
@@ -130,16 +131,9 @@ TARGET static void NAME(multiply)(const Job *job, size_t first, size_t end) {
     }
 }
 
-#undef V
-#undef AT
-#undef VECTORS
-#undef INLINE
-#undef UNROLL
-#undef BLOCK
-#undef NAME
-#undef TARGET
-#undef LANES
-#undef FMA
+static const Kernel NAME(kernel) = {NAME(multiply), MOST_ROWS};
+
 #undef QUARTER
 #undef MOST_ROWS
 #undef OUTPUTS
+#undef BLOCK

@@ -5,12 +5,6 @@
 #include <math.h>
 #include <string.h>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
-
 /* Fewer numbers than this take less time than a thread needs to begin: EACH is a thread's share. */
 #define EACH 16384
 

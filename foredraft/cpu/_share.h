@@ -34,10 +34,7 @@ static void take_items(void *argument) {
 static inline void share_out(Items items, const void *job, size_t count, size_t at_once,
                              unsigned num_threads) {
     Share share = {.items = items, .job = job, .count = count, .at_once = at_once};
-    if (count <= at_once || num_threads < 2)
-        items(job, 0, count, 0);
-    else
-        pool_run(take_items, &share, num_threads);
+    pool_run(take_items, &share, count <= at_once ? 1 : num_threads);
 }
 
 #endif

@@ -11,6 +11,14 @@
  * _vector_end.h takes all names back. Sums have 16 parts for every width of vector, and parts are
  * added up in one order, so all instruction sets with FMA give the same bits.
  */
+#include <math.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
 typedef float NAME(Floats) __attribute__((vector_size(4 * LANES)));
 typedef int32_t NAME(Ints) __attribute__((vector_size(4 * LANES)));
 /* In memory, at any address that suits floats. */
@@ -22,6 +30,7 @@ typedef float NAME(Stored) __attribute__((vector_size(4 * LANES), aligned(4), ma
 #define FROM(p) ((V)(*(const NAME(Stored) *)(p)))
 #define INLINE static inline __attribute__((always_inline)) TARGET
 #define PARTS (16 / LANES) /* vectors of a sum */
+#define UNROLL _Pragma("GCC unroll 16")
 
 INLINE V NAME(select)(I condition, V yes, V no) {
     return (V)(((I)yes & condition) | ((I)no & ~condition));

@@ -4,6 +4,7 @@
 #undef FROM
 #undef INLINE
 #undef PARTS
+#undef UNROLL
 #undef NAME
 #undef TARGET
 #undef LANES
