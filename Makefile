@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: serve test test-fast test-gpu test-failed check lint style types arrows fresh format protos docs site dist clean
 
-$(BIN)/.ready: pyproject.toml $(wildcard draft_service/ngram/_ngram*.[ch] foredraft/layers/_tiles*.[ch] foredraft/cpu/_*.[ch])
+$(BIN)/.ready: pyproject.toml $(wildcard draft_service/ngram/_ngram*.[ch] foredraft/cpu/_*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --editable '.[$(EXTRAS)]'
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # by all cores; files for a newer Python fail

@@ -221,17 +221,17 @@ INLINE void NAME(tile)(const Job *job, const Heads *heads, const long long *slot
         }
 }
 
-#define TILE(lines, is_whole)                                                                      \
+#define VARIANT(lines, is_whole)                                                                   \
     TARGET static __attribute__((noinline)) void NAME(tile_##lines##_##is_whole)(                  \
         const Job *job, const Heads *heads, const long long *slots, const Range *ranges,           \
         Lines *state, size_t line) {                                                               \
         NAME(tile)(job, heads, slots, ranges, state, line, lines, is_whole);                       \
     }
-TILE(1, 0) TILE(1, 1)
+VARIANT(1, 0) VARIANT(1, 1)
 #if SCORES > 1
-TILE(2, 0) TILE(2, 1) TILE(4, 0) TILE(4, 1)
+VARIANT(2, 0) VARIANT(2, 1) VARIANT(4, 0) VARIANT(4, 1)
 #endif
-#undef TILE
+#undef VARIANT
 
 static const Tile NAME(tiles)[5][2] = {
     [1] = {NAME(tile_1_0), NAME(tile_1_1)},

@@ -7,6 +7,7 @@
 static PyMethodDef *const tables[] = {
     pool_methods,
     product_methods,
+    tile_methods,
     row_methods,
     attention_methods,
 };
@@ -65,14 +66,9 @@ PyMODINIT_FUNC PyInit__kernels(void) {
     for (int i = 0; found && i < num_isas; i++)
         PyTuple_SET_ITEM(found, i, PyUnicode_FromString(names[isas[i]]));
     if (!found || PyModule_AddObject(self, "KERNELS", found) < 0
-        || PyModule_AddIntConstant(self, "ATTENTION_BLOCK", BLOCK) < 0) {
+        || PyModule_AddIntConstant(self, "ATTENTION_BLOCK", BLOCK) < 0
+        || PyModule_AddIntConstant(self, "TILE", TILE) < 0) {
         Py_XDECREF(found);
-        goto failed;
-    }
-    /* For extensions whose files are not here. */
-    PyObject *run = PyCapsule_New((void *)pool_run, POOL_RUN, NULL);
-    if (!run || PyModule_AddObject(self, "pool_run", run) < 0) {
-        Py_XDECREF(run);
         goto failed;
     }
     if (pool_init() < 0) {

@@ -13,8 +13,11 @@
 
 extern PyMethodDef pool_methods[];
 extern PyMethodDef product_methods[];
+extern PyMethodDef tile_methods[];
 extern PyMethodDef row_methods[];
 extern PyMethodDef attention_methods[];
+
+#define TILE 32 /* outputs of a tile of quantised weights; see _tiles.c */
 
 /* Instruction sets with kernels of their own. */
 typedef enum { AVX512, AVX2, PORTABLE, NUM_ISAS } Isa;

@@ -3,6 +3,7 @@ import numpy.typing as npt
 
 KERNELS: tuple[str, ...]
 ATTENTION_BLOCK: int
+TILE: int
 
 def set_num_threads(number: int, /) -> None: ...
 def get_num_threads() -> int: ...
@@ -15,6 +16,28 @@ def multiply(
     num_inputs: int,
     num_outputs: int,
     num_threads: int,
+    kernel: int,
+    /,
+) -> None: ...
+def multiply_tiles(
+    x: int,
+    out: int,
+    bias: int,
+    numbers: int,
+    zeros: int,
+    scales: int,
+    scale_units: int,
+    scale_type: int,
+    offsets: int,
+    offset_units: int,
+    offset_type: int,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    group_size: int,
+    unit_size: int,
+    bits: int,
+    zero: int,
     kernel: int,
     /,
 ) -> None: ...

@@ -8,10 +8,6 @@
  * caller has them. Not from within `work`. Hold no GIL. */
 void pool_run(void (*work)(void *), void *argument, unsigned num_threads);
 
-/* The name of the capsule that has `pool_run`. */
-#define POOL_MODULE "foredraft.cpu._kernels"
-#define POOL_RUN POOL_MODULE ".pool_run"
-
 /* The number of threads that jobs should use, which Python sets; 1 until then. */
 unsigned pool_num_threads(void);
 

@@ -1,7 +1,5 @@
 """Linear methods for quantised weights: their form in memory, and the products of each device."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,13 +7,11 @@ from torch import nn
 from foredraft.layers import exact_gemm
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes, plain_method
 from foredraft.layers.parameters import Target
+from foredraft.layers.quantized_cpu import TiledMethod
 from foredraft.layers.quantized_cuda import Fp8Method, WordsMethod
 from foredraft.layers.quantized_matrix import ROWS_AT_ONCE, Matrix, dequantize
 from foredraft.layers.stored_weights import StoredMatrix
 from foredraft.layers.weight_scheme import BLOCK, WeightScheme
-
-if TYPE_CHECKING:
-    from foredraft.layers.quantized_cpu import TiledMethod
 
 
 class StoredMethod(LinearMethod):
@@ -160,7 +156,7 @@ def set_matrix(
         return
     method: TiledMethod | WordsMethod | Fp8Method | UnpackedMethod
     if device.type == "cpu":
-        method = _tiled(scheme)
+        method = TiledMethod(scheme)
     elif device.type == "cuda" and WordsMethod.takes(matrix, scheme, dtype):
         method = WordsMethod(scheme, linear.num_inputs, linear.num_outputs, dtype)
     elif device.type == "cuda" and Fp8Method.takes(matrix, scheme):
@@ -170,12 +166,6 @@ def set_matrix(
     order = _sort_inputs(matrix)
     method.set_matrix(linear, matrix)
     linear.method = method if order is None else OrderedMethod(method, order)
-
-
-def _tiled(scheme: WeightScheme) -> "TiledMethod":
-    from foredraft.layers.quantized_cpu import TiledMethod  # a C extension, which GPUs do not need
-
-    return TiledMethod(scheme)
 
 
 def set_random_matrix(

@@ -1,5 +1,5 @@
-"""Multiplies weights of 4 and 8 bits on a CPU, in C (`_tiles.c`), with the same arithmetic for any
-number of rows.
+"""Multiplies weights of 4 and 8 bits on a CPU, in C (`foredraft/cpu/_tiles.c`), with the same
+arithmetic for any number of rows.
 
 A weight is (number - zero) * scale + offset in float32, rounded once, and an output adds x[k] *
 weight[k] up from the first input to the last, each product and sum rounded once. Few rows read the
@@ -12,13 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from foredraft.cpu import _kernels
-from foredraft.layers import _tiles
 from foredraft.layers.linear import Linear, LinearMethod
 from foredraft.layers.quantized_matrix import Matrix, dequantize
 from foredraft.layers.weight_scheme import UNIT, WeightScheme
 
-KERNELS = _tiles.KERNELS  # instruction sets of this CPU with a kernel, fastest first
-TILE = _tiles.TILE  # outputs in a tile
+TILE = _kernels.TILE  # outputs in a tile
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
 
@@ -76,20 +74,21 @@ class TiledMethod(LinearMethod):
         Args:
             linear: Layer with the weights.
             x: [num_rows, num_inputs], any float type.
-            kernel: Index into KERNELS; all kernels that fuse products and sums give the same bits.
+            kernel: Index into `foredraft.cpu.products.KERNELS`; all kernels that fuse products and
+                sums give the same bits.
         """
         rows = x.float().contiguous()
         bias = None if linear.bias is None else linear.bias.float()
         out = torch.empty((len(rows), linear.num_outputs))
         if len(rows):
-            _tiles.multiply(
+            _kernels.multiply_tiles(
                 rows.data_ptr(),
                 out.data_ptr(),
                 _address(bias),
                 linear.weight.data_ptr(),
                 _address(_optional(linear, "zeros")),
-                _factors(linear, "scales", "scale_units"),
-                _factors(linear, "offsets", "offset_units"),
+                *_factors(linear, "scales", "scale_units"),
+                *_factors(linear, "offsets", "offset_units"),
                 len(rows),
                 linear.num_inputs,
                 linear.num_outputs,
@@ -97,7 +96,6 @@ class TiledMethod(LinearMethod):
                 self._unit_size,
                 self._bits,
                 self._zero,
-                _kernels.get_num_threads(),
                 kernel,
             )
         return out

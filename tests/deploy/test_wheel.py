@@ -52,8 +52,8 @@ def test_an_installed_wheel_serves(environment: Path, tmp_path: Path) -> None:
     found = _run(
         *(environment / "bin" / "python", "-c"),
         "import foredraft, gateway, verify_service, draft_service.ngram._ngram as c; "
-        "import foredraft.layers._tiles as t; "
-        "print(*(m.__file__ for m in (foredraft, gateway, verify_service, c, t)))",
+        "import foredraft.cpu._kernels as k; "
+        "print(*(m.__file__ for m in (foredraft, gateway, verify_service, c, k)))",
         cwd=tmp_path,
     )
     assert all(path.startswith(str(environment)) for path in found.split())

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from foredraft.cpu.products import KERNELS
 from foredraft.layers.gguf import BlocksMethod, expanded_targets
 from foredraft.layers.gguf_blocks import decode
 from foredraft.layers.linear import Linear
 from foredraft.layers.parameters import Target
 from foredraft.layers.quantized import set_matrix
-from foredraft.layers.quantized_cpu import KERNELS
 from foredraft.layers.quantized_matrix import dequantize
 from foredraft.layers.stored_weights import StoredMatrix
 from foredraft.layers.weight_scheme import GGUF_BLOCKS, GGUF_SCHEMES

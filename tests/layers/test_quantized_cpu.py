@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from foredraft.cpu import _kernels
+from foredraft.cpu.products import KERNELS
 from foredraft.layers.linear import Linear
 from foredraft.layers.quantized import set_matrix
-from foredraft.layers.quantized_cpu import KERNELS
 from foredraft.layers.quantized_matrix import Matrix, dequantize
 from foredraft.layers.weight_scheme import WeightScheme
 

@@ -1,11 +1,5 @@
-/* The product for one width of vector; included once for each, with these defined, which it takes
- * back at its end:
+/* The product for one width of vector; see _vector.h. It has beside its names:
  *
- * NAME(x)     x with the instruction set's name behind it
- * TARGET      attribute of functions that use its instructions
- * LANES       floats of a vector
- * FMA(a,b,c)  a * b + c by lane, rounded once (twice where the CPU has no such instruction)
- * SPLAT(a)    a in each lane
  * WIDE_BYTES(p), WIDE_HALVES(p)  LANES integers of 8 or 16 bits from p on, without a sign, as int32
  * LOOKUP(i,t) lane by lane, the float of the table t at the lowest 4 bits of i; may be absent
  * ROWS        most rows of x whose sums stay in registers beside a tile's vectors
@@ -16,17 +10,31 @@
  * fma(number - zero, scale, offset) in float32. So its bits depend neither on the rows beside it
  * nor on LANES nor on threads.
  */
-typedef float NAME(floats) __attribute__((vector_size(4 * LANES)));
-typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
-/* In memory, at any address that suits floats. */
-typedef float NAME(stored) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-#define V NAME(floats)
-#define I NAME(ints)
-#define AT(p) (*(NAME(stored) *)(p))
+#if LANES == 16
+#define WIDE_BYTES(p) ((I)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p))))
+#define WIDE_HALVES(p) ((I)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))))
+#define LOOKUP(i, t) ((V)_mm512_permutexvar_ps((__m512i)(i), (__m512)(t)))
+#define ROWS 12
+#define PAIRED_ROWS 2
+#elif LANES == 8
+#define WIDE_BYTES(p) ((I)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
+#define WIDE_HALVES(p) ((I)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))))
+#define ROWS 3
+#define PAIRED_ROWS 0
+#else
+typedef uint8_t NAME(Bytes) __attribute__((vector_size(4), aligned(1), may_alias));
+typedef uint16_t NAME(Halves) __attribute__((vector_size(8), aligned(2), may_alias));
+#define WIDE_BYTES(p) __builtin_convertvector(*(const NAME(Bytes) *)(p), I)
+#define WIDE_HALVES(p) __builtin_convertvector(*(const NAME(Halves) *)(p), I)
+#if defined(__ARM_NEON)
+#define ROWS 3
+#else
+#define ROWS 1
+#endif
+#define PAIRED_ROWS 0
+#endif
 #define VECTORS (TILE / LANES)
 #define MOST_VECTORS (VECTORS * (PAIRED_ROWS ? 2 : 1))
-#define INLINE static inline __attribute__((always_inline)) TARGET
 
 INLINE V NAME(from_float16)(I half) {
     /* Exact for all finite numbers: the exponent's bias is brought over by a multiplication. */
@@ -38,13 +46,13 @@ INLINE V NAME(from_float16)(I half) {
 /* `at` and `unit` are the indices of a vector's first factor, and of the first unit of those. */
 INLINE V NAME(load_factors)(const Factors *factors, size_t at, size_t unit) {
     if (factors->type == FLOAT32)
-        return AT((const float *)factors->values + at);
+        return FROM((const float *)factors->values + at);
     if (factors->type == INT8) {
-        I bytes = (I)WIDE_BYTES((const uint8_t *)factors->values + at);
-        V units = NAME(from_float16)((I)WIDE_HALVES(factors->units + unit));
+        I bytes = WIDE_BYTES((const uint8_t *)factors->values + at);
+        V units = NAME(from_float16)(WIDE_HALVES(factors->units + unit));
         return __builtin_convertvector((bytes ^ 128) - 128, V) * units;
     }
-    I bits = (I)WIDE_HALVES((const uint16_t *)factors->values + at);
+    I bits = WIDE_HALVES((const uint16_t *)factors->values + at);
     return factors->type == BFLOAT16 ? (V)(bits << 16) : NAME(from_float16)(bits);
 }
 
@@ -60,14 +68,14 @@ INLINE NAME(group) NAME(load_group)(const Matrix *m, size_t tile, size_t group, 
     unit = (tile * m->num_units + unit) * TILE + lane;
     /* Plus 2^23, as the numbers have it. */
     if (m->zeros) {
-        I zeros = (I)WIDE_BYTES(m->zeros + at);
+        I zeros = WIDE_BYTES(m->zeros + at);
         found.zero = (V)(zeros | MAGIC_BITS);
     } else {
-        found.zero = (V)SPLAT((float)(MAGIC + m->zero));
+        found.zero = SPLAT((float)(MAGIC + m->zero));
     }
     found.scale = NAME(load_factors)(&m->scales, at, unit);
     /* A sum with -0 changes nothing. */
-    found.offset = m->offsets.values ? NAME(load_factors)(&m->offsets, at, unit) : (V)SPLAT(-0.0f);
+    found.offset = m->offsets.values ? NAME(load_factors)(&m->offsets, at, unit) : SPLAT(-0.0f);
     return found;
 }
 
@@ -75,20 +83,20 @@ INLINE NAME(group) NAME(load_group)(const Matrix *m, size_t tile, size_t group, 
  * the number's. */
 INLINE V NAME(load_numbers)(const uint8_t *numbers, int c, const int bits) {
     if (bits == 8) {
-        I wide = (I)WIDE_BYTES(numbers + c * LANES);
+        I wide = WIDE_BYTES(numbers + c * LANES);
         return (V)(wide | MAGIC_BITS);
     }
     /* The lower halves of 16 bytes are outputs 0 to 15, the upper ones 16 to 31. */
-    I wide = (I)WIDE_BYTES(numbers + c * LANES % 16);
+    I wide = WIDE_BYTES(numbers + c * LANES % 16);
     I half = c * LANES < 16 ? (wide & 15) : (wide >> 4);
     return (V)(half | MAGIC_BITS);
 }
 
-INLINE void NAME(store)(const Job *job, size_t row, size_t output, V sum) {
+INLINE void NAME(store_outputs)(const Job *job, size_t row, size_t output, V sum) {
     size_t num_outputs = job->matrix.num_outputs;
     float *out = job->out + row * num_outputs + output;
     if (output + LANES <= num_outputs) {
-        AT(out) = job->bias ? sum + AT(job->bias + output) : sum;
+        AT(out) = job->bias ? sum + FROM(job->bias + output) : sum;
         return;
     }
     float lanes[LANES];
@@ -104,7 +112,7 @@ INLINE V NAME(load_weights)(const uint8_t *numbers, int c, const int bits, NAME(
 #ifdef LOOKUP
 /* As `load_weights` for 4 bits, with a table of all numbers less their zero point. */
 INLINE V NAME(look_up)(const uint8_t *numbers, int c, V table, NAME(group) group) {
-    I wide = (I)WIDE_BYTES(numbers + c * LANES % 16);
+    I wide = WIDE_BYTES(numbers + c * LANES % 16);
     V number = LOOKUP(c * LANES < 16 ? wide : wide >> 4, table);
     return FMA(number, group.scale, group.offset);
 }
@@ -128,9 +136,9 @@ INLINE void NAME(block)(const Job *job, size_t tile, const float *plain, const f
     for (int i = 0; form == CENTRED && i < LANES; i++)
         table[i] = i - m->zero;
 #endif
-#pragma GCC unroll 16
+    UNROLL
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 16
+        UNROLL
         for (int c = 0; c < vectors; c++)
             sums[r][c] = (V){};
     size_t k = 0, unit = 0, end_of_unit = m->groups_of_unit;
@@ -141,19 +149,19 @@ INLINE void NAME(block)(const Job *job, size_t tile, const float *plain, const f
             end_of_unit += m->groups_of_unit;
         }
         if (form != FLOATS)
-#pragma GCC unroll 16
+            UNROLL
             for (int c = 0; c < vectors; c++)
                 groups[c] = NAME(load_group)(m, tile + c / VECTORS, group, unit,
                                              c % VECTORS * LANES);
         for (; k < end; k++) {
             V weights[MOST_VECTORS];
-#pragma GCC unroll 16
+            UNROLL
             for (int c = 0; c < vectors; c++) {
                 const uint8_t *from = numbers + (c / VECTORS * num_inputs + k) * stride;
                 if (form != FLOATS && c % VECTORS == 0)
                     __builtin_prefetch(from + AHEAD);
                 if (form == FLOATS)
-                    weights[c] = AT(from + c * LANES * 4);
+                    weights[c] = FROM(from + c * LANES * 4);
 #ifdef LOOKUP
                 else if (form == CENTRED)
                     weights[c] = NAME(look_up)(from, c % VECTORS, table, groups[c]);
@@ -161,20 +169,20 @@ INLINE void NAME(block)(const Job *job, size_t tile, const float *plain, const f
                 else
                     weights[c] = NAME(load_weights)(from, c % VECTORS, bits, groups[c]);
             }
-#pragma GCC unroll 16
+            UNROLL
             for (int r = 0; r < rows; r++) {
                 V own = SPLAT(x[k * rows + r]);
-#pragma GCC unroll 16
+                UNROLL
                 for (int c = 0; c < vectors; c++)
                     sums[r][c] = FMA(own, weights[c], sums[r][c]);
             }
         }
     }
-#pragma GCC unroll 16
+    UNROLL
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 16
+        UNROLL
         for (int c = 0; c < vectors; c++)
-            NAME(store)(job, row + r, tile * TILE + c * LANES, sums[r][c]);
+            NAME(store_outputs)(job, row + r, tile * TILE + c * LANES, sums[r][c]);
 }
 
 /* The tile as float32 [inputs, TILE]. */
@@ -191,7 +199,7 @@ INLINE void NAME(dequantise)(const Matrix *m, size_t tile, float *plain, const i
         for (int c = 0; c < VECTORS; c++)
             groups[c] = NAME(load_group)(m, tile, group, unit, c * LANES);
         for (; k < end; k++)
-#pragma GCC unroll 16
+            UNROLL
             for (int c = 0; c < VECTORS; c++)
                 AT(plain + k * TILE + c * LANES) =
                     NAME(load_weights)(numbers + k * TILE * bits / 8, c, bits, groups[c]);
@@ -242,8 +250,10 @@ static const Block NAME(pairs)[PAIRED_ROWS][4] = {ENTRY(1, 2), ENTRY(2, 2)};
 #endif
 
 /* All rows times the tiles from `tile` to `end`. */
-TARGET static void NAME(multiply)(const Job *job, size_t tile, size_t end, float *plain) {
+TARGET static void NAME(multiply)(const void *argument, size_t tile, size_t end, unsigned thread) {
+    const Job *job = argument;
     const Matrix *m = &job->matrix;
+    float *plain = job->plain ? job->plain + thread * m->num_inputs * TILE : NULL;
     const int form = plain ? 3 : m->bits == 8 ? 2 : !m->zeros; /* in the order of ENTRY */
 #if PAIRED_ROWS
     if (job->num_rows <= PAIRED_ROWS && job->num_blocks == 1)
@@ -265,20 +275,13 @@ TARGET static void NAME(multiply)(const Job *job, size_t tile, size_t end, float
     }
 }
 
-#undef V
-#undef AT
-#undef I
+static const Kernel NAME(kernel) = {NAME(multiply), ROWS};
+
 #undef VECTORS
 #undef MOST_VECTORS
-#undef INLINE
 #undef BLOCK
 #undef BLOCKS
 #undef ENTRY
-#undef NAME
-#undef TARGET
-#undef LANES
-#undef FMA
-#undef SPLAT
 #undef WIDE_BYTES
 #undef WIDE_HALVES
 #undef LOOKUP
