@@ -10,7 +10,13 @@ from collections.abc import Callable, Sequence
 from foredraft.runner.model_runner import ForwardOutput
 from verify_service.drafts.capabilities import layers_to_capture
 from verify_service.drafts.hidden_states import CommittedRows, Gathered
-from verify_service.drafts.proposals import DeviceRequest, Drafted, DraftRequest, Proposals
+from verify_service.drafts.proposals import (
+    DeviceProposals,
+    DeviceRequest,
+    Drafted,
+    DraftRequest,
+    Proposals,
+)
 from verify_service.drafts.proxy import DraftProxy
 from verify_service.executor.base import DeviceOutcome
 from verify_service.scheduler.request import Sequence as RequestSequence
@@ -212,13 +218,15 @@ class Drafts:
         [number] = numbers
         return self.each[number].can_follow(sequences)
 
-    def follow(self, requests: Sequence[DeviceRequest], outcome: DeviceOutcome) -> Proposals | None:
+    def follow(
+        self, requests: Sequence[DeviceRequest], outcome: DeviceOutcome
+    ) -> DeviceProposals | None:
         """Lets the draft of all sequences continue on the device, behind the running step.
 
         Returns:
-            Proposals for the next step, on the device; None if the draft is lost.
+            Proposals for the next step; None if the draft is lost.
         """
         number = self.proposer(requests[0].sequence)
         draft = self.each[number]
         trees = draft.follow(requests, outcome)
-        return None if trees is None else Proposals(device=trees, draft=number, depth=draft.depth)
+        return None if trees is None else DeviceProposals(trees, number, draft.depth)

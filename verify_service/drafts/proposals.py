@@ -1,7 +1,11 @@
-"""The requests to drafts for a step, and their proposals."""
+"""The requests to drafts for a step, and their proposals.
+
+The host waits for `Proposals` before it begins a step, and cuts them. A step that begins behind
+another verifies `DeviceProposals`, which the host never reads before the step's result.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -54,6 +58,26 @@ NOTHING = Drafted(EMPTY, 0)
 
 
 @dataclass(frozen=True, slots=True)
+class Proposals:
+    """The drafts' trees for one step, in host memory.
+
+    Attributes:
+        trees: Trees by request id; a sequence without a proposal has no entry.
+        waits: Seconds that the step waited for each draft that it asked, by the draft's number.
+    """
+
+    trees: Mapping[int, Drafted]
+    waits: Mapping[int, float]
+
+    def of(self, sequence: RequestSequence) -> Drafted:
+        """Returns a sequence's tree; an empty one where it has none."""
+        return self.trees.get(sequence.request_id, NOTHING)
+
+
+NO_PROPOSALS = Proposals({}, {})
+
+
+@dataclass(frozen=True, slots=True)
 class Trial:
     """A proposal that is only judged, not verified.
 
@@ -88,26 +112,15 @@ class DeviceTrees(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Proposals:
-    """Holds the drafts' trees for one step, in host memory or on the device.
+class DeviceProposals:
+    """The trees of one draft for all sequences of a step, on the device.
 
     Attributes:
-        trees: Trees in host memory by request id; a sequence without a proposal has no entry.
-        waits: Seconds that the step waited for each draft that it asked, by the draft's number.
-        device: Trees on the device instead, for a step that the host does not wait for.
-        draft: Number of the draft that writes the trees on the device.
-        depth: Number of levels of the deepest tree on the device.
+        trees: The trees.
+        draft: Number of the draft.
+        depth: Number of levels of the deepest tree.
     """
 
-    trees: Mapping[int, Drafted] = field(default_factory=dict)
-    waits: Mapping[int, float] = field(default_factory=dict)
-    device: DeviceTrees | None = None
-    draft: int = 0
-    depth: int = 0
-
-    def of(self, sequence: RequestSequence) -> Drafted:
-        """Returns a sequence's tree in host memory; an empty one where it has none."""
-        return self.trees.get(sequence.request_id, NOTHING)
-
-
-NO_PROPOSALS = Proposals()
+    trees: DeviceTrees
+    draft: int
+    depth: int

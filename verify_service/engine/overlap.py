@@ -18,7 +18,7 @@ from verify_service import metrics
 from verify_service.controller.messages import NO_WAIT, Plan, Wait
 from verify_service.drafts.drafts import Drafts
 from verify_service.drafts.hidden_states import Gathered
-from verify_service.drafts.proposals import NO_PROPOSALS, DeviceRequest, DeviceTrees, Proposals
+from verify_service.drafts.proposals import DeviceProposals, DeviceRequest, DeviceTrees
 from verify_service.executor.base import Ahead, Executor, PendingStep, Step, StepResult
 from verify_service.executor.choice.sampler import VerifyRows
 from verify_service.scheduler.request import Sequence
@@ -36,7 +36,7 @@ class StepInFlight:
         sequences: Sequences in the order of the step's rows.
         started: The step as the executor runs it.
         confidences: Confidence of each sequence's proposal.
-        proposals: Proposals on the device that the step verifies.
+        proposals: Proposals on the device that the step verifies; None for none.
         followed_by: Trees of a draft that takes the step's outcome from the device; None for none.
         gathered: Copies of the step's hidden states by `Drafts.gather`, where the next step would
             overwrite them.
@@ -48,7 +48,7 @@ class StepInFlight:
     sequences: list[Sequence]
     started: PendingStep
     confidences: list[int]
-    proposals: Proposals = NO_PROPOSALS
+    proposals: DeviceProposals | None = None
     followed_by: DeviceTrees | None = None
     gathered: Gathered | None = None
     wait: Wait = NO_WAIT
@@ -116,15 +116,15 @@ class OverlapScheduler:
         ]
         outcome = running.started.outcome
         proposals = drafts.follow(requests, outcome)
-        if proposals is None or proposals.device is None:
+        if proposals is None:
             return _drained("draft")
-        running.followed_by = proposals.device
+        running.followed_by = proposals.trees
         if reads_hidden:
             count = len(running.sequences) * running.started.num_rows
             gathered = drafts.gather(outcome.output, count, without=proposals.draft)
             running.gathered = gathered or None
         trees = [one.row if one.num_nodes else None for one in requests]
-        behind = self._start_ahead(going, Ahead(num_rows, trees, proposals.device.fetch))
+        behind = self._start_ahead(going, Ahead(num_rows, trees, proposals.trees.fetch))
         wait = Wait(proposals.depth, len(going), None)
         behind.proposals = proposals
         behind.wait = wait._replace(parts=((proposals.draft, wait),))
@@ -163,8 +163,8 @@ class OverlapScheduler:
 
     def _await(self, running: StepInFlight, is_over: Callable[[], bool]) -> None:
         """Waits for a step that needs a draft's trees; abandons a draft that is late."""
-        trees = running.proposals.device
-        if trees is not None:
+        if running.proposals is not None:
+            trees = running.proposals.trees
             while not is_over():
                 if trees.is_late(time.perf_counter() - running.started_at):
                     trees.abandon()

@@ -84,7 +84,7 @@ class Followed:
         accepted = torch.tensor([[1, 9, 0, 0, 0]], dtype=torch.int32)
         outcome = DeviceOutcome(1, accepted, torch.zeros(4, dtype=torch.int64), output)
         proposals = self.drafts.follow([DeviceRequest(self.sequence, 0, NODES)], outcome)
-        return None if proposals is None else proposals.device
+        return None if proposals is None else proposals.trees
 
 
 @pytest.fixture
