@@ -1,12 +1,20 @@
-"""The state of one attach of a draft, and its sync in each step."""
+"""One attach of a draft: what the draft knows, and each step's exchange with it.
 
+A message has the committed tokens, and the answer has trees. On one GPU a message may instead name
+the rows on the device that take the running step's tokens, where the draft writes its trees too.
+"""
+
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from foredraft.errors import DraftError
 from foredraft.transport.device_exchange import DeviceExchange
+from foredraft.transport.rows import ArenaError
+from foredraft.trees.draft_tree import NO_PARENT
 from verify_service.drafts.arena import Arena, Exchange
 from verify_service.drafts.capabilities import DraftCapabilities
 from verify_service.drafts.client import DraftClient
@@ -14,16 +22,20 @@ from verify_service.drafts.draft_ahead import DraftAhead
 from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.open_requests import OpenRequest
 from verify_service.drafts.page_marks import DraftMarks
-from verify_service.drafts.proposals import DraftRequest
+from verify_service.drafts.proposals import DeviceRequest, Drafted, DraftRequest, Trial
 from verify_service.drafts.sync import StepFacts, Sync, decide
 from verify_service.drafts.sync_messages import SyncMessages
 from verify_service.drafts.wire import DraftWire, tree_limits
-from verify_service.metrics import SpeculationMetrics
+from verify_service.executor.base import DeviceOutcome
+from verify_service.executor.kernels.hand_over import hand_over
+from verify_service.metrics import DRAFTS_AHEAD, SpeculationMetrics
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.request import Sequence as RequestSequence
 
 # Maximum bytes of hidden states kept for a draft that is not asked, and share of a GPU's memory.
 MOST_KEPT, KEPT_SHARE = 128 << 20, 0.01
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +57,55 @@ class DraftSettings:
     number: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteTrees:
+    """`DeviceTrees` of a step that was sent to a draft in another process.
+
+    Attributes:
+        client: Connection to the draft.
+        epoch: Number of the attach that the step belongs to.
+        messages: Messages of the attach.
+        exchange: Memory that the draft writes its trees to.
+        step: Number of the step.
+        on_lost: Called with the reason if the draft is dropped.
+    """
+
+    client: DraftClient
+    epoch: int
+    messages: SyncMessages
+    exchange: DeviceExchange
+    step: int
+    on_lost: Callable[[DraftError], None]
+
+    def fetch(self, trees: torch.Tensor) -> None:
+        """See `DeviceTrees`. Entries beyond this draft's largest tree are set to no node."""
+        self.exchange.wait_trees(self.step)
+        own = self.exchange.trees[: len(trees)]
+        num_nodes = own.shape[2]
+        if num_nodes < trees.shape[2]:
+            trees[:, 1, num_nodes:].fill_(NO_PARENT)
+            trees = trees[:, :, :num_nodes]
+        trees.copy_(own)
+
+    def followed(self, sequence: RequestSequence, start: int) -> None:
+        """See `DeviceTrees`."""
+        self.messages.followed(sequence, start)
+
+    def is_late(self, waiting: float) -> bool:
+        """See `DeviceTrees`."""
+        return self.client.epoch != self.epoch or waiting > self.client.step_timeout
+
+    def abandon(self) -> None:
+        """See `DeviceTrees`."""
+        self.exchange.release(self.step)
+        if self.client.epoch == self.epoch:
+            self.on_lost(self.client.drop("its trees did not come in time"))
+
+
 class Session:
-    """Holds the state of one attach of a draft. Another attach has another session.
+    """One attach of a draft. Another attach has another session.
+
+    Methods that send or receive raise DraftError or ArenaError if the draft is lost.
 
     Args:
         epoch: Number of the attach; 0 while there is none.
@@ -59,12 +118,8 @@ class Session:
     Attributes:
         epoch: Number of the attach.
         capabilities: Capabilities of the draft.
-        device: Buffers of steps that stay on the GPU; None where there are no such steps.
         hidden: Hidden states for a draft that reads them, else None.
-        messages: The draft's knowledge of each sequence, and the messages that update it.
-        wire: Requests to the draft, and its answers.
-        ahead: Trees that a draft without cost makes while the target runs.
-        released: Released slots that the draft does not know of yet.
+        lag: `SyncMessages.lag` itself, since every step calls it for each sequence.
     """
 
     def __init__(
@@ -81,9 +136,11 @@ class Session:
         marks = DraftMarks(pool)
         self.epoch = epoch
         self.capabilities = DraftCapabilities() if info is None else DraftCapabilities.of(info)
-        self.device = exchange.device if exchange is not None else None
         self.hidden = _hidden_states(exchange, marks, pool.page_size, settings)
-        self.messages = SyncMessages(
+        self._client = client
+        self._settings, self._metrics = settings, metrics
+        self._device = exchange.device if exchange is not None else None
+        self._messages = SyncMessages(
             marks,
             pool.page_size,
             settings.scope,
@@ -91,47 +148,150 @@ class Session:
             self.capabilities.uses_pages,
             settings.number,
         )
-        self.ahead = DraftAhead()
-        self.released: set[int] = set()
-        on_tree = self.ahead.keep if self.capabilities.is_free else None
-        self.wire = DraftWire(client, epoch, settings.vocab_size, metrics, self.hidden, on_tree)
-        self._settings = settings
+        self.lag = self._messages.lag
+        self._ahead = DraftAhead()  # trees that a draft without cost makes while the target runs
+        self._released: set[int] = set()  # slots that the draft does not know to be free yet
+        on_tree = self._ahead.keep if self.capabilities.is_free else None
+        self._wire = DraftWire(client, epoch, settings.vocab_size, metrics, self.hidden, on_tree)
+
+    @property
+    def usual_seconds(self) -> float:
+        """Seconds that an answer usually takes; 0 while unknown."""
+        return self._wire.usual_seconds
 
     @property
     def must_sync(self) -> bool:
         """Whether the draft must be synced now, since its hidden states take much memory."""
-        if self.hidden is None or self.device is not None:
+        if self.hidden is None or self._device is not None:
             return False
         return self.hidden.kept_bytes > MOST_KEPT
 
-    def facts(
+    def lost(self, error: DraftError | ArenaError) -> None:
+        """Records that the draft is lost and will not answer."""
+        name = self._metrics.algorithm
+        logger.warning("drafting by %s stopped: %s; decoding goes on without it", name, error)
+        self._metrics.failures.inc()
+        self._wire.requests.reset()
+
+    # Sequences.
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Records that sequences have released slots."""
+        self._released.update(slots)
+
+    def forget(self, sequence: RequestSequence) -> None:
+        """Drops the state of a sequence that has ended."""
+        self._messages.forget(sequence)
+        self._ahead.forget(sequence.request_id)
+        if self.hidden is not None:
+            self.hidden.drop(sequence)
+
+    def preempted(self, sequence: RequestSequence) -> None:
+        """Records that a sequence has lost its pages."""
+        if self.hidden is not None:
+            self.hidden.drop(sequence)
+        self._messages.preempted(sequence)
+
+    # Steps that the host begins.
+
+    def ask(
         self,
         requests: Sequence[DraftRequest],
         extending: Sequence[RequestSequence],
         is_suspended: bool,
-    ) -> StepFacts:
-        """Returns the facts about a step that need no look at its sequences."""
-        return StepFacts(
+    ) -> None:
+        """Sends the committed tokens, and requests trees.
+
+        For requests that the step verifies, it may wait for room in the arena. For trials it does
+        not wait, and requests none while an earlier trial is unanswered.
+        """
+        wire, is_free = self._wire, self.capabilities.is_free
+        wire.requests.begin()
+        if self.epoch == 0:
+            self._released.clear()
+            return
+        wanted = [one for one in requests if one.max_nodes]
+        step = StepFacts(
             is_suspended=is_suspended,
             must_sync=self.must_sync,
-            is_free=self.capabilities.is_free,
-            follows=self.device is not None,
+            is_free=is_free,
+            follows=self._device is not None,
             has_prompts=bool(extending),
-            has_requests=any(one.max_nodes for one in requests),
+            has_requests=bool(wanted),
         )
+        if step.is_silent:
+            return  # released slots are not sent either
+        if wanted and all(one.is_trial for one in wanted):
+            if not wire.try_drain():
+                requests = [DraftRequest(one.sequence, 0) for one in requests]
+                step = step._replace(has_requests=False)
+        elif wanted and is_free:
+            wire.drain()  # answers to requests made ahead
+        trees = self._ahead.take(requests) if is_free else None
+        self._begin_message(is_awaited=trees is None)
+        self._sync(step, requests, extending)
+        if wire.has_content:
+            wire.send()
+        if trees is not None:
+            wire.requests.trees = trees
+            DRAFTS_AHEAD.inc()
 
-    def begin_request(self, is_awaited: bool = True) -> None:
+    def collect(self) -> Mapping[int, Drafted]:
+        """Waits for the proposals that will be verified; returns them by request id."""
+        return self._wire.collect()
+
+    def has_tried(self) -> bool:
+        """Returns, without waiting, whether the answers to all trials have come."""
+        return self._wire.try_drain()
+
+    def take_trials(self) -> list[Trial]:
+        """Returns the trials that have been answered since the last call."""
+        return self._wire.requests.take_trials()
+
+    # Steps that follow one another on the device.
+
+    def can_follow(self, sequences: Iterable[RequestSequence]) -> bool:
+        """Returns whether the draft can take the sequences' next tokens from the device."""
+        return self._device is not None and all(map(self._messages.can_follow, sequences))
+
+    def follow(self, requests: Sequence[DeviceRequest], outcome: DeviceOutcome) -> RemoteTrees:
+        """Lets the draft continue on the device, behind the target's running step.
+
+        Args:
+            requests: Sequences of the next step.
+            outcome: Outcome of the running step, on the device.
+        """
+        exchange, wire, messages = self._device, self._wire, self._messages
+        assert exchange is not None
+        self._begin_message()
+        whole = tree_limits(*self._settings.tree_shape, exchange.trees.shape[2])
+        wire.add(
+            [
+                messages.on_device(one.sequence, one.row, whole if one.num_nodes else None)
+                for one in requests
+            ]
+        )
+        wire.send(is_on_device=True)  # first, so that it travels while work is put on the device
+        rows, index = None, outcome.index
+        if exchange.rows is not None:
+            assert self.hidden is not None
+            rows, index = self.hidden.handed(outcome.output, outcome.index)
+        hand_over(outcome.accepted, index, rows, exchange.accepted, exchange.rows)
+        exchange.publish(wire.step)
+        return RemoteTrees(self._client, self.epoch, messages, exchange, wire.step, self.lost)
+
+    def _begin_message(self, is_awaited: bool = True) -> None:
         """Begins an empty message, which releases slots.
 
         Args:
             is_awaited: Whether the step waits for its trees.
         """
-        self.wire.begin(self.released, is_awaited)
-        if self.released:
-            self.messages.released(self.released)
-            self.released.clear()
+        self._wire.begin(self._released, is_awaited)
+        if self._released:
+            self._messages.released(self._released)
+            self._released.clear()
 
-    def sync(
+    def _sync(
         self,
         step: StepFacts,
         requests: Sequence[DraftRequest],
@@ -140,11 +300,11 @@ class Session:
         """Adds the step's sequences to the message; sends parts of it where the arena is full.
 
         Args:
-            step: Result of `facts` for the step.
+            step: Facts that need no look at the sequences.
             requests: All sequences that decode.
             extending: Sequences whose prompts are computed.
         """
-        messages, wire, hidden = self.messages, self.wire, self.hidden
+        messages, wire, hidden = self._messages, self._wire, self.hidden
         wanted = [one.sequence for one in requests if one.max_nodes]
         are_all_kept = hidden is None or all(
             hidden.run(one.sequence) is not None for one in requests
@@ -175,22 +335,22 @@ class Session:
         """
         sequence, (steps, topk) = one.sequence, self._settings.tree_shape
         # The budget is at least what a step commits, or the last sequences would never catch up.
-        message, num_tokens = self.messages.message(sequence, max(budget, steps + 1))
+        message, num_tokens = self._messages.message(sequence, max(budget, steps + 1))
         # A draft that reads hidden states proposes after the last one that it is given.
         may_ask = num_tokens > 0 or self.hidden is None
-        is_asked = one.max_nodes > 0 and may_ask and self.messages.has_caught_up(sequence)
+        is_asked = one.max_nodes > 0 and may_ask and self._messages.has_caught_up(sequence)
         if not (num_tokens or is_asked or message.HasField("begin")):
             return 0
         num_nodes = 0
         if is_asked:
-            own, num_nodes = sequence.speculation, self.ahead.num_nodes(one)
+            own, num_nodes = sequence.speculation, self._ahead.num_nodes(one)
             # A tree deeper than the rest of the output would be wasted.
             steps = min(own.num_steps or steps, steps, one.max_nodes, sequence.num_output_left - 1)
             topk = min(own.topk or topk, topk)
             message.propose.CopyFrom(tree_limits(steps, topk, num_nodes))
-        self.wire.add_rows(sequence, message)
+        self._wire.add_rows(sequence, message)
         if is_asked:
-            self.wire.ask(message.slot, OpenRequest(one, len(sequence.tokens), num_nodes))
+            self._wire.ask(message.slot, OpenRequest(one, len(sequence.tokens), num_nodes))
         return num_tokens
 
 

@@ -186,15 +186,15 @@ def test_steps_with_prompts_put_off_what_a_draft_is_told(
 
     def note(self: Session, step: sync.StepFacts, *args: Any) -> None:
         usual(self, step, *args)
-        told.append((step.has_prompts, step.has_requests, len(self.wire._request.sequences)))
+        told.append((step.has_prompts, step.has_requests, len(self._wire._request.sequences)))
 
-    usual = Session.sync
+    usual = Session._sync
     work = jobs(40, num_new=30)
     drafter = HiddenDrafter(WIDTH, weight_bytes=1)
     drafter.texts = texts(target, work)
     monkeypatch.setattr(Exchange, "device", as_on_a_gpu)
     monkeypatch.setattr(TreeSizes, "plan", spared)
-    monkeypatch.setattr(Session, "sync", note)
+    monkeypatch.setattr(Session, "_sync", note)
     with engine_with(drafter, target, **{**FLAGS, "max_total_tokens": 8 * 60}) as harness:
         assert run(harness, drafter, work) > 1.1
         harness.check_nothing_left()
