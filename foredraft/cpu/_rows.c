@@ -7,6 +7,7 @@
 
 /* Fewer numbers than this take less time than a thread needs to begin: EACH is a thread's share. */
 #define EACH 16384
+#define ANGLE 16 /* numbers that take as long as a sine and a cosine */
 
 enum { SILU, GELU, GELU_TANH, NUM_KINDS };
 
@@ -33,6 +34,14 @@ typedef struct {
     size_t size;
     int kind;
 } Gate;
+
+typedef struct {
+    const long long *positions;
+    const float *frequencies;
+    float *cos, *sin;
+    size_t half;
+    float factor;
+} Angles;
 
 #if defined(__x86_64__)
 #include "_avx512.h"
@@ -120,25 +129,31 @@ static PyObject *gate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
 }
 
 /* Cosines and signed sines [rows, 2 * half] of the angles position * frequency. */
-static PyObject *angles(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    long long n[6];
-    float factor;
-    if (count != 7)
-        return PyErr_Format(PyExc_TypeError, "angles takes 7 arguments, not %zd", count);
-    if (!read_numbers("angles", args, 6, n, 6) || !read_float(args[6], &factor))
-        return NULL;
-    const long long *positions = (const long long *)n[0];
-    const float *frequencies = (const float *)n[1];
-    float *cos = (float *)n[2], *sin = (float *)n[3];
-    const size_t num_rows = n[4], half = n[5];
-    for (size_t row = 0; row < num_rows; row++, cos += 2 * half, sin += 2 * half)
+static void angle_rows(const void *argument, size_t first, size_t end, unsigned thread) {
+    const Angles *job = argument;
+    const size_t half = job->half;
+    (void)thread;
+    for (size_t row = first; row < end; row++) {
+        float *cos = job->cos + row * 2 * half, *sin = job->sin + row * 2 * half;
         for (size_t i = 0; i < half; i++) {
-            float angle = (float)positions[row] * frequencies[i];
-            cos[i] = cos[half + i] = cosf(angle) * factor;
-            sin[half + i] = sinf(angle) * factor;
+            float angle = (float)job->positions[row] * job->frequencies[i];
+            cos[i] = cos[half + i] = cosf(angle) * job->factor;
+            sin[half + i] = sinf(angle) * job->factor;
             sin[i] = -sin[half + i];
         }
-    Py_RETURN_NONE;
+    }
+}
+
+static PyObject *angles(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long n[6];
+    Angles job;
+    if (count != 7)
+        return PyErr_Format(PyExc_TypeError, "angles takes 7 arguments, not %zd", count);
+    if (!read_numbers("angles", args, 6, n, 6) || !read_float(args[6], &job.factor))
+        return NULL;
+    job = (Angles){(long long *)n[0], (float *)n[1], (float *)n[2], (float *)n[3], n[5],
+                   job.factor};
+    return compute(angle_rows, &job, n[4], job.half * ANGLE);
 }
 
 PyMethodDef row_methods[] = {

@@ -2,8 +2,6 @@
 company.
 """
 
-import sys
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +13,7 @@ from foredraft.attention.cpu import CpuAttention
 from foredraft.cpu import _kernels, products
 from foredraft.kvcache.paged_kv import PagedKV
 from testing.attention_spans import SCALE, batch_of, brute_force, random_span, slots_of
+from testing.interpreter_lock import lets_others_run
 
 KERNELS = range(len(products.KERNELS))
 WINDOWS = (None, 3, 1, 100, 61)
@@ -106,21 +105,8 @@ def test_other_python_threads_run_meanwhile(monkeypatch):
     span = SequenceSpan(0, np.arange(90, 390), np.arange(40), 3, 90, 90)
     plan = backend.plan(batch_of([span], 16), kv, WINDOWS, 3)
     backend.attend(plan, queries, 0, None, SCALE, out)
-    asked, has_run = threading.Lock(), []
-    asked.acquire()
-    other = threading.Thread(target=lambda: asked.acquire() and has_run.append(True))
-    other.start()
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # so that it runs only when this thread lets it
-    try:
-        asked.release()
-        for _ in range(200):
-            if not has_run:
-                attend_in_c(*calls[0])
-        assert has_run
-    finally:
-        sys.setswitchinterval(before)
-    other.join()
+    (arguments,) = calls
+    assert lets_others_run(lambda: attend_in_c(*arguments))
 
 
 def one_row(span, row):

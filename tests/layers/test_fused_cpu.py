@@ -16,6 +16,7 @@ from foredraft.layers.attention import SelfAttention
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.rotary import Rotary, rotate
 from foredraft.layers.row_kernels import kernels_for
+from testing.interpreter_lock import lets_others_run
 
 CPU = torch.device("cpu")
 ALL = range(len(KERNELS))
@@ -118,6 +119,22 @@ def test_angles(factor):
         want = torch.cat((first * own, own), 1) * factor
         torch.testing.assert_close(got[:, 0].double(), want, rtol=0, atol=2 * ULP)
     assert rotary.angles(positions, torch.bfloat16)[0].dtype == torch.bfloat16
+
+
+def test_angles_of_a_long_prompt():
+    """Shared by threads, they are those of rows alone; other threads of Python run meanwhile."""
+    positions, frequencies = torch.arange(20_000), Rotary(rope(), 64, CPU)._frequencies
+    alone = [fused_cpu.angles(one[None], frequencies, 1.3) for one in positions[::997]]
+    _kernels.set_num_threads(3)
+    try:
+        found = fused_cpu.angles(positions, frequencies, 1.3)
+    finally:
+        _kernels.set_num_threads(1)
+    for both, ones in zip(found, zip(*alone, strict=True), strict=True):
+        assert torch.equal(both[::997], torch.cat(ones))
+    # Beside the kernel's own, torch's operations let other threads run.
+    addresses = [tensor.data_ptr() for tensor in (positions, frequencies, *found)]
+    assert lets_others_run(lambda: _kernels.angles(*addresses, 20_000, 32, 1.3))
 
 
 @pytest.mark.parametrize("kernel", ALL)
