@@ -17,7 +17,7 @@ SKINNY_ROWS = 64  # maximum number of rows of a skinny GEMM
 PART_ROWS = 128  # up to which halves of columns are faster by our kernels than by cuBLAS
 # Up to which one program adds up both halves, where columns are few: each half alone would write
 # and read float32.
-_HALVES_ROWS = 1024
+_SUMMED_ROWS = 1024
 # With fewer outputs, programs that each take all columns are too few to keep the memory busy.
 _NARROW = 6144
 _LEAST_CUT = 2048  # columns from which on cutting them is worth adding up
@@ -93,15 +93,23 @@ def multiply_in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torc
     return out
 
 
-def adds_halves(weight: torch.Tensor, num_rows: int) -> bool:
-    """Returns whether `multiply_halves` is fastest for so many rows of a weight in two parts."""
-    return PART_ROWS < num_rows <= _HALVES_ROWS and weight.shape[1] < _LONG
+def sums_parts(weight: torch.Tensor, num_rows: int) -> bool:
+    """Returns whether `multiply_parts` is fastest for so many rows of a weight in two parts."""
+    return PART_ROWS < num_rows <= _SUMMED_ROWS and weight.shape[1] < _LONG
 
 
-def multiply_halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Computes x W^T, rounded as the sum of two parts is; [rows, outputs]."""
+def multiply_parts(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int
+) -> torch.Tensor:
+    """Computes x W^T + b, [rows, outputs]; a program adds up one part of the columns after the
+    other, then the sums in their order.
+
+    Args:
+        parts: Number of parts, each a multiple of 128 columns unless it is the only one.
+    """
     out = x.new_empty((x.shape[0], weight.shape[0]))
-    _multiply_tiled(x, weight, None, out, halves=True)
+    if out.numel():
+        _multiply_tiled(x, weight, bias, out, parts)
     return out
 
 
@@ -140,7 +148,7 @@ def _multiply_tiled(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    halves: bool = False,
+    summed: int = 1,
 ) -> None:
     from foredraft.layers import exact_gemm_kernels as kernels
 
@@ -156,8 +164,9 @@ def _multiply_tiled(
     added = x if bias is None else bias
     if not uses_engine:
         kernels.multiply_tiles[(programs,)](
-            x, weight, added, out, rows, outputs, inputs, EVEN=inputs % block_k == 0, **settings
-        )
+            x, weight, added, out, rows, outputs, inputs, EVEN=inputs % block_k == 0, SUMMED=summed,
+            **settings,
+        )  # fmt: skip
         return
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -165,8 +174,8 @@ def _multiply_tiled(
     kernels.multiply_blocks[(programs, parts)](
         TensorDescriptor.from_tensor(x, [block_m, block_k]),
         TensorDescriptor.from_tensor(weight, [block_n, block_k]),
-        added, out, rows, outputs, inputs // max(parts, 1 + halves), PARTS=out.dim() == 3,
-        HALVES=halves, **settings,
+        added, out, rows, outputs, inputs // max(parts, summed), PARTS=out.dim() == 3,
+        SUMMED=summed, **settings,
     )  # fmt: skip
 
 

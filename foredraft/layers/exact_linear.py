@@ -127,8 +127,8 @@ class ExactMethod(LinearMethod):
     ) -> torch.Tensor:
         """Computes [num_rows, outputs], or float32 [2, num_rows, outputs] still to be added up."""
         parts, num_rows = exact_gemm.num_parts(weight, bias), x.shape[0]
-        if parts > 1 and exact_gemm.adds_halves(weight, num_rows):
-            return exact_gemm.multiply_halves(x, weight)
+        if parts > 1 and exact_gemm.sums_parts(weight, num_rows):
+            return exact_gemm.multiply_parts(x, weight, None, parts)
         most = exact_gemm.SKINNY_ROWS if parts == 1 else exact_gemm.PART_ROWS
         if num_rows > most:
             size = proven_size(num_rows)

@@ -5,13 +5,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from foredraft.layers import exact_gemm
+from foredraft.layers.fp8_cuda import Fp8Method
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes, plain_method
 from foredraft.layers.parameters import Target
 from foredraft.layers.quantized_cpu import TiledMethod
-from foredraft.layers.quantized_cuda import Fp8Method, WordsMethod
 from foredraft.layers.quantized_matrix import ROWS_AT_ONCE, Matrix, dequantize
 from foredraft.layers.stored_weights import StoredMatrix
 from foredraft.layers.weight_scheme import BLOCK, WeightScheme
+from foredraft.layers.words_cuda import WordsMethod
 
 
 class StoredMethod(LinearMethod):

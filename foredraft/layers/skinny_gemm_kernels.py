@@ -6,6 +6,8 @@ by the matrix units.
 import triton
 import triton.language as tl
 
+from foredraft.layers.triton_kernels import silu_times
+
 
 @triton.jit
 def multiply_row(
@@ -95,9 +97,7 @@ def multiply(
     if GATED:
         if HAS_BIAS:
             acc2 += tl.load(bias_ptr + outputs + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-        # Rounded where separate operations would round.
-        gate = acc.to(kind).to(tl.float32)
-        acc = gate / (1.0 + tl.exp(-gate)) * acc2.to(kind).to(tl.float32)
+        acc = silu_times(acc, acc2, kind)
     if PARTS:
         out_ptr += part.to(tl.int64) * rows * outputs
     out = out_ptr + m.to(tl.int64)[:, None] * outputs + n[None, :]

@@ -215,6 +215,12 @@ def activated(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def silu_times(gate, up, kind: tl.constexpr):
+    """silu(gate) * up, rounded to `kind` where separate operations would round."""
+    return activated(gate.to(kind).to(tl.float32), "silu") * up.to(kind).to(tl.float32)
+
+
+@triton.jit
 def gate(
     both_ptr, out_ptr, size, KIND: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):  # fmt: skip

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from foredraft import kernel_launch
-from foredraft.layers import exact_gemm, quantized_cuda
+from foredraft.layers import exact_gemm, fp8_cuda, words_cuda
+from foredraft.layers.fp8_cuda import Fp8Method, quantize_rows
 from foredraft.layers.linear import Linear
-from foredraft.layers.quantized_cuda import Fp8Method, WordsMethod, quantize_rows
 from foredraft.layers.weight_scheme import WeightScheme
+from foredraft.layers.words_cuda import MOST_ROWS, WordsMethod
 from testing.triton_compiled import SHARED, Recorder
 from testing.triton_device import INTERPRETED
 
@@ -32,9 +33,9 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """A card that the launches are for."""
     able = {"launch_pdl": request.param >= 90, "DEPENDENT": request.param >= 90}
     monkeypatch.setattr(kernel_launch, "overlapped", lambda device: able)
-    monkeypatch.setattr(quantized_cuda, "overlapped", lambda device: able)
-    monkeypatch.setattr(exact_gemm, "overlapped", lambda device: able)
-    monkeypatch.setattr(quantized_cuda, "shared_memory", lambda device: SHARED[request.param])
+    for module in (fp8_cuda, words_cuda, exact_gemm):
+        monkeypatch.setattr(module, "overlapped", lambda device: able)
+    monkeypatch.setattr(words_cuda, "shared_memory", lambda device: SHARED[request.param])
     return request.param
 
 
@@ -60,11 +61,11 @@ def layer(outputs: int, dtype: torch.dtype, weight: torch.Tensor, scales: torch.
     return linear
 
 
-@pytest.mark.parametrize("outputs", [4096, 16384])
+@pytest.mark.parametrize("outputs", [4096, 8192, 16384])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 128), (8, 0)])
 def test_words_compile_and_fit(monkeypatch, capability, bits, group, dtype, outputs):
-    from foredraft.layers import quantized_gemm_kernels as kernels
+    from foredraft.layers import words_kernels as kernels
 
     layout = "packed" if bits == 4 else "int8"
     granularity = "group" if group else "channel"
@@ -73,23 +74,24 @@ def test_words_compile_and_fit(monkeypatch, capability, bits, group, dtype, outp
     words = torch.zeros(outputs, INPUTS * bits // 32, dtype=torch.int32)
     scales = torch.zeros(INPUTS // (group or INPUTS), outputs)
     if bits == 4:
-        scales = torch.zeros(2, *scales.shape, dtype=torch.int16)
+        scales = scales.int()
     linear = layer(outputs, dtype, words, scales)
-    recorders = recorded(monkeypatch, kernels, "multiply_words", "dequantize_words")
-    for rows in (1, 17, 64):
+    recorders = recorded(monkeypatch, kernels, "multiply_few", "multiply_some", "dequantize_words")
+    for rows in (1, 16, 32, 64, 128, 256, MOST_ROWS):
         x = torch.zeros(rows, INPUTS, dtype=dtype)
-        method._multiply(linear, x, parts=2 if rows == 1 else 1)
-    method._multiply(linear, x, gated=True)
-    for launch in recorders[0].launches:
+        method._multiply(linear, x, gated=rows in (16, 64, MOST_ROWS) and outputs > 8192)
+    for launch in recorders[0].launches + recorders[1].launches:
         launch["ASM"] = bits == 4  # as on a GPU
     method.dequantized(linear)
+    if outputs == 16384:  # which are not cut into parts
+        recorders.pop(0)
     check_fits(recorders, capability)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("granularity", ["channel", "block"])
 def test_8_bit_floats_compile_and_fit(monkeypatch, capability, granularity, dtype):
-    from foredraft.layers import quantized_gemm_kernels as kernels
+    from foredraft.layers import fp8_kernels as kernels
 
     recorders = recorded(monkeypatch, kernels, "quantize_rows", "multiply_fp8")
     method = Fp8Method(WeightScheme("fp8", 8, granularity))

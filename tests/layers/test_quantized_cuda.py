@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from foredraft.layers import fused
+from foredraft.layers.fp8_cuda import Fp8Method, quantize_rows
 from foredraft.layers.linear import Linear
-from foredraft.layers.quantized_cuda import Fp8Method, WordsMethod, quantize_rows
 from foredraft.layers.quantized_matrix import Matrix, dequantize
 from foredraft.layers.quantizing import quantize
 from foredraft.layers.weight_scheme import WeightScheme
+from foredraft.layers.words_cuda import MOST_ROWS, WordsMethod
 from testing.triton_device import DEVICE, INTERPRETED, needs_gpu, needs_triton, true_casts
 
 pytestmark = [needs_triton, pytest.mark.gpu]
@@ -18,6 +19,7 @@ pytestmark = [needs_triton, pytest.mark.gpu]
 # The interpreter cuts off what bfloat16 does not hold instead of rounding.
 DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
 ROWS = (1, 2, 5, 16, 33, 64)
+WORDS_ROWS = (*ROWS, 100, 130, 300, MOST_ROWS, MOST_ROWS + 1)
 SHAPES = [(72, 512), (40, 384)]
 if not INTERPRETED:
     # Where cuBLAS takes the inputs in one pass for any number of rows.
@@ -92,34 +94,42 @@ def test_products_are_those_of_the_dequantised_weights(name, shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["int4-32", "int4-128", "int8"])
-def test_gated_products_and_products_in_parts(name, dtype):
+def test_gated_products(name, dtype):
     linear, meant = make(name, (144, 1024), dtype, bias=False)
-    for count in ROWS:
+    for count in (1, 16, 33, 64):
         x = rows(count, 1024, dtype)
         want = x.double() @ meant.T
-        parts = linear.method._multiply(linear, x, parts=2)
-        assert parts.shape == (2, count, 144)
-        halves = [x.double()[:, half] @ meant[:, half].T for half in (slice(512), slice(512, None))]
-        for got, half in zip(parts, halves, strict=True):
-            assert float((got.double() - half).norm() / half.norm()) < 1e-5
         gate, up = want[:, :72], want[:, 72:]
         want = gate * torch.sigmoid(gate) * up
         got = linear.gated(x)
         assert float((got.double() - want).norm() / want.norm()) < 6e-3
 
 
+@pytest.mark.parametrize("inputs", [384, 512, 768, 1024, 1536])  # one, two and four parts
+@pytest.mark.parametrize("name", ["int4-32", "int4-128", "int8"])
+def test_inputs_in_parts(name, inputs):
+    linear, meant = make(name, (48, inputs), DTYPES[0])
+    x = rows(64, inputs, DTYPES[0]).repeat(MOST_ROWS // 64 + 1, 1)
+    many = linear(x)
+    want = x.double() @ meant.T + linear.bias.double()
+    for count in (1, 16, 17, 40) if INTERPRETED else (1, 16, 17, 40, 100, 200, MOST_ROWS):
+        got = linear(x[:count].contiguous())
+        assert float((got.double() - want[:count]).norm() / want[:count].norm()) < 4e-3
+        # The interpreter's products are not in the order of the tensor cores.
+        assert INTERPRETED or torch.equal(got, many[:count]), count
+
+
 @needs_gpu
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 14336), (896, 4864), (4864, 896)])
 @pytest.mark.parametrize("name", ["int4-128", "int8"])
-def test_many_rows_have_the_bits_of_few_where_inputs_are_cut(name):
-    linear, meant = make(name, (4096, 4096), torch.bfloat16, bias=False)
-    x = rows(64, 4096, torch.bfloat16).repeat(5, 1)
+def test_many_rows_of_any_matrix_have_the_bits_of_few(name, shape):
+    linear, meant = make(name, shape, torch.bfloat16, bias=False)
+    x = rows(64, shape[1], torch.bfloat16).repeat(17, 1)
     many = linear(x)
     want = x.double() @ meant.T
     assert float((many.double() - want).norm() / want.norm()) < 4e-3
-    for count in ROWS:
-        own = x[:count].contiguous()
-        assert linear.deferred(own).shape == (2, count, 4096)
-        assert torch.equal(linear(own), many[:count])
+    for count in WORDS_ROWS:
+        assert torch.equal(linear(x[:count].contiguous()), many[:count]), count
 
 
 @needs_gpu
@@ -150,9 +160,9 @@ def test_many_rows_have_the_bits_of_few(name, shape, dtype):
     if "block" in name and shape[0] % 128:
         pytest.skip("not whole blocks")
     linear, _ = make(name, shape, dtype)
-    x = rows(64, shape[1], dtype).repeat(5, 1)
+    x = rows(64, shape[1], dtype).repeat(9, 1)
     many = linear(x)
-    for count in ROWS:
+    for count in ROWS if "fp8" in name else WORDS_ROWS:
         assert torch.equal(linear(x[:count].contiguous()), many[:count])
 
 
@@ -160,7 +170,7 @@ def test_many_rows_have_the_bits_of_few(name, shape, dtype):
 @pytest.mark.parametrize("count", [1, 64, 65])  # of more than 64 a program has several parts
 def test_rows_as_8_bit_floats(count, size, monkeypatch):
     true_casts(monkeypatch)
-    x = torch.cat([rows(64, 384, torch.float16)] * 2)[:count].contiguous()
+    x = rows(64, 384, torch.float16).repeat(2, 1)[:count].contiguous()
     numbers, scales = quantize_rows(x, size)
     parts = x.float().view(count, -1, size or 384)
     want = parts.abs().amax(2) / 448

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from foredraft.kernel_launch import power_of_two
-from foredraft.layers.quantized_cuda import WordsMethod
 from foredraft.layers.weight_scheme import WeightScheme
+from foredraft.layers.words_cuda import MOST_ROWS, WordsMethod
 
 SCHEMES = [
     WeightScheme("packed", 4, "group", 64, has_zeros=True),
@@ -17,18 +16,17 @@ SCHEMES = [
 @pytest.mark.parametrize("room", [232448, 166912, 101376])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_no_tile_needs_more_shared_memory_than_a_card_has(scheme: WeightScheme, room: int) -> None:
-    """An H200, an A100 and an RTX 4090.
-
-    An H200 refuses three stages of 64 outputs, 64 rows and units of 64 words of 4-bit numbers:
-    Triton asks for 233,472 bytes.
-    """
+    """An H200, an A100 and an RTX 4090."""
     for outputs in (4096, 28672):
         method = WordsMethod(scheme, 4096, outputs, torch.bfloat16)
-        for rows in (1, 16, 17, 32, 33, 64):
-            block_m = max(8, power_of_two(rows))
-            block_n, _, stages = method._tile(block_m, outputs, False)
-            fitting = method._fitting(stages, block_n, block_m, room)
-            # A stage holds a unit of words, and of x what these words' numbers are multiplied with.
-            operands = 32 // scheme.bits * block_m * 2 + block_n * 4
-            assert 1 <= fitting <= stages
-            assert fitting * method._unit * operands <= room
+        for rows in (1, 16, 17, 32, 33, 64, 65, 256, MOST_ROWS):
+            for is_gated in (False, True):
+                block_m, block_n, warps, stages = method._tile(rows, outputs, is_gated)
+                lines = 2 * block_n if is_gated else block_n
+                fitting = method._fitting(stages, lines, rows, block_m, room)
+                # A stage holds a unit of words, and of x what these words' numbers are multiplied
+                # with; with few rows each warp has its own part. One of them is not under way.
+                operands = 32 // scheme.bits * block_m * 2 + lines * 4
+                units = method._unit * (warps if method._is_few(rows) else 1)
+                assert 1 <= fitting <= stages
+                assert (fitting - 1) * units * operands <= room

@@ -17,11 +17,12 @@ from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.conversions import make_exact
 from foredraft.layers.exact_linear import Proofs
+from foredraft.layers.fp8_cuda import Fp8Method
 from foredraft.layers.linear import CudaMethod, Linear
 from foredraft.layers.quantized import OrderedMethod, UnpackedMethod
-from foredraft.layers.quantized_cuda import Fp8Method, WordsMethod
 from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import WeightScheme
+from foredraft.layers.words_cuda import WordsMethod
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel
 from foredraft.parallel.group import SINGLE, Group

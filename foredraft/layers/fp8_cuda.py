@@ -1,0 +1,195 @@
+"""Multiplies weights of 8-bit floats on NVIDIA GPUs.
+
+Each row of x is scaled by its largest magnitude and rounded to 8 bits. The 8-bit numbers are
+multiplied, and the scales applied last: the same arithmetic for any number of rows.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
+from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
+from foredraft.layers.quantized_matrix import Matrix
+from foredraft.layers.weight_scheme import BLOCK, WeightScheme
+
+MOST_ROWS = 64  # maximum rows of the kernels that read weights once for all rows
+_WIDE = 16384  # outputs from which on programs of 64 outputs fill an H200
+_BLOCK_N = 64  # outputs of a program of the kernel for 8-bit floats
+_COLUMNS = 2048  # columns of a program that rounds many rows to 8-bit floats
+# With scales by blocks the library takes multiples of so many rows of x, and of so many inputs:
+# with other inputs it takes scales from wrong places.
+_ROW_MULTIPLE, _INPUT_MULTIPLE = 16, 512
+_LEAST_ROWS = 128  # with fewer it cuts the inputs of some matrices into parts
+# Compute capabilities: the first that multiplies 8-bit floats, and the range in which our kernel
+# gives the library's bits.
+_FIRST_FP8, _FIRST_KERNEL, _AFTER_KERNEL = (8, 9), (9, 0), (10, 0)
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.contiguous(), requires_grad=False)
+
+
+def _are_few(x: torch.Tensor) -> bool:
+    """Returns whether these rows are for the kernels that read weights once."""
+    return 0 < x.shape[0] <= MOST_ROWS and not VARIANTS.are_few
+
+
+class Fp8Method(LinearMethod):
+    """Keeps weights as 8-bit floats, and rounds x to 8-bit floats too.
+
+    A row of x has one scale, or one for each 128 columns where the weights' scales are by blocks.
+
+    Parameters of the layer: `weight` float8_e4m3fn [outputs, inputs]; `scales` float32 [1,
+    outputs], or [outputs / 128, inputs / 128].
+    """
+
+    def __init__(self, scheme: WeightScheme) -> None:
+        self._by_blocks = scheme.granularity == "block"
+        self.is_exact = False
+
+    @staticmethod
+    def takes(matrix: Matrix, scheme: WeightScheme) -> bool:
+        """Returns whether device and kernels support matrices of this format and size."""
+        if scheme.layout != "fp8":
+            return False
+        num_outputs, num_inputs = matrix.numbers.shape
+        capability = torch.cuda.get_device_capability(matrix.numbers.device)
+        if scheme.granularity == "block":
+            # Matrices that are stacked must each begin with a new block.
+            blocks = _block_scales(matrix)
+            is_even = num_outputs % BLOCK == 0 and torch.equal(
+                blocks.repeat_interleave(BLOCK, 0), matrix.scales
+            )
+            return is_even and num_inputs % _INPUT_MULTIPLE == 0 and _has_kernel(capability)
+        return num_outputs % 16 == 0 and num_inputs % BLOCK == 0 and capability >= _FIRST_FP8
+
+    def set_matrix(self, linear: Linear, matrix: Matrix) -> None:
+        """Stores the weights in the layer."""
+        linear.weight = _parameter(matrix.numbers)
+        scales = _block_scales(matrix) if self._by_blocks else matrix.scales.view(1, -1)
+        linear.scales = _parameter(scales)
+        self.is_exact = _has_kernel(torch.cuda.get_device_capability(matrix.numbers.device))
+
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        if self.is_exact and _are_few(x):
+            return self._multiply(linear, x)
+        # The library gives the kernel's bits: it too makes one pass over the inputs, with the same
+        # short sums in the tensor cores.
+        out = (self._scaled_blocks if self._by_blocks else _scaled_rows)(linear, x).to(x.dtype)
+        return out if linear.bias is None else out.add_(linear.bias)
+
+    def apply_gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor | None:
+        """See LinearMethod."""
+        return self._multiply(linear, x, gated=True) if self.is_exact and _are_few(x) else None
+
+    def _multiply(self, linear: Linear, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
+        from foredraft.layers import fp8_kernels as kernels
+
+        rows, scales = quantize_rows(x, BLOCK if self._by_blocks else 0)
+        count, inputs = len(rows), linear.num_inputs
+        outputs = linear.num_outputs // 2 if gated else linear.num_outputs
+        out = torch.empty((count, outputs), dtype=x.dtype, device=x.device)
+        block_m = max(16, power_of_two(count))
+        unroll, block_k, stages = _fp8_tile(self._by_blocks, outputs, inputs, block_m, gated)
+        kernels.multiply_fp8[(-(-outputs // _BLOCK_N),)](
+            rows, scales, linear.weight, linear.scales, out if linear.bias is None else linear.bias,
+            out, count, outputs, inputs, BLOCKS=self._by_blocks,
+            HAS_BIAS=linear.bias is not None, GATED=gated, UNROLL=unroll, BLOCK_N=_BLOCK_N,
+            BLOCK_M=block_m, BLOCK_K=block_k, num_warps=4, num_stages=stages,
+            **overlapped(x.device),
+        )  # fmt: skip
+        return out
+
+    def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
+        """See LinearMethod."""
+        size = _block_rows(num_rows) if self._by_blocks else num_rows
+        groups = linear.num_inputs // BLOCK if self._by_blocks else 1
+        rounded = size * (linear.num_inputs + 4 * groups)
+        padded = size * linear.num_inputs * itemsize if self._by_blocks and size > num_rows else 0
+        result = size * linear.num_outputs * itemsize
+        # The library gives bfloat16, from which other types are made.
+        return ProductBytes(result, max(rounded + padded, result))
+
+    @staticmethod
+    def _scaled_blocks(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        count = x.shape[0]
+        size = _block_rows(count)
+        wide = F.pad(x, (0, 0, 0, size - count)) if size > count else x
+        rows, scales = quantize_rows(wide, BLOCK)
+        return torch._scaled_mm(
+            rows, linear.weight.t(), scale_a=scales.t(), scale_b=linear.scales.t(),
+            out_dtype=torch.bfloat16,
+        )[:count]  # fmt: skip
+
+
+def _fp8_tile(
+    by_blocks: bool, outputs: int, inputs: int, block_m: int, gated: bool
+) -> tuple[int, int, int]:
+    """Returns blocks and inputs of an iteration, and stages: the fastest of a sweep on an H200.
+
+    Narrow matrices have few programs; each must have more loads in flight.
+    """
+    if by_blocks:
+        if outputs < _WIDE and not gated:
+            return 4, BLOCK, 3 if block_m > 32 else 4
+        return 1, BLOCK, 6 if gated and block_m == 16 else 4
+    if outputs >= _WIDE:
+        return 1, BLOCK, 8
+    if gated:
+        return 1, BLOCK, 8 if block_m == 16 else 4
+    if inputs % (2 * BLOCK):
+        return 1, BLOCK, 8
+    return 1, 2 * BLOCK, 8 if block_m == 16 else 6
+
+
+def _block_rows(count: int) -> int:
+    """Returns the number of rows that the library computes with blocks: a multiple of 16, and not
+    so few that it cuts the inputs into parts.
+    """
+    return max(_LEAST_ROWS, -(-count // _ROW_MULTIPLE) * _ROW_MULTIPLE)
+
+
+def _scaled_rows(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    rows, scales = quantize_rows(x)
+    return torch._scaled_mm(
+        rows, linear.weight.t(), scale_a=scales.t(), scale_b=linear.scales,
+        out_dtype=torch.bfloat16, use_fast_accum=True,
+    )  # fmt: skip
+
+
+def _block_scales(matrix: Matrix) -> torch.Tensor:
+    """Returns one row of scales for each block of outputs, [outputs / 128, groups]."""
+    return matrix.scales[::BLOCK]
+
+
+def _has_kernel(capability: tuple[int, int]) -> bool:
+    return _FIRST_KERNEL <= capability < _AFTER_KERNEL
+
+
+def quantize_rows(x: torch.Tensor, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Converts rows to 8-bit floats with scales.
+
+    Args:
+        x: [n, inputs], rows to convert.
+        size: Number of columns that share a scale, a divisor of the inputs; 0 for whole rows.
+
+    Returns:
+        float8_e4m3fn [n, inputs], and scales float32 [inputs / size, n].
+    """
+    from foredraft.layers import fp8_kernels as kernels
+
+    count, inputs = x.shape
+    size = size or inputs
+    out = torch.empty((count, inputs), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((inputs // size, count), dtype=torch.float32, device=x.device)
+    if count:
+        block = power_of_two(size)
+        # Few rows are spread over more programs; many would be too many programs of 128 numbers.
+        parts = max(1, _COLUMNS // block) if count > MOST_ROWS else 1
+        kernels.quantize_rows[(count, -(-(inputs // size) // parts))](
+            x, out, scales, size, inputs, count, PARTS=parts, BLOCK=block,
+            num_warps=min(16, max(1, parts * block // 512)), **overlapped(x.device),
+        )  # fmt: skip
+    return out, scales

@@ -1,0 +1,208 @@
+"""Multiplies weights of 4 and 8 bits on NVIDIA GPUs, with the same arithmetic for any number of
+rows.
+
+(number - zero) * scale is rounded to the activations' type, then multiplied like a plain weight. Up
+to `MOST_ROWS` rows the kernels do this in registers; for more the whole matrix is dequantised for
+each product.
+"""
+
+import torch
+from torch import nn
+
+from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
+from foredraft.layers import exact_gemm
+from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
+from foredraft.layers.quantized_matrix import Matrix
+from foredraft.layers.weight_scheme import WeightScheme
+
+MOST_ROWS = 512  # maximum rows of the kernels that dequantise in registers
+_FEW_ROWS = 32  # up to which the parts of the inputs are summed up side by side
+_UNITS = (32, 16)  # words of a unit, see `words_kernels`
+_PARTS = (4, 2, 1)  # parts of the inputs
+_WIDE = 16384  # outputs from which on there are programs enough that have all inputs
+_MANY = 6144  # outputs from which on programs of twice as many are faster
+_PART_MULTIPLE = (
+    128  # inputs of a part are a multiple of this: tiles of dequantised weights are whole
+)
+_H200_SHARED = 232448
+
+
+class WordsMethod(LinearMethod):
+    """Keeps integers of 4 or 8 bits in int32 words.
+
+    `words_kernels` describes their order.
+
+    Parameters of the layer: `weight` int32 [outputs, inputs * bits / 32]; `scales` float32 [groups,
+    outputs], or with 4 bits int32 [groups, outputs], which hold zero points too.
+    """
+
+    is_exact = True
+
+    def __init__(
+        self, scheme: WeightScheme, num_inputs: int, num_outputs: int, dtype: torch.dtype
+    ) -> None:
+        self._bits, self._dtype = scheme.bits, dtype
+        self._group = scheme.group_size or num_inputs
+        self._unit, self._parts = _cuts(scheme, num_inputs, num_outputs)
+
+    @staticmethod
+    def takes(matrix: Matrix, scheme: WeightScheme, dtype: torch.dtype) -> bool:
+        """Returns whether the kernels support matrices of this format and size."""
+        if scheme.layout == "fp8" or dtype not in (torch.bfloat16, torch.float16):
+            return False
+        num_outputs, num_inputs = matrix.numbers.shape
+        if not _cuts(scheme, num_inputs, num_outputs)[0]:
+            return False
+        is_centred = matrix.zeros is None or bool((matrix.zeros == 128).all())
+        return scheme.bits == 4 or is_centred
+
+    def set_matrix(self, linear: Linear, matrix: Matrix) -> None:
+        """Stores the weights in the layer."""
+        numbers, bits = matrix.numbers, self._bits
+        if numbers.dtype == torch.int8:
+            numbers = (numbers.short() + 128).to(torch.uint8)
+        num_outputs, num_inputs = numbers.shape
+        planes = 32 // bits
+        units = numbers.view(num_outputs, -1, planes, self._unit)
+        words = units[:, :, 0].int()
+        for plane in range(1, planes):
+            words |= units[:, :, plane].int() << bits * plane
+        linear.weight = _parameter(words.view(num_outputs, num_inputs // planes))
+        scales = matrix.scales.t()
+        if bits == 8:
+            linear.scales = _parameter(scales.contiguous().float())
+            return
+        assert matrix.zeros is not None
+        base = 1024 if self._dtype == torch.float16 else 128
+        zeros = -(matrix.zeros.t().float() + base)
+        low, high = (
+            half.to(self._dtype).contiguous().view(torch.int16).int() for half in (scales, zeros)
+        )
+        linear.scales = _parameter(low & 0xFFFF | high << 16)
+
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        if _fits_registers(x):
+            return self._multiply(linear, x)
+        return exact_gemm.multiply_parts(x, self.dequantized(linear), linear.bias, self._parts)
+
+    def apply_gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor | None:
+        """See LinearMethod."""
+        return self._multiply(linear, x, gated=True) if _fits_registers(x) else None
+
+    def _multiply(self, linear: Linear, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
+        from foredraft.layers import words_kernels as kernels
+
+        rows, words = x.shape[0], linear.weight.shape[1]
+        outputs = linear.num_outputs // 2 if gated else linear.num_outputs
+        out = x.new_empty((rows, outputs))
+        is_few = self._is_few(rows)
+        block_m, block_n, warps, stages = self._tile(rows, outputs, gated)
+        lines = 2 * block_n if gated else block_n
+        stages = self._fitting(stages, lines, rows, block_m, shared_memory(x.device))
+        row_blocks, column_blocks = -(-rows // block_m), -(-outputs // block_n)
+        kernel = kernels.multiply_few if is_few else kernels.multiply_some
+        kernel[(column_blocks,) if is_few else (row_blocks, column_blocks)](
+            x, linear.weight, linear.scales, x if linear.bias is None else linear.bias, out,
+            rows, outputs, words, BITS=self._bits,
+            GROUP=0 if self._group == linear.num_inputs else self._group, UNIT=self._unit,
+            PARTS=self._parts, HAS_BIAS=linear.bias is not None, GATED=gated, BLOCK_N=block_n,
+            BLOCK_M=block_m, ASM=self._bits == 4 and x.is_cuda, num_warps=warps,
+            num_stages=stages, **overlapped(x.device),
+        )  # fmt: skip
+        return out
+
+    def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
+        """See LinearMethod."""
+        weight = linear.num_outputs * linear.num_inputs * itemsize
+        return ProductBytes(num_rows * linear.num_outputs * itemsize, weight)
+
+    def _is_few(self, rows: int) -> bool:
+        """Returns whether the parts are summed up side by side, each by a warp."""
+        return self._parts > 1 and rows <= _FEW_ROWS
+
+    def _tile(self, rows: int, outputs: int, gated: bool) -> tuple[int, int, int, int]:
+        """Returns a program's rows and outputs, warps and stages: the fastest of a sweep on an
+        H200 over the matrices of Llama-3.1-8B.
+        """
+        block_m = max(8, power_of_two(rows))
+        if self._is_few(rows):
+            return block_m, 64 if outputs >= _MANY and not gated else 32, self._parts, 3
+        if self._parts == 1:
+            return min(block_m, 128), 64, 8 if block_m > 16 else 4, 4 if block_m == 16 else 3
+        if rows <= 128:
+            return 32 if rows <= 64 else 64, 64, 4, 3
+        return 128 if rows > 256 or outputs >= _MANY else 64, 128, 8, 3
+
+    def _fitting(self, stages: int, lines: int, rows: int, block_m: int, room: int) -> int:
+        """Limits the number of stages to what shared memory holds.
+
+        A stage holds a unit of x, its words and their factors, with few rows one of each part. One
+        stage fewer is under way at a time; of x another is being read by the matrix units.
+
+        Args:
+            stages: Number of stages wanted.
+            lines: Outputs of W that a program reads.
+            rows: Rows of x.
+            block_m: Rows of a program.
+            room: Bytes of shared memory that a program may use.
+        """
+        inputs = self._unit * (32 // self._bits)
+        x = inputs * block_m * self._dtype.itemsize
+        stage = x + (self._unit + max(1, inputs // self._group)) * lines * 4
+        if self._is_few(rows):
+            stage, x = stage * self._parts, 0
+        return max(1, min(stages, (room - x) // stage + 1))
+
+    def dequantized(self, linear: Linear) -> torch.Tensor:
+        """Returns the weights [outputs, inputs] in the activations' data type."""
+        from foredraft.layers import words_kernels as kernels
+
+        outputs, inputs = linear.num_outputs, linear.num_inputs
+        out = torch.empty((outputs, inputs), dtype=self._dtype, device=linear.weight.device)
+        block_n = 32
+        grid = (-(-outputs // block_n), inputs * self._bits // 32 // self._unit)
+        kernels.dequantize_words[grid](
+            linear.weight, linear.scales, out, outputs, inputs,
+            BITS=self._bits, GROUP=self._group, UNIT=self._unit, BLOCK_N=block_n,
+        )  # fmt: skip
+        return out
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.contiguous(), requires_grad=False)
+
+
+def _fits_registers(x: torch.Tensor) -> bool:
+    return 0 < x.shape[0] <= MOST_ROWS and not VARIANTS.are_few
+
+
+def shared_memory(device: torch.device) -> int:
+    """Returns the bytes of shared memory that a program may use; an H200's for other devices than
+    GPUs.
+    """
+    if device.type != "cuda":
+        return _H200_SHARED
+    properties = torch.cuda.get_device_properties(device)
+    return int(
+        getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    )
+
+
+def _cuts(scheme: WeightScheme, num_inputs: int, num_outputs: int) -> tuple[int, int]:
+    """Returns the words of a unit and the number of parts of the inputs; zeros where none fit.
+
+    Units must divide a part evenly, and each plane of a unit must lie in one group of scales.
+    """
+    group = scheme.group_size or num_inputs
+    planes = 32 // scheme.bits
+    for parts in (1,) if num_outputs >= _WIDE else _PARTS:
+        share, rest = divmod(num_inputs, parts)
+        if rest or num_inputs % group or (parts > 1 and share % _PART_MULTIPLE):
+            continue
+        if parts > 1 and group < num_inputs and share % group:
+            continue
+        for unit in _UNITS:
+            if share % (unit * planes) == 0 and group % unit == 0:
+                return unit, parts
+    return 0, 0
