@@ -80,11 +80,7 @@ def main() -> int:
     for other in found.others[:SHOWN]:
         print(json.dumps(other))
     print(*found.failures[:SHOWN], sep="\n")
-    print(
-        f"{found.compared.total()} answers compared, {len(found.others)} others than plain"
-        f" decoding's, {len(found.failures)} failures; the draft was killed {found.kills} times,"
-        f" {restarts} restarts"
-    )
+    print(f"{found}, {restarts} restarts")
     return int(bool(found.others or found.failures))
 
 
@@ -127,9 +123,15 @@ async def load(
                     os.kill(state.pid, signal.SIGKILL)
                     found.kills += 1
 
+    async def reporter() -> None:
+        while time.monotonic() + 60 < end:
+            await asyncio.sleep(60)
+            print(f"{(end - time.monotonic()) / 60:.0f} minutes left: {found}", flush=True)
+
     async with asyncio.TaskGroup() as group:
         for number in range(arguments.clients):
             group.create_task(client(number))
+        group.create_task(reporter())
         if arguments.kill_every:
             group.create_task(killer())
 

@@ -60,6 +60,12 @@ class Findings:
     failures: list[str] = field(default_factory=list)
     kills: int = 0
 
+    def __str__(self) -> str:
+        return (
+            f"{self.compared.total()} answers compared, {len(self.others)} others than plain"
+            f" decoding's, {len(self.failures)} failures; the draft was killed {self.kills} times"
+        )
+
 
 def requests(count: int, seed: int) -> list[Ask]:
     """Different requests of every kind, each with a seed of its own."""

@@ -180,6 +180,7 @@ def _texts(
         "max_total_tokens": 32768,
         "context_length": family.context,
         "max_running_requests": args.batch,
+        "max_queued_requests": 2 * len(jobs),
         "draft_step_timeout": 60.0,
         **family.flags,
     }

@@ -119,7 +119,10 @@ def family_of(name: str, folder: Path, num_layers: int) -> Family:
         return Family(target, {"NGRAM": {}, **drafts}, {}, min(1024, context))
     config = {**RANDOM[name], "num_hidden_layers": num_layers}
     target = _written(folder / "target", config)
-    head = _written(folder / "eagle3", {**EAGLE3_8B, **{key: config[key] for key in WIDTHS}})
+    last = num_layers - 1  # the streams that a head reads by default need more layers
+    layers = {"eagle_aux_hidden_state_layer_ids": [min(2, last), num_layers // 2, max(1, last - 2)]}
+    widths = {key: config[key] for key in WIDTHS}
+    head = _written(folder / "eagle3", {**EAGLE3_8B, **widths, **layers})
     dummy = {"speculative_draft_load_format": "dummy"}
     # The target itself as a draft: much of what it proposes is accepted.
     drafts = {
