@@ -12,6 +12,11 @@ static PyMethodDef *const tables[] = {
     attention_methods,
 };
 
+static const struct {
+    const char *name;
+    long value;
+} constants[] = {{"ATTENTION_BLOCK", BLOCK}, {"MOST_THREADS", MOST_THREADS}, {"TILE", TILE}};
+
 static const char *const names[NUM_ISAS] = {"avx512", "avx2", "portable"};
 Isa isas[NUM_ISAS];
 int num_isas;
@@ -49,6 +54,19 @@ int kernel_exists(long long kernel) {
     return 0;
 }
 
+/* Adds KERNELS, the names of this CPU's instruction sets. */
+static int add_names(PyObject *self) {
+    PyObject *found = PyTuple_New(num_isas);
+    int is_good = found != NULL;
+    for (int i = 0; is_good && i < num_isas; i++) {
+        PyObject *name = PyUnicode_FromString(names[isas[i]]);
+        is_good = name && PyTuple_SetItem(found, i, name) == 0;
+    }
+    is_good = is_good && PyModule_AddObjectRef(self, "KERNELS", found) == 0;
+    Py_XDECREF(found);
+    return is_good;
+}
+
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "_kernels", "Kernels for few rows on a CPU.", -1, NULL,
     NULL, NULL, NULL, NULL,
@@ -59,24 +77,15 @@ PyMODINIT_FUNC PyInit__kernels(void) {
     if (!self)
         return NULL;
     find_isas();
-    for (size_t i = 0; i < sizeof(tables) / sizeof(*tables); i++)
-        if (PyModule_AddFunctions(self, tables[i]) < 0)
-            goto failed;
-    PyObject *found = PyTuple_New(num_isas);
-    for (int i = 0; found && i < num_isas; i++)
-        PyTuple_SET_ITEM(found, i, PyUnicode_FromString(names[isas[i]]));
-    if (!found || PyModule_AddObject(self, "KERNELS", found) < 0
-        || PyModule_AddIntConstant(self, "ATTENTION_BLOCK", BLOCK) < 0
-        || PyModule_AddIntConstant(self, "TILE", TILE) < 0) {
-        Py_XDECREF(found);
-        goto failed;
-    }
-    if (pool_init() < 0) {
+    int is_good = pool_init() == 0;
+    if (!is_good)
         PyErr_NoMemory();
-        goto failed;
-    }
-    return self;
-failed:
+    for (size_t i = 0; is_good && i < sizeof(tables) / sizeof(*tables); i++)
+        is_good = PyModule_AddFunctions(self, tables[i]) == 0;
+    for (size_t i = 0; is_good && i < sizeof(constants) / sizeof(*constants); i++)
+        is_good = PyModule_AddIntConstant(self, constants[i].name, constants[i].value) == 0;
+    if (is_good && add_names(self))
+        return self;
     Py_DECREF(self);
     return NULL;
 }

@@ -3,6 +3,7 @@ import numpy.typing as npt
 
 KERNELS: tuple[str, ...]
 ATTENTION_BLOCK: int
+MOST_THREADS: int
 TILE: int
 
 def set_num_threads(number: int, /) -> None: ...

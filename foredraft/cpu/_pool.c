@@ -20,7 +20,6 @@
 #include <stdatomic.h>
 #include <time.h>
 
-#define MOST_THREADS 256
 #define SPIN_NS 100000 /* the longest pause between products of a step, with some left over */
 #define PLACES 0xffff
 

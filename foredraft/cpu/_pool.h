@@ -2,6 +2,8 @@
 #ifndef FOREDRAFT_CPU_POOL_H
 #define FOREDRAFT_CPU_POOL_H
 
+#define MOST_THREADS 256
+
 /* Calls `work(argument)` in this thread and in at most `num_threads` - 1 others at once; returns
  * when all are back. `work` must share its work out by a counter of its own (C11 atomics), until
  * there is none: other threads may come late or not at all, for instance because a job of another

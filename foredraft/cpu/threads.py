@@ -9,7 +9,6 @@ import torch
 
 from foredraft.cpu import _kernels
 
-MOST_OWN_THREADS = 256  # that `_pool.c` keeps
 FEW_ROWS = 64  # up to which our own products are about as fast as oneDNN's, or faster
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -27,7 +26,7 @@ def use_threads(number: int) -> None:
     global _num_threads
     _num_threads = number
     torch.set_num_threads(number)
-    _kernels.set_num_threads(min(number, MOST_OWN_THREADS))
+    _kernels.set_num_threads(min(number, _kernels.MOST_THREADS))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foredraft.cpu import _kernels, threads
-from foredraft.cpu.threads import FEW_ROWS, MOST_OWN_THREADS, num_cores, threads_for, use_threads
+from foredraft.cpu.threads import FEW_ROWS, num_cores, threads_for, use_threads
 
 ALONE = """
 import os
@@ -34,11 +34,11 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _kernels.set_num_threads(before[1])
 
 
-@pytest.mark.parametrize("number", [1, 2, MOST_OWN_THREADS, MOST_OWN_THREADS + 1, 512])
+@pytest.mark.parametrize("number", [1, 2, _kernels.MOST_THREADS, _kernels.MOST_THREADS + 1, 512])
 def test_any_number_of_cores_is_taken(number: int) -> None:
     use_threads(number)
     assert torch.get_num_threads() == number
-    assert _kernels.get_num_threads() == min(number, MOST_OWN_THREADS)
+    assert _kernels.get_num_threads() == min(number, _kernels.MOST_THREADS)
 
 
 @pytest.mark.skipif(
