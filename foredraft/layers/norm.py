@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
             out: Result of [num_rows, size]; may be a part of wider rows. None allocates it.
         """
         weight = self.weight
-        if (kernels := kernels_for(x, weight)) is not None:
+        if (kernels := kernels_for(x, weight, out)) is not None:
             return kernels.rms_norm(x, weight, self.eps, self.full_precision, out)
         result = self._norm(x)
         return result if out is None else out.copy_(result)
@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
         Both may be parts of wider rows.
         """
         weight = self.weight
-        if (kernels := kernels_for(table, weight)) is not None:
+        if (kernels := kernels_for(table, weight, out, copy)) is not None:
             eps, full = self.eps, self.full_precision
             kernels.norm_of_rows(table, rows, weight, eps, full, out, copy)
             return
@@ -86,7 +86,8 @@ class RMSNorm(nn.Module):
             group: Ranks whose deltas are added up first.
         """
         weight = self.weight
-        if (kernels := kernels_for(stream, weight)) is not None:
+        post_weight = None if post is None else post.weight
+        if (kernels := kernels_for(stream, weight, delta, post_weight, copy)) is not None:
             first = None if post is None else (post.weight, post.eps)
             return kernels.add_norm(
                 stream, delta, weight, self.eps, self.full_precision, first, copy, group

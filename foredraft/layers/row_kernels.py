@@ -58,12 +58,15 @@ class RowKernels(Protocol):
 
 
 def kernels_for(
-    x: torch.Tensor, *others: torch.Tensor, dtype: torch.dtype = torch.float32
+    x: torch.Tensor, *others: torch.Tensor | None, dtype: torch.dtype = torch.float32
 ) -> RowKernels | None:
-    """Returns the kernels for some tensors of one device; None where layers use torch's own
-    operations, which is on a CPU with any type but float32.
+    """Returns the kernels for some tensors of one device.
+
+    On a CPU they take float32 whose last dimension lies in one piece; for others it is None, and
+    layers use torch's own operations.
 
     Args:
+        others: All other tensors that the kernel reads or writes floats of; None for absent ones.
         dtype: Type of the result, where the tensors do not say it.
     """
     if fused.on_gpu(x):
@@ -71,6 +74,8 @@ def kernels_for(
     if dtype is not torch.float32:
         return None
     for tensor in (x, *others):
-        if tensor.dtype is not torch.float32 or not tensor.is_cpu:
+        if tensor is not None and not (
+            tensor.dtype is torch.float32 and tensor.is_cpu and tensor.stride(-1) == 1
+        ):
             return None
     return fused_cpu

@@ -2,6 +2,7 @@
 company.
 """
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -278,3 +279,31 @@ def test_modules_choose_by_type():
         torch.testing.assert_close(
             norm(x).double(), norm64(x, norm.weight, 1e-5), rtol=tolerance, atol=tolerance
         )
+
+
+def test_modules_write_to_any_type():
+    norm, post = (RMSNorm(40, 1e-5, True, torch.float32, CPU) for _ in range(2))
+    for number, one in enumerate((norm, post)):
+        one.weight.copy_(1 + 0.3 * random(40, seed=number))
+    x, delta, rows = random(3, 40), random(40, 3, seed=5).t(), torch.tensor([2, 0, 2])
+    places = [
+        torch.zeros(40, 3).t(),
+        torch.zeros(3, 40, dtype=torch.float64),
+        torch.zeros(3, 80)[:, ::2],
+    ]
+    for out, copy in itertools.permutations(places, 2):
+        norm(x, out)
+        close(out, norm64(x, norm.weight, 1e-5))
+        norm.of_rows(x, rows, out, copy)
+        close(out, norm64(x[rows], norm.weight, 1e-5))
+        assert torch.equal(copy.float(), x[rows])
+        stream = x.clone()
+        got = norm.add(stream, delta, post, copy)
+        assert torch.equal(copy.float(), stream)
+        torch.testing.assert_close(
+            stream.double(), x.double() + norm64(delta, post.weight, 1e-5), rtol=1e-6, atol=1e-6
+        )
+        close(got, norm64(stream, norm.weight, 1e-5))
+    for strided in places:
+        strided.copy_(x)
+        close(norm(strided.float()), norm64(x, norm.weight, 1e-5))
