@@ -82,6 +82,16 @@ static PyObject *compute(Items items, const void *job, size_t num_rows, size_t s
     Py_RETURN_NONE;
 }
 
+/* Whether all are 0 .. limit - 1; else an exception is set. */
+static int are_below(const char *what, const long long *indices, long long count, long long limit) {
+    for (long long i = 0; i < count; i++)
+        if (indices[i] < 0 || indices[i] >= limit) {
+            PyErr_Format(PyExc_IndexError, "%s %lld of %lld", what, indices[i], limit);
+            return 0;
+        }
+    return 1;
+}
+
 static int read_float(PyObject *number, float *result) {
     double value = PyFloat_AsDouble(number);
     *result = (float)value;
@@ -89,32 +99,36 @@ static int read_float(PyObject *number, float *result) {
 }
 
 static PyObject *norm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    long long n[14];
+    long long n[15];
     Norm job;
-    if (count != 16)
-        return PyErr_Format(PyExc_TypeError, "norm takes 16 arguments, not %zd", count);
-    if (!read_numbers("norm", args, 14, n, 14) || !read_float(args[14], &job.eps)
-        || !read_float(args[15], &job.post_eps) || !kernel_exists(n[13]))
+    if (count != 17)
+        return PyErr_Format(PyExc_TypeError, "norm takes 17 arguments, not %zd", count);
+    if (!read_numbers("norm", args, 15, n, 15) || !read_float(args[15], &job.eps)
+        || !read_float(args[16], &job.post_eps) || !kernel_exists(n[14]))
         return NULL;
     job = (Norm){(float *)n[0], (float *)n[1], (float *)n[2], (float *)n[3], (float *)n[4],
-                 (float *)n[5], (long long *)n[6], n[7], n[8], n[9], n[10], n[12],
+                 (float *)n[5], (long long *)n[6], n[8], n[9], n[10], n[11], n[13],
                  job.eps, job.post_eps};
-    return compute(all[isas[n[13]]].norm, &job, n[11], n[12]);
+    if (job.picked && !are_below("row", job.picked, n[12], n[7]))
+        return NULL;
+    return compute(all[isas[n[14]]].norm, &job, n[12], n[13]);
 }
 
 static PyObject *rotate_and_store(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    long long n[14];
+    long long n[15];
     Rotation job;
-    if (count != 15)
-        return PyErr_Format(PyExc_TypeError, "rotate_and_store takes 15 arguments, not %zd",
+    if (count != 16)
+        return PyErr_Format(PyExc_TypeError, "rotate_and_store takes 16 arguments, not %zd",
                             count);
-    if (!read_numbers("rotate_and_store", args, 14, n, 14) || !read_float(args[14], &job.eps)
-        || !kernel_exists(n[13]))
+    if (!read_numbers("rotate_and_store", args, 15, n, 15) || !read_float(args[15], &job.eps)
+        || !kernel_exists(n[14]))
         return NULL;
     job = (Rotation){(float *)n[0], (float *)n[1], (float *)n[2], (float *)n[3], (float *)n[4],
-                     (float *)n[5], (float *)n[6], (long long *)n[7], n[9], n[10], n[11], n[12],
+                     (float *)n[5], (float *)n[6], (long long *)n[7], n[10], n[11], n[12], n[13],
                      job.eps};
-    return compute(all[isas[n[13]]].rotate, &job, n[8],
+    if (!are_below("slot", job.slots, n[9], n[8]))
+        return NULL;
+    return compute(all[isas[n[14]]].rotate, &job, n[9],
                    (job.num_heads + 2 * job.num_kv_heads) * job.head_dim);
 }
 

@@ -307,3 +307,59 @@ def test_modules_write_to_any_type():
     for strided in places:
         strided.copy_(x)
         close(norm(strided.float()), norm64(x, norm.weight, 1e-5))
+
+
+def refused_norms():
+    x, weight, picked = random(3, 40), random(40), torch.tensor([2, 0])
+    narrow, place = random(3, 32), torch.zeros(2, 40)
+    norm, add, of_rows = fused_cpu.rms_norm, fused_cpu.add_norm, fused_cpu.norm_of_rows
+    yield ValueError, lambda: norm(x, random(39), 1e-5, False)
+    yield ValueError, lambda: norm(x, weight, 1e-5, False, torch.zeros(2, 40))
+    yield ValueError, lambda: add(x, narrow, weight, 1e-5, False)
+    yield ValueError, lambda: add(x, x[None], weight, 1e-5, False)
+    yield ValueError, lambda: add(x, x.clone(), random(32), 1e-5, False)
+    yield ValueError, lambda: add(x, x.clone(), weight, 1e-5, False, (random(32), 1e-5))
+    yield ValueError, lambda: add(x, x.clone(), weight, 1e-5, False, None, narrow)
+    yield ValueError, lambda: of_rows(x, picked, weight, 1e-5, False, torch.zeros(3, 40))
+    yield ValueError, lambda: of_rows(x, picked, weight, 1e-5, False, place, narrow)
+    yield ValueError, lambda: of_rows(x, picked.int(), weight, 1e-5, False, place)
+    for wrong in (-1, 3, 1 << 40):
+        rows = torch.tensor([0, wrong])
+        yield IndexError, lambda rows=rows: of_rows(x, rows, weight, 1e-5, False, place)
+
+
+def refused_rotations():
+    kv, slots = PagedKV(1, 4, 4, 2, 16, torch.float32, "cpu"), torch.tensor([3, 1, 7])
+    weights = random(16), random(16), 1e-5, False
+    right = {
+        "heads": random(3, 5, 16), "num_heads": 1, "norms": weights, "keys": kv.keys(0),
+        "angles": (random(3, 1, 16), random(3, 1, 16)), "values": kv.values(0), "slots": slots,
+    }  # fmt: skip
+    fused_cpu.rotate_and_store(**right)
+    wrong = [
+        {"heads": random(3, 6, 16)}, {"heads": random(5, 3, 16).transpose(0, 1)},
+        {"heads": random(3, 5, 8)}, {"angles": (random(3, 1, 16), random(2, 1, 16))},
+        {"angles": tuple(random(16, 1, 3).transpose(0, 2) for _ in range(2))},
+        {"norms": (random(16), random(8), 1e-5, False)}, {"values": kv.values(0)[:, ::2]},
+        {"slots": slots[:2]}, {"slots": slots.int()},
+    ]  # fmt: skip
+    for change in wrong:
+        yield ValueError, lambda change=change: fused_cpu.rotate_and_store(**right | change)
+    for slot in (-1, 16, 1 << 40):
+        change = {"slots": torch.tensor([0, 1, slot])}
+        yield IndexError, lambda change=change: fused_cpu.rotate_and_store(**right | change)
+    positions = torch.arange(3, dtype=torch.int32)
+    yield ValueError, lambda: fused_cpu.angles(positions, random(8), 1.0)
+
+
+@pytest.mark.parametrize("refused", [refused_norms, refused_rotations])
+def test_what_does_not_fit_is_refused(refused):
+    for error, call in refused():
+        with pytest.raises(error):
+            call()
+
+
+def test_gated_products_of_rows_in_pieces():
+    both = random(4, 90)
+    got = fused_cpu.gated(both[:, 5:85], "silu")
+    assert torch.equal(got, fused_cpu.gated(both[:, 5:85].contiguous(), "silu"))
