@@ -31,13 +31,17 @@ def multiply(
         kernel: Index into KERNELS.
 
     Raises:
-        ValueError: Types or shapes do not fit, or the weight is not contiguous.
+        ValueError: Types or shapes do not fit, or weight or bias are not contiguous.
     """
     num_rows, (num_outputs, num_inputs) = x.shape[0], weight.shape
-    if not (x.dtype == weight.dtype == torch.float32 and x.shape[1] == num_inputs):
+    if not (x.dtype == weight.dtype == torch.float32 and x.shape == (num_rows, num_inputs)):
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, weight {weight.dtype} {weight.shape}")
     if not weight.is_contiguous():
         raise ValueError("the weight is not contiguous")
+    if bias is not None and not (
+        bias.dtype == torch.float32 and bias.shape == (num_outputs,) and bias.is_contiguous()
+    ):
+        raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)} by {bias.stride()}")
     x = x.contiguous()
     out = x.new_empty((num_rows, num_outputs))
     _kernels.multiply(

@@ -76,7 +76,12 @@ class TiledMethod(LinearMethod):
             x: [num_rows, num_inputs], any float type.
             kernel: Index into `foredraft.cpu.products.KERNELS`; all kernels that fuse products and
                 sums give the same bits.
+
+        Raises:
+            ValueError: The width of x is not the layer's.
         """
+        if x.shape[1:] != (linear.num_inputs,):
+            raise ValueError(f"x is {tuple(x.shape)} where a row has {linear.num_inputs} numbers")
         rows = x.float().contiguous()
         bias = None if linear.bias is None else linear.bias.float()
         out = torch.empty((len(rows), linear.num_outputs))

@@ -85,8 +85,25 @@ def test_instruction_sets_give_the_same_bits(kernel):
         (torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(3, 4)),
         (torch.ones(2, 4), torch.ones(3, 4, dtype=torch.float64)),
         (torch.ones(2, 4), torch.ones(4, 3).t()),
+        (torch.ones(2, 4, 2), torch.ones(3, 4)),
     ],
 )
 def test_other_tensors_are_refused(x, weight):
     with pytest.raises(ValueError, match="weight"):
         multiply(x, weight, None)
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [torch.ones(2), torch.ones(3, 1), torch.ones(3, dtype=torch.float64), torch.ones(6)[::2]],
+    ids=lambda bias: f"{bias.dtype} {tuple(bias.shape)} by {bias.stride()}",
+)
+def test_other_biases_are_refused(bias):
+    with pytest.raises(ValueError, match="bias"):
+        multiply(torch.ones(2, 4), torch.ones(3, 4), bias)
+
+
+def test_kernels_that_are_not_there_are_refused():
+    for kernel in (-1, len(KERNELS)):
+        with pytest.raises(ValueError, match="kernel"):
+            multiply(torch.ones(2, 4), torch.ones(3, 4), None, kernel=kernel)

@@ -118,6 +118,13 @@ def test_the_bits_of_a_row_depend_on_no_other(form, kernel):
             assert torch.equal(got, alone[:count]), count
 
 
+def test_rows_of_another_width_are_refused():
+    linear, _ = layer(FORMS[0])
+    for x in (rows(2, 199), rows(2, 201), rows(2)[0], rows(2)[None]):
+        with pytest.raises(ValueError, match="200"):
+            linear(x)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_many_threads_beside_torchs_own(bits):
     """Products from several threads at once, each beside products of torch's."""
