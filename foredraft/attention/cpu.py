@@ -108,7 +108,7 @@ class CpuAttention(AttentionBackend):
         if isinstance(plan, SdpaPlan):
             self._other_types.attend(plan, queries, layer, window, scale, out)
             return
-        if queries.dtype is not torch.float32:
+        if not queries.dtype == out.dtype == torch.float32 or out.stride(-1) != 1:
             own = torch.empty(out.shape)
             self.attend(plan, queries.float(), layer, window, scale, own)
             out.copy_(own)
@@ -116,6 +116,15 @@ class CpuAttention(AttentionBackend):
         keys, values = plan.kv.keys(layer), plan.kv.values(layer)
         rows, slots = plan.keys[window].addresses
         num_kv_heads, _, head_dim = keys.shape
+        num_rows, num_heads = plan.keys[window].rows.shape[0], num_kv_heads * plan.group_size
+        if queries.stride()[1:] != (head_dim, 1):
+            queries = queries.contiguous()
+        width = num_heads * head_dim
+        if queries.shape != (num_rows, num_heads, head_dim) or out.shape != (num_rows, width):
+            raise ValueError(
+                f"queries {tuple(queries.shape)} and a result {tuple(out.shape)} for {num_rows}"
+                f" rows of {num_heads} heads of {head_dim} numbers"
+            )
         _kernels.attend(
             rows,
             plan.pieces.data_ptr(),
@@ -133,7 +142,6 @@ class CpuAttention(AttentionBackend):
             head_dim,
             plan.most_rows,
             plan.num_pairs,
-            0,
             self._kernel,
             scale,
         )
@@ -148,6 +156,11 @@ def _keys_of(
     used, cache_slots, row_bytes = 0, kv.data.shape[2], table.stride(0) * table.itemsize
     for span in spans:
         mask = None if span.tail_mask is None else span.tail_mask.contiguous()
+        shape = (span.num_rows, span.num_keys - span.prefix_len)
+        if mask is not None and not (mask.dtype is torch.bool and mask.shape == shape):
+            raise ValueError(f"a mask of {mask.dtype} {tuple(mask.shape)} instead of bool {shape}")
+        if not 0 <= span.first_row <= num_rows - span.num_rows:
+            raise ValueError(f"a sequence's rows begin at {span.first_row} of {num_rows}")
         used = _kernels.plan_keys(
             span.positions,
             span.pages,

@@ -172,12 +172,12 @@ static void compute_items(const void *argument, size_t first, size_t end, unsign
 
 static PyObject *attend(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
-    long long n[18];
-    if (count != 19)
-        return PyErr_Format(PyExc_TypeError, "attend takes 19 arguments, not %zd", count);
-    double scale = PyFloat_AsDouble(args[18]);
-    if ((scale == -1.0 && PyErr_Occurred()) || !read_numbers("attend", args, 18, n, 18)
-        || !kernel_exists(n[17]))
+    long long n[17];
+    if (count != 18)
+        return PyErr_Format(PyExc_TypeError, "attend takes 18 arguments, not %zd", count);
+    double scale = PyFloat_AsDouble(args[17]);
+    if ((scale == -1.0 && PyErr_Occurred()) || !read_numbers("attend", args, 17, n, 17)
+        || !kernel_exists(n[16]))
         return NULL;
     Job job = {
         .rows = (const Row *)n[0],
@@ -194,13 +194,13 @@ static PyObject *attend(PyObject *self, PyObject *const *args, Py_ssize_t count)
         .group = n[12],
         .head_dim = n[13],
         .width = (n[13] + 15) / 16 * 16,
-        .kernels = &all[isas[n[17]]],
+        .kernels = &all[isas[n[16]]],
         .scale = (float)scale,
     };
     const size_t num_items = n[7] * n[11], most_rows = n[14];
     /* A thread's share; fewer products take less time than it needs to begin. */
     const int is_little = n[15] * n[11] * n[12] * n[13] < LEAST_PRODUCTS;
-    const unsigned num_threads = is_little ? 1 : n[16] ? (unsigned)n[16] : pool_num_threads();
+    const unsigned num_threads = is_little ? 1 : pool_num_threads();
     job.floats_each = floats_of(most_rows * job.group, job.width);
     job.memory = PyMem_RawMalloc(num_threads * job.floats_each * sizeof(float));
     if (!job.memory)

@@ -27,13 +27,14 @@ static int add_slots(Span *span, long long first, long long end) {
                          span->pages.count, span->page_size, end);
             return 0;
         }
-        long long start = span->pages.values[page] * span->page_size;
-        if (start < 0 || start + span->page_size > span->num_slots) {
+        if (span->pages.values[page] < 0
+            || span->pages.values[page] >= span->num_slots / span->page_size) {
             PyErr_Format(PyExc_ValueError,
                          "a page table names a page outside the cache of %lld slots",
                          span->num_slots);
             return 0;
         }
+        long long start = span->pages.values[page] * span->page_size;
         long long number = span->page_size - offset < end - key ? span->page_size - offset
                                                                  : end - key;
         if (span->used + number > span->capacity) {
@@ -123,16 +124,33 @@ static int plan_masked(Span *span) {
 static int open_array(PyObject *object, Array *array) {
     if (object == Py_None)
         return 1;
-    if (PyObject_GetBuffer(object, &array->buffer, PyBUF_SIMPLE) < 0)
+    if (PyObject_GetBuffer(object, &array->buffer, PyBUF_FORMAT) < 0)
         return 0;
     array->values = array->buffer.buf;
     array->count = array->buffer.len / sizeof(long long);
-    return 1;
+    const char *format = array->buffer.format;
+    if ((*format == 'l' || *format == 'q') && !format[1] && array->buffer.itemsize == 8)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "plan_keys: numbers of type %s instead of int64", format);
+    return 0;
 }
 
 static void close_array(Array *array) {
-    if (array->values)
-        PyBuffer_Release(&array->buffer);
+    PyBuffer_Release(&array->buffer); /* does nothing for one that is not open */
+}
+
+/* Whether the tail is as long as its positions are many, and begins with the rows where no mask
+ * says what they see of it; else an exception is set. */
+static int fits(const Span *span) {
+    const long long before = span->write_index - span->prefix_len;
+    const long long tail = before + span->positions.count;
+    if (span->prefix_start >= 0 && span->prefix_len >= 0 && before >= 0 && (span->mask || !before)
+        && (!span->tail_positions.values || span->tail_positions.count == tail))
+        return 1;
+    PyErr_Format(PyExc_ValueError,
+                 "plan_keys: %zd rows from %lld on do not fit the keys %lld to %lld before them",
+                 span->positions.count, span->write_index, span->prefix_start, span->prefix_len);
+    return 0;
 }
 
 PyObject *plan_keys(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -159,7 +177,7 @@ PyObject *plan_keys(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     };
     int is_planned = 0;
     if (open_array(args[0], &span.positions) && open_array(args[1], &span.pages)
-        && open_array(args[2], &span.tail_positions))
+        && open_array(args[2], &span.tail_positions) && fits(&span))
         is_planned = span.mask || span.tail_positions.values ? plan_masked(&span)
                                                              : plan_chunk(&span);
     close_array(&span.positions);

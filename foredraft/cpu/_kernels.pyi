@@ -134,7 +134,6 @@ def attend(
     head_dim: int,
     most_rows: int,
     num_pairs: int,
-    num_threads: int,
     kernel: int,
     scale: float,
     /,

@@ -2,6 +2,7 @@
 company.
 """
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -197,6 +198,56 @@ def test_pages_outside_the_cache_are_refused():
     batch.spans = [span]
     with pytest.raises(ValueError, match="outside the cache"):
         CpuAttention().plan(batch, kv, (None,), 1)
+    batch.spans = [replace(span, pages=np.array([0, 1 << 62, 1]))]  # times 4 it is 0
+    with pytest.raises(ValueError, match="outside the cache"):
+        CpuAttention().plan(batch, kv, (None,), 1)
     batch.spans = [replace(span, pages=np.array([0, 1]))]
     with pytest.raises(ValueError, match="do not hold"):
         CpuAttention().plan(batch, kv, (None,), 1)
+
+
+def test_spans_that_contradict_themselves_are_refused():
+    kv = filled(np.random.default_rng(0), 1, 16, 4, 6)
+    causal = SequenceSpan(0, np.arange(9, 12), np.arange(3), 0, 9, 9)
+    mask, positions = torch.ones(3, 5, dtype=torch.bool), np.arange(7, 12)
+    tree = replace(causal, prefix_len=7, tail_mask=mask, tail_positions=positions)
+    wrong = [
+        replace(causal, positions=causal.positions.astype(np.int32)),
+        replace(causal, pages=causal.pages.astype(np.uint64)),
+        replace(causal, prefix_len=7),
+        replace(causal, write_index=8),
+        replace(causal, prefix_start=-1),
+        replace(causal, first_row=1),
+        replace(causal, first_row=-1),
+        replace(tree, tail_positions=positions[:4]),
+        replace(tree, tail_positions=positions.astype(np.float64)),
+        replace(tree, tail_mask=mask[:, :4]),
+        replace(tree, tail_mask=mask.byte()),
+    ]
+    batch = batch_of([causal], 4)
+    for span in wrong:
+        batch.spans = [span]
+        with pytest.raises(ValueError, match=r"rows|mask|int64"):
+            CpuAttention().plan(batch, kv, (None,), 1)
+    for span in (causal, tree):
+        batch.spans = [span]
+        CpuAttention().plan(batch, kv, (None,), 1)
+
+
+def test_queries_and_results_in_other_memory():
+    kv = filled(np.random.default_rng(0), 2, 16, 4, 6)
+    span = SequenceSpan(0, np.arange(9, 12), np.arange(3), 0, 9, 9)
+    queries, backend = torch.randn(3, 4, 16), CpuAttention()
+    plan = backend.plan(batch_of([span], 4), kv, (None,), 2)
+    want = attend(kv, [span], queries, 0, None)
+    strided = torch.randn(3, 4, 32)[..., ::2].copy_(queries)
+    wide = torch.full((3, 80), 7.0)
+    places = torch.zeros(3, 64, dtype=torch.float64), wide[:, 8:72], torch.zeros(64, 3).t()
+    for own, out in itertools.product((queries, strided), places):
+        backend.attend(plan, own, 0, None, SCALE, out)
+        assert torch.equal(out.float(), want)
+    assert bool((wide[:, :8] == 7).all())
+    assert bool((wide[:, 72:] == 7).all())
+    for own, out in ((queries[:2], want[:2]), (queries[:, :2], want), (queries, want[:, :32])):
+        with pytest.raises(ValueError, match="3 rows of 4 heads"):
+            backend.attend(plan, own, 0, None, SCALE, out)
