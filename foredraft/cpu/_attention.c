@@ -54,32 +54,15 @@ typedef struct {
 typedef void (*Tile)(const Job *, const Heads *, const long long *slots, const Range *, Lines *,
                      size_t line);
 
-#if defined(__x86_64__)
-#include "_avx512.h"
-#include "_attention_kernel.h"
-#include "_vector_end.h"
-
-#include "_avx2.h"
-#include "_attention_kernel.h"
-#include "_vector_end.h"
-#endif
-
-#include "_portable.h"
-#include "_attention_kernel.h"
-#include "_vector_end.h"
-
 typedef struct Kernels {
     const Tile (*tiles)[2]; /* by lines, and by whether heads are whole numbers of 16 */
     void (*finish)(const Job *, const Lines *, float *out, size_t num_rows);
 } Kernels;
 
-static const Kernels all[NUM_ISAS] = {
-#if defined(__x86_64__)
-    [AVX512] = {tiles_avx512, finish_avx512},
-    [AVX2] = {tiles_avx2, finish_avx2},
-#endif
-    [PORTABLE] = {tiles_portable, finish_portable},
-};
+#define KERNEL "_attention_kernel.h"
+#include "_each_isa.h"
+
+static const Kernels *const kernels[NUM_ISAS] = BY_ISA(&kernels);
 
 static size_t floats_of(size_t lines, size_t width) {
     return lines * (2 * width + 16 + 1) + 4 * STRIDE + 16;
@@ -194,7 +177,7 @@ static PyObject *attend(PyObject *self, PyObject *const *args, Py_ssize_t count)
         .group = n[12],
         .head_dim = n[13],
         .width = (n[13] + 15) / 16 * 16,
-        .kernels = &all[isas[n[16]]],
+        .kernels = kernels[isas[n[16]]],
         .scale = (float)scale,
     };
     const size_t num_items = n[7] * n[11], most_rows = n[14];

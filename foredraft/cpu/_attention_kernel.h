@@ -255,5 +255,7 @@ TARGET static void NAME(finish)(const Job *job, const Lines *state, float *out, 
     }
 }
 
+static const Kernels NAME(kernels) = {NAME(tiles), NAME(finish)};
+
 #undef SCORES
 #undef SUMS

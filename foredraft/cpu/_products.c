@@ -43,27 +43,10 @@ static inline Quarter add_across(Quarter a, Quarter b, Quarter c, Quarter d) {
     return CHOOSE(ab, cd, 0, 2, 4, 6) + CHOOSE(ab, cd, 1, 3, 5, 7);
 }
 
-#if defined(__x86_64__)
-#include "_avx512.h"
-#include "_products_kernel.h"
-#include "_vector_end.h"
+#define KERNEL "_products_kernel.h"
+#include "_each_isa.h"
 
-#include "_avx2.h"
-#include "_products_kernel.h"
-#include "_vector_end.h"
-#endif
-
-#include "_portable.h"
-#include "_products_kernel.h"
-#include "_vector_end.h"
-
-static const Kernel *const kernels[NUM_ISAS] = {
-#if defined(__x86_64__)
-    [AVX512] = &kernel_avx512,
-    [AVX2] = &kernel_avx2,
-#endif
-    [PORTABLE] = &kernel_portable,
-};
+static const Kernel *const kernels[NUM_ISAS] = BY_ISA(&kernel);
 
 /* Rows of a block side by side, in steps of 16 inputs: at strides of powers of two they would push
  * each other out of the cache. */

@@ -43,31 +43,12 @@ typedef struct {
     float factor;
 } Angles;
 
-#if defined(__x86_64__)
-#include "_avx512.h"
-#include "_rows_kernel.h"
-#include "_vector_end.h"
+#define KERNEL "_rows_kernel.h"
+#include "_each_isa.h"
 
-#include "_avx2.h"
-#include "_rows_kernel.h"
-#include "_vector_end.h"
-#endif
-
-#include "_portable.h"
-#include "_rows_kernel.h"
-#include "_vector_end.h"
-
-typedef struct {
-    Items norm, rotate, gate;
-} Kernels;
-
-static const Kernels all[NUM_ISAS] = {
-#if defined(__x86_64__)
-    [AVX512] = {norm_rows_avx512, rotate_rows_avx512, gate_rows_avx512},
-    [AVX2] = {norm_rows_avx2, rotate_rows_avx2, gate_rows_avx2},
-#endif
-    [PORTABLE] = {norm_rows_portable, rotate_rows_portable, gate_rows_portable},
-};
+static const Items norms[NUM_ISAS] = BY_ISA(norm_rows);
+static const Items rotations[NUM_ISAS] = BY_ISA(rotate_rows);
+static const Items gates[NUM_ISAS] = BY_ISA(gate_rows);
 
 /* Computes rows of `size` numbers. */
 static PyObject *compute(Items items, const void *job, size_t num_rows, size_t size) {
@@ -111,7 +92,7 @@ static PyObject *norm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
                  job.eps, job.post_eps};
     if (job.picked && !are_below("row", job.picked, n[12], n[7]))
         return NULL;
-    return compute(all[isas[n[14]]].norm, &job, n[12], n[13]);
+    return compute(norms[isas[n[14]]], &job, n[12], n[13]);
 }
 
 static PyObject *rotate_and_store(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -128,7 +109,7 @@ static PyObject *rotate_and_store(PyObject *self, PyObject *const *args, Py_ssiz
                      job.eps};
     if (!are_below("slot", job.slots, n[9], n[8]))
         return NULL;
-    return compute(all[isas[n[14]]].rotate, &job, n[9],
+    return compute(rotations[isas[n[14]]], &job, n[9],
                    (job.num_heads + 2 * job.num_kv_heads) * job.head_dim);
 }
 
@@ -139,7 +120,7 @@ static PyObject *gate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     if (n[4] < 0 || n[4] >= NUM_KINDS)
         return PyErr_Format(PyExc_ValueError, "kind %lld of %d", n[4], NUM_KINDS);
     Gate job = {(float *)n[0], (float *)n[1], n[3], (int)n[4]};
-    return compute(all[isas[n[5]]].gate, &job, n[2], n[3]);
+    return compute(gates[isas[n[5]]], &job, n[2], n[3]);
 }
 
 /* Cosines and signed sines [rows, 2 * half] of the angles position * frequency. */

@@ -59,27 +59,10 @@ static inline size_t rows_of_block(const Job *job, size_t number) {
     return job->num_rows / job->num_blocks + (number < job->num_rows % job->num_blocks);
 }
 
-#if defined(__x86_64__)
-#include "_avx512.h"
-#include "_tiles_kernel.h"
-#include "_vector_end.h"
+#define KERNEL "_tiles_kernel.h"
+#include "_each_isa.h"
 
-#include "_avx2.h"
-#include "_tiles_kernel.h"
-#include "_vector_end.h"
-#endif
-
-#include "_portable.h"
-#include "_tiles_kernel.h"
-#include "_vector_end.h"
-
-static const Kernel *const kernels[NUM_ISAS] = {
-#if defined(__x86_64__)
-    [AVX512] = &kernel_avx512,
-    [AVX2] = &kernel_avx2,
-#endif
-    [PORTABLE] = &kernel_portable,
-};
+static const Kernel *const kernels[NUM_ISAS] = BY_ISA(&kernel);
 
 static void pack_rows(const Job *job, const float *x, float *packed) {
     size_t num_inputs = job->matrix.num_inputs;

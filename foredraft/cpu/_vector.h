@@ -1,4 +1,5 @@
-/* Vectors of one instruction set; included by _avx512.h, _avx2.h and _portable.h, which define:
+/* Vectors of one instruction set. _each_isa.h includes _avx512.h, _avx2.h and _portable.h, which
+ * include this file and define:
  *
  * NAME(x)       x with the instruction set's name behind it
  * TARGET        attribute of functions that use its instructions
@@ -75,7 +76,7 @@ INLINE float NAME(sum)(const V parts[PARTS]) {
 
 /* e^x within one unit of the last place; 0 below the least normal number, infinity from 2^127.5. */
 INLINE V NAME(exp)(V x) {
-    V magic = SPLAT(12582912.0f); /* 1.5 * 2^23: the lowest bits of a float there are an integer's */
+    V magic = SPLAT(12582912.0f); /* 1.5 * 2^23: a float's lowest bits there are an integer's */
     V shifted = FMA(x, SPLAT(1.44269504f), magic);
     V power = shifted - magic;
     V r = FMA(power, SPLAT(-0.693359375f), x); /* exact: this number has 9 bits */
