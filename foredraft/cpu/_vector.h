@@ -22,6 +22,7 @@
 
 typedef float NAME(Floats) __attribute__((vector_size(4 * LANES)));
 typedef int32_t NAME(Ints) __attribute__((vector_size(4 * LANES)));
+typedef uint32_t NAME(Words) __attribute__((vector_size(4 * LANES))); /* whose sums may overflow */
 /* In memory, at any address that suits floats. */
 typedef float NAME(Stored) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
@@ -86,7 +87,7 @@ INLINE V NAME(exp)(V x) {
     p = FMA(p, r, SPLAT(0.16666518f));
     p = FMA(p, r, SPLAT(0.5f));
     p = FMA(p * r, r, r) + SPLAT(1.0f);
-    p = (V)((I)p + ((I)shifted << 23));
+    p = (V)((NAME(Words))p + ((NAME(Words))shifted << 23));
     p = NAME(select)((I)(x < SPLAT(-87.3365447f)), SPLAT(0.0f), p);
     return NAME(select)((I)(x > SPLAT(88.3762627f)), SPLAT(INFINITY), p);
 }
