@@ -1,9 +1,11 @@
 """Threads of the kernels: many short jobs, several callers, processes that fork, and sleep."""
 
 import os
+import resource
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,11 @@ from foredraft.cpu.products import multiply
 
 X, WEIGHT = torch.randn(3, 64), torch.randn(1200, 64)
 WANT = multiply(X, WEIGHT, None, 1)
+
+
+needs_fork = pytest.mark.skipif(
+    not (hasattr(os, "fork") and os.path.exists("/proc/self/task")), reason="forks, and reads /proc"
+)
 
 
 def is_right(num_threads: int) -> bool:
@@ -39,7 +46,7 @@ def test_several_callers_at_once():
         assert all(callers.map(is_right, [1, 2, 3, 4] * 500))
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@needs_fork
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_child_has_threads_of_its_own():
     assert is_right(3)
@@ -62,6 +69,21 @@ def test_a_child_has_threads_of_its_own():
         stop.set()
         other.join()
     assert is_right(3)
+
+
+@needs_fork
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_jobs_where_the_system_gives_no_threads():
+    """In a child without memory for more stacks than those of its parent's threads."""
+    assert is_right(3)
+    child = os.fork()
+    if child == 0:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        most = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), most))
+        good = all(is_right(200) for _ in range(200))
+        os._exit(0 if good and num_own_threads() < 200 else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="reads /proc")
