@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 import torch
 
