@@ -17,6 +17,7 @@ import grpc
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.rpc.channel import channel, wait_ready
 from foredraft.rpc.protocol import DRAFT_PROTOCOL
+from testing.forked import ForkedModule
 
 ROOT = Path(__file__).parents[1]
 STREAM_SECONDS = 150  # maximum duration of a stream, even on a busy machine
@@ -37,7 +38,7 @@ class DraftProcess:
         self._folder = tempfile.mkdtemp(prefix="draft-")
         self.flags = flags
         self.target = f"unix:{self._folder}/draft.sock"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedModule | None = None
 
     def __enter__(self) -> "DraftProcess":
         try:
@@ -57,16 +58,19 @@ class DraftProcess:
         shutil.rmtree(self._folder)
 
     def start(self, ready: bool = True) -> None:
-        command = [sys.executable, "-m", self.module, "--listen", self.target, *self.flags]
+        self.process = self._launch("--listen", self.target, *self.flags)
+        if ready:
+            self.wait_ready()
+
+    def _launch(self, *arguments: str) -> subprocess.Popen[bytes] | ForkedModule:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(paths),
         }
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment)
-        if ready:
-            self.wait_ready()
+        command = [sys.executable, "-m", self.module, *arguments]
+        return subprocess.Popen(command, cwd=ROOT, env=environment)
 
     def wait_ready(self, timeout: float = 120.0) -> None:
         wait_ready(self.target, timeout)
@@ -105,6 +109,16 @@ class DraftProcess:
 
     def _signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+
+class ForkedDraft(DraftProcess):
+    """The same, forked from a process that has imported all of it: torch alone takes seconds.
+
+    For tests of what a verifier and its drafts do together.
+    """
+
+    def _launch(self, *arguments: str) -> ForkedModule:
+        return ForkedModule(self.module, *arguments)
 
 
 class DraftStream:

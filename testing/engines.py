@@ -13,7 +13,7 @@ from foredraft.config.services import DraftConfig, VerifyConfig
 from foredraft.config.speculation import each_draft
 from foredraft.models.speculation import resolve
 from foredraft.types import SamplingParams, SpeculationParams
-from testing.drafts import DraftProcess
+from testing.drafts import DraftProcess, ForkedDraft
 from verify_service.attach.links import connect_drafts
 from verify_service.engine.engine import Engine
 from verify_service.engine.live_requests import EngineRequest
@@ -152,6 +152,12 @@ class Harness:
         assert scheduler.num_running == scheduler.num_waiting == 0
 
 
+def new_draft(*flags: str) -> DraftProcess:
+    """Returns a draft service that has not started; tests may replace this function."""
+    # CUDA must not be forked.
+    return ForkedDraft(*flags) if "--device=cpu" in flags else DraftProcess(*flags)
+
+
 def accept_length(results: Sequence[Result]) -> float:
     """Returns tokens per verification, the target's own included."""
     finishes = [result.finish for result in results if result.finish is not None]
@@ -185,7 +191,7 @@ def running_engine(
             name = one.speculative_algorithm
             if name != "NONE" and "draft" not in flags:
                 values = {field.name: getattr(one, field.name) for field in fields(one)}
-                drafts[name] = DraftProcess(
+                drafts[name] = new_draft(
                     *to_flags(
                         {key: values[key] for key in (*flags, *CHANGED) if key in DRAFT_FLAGS}
                     )

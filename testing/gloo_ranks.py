@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from testing import forked
 from verify_service.executor.ranks.group import ProcessGroup
 
 
@@ -36,4 +37,6 @@ def run_ranks(size: int, directory: Path, work: Callable[..., Any], *args: Any) 
         directory: Empty directory for the rendezvous file.
         work: A module's function, so that a process can import it.
     """
-    mp.spawn(_run, (size, str(directory / "meeting"), work, args), nprocs=size)  # type: ignore[attr-defined]
+    method = forked.context().get_start_method()
+    arguments = size, str(directory / "meeting"), work, args
+    mp.start_processes(_run, arguments, nprocs=size, start_method=method)  # type: ignore[attr-defined]

@@ -18,10 +18,12 @@ class StandbyDraft:
 
     Attributes:
         module: Module to run.
+        process: What starts a process of it.
         num_spares: Number of waiting processes.
     """
 
     module = "draft_service"
+    process: type[DraftProcess] = DraftProcess
     num_spares = 2
 
     def __init__(self, *flags: str) -> None:
@@ -105,7 +107,7 @@ class StandbyDraft:
         return self._current.process.wait(timeout)
 
     def _launch(self) -> None:
-        draft = DraftProcess(*self._flags)
+        draft = self.process(*self._flags)
         draft.module = self.module
         draft.start(ready=False)
         self._spares.append(draft)

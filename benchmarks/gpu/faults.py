@@ -209,7 +209,7 @@ def _run_here(folder: Path, args: argparse.Namespace) -> int:
     if not first:
         return 0
     FaultyDraft.num_spares = args.spares
-    engines.DraftProcess = FaultyDraft  # type: ignore[assignment,misc]
+    engines.new_draft = FaultyDraft  # type: ignore[assignment,misc]
     blocks = BlockCount()
     demo = resolve_model_path("foredraft-demo")
     work = _work(demo, args.tokens)

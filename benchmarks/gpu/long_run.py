@@ -80,7 +80,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     StandbyDraft.module = "testing.counted_draft"
     StandbyDraft.num_spares = 3 if args.device == "cuda" else 1
-    engines.DraftProcess = StandbyDraft  # type: ignore[assignment,misc]
+    engines.new_draft = StandbyDraft  # type: ignore[assignment,misc]
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
         os.environ.update(variables)
         os.environ["COUNT_FILE"] = str(Path(folder) / "count")

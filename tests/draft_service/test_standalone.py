@@ -13,7 +13,7 @@ from foredraft.rpc.channel import channel, check_health
 from foredraft.types import SamplingParams
 from testing.checkpoints import VOCAB_SIZE, make_checkpoint
 from testing.draft_heads import paths_of
-from testing.drafts import DraftProcess, DraftStream, open_stream
+from testing.drafts import DraftProcess, DraftStream, ForkedDraft, open_stream
 from testing.standalone_reference import (
     BUSHY,
     NUM_PAGES,
@@ -102,7 +102,7 @@ def test_a_tree_is_the_best_of_a_beam(
 def test_trees_of_other_architectures(make: Callable[[str], Path], architecture: str) -> None:
     reference, sequences = Reference(make(architecture)), Sequences()
     with (
-        DraftProcess(*flags(make(architecture))) as process,
+        ForkedDraft(*flags(make(architecture))) as process,
         open_stream(process.target, attach(3, 3, 9)) as stream,
     ):
         # Past the sliding window of 24 as well.

@@ -16,7 +16,7 @@ from foredraft.text.tokenizer import tokenizer_fingerprint
 from testing import tiny_tokenizers
 from testing.checkpoints import VOCAB_SIZE, make_checkpoint
 from testing.draft_heads import paths_of
-from testing.drafts import DraftProcess, open_stream
+from testing.drafts import ForkedDraft, open_stream
 from testing.standalone_reference import BUSHY, Reference, Sequences, attach, flags, prompt
 
 
@@ -46,7 +46,7 @@ def test_a_token_map_drafts_its_tokens_alone(
     reduced = Reduced.__new__(Reduced)
     sequences = Sequences()
     with (
-        DraftProcess(*flags(path), f"--speculative-token-map={tmp_path / 'map.pt'}") as process,
+        ForkedDraft(*flags(path), f"--speculative-token-map={tmp_path / 'map.pt'}") as process,
         open_stream(process.target, attach(3, 3, 9)) as stream,
     ):
         for slot, length in enumerate((3, 11)):
@@ -58,7 +58,7 @@ def test_a_token_map_drafts_its_tokens_alone(
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "draft")
     tiny_tokenizers.save(tiny_tokenizers.byte_level(), path)
-    with DraftProcess(*flags(path)) as process:
+    with ForkedDraft(*flags(path)) as process:
         with channel(process.target) as connection:
             info = draft_pb2_grpc.DraftServiceStub(connection).GetDraftInfo(
                 draft_pb2.GetDraftInfoRequest()
@@ -75,7 +75,7 @@ def test_a_target_may_pad_the_same_tokens_to_more(tmp_path: Path) -> None:
     tiny_tokenizers.save(tiny_tokenizers.byte_level(), path)
     reference, sequences = Reference(path), Sequences()
     own = tokenizer_fingerprint(path)
-    with DraftProcess(*flags(path)) as process:
+    with ForkedDraft(*flags(path)) as process:
         for changes in ({"vocab_size": 140}, {"vocab_size": 120, "tokenizer_fingerprint": own}):
             with pytest.raises(grpc.RpcError, match="vocab_size"):
                 open_stream(process.target, attach(3, 3, 9, **changes))

@@ -12,6 +12,7 @@ import pytest
 from foredraft.models.registry import resolve_model_path
 from foredraft.types import SamplingParams
 from testing import engines
+from testing.drafts import ForkedDraft
 from testing.engines import Harness, Job, running_engine
 from testing.fault_cases import BlockCount, FaultyDraft, do_fault
 from testing.faulty_draft import FaultFile, Faults
@@ -43,7 +44,8 @@ def harness(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ha
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAULT_FILE", str(tmp_path_factory.mktemp("fault") / "fault"))
         patch.setattr(FaultyDraft, "num_spares", 1)
-        patch.setattr(engines, "DraftProcess", FaultyDraft)
+        patch.setattr(FaultyDraft, "process", ForkedDraft)
+        patch.setattr(engines, "new_draft", FaultyDraft)
         with running_engine(
             demo, "EAGLE3", speculative_draft_model_path=head, draft_step_timeout=20.0
         ) as made:

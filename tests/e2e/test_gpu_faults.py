@@ -89,7 +89,7 @@ def harness(
     """An engine for all faults: each of them must leave it unchanged."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAULT_FILE", str(tmp_path_factory.mktemp("fault") / "fault"))
-        patch.setattr(engines, "DraftProcess", FaultyDraft)
+        patch.setattr(engines, "new_draft", FaultyDraft)
         with running_engine(demo, "EAGLE3", **FLAGS, **DRAFT) as made:
             yield made
 
