@@ -3,6 +3,7 @@ fails by being slow, and random numbers are the same in every run.
 """
 
 import contextlib
+import gc
 import os
 import sys
 from collections import Counter
@@ -115,6 +116,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: (ranks.get(files[item], len(LONG)), -sizes[files[item]], files[item])
     )
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what was imported, which stays, out of all later collections of garbage."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
