@@ -5,6 +5,7 @@ without a GPU some of them are never made.
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,14 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("foredraft", "verify_service", "draft_service")
 # What Triton's launcher takes for itself.
 OPTIONS = {"num_warps", "num_stages", "launch_pdl", "enable_fp_fusion"}
-TREES = {
-    path: ast.parse(path.read_text()) for room in ROOMS for path in (ROOT / room).rglob("*.py")
-}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Every module of the rooms."""
+    return {
+        path: ast.parse(path.read_text()) for room in ROOMS for path in (ROOT / room).rglob("*.py")
+    }
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def keys_from_call(call: ast.Call, tree: ast.Module) -> set[str]:
                 names.add(ast.literal_eval(argument))
         return {name.upper() for name in names}
     name = ast.unparse(call.func)
-    for module in (tree, *TREES.values()):
+    for module in (tree, *trees().values()):
         for function in module.body:
             if isinstance(function, ast.FunctionDef) and function.name == name:
                 returned = [
@@ -151,7 +157,7 @@ def count_in(value: ast.expr, function: ast.AST) -> int:
         name = value.attr
         [value] = [
             node.body[-1].value
-            for tree in TREES.values()
+            for tree in trees().values()
             for node in ast.walk(tree)
             if isinstance(node, ast.FunctionDef)
             and node.name == name
@@ -183,47 +189,37 @@ def faults(call: ast.Call, function: ast.AST, tree: ast.Module, kernel: Kernel) 
     return sorted(found)
 
 
-KERNELS = kernels_of(TREES)
-MODULES = {module for module, _ in KERNELS}
+@cache
+def kernels() -> dict[tuple[str, str], Kernel]:
+    """Every kernel of the rooms, by the names of its module and its own."""
+    return kernels_of(trees())
 
 
 def kernel_of(name: str, path: Path, function: ast.AST, tree: ast.Module) -> Kernel | None:
     """The kernel that a launch in a function names; None for what is none."""
     module, _, own = name.rpartition(".")
     if not module:
-        return KERNELS.get((path.stem, own))
+        return kernels().get((path.stem, own))
+    modules = {module for module, _ in kernels()}
     for node in (*ast.walk(function), *tree.body):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                if module == (alias.asname or alias.name) and alias.name in MODULES:
-                    return KERNELS.get((alias.name, own), Kernel((), ("a kernel of this name",)))
+                if module == (alias.asname or alias.name) and alias.name in modules:
+                    return kernels().get((alias.name, own), Kernel((), ("a kernel of this name",)))
     return None
 
 
-LAUNCHES = [
-    (path, function, call, name, kernel)
-    for path, tree in TREES.items()
-    for function, call, name in launches_of(tree)
-    if (kernel := kernel_of(name, path, function, tree)) is not None
-]
-
-
-def test_launches_are_found():
-    assert len(LAUNCHES) >= 30
-    launched = {name.rpartition(".")[2] for *_, name, _ in LAUNCHES}
+def test_launches_give_kernels_what_they_take():
+    found, launched = {}, set()
+    for path, tree in trees().items():
+        for function, call, name in launches_of(tree):
+            kernel = kernel_of(name, path, function, tree)
+            if kernel is not None:
+                found[path.stem, name, call.lineno] = faults(call, function, tree, kernel)
+                launched.add(name.rpartition(".")[2])
+    assert {where: wrong for where, wrong in found.items() if wrong} == {}
+    assert len(found) >= 30
     assert {"attend", "fold", "multiply_fp8", "multiply_blocks", "begin", "walk"} <= launched
-
-
-@pytest.mark.parametrize(
-    ("path", "function", "call", "name", "kernel"),
-    LAUNCHES,
-    ids=[
-        f"{path.stem}-{name.rpartition('.')[2]}-{call.lineno}"
-        for path, _, call, name, _ in LAUNCHES
-    ],
-)
-def test_a_launch_gives_a_kernel_what_it_takes(path, function, call, name, kernel):
-    assert faults(call, function, TREES[path], kernel) == []
 
 
 @pytest.mark.parametrize(
