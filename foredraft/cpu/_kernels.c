@@ -10,6 +10,7 @@ static PyMethodDef *const tables[] = {
     tile_methods,
     row_methods,
     attention_methods,
+    sampling_methods,
 };
 
 static const struct {

@@ -16,6 +16,7 @@ extern PyMethodDef product_methods[];
 extern PyMethodDef tile_methods[];
 extern PyMethodDef row_methods[];
 extern PyMethodDef attention_methods[];
+extern PyMethodDef sampling_methods[];
 
 #define TILE 32 /* outputs of a tile of quantised weights; see _tiles.c */
 

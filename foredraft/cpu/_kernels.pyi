@@ -138,3 +138,23 @@ def attend(
     scale: float,
     /,
 ) -> None: ...
+def choose(
+    logits: int,
+    temperature: int,
+    top_p: int,
+    floor: int,
+    best: int,
+    top_k: int,
+    seed: int,
+    position: int,
+    tokens: int,
+    columns: int,
+    scores: int,
+    num_rows: int,
+    vocab: int,
+    stride: int,
+    k: int,
+    is_choice: int,
+    kernel: int,
+    /,
+) -> None: ...

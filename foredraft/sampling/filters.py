@@ -53,17 +53,23 @@ def keep_mask(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     if not rows.any_ranked:
         return keep
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-    total = total_mass(scores.exp())
+    total = _total_mass(scores)
     kept = ranked_keep(ranked, total, rows)
     return keep & torch.empty_like(keep).scatter_(-1, order, kept)
 
 
-def total_mass(mass: torch.Tensor) -> torch.Tensor:
-    """Sums each row, float32 [R, V] -> float64 [R]: short sums in float32, which is fast, and their
-    sum in float64.
-    """
-    padded = torch.nn.functional.pad(mass, (0, -mass.shape[-1] % 256))
-    return padded.view(mass.shape[0], -1, 256).sum(-1).sum(-1, dtype=torch.float64)
+def _masses(scores: torch.Tensor) -> torch.Tensor:
+    """Returns exp(scores), float64; of float32 on a GPU, whose kernels have no other."""
+    return scores.exp().to(torch.float64) if scores.is_cuda else scores.to(torch.float64).exp_()
+
+
+def _total_mass(scores: torch.Tensor) -> torch.Tensor:
+    """Sums exp(scores) of each row, float32 [R, V] -> float64 [R]."""
+    if not scores.is_cuda:
+        return _masses(scores).sum(-1)
+    # Short sums in float32, which are fast, and their sum in float64.
+    padded = torch.nn.functional.pad(scores.exp(), (0, -scores.shape[-1] % 256))
+    return padded.view(scores.shape[0], -1, 256).sum(-1).sum(-1, dtype=torch.float64)
 
 
 def ranked_keep(ranked: torch.Tensor, total: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -81,7 +87,7 @@ def ranked_keep(ranked: torch.Tensor, total: torch.Tensor, rows: SamplingRows) -
     width = ranked.shape[-1]
     limited = rows.top_k > 0
     top_k = torch.where(limited, rows.top_k, width).clamp_max(width)[:, None]
-    mass = ranked.exp().to(torch.float64)
+    mass = _masses(ranked)
     through = mass.cumsum(-1)
     total = torch.where(limited, through.gather(-1, top_k - 1)[:, 0], total)[:, None]
     top_p = rows.top_p.to(torch.float64)[:, None]

@@ -18,15 +18,12 @@ row's key at its head and in its middle. For a fixed row it is a bijection, so t
 share h32. A float32 kernel may differ in g by 2 ulp of max(1, |g|).
 """  # noqa: E501
 
-import math
-
 import torch
 
 GUMBEL_STREAM = 0x9E3779B97F4A7C15
 COIN_STREAM = 0xD1B54A32D192ED03
 
 _TOP_W = 1.0 - 2.0**-24
-MAX_GUMBEL = -math.log(-math.log1p(-(2.0**-33)))  # 22.87
 
 
 def _signed(value: int, bits: int) -> int:

@@ -4,22 +4,21 @@ and of nothing else.
     chosen = argmax_v(log p(v) + g(seed, position, v))     temperature > 0, p after temperature, top-k, top-p, min-p
     chosen = argmax_v(logits(v))                           temperature = 0
 
-The noise lives in `noise`, the exact shortcut for large vocabularies in `pruning`, walking a tree
-in `verification`.
+The noise lives in `noise`, the rule for a CPU in `rule_cpu`, for a GPU in `triton_sampling`. What is
+here as operations on whole rows is their reference, and serves drafts on a GPU.
 """  # noqa: E501
 
 import math
 
 import torch
 
-from foredraft.sampling import pruning
+from foredraft.sampling import rule_cpu
 from foredraft.sampling.filters import keep_mask, tempered
 from foredraft.sampling.noise import gumbel
 from foredraft.sampling.rows import SamplingRows
 from foredraft.types import NO_TOKEN
 
-# Below this many entries the dense rule is the faster one on a CPU.
-_MIN_PRUNED_VOCAB = 4096
+_BLOCK = 256  # logits of a row that a CPU looks at together to find the largest
 # Rows at a time by kernels, which keep a number for each token of each.
 _KERNEL_ROWS = 128
 
@@ -34,30 +33,18 @@ def choose(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     Returns:
         int64 [R], the chosen tokens; NO_TOKEN for a row in which a logit is NaN or plus infinity.
     """
-    if logits.is_cuda and rows.any_sampled:
-        return _choose_by_kernels(logits, rows)
+    if rows.any_sampled:
+        return (_choose_by_kernels if logits.is_cuda else rule_cpu.choose)(logits, rows)
     broken = broken_rows(logits)
     # The CPU looks before it copies; on a GPU looking would wait for the device.
     if not logits.is_cuda and not bool(broken.any()):
-        return _choose_finite(logits, rows)
-    return _choose_finite(scrub(logits), rows).masked_fill_(broken, NO_TOKEN)
+        return greedy(logits)
+    return greedy(scrub(logits)).masked_fill_(broken, NO_TOKEN)
 
 
 def broken_rows(logits: torch.Tensor) -> torch.Tensor:
     """Returns which rows of [R, V] have a NaN or plus infinity, bool [R]."""
     return ~(logits.amax(-1) < math.inf)
-
-
-def _choose_finite(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    if not rows.any_sampled:
-        return greedy(logits)
-    is_sampled = rows.temperature > 0
-    if bool(is_sampled.all()):
-        return perturbed_top(logits, rows, 1)[0][:, 0]
-    chosen = greedy(logits)
-    if bool(is_sampled.any()):
-        chosen[is_sampled] = perturbed_top(logits[is_sampled], rows.take(is_sampled), 1)[0][:, 0]
-    return chosen
 
 
 def _choose_by_kernels(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -87,13 +74,13 @@ def scrub(logits: torch.Tensor) -> torch.Tensor:
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """Returns the lowest id among the largest logits of each row, int64 [R]."""
     num_rows, vocab = logits.shape
-    if logits.is_cuda or vocab < _MIN_PRUNED_VOCAB or vocab % pruning.BLOCK or not num_rows:
+    if logits.is_cuda or vocab % _BLOCK or not num_rows:
         return logits.argmax(-1)
     # argmax over a long row is scalar code in torch's CPU build, amax is not.
-    blocks = logits.reshape(num_rows, -1, pruning.BLOCK)
+    blocks = logits.reshape(num_rows, -1, _BLOCK)
     best = blocks.amax(-1).argmax(-1)
     inside = blocks[torch.arange(num_rows), best].argmax(-1)
-    return best * pruning.BLOCK + inside
+    return best * _BLOCK + inside
 
 
 def perturbed_top(
@@ -111,8 +98,8 @@ def perturbed_top(
         rows: The parameters of each row.
         k: Number of tokens, at most V.
         token_map: int64 [V], the target's token id of each column, for a reduced vocabulary.
-        dense: Whether to compute the noise of every token; by default where that is faster. The
-            result is the same.
+        dense: Whether to compute whole rows by operations of torch, with the noise of every token;
+            by default on a GPU. The result is the same.
         best: float32 [R], the largest logit of each row's whole vocabulary, where `logits` are a
             part of it and no row has a top-k or top-p.
 
@@ -120,10 +107,8 @@ def perturbed_top(
         int64 [R, k] columns and float32 [R, k] scores, relative to an unperturbed best token's 0;
         minus infinity where the filters keep fewer than k tokens.
     """
-    if dense is None:
-        dense = logits.is_cuda or logits.shape[-1] < _MIN_PRUNED_VOCAB
-    if not dense:
-        return pruning.perturbed_top(logits, rows, k, token_map, best)
+    if not (logits.is_cuda if dense is None else dense):
+        return rule_cpu.perturbed_top(logits, rows, k, token_map, best)
     scores = tempered(logits, rows, best)
     scores.masked_fill_(~keep_mask(scores, rows), -math.inf)
     tokens = (

@@ -1,4 +1,4 @@
-"""The sampling rule: filters against numpy, its distribution, its exact shortcut, its independence
+"""The sampling rule: filters against numpy, its distribution, a CPU's code, its independence
 of the batch.
 """
 
@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from foredraft.sampling import noise, sampling
+from foredraft.cpu import _kernels
+from foredraft.sampling import noise, rule_cpu, sampling
 from foredraft.sampling.rows import SamplingRows
 from foredraft.types import NO_TOKEN, SamplingParams
 from testing.speculation_reference import distribution
@@ -154,7 +155,7 @@ def test_acceptance_that_reuses_the_noise_is_caught() -> None:
     k=st.integers(1, 5),
     mapped=st.booleans(),
 )
-def test_pruned_equals_dense(
+def test_a_cpu_equals_dense_rows(
     vocab: int,
     scale: float,
     ties: bool,
@@ -173,9 +174,11 @@ def test_pruned_equals_dense(
     k = min(k, vocab)
     dense = sampling.perturbed_top(logits, rows, k, token_map, dense=True)
     assert same(sampling.perturbed_top(logits, rows, k, token_map, dense=False), dense)
+    for kernel in range(len(_kernels.KERNELS)):
+        assert same(rule_cpu.perturbed_top(logits, rows, k, token_map, kernel=kernel), dense)
 
 
-def test_pruned_equals_dense_on_a_large_vocabulary() -> None:
+def test_a_cpu_equals_dense_rows_of_a_large_vocabulary() -> None:
     params = [
         SamplingParams(seed=i, temperature=0.5 + 0.5 * i, top_k=-1 if i % 2 else 30)
         for i in range(4)
@@ -187,6 +190,40 @@ def test_pruned_equals_dense_on_a_large_vocabulary() -> None:
             for k in (1, 4):
                 dense = sampling.perturbed_top(logits, rows, k, dense=True)
                 assert same(sampling.perturbed_top(logits, rows, k, dense=False), dense)
+
+
+@pytest.mark.parametrize("kernel", range(len(_kernels.KERNELS)))
+@pytest.mark.parametrize("vocab", [1, 3, 255, 256, 257, 700])
+def test_greedy_and_broken_rows_beside_sampled_ones(vocab: int, kernel: int) -> None:
+    params = [SamplingParams(temperature=t, seed=3) for t in (0.0, 1.0, 0.0, 0.7, 1.0, 0.0)]
+    rows = SamplingRows.from_params(params, range(6))
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits[0] = logits[0].round()  # ties: the lowest wins
+    for row, number in ((2, math.nan), (3, math.inf), (4, math.nan)):
+        logits[row, vocab // 2] = number
+    logits[5] = -math.inf
+    chosen = rule_cpu.choose(logits, rows, kernel=kernel).tolist()
+    sampled = sampling.perturbed_top(logits[1:2], rows.take(slice(1, 2)), 1, dense=True)[0].item()
+    assert chosen == [int(logits[0].argmax()), sampled, NO_TOKEN, NO_TOKEN, NO_TOKEN, 0]
+
+
+def test_rows_that_lie_apart_and_other_types() -> None:
+    wide = torch.randn(4, 1000, generator=torch.Generator().manual_seed(1))
+    rows = SamplingRows.from_params([SamplingParams(seed=i) for i in range(4)], range(4))
+    for logits in (wide[:, :300], wide[:, ::2], wide.to(torch.float64), wide.to(torch.bfloat16)):
+        dense = sampling.perturbed_top(logits.float().contiguous(), rows, 3, dense=True)
+        assert same(sampling.perturbed_top(logits, rows, 3, dense=False), dense)
+
+
+def test_numbers_of_other_rows_are_refused() -> None:
+    logits = torch.zeros(3, 10)
+    rows = SamplingRows.from_params([SamplingParams()] * 2, range(2))
+    with pytest.raises(ValueError, match="2"):
+        sampling.choose(logits, rows)
+    with pytest.raises(ValueError, match="9"):
+        sampling.perturbed_top(logits[:2], rows, 1, torch.arange(9))
+    with pytest.raises(ValueError, match="11"):
+        sampling.perturbed_top(logits[:2], rows, 11)
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
