@@ -152,7 +152,7 @@ def use_eager_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     _without_cuda(monkeypatch)
     monkeypatch.setattr(graphs, "DecodeGraphs", EagerGraphs)
     monkeypatch.setattr(graphs, "MixedGraphs", EagerMixedGraphs)
-    monkeypatch.setattr(Target, "attention", property(lambda target: TritonAttention()))
+    monkeypatch.setattr("verify_service.target.choose_attention", lambda *asked: TritonAttention())
 
 
 def use_eager_graphs(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from foredraft.attention.base import AttentionBackend
-from foredraft.attention.choice import attention_for, device_for, exact_attention_for
+from foredraft.attention.choice import device_for
 from foredraft.config.services import VerifyConfig
 from foredraft.cpu.threads import num_cores, use_threads
 from foredraft.layers.linear import Linear
@@ -17,9 +17,10 @@ from foredraft.models.loader import load_model
 from foredraft.models.provenance import checksum
 from foredraft.models.registry import resolve_model_path
 from foredraft.parallel.group import SINGLE, Group
-from verify_service.exactness import STRICT, Exactness, make_exact
+from verify_service.attention_backend import check_attention_flags, choose_attention
+from verify_service.exactness import Exactness, make_exact
 from verify_service.executor.ranks.workers import Ranks
-from verify_service.kv_type import check_kv_flags
+from verify_service.kv_type import check_kv_flags, kv_type
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class Target:
     """A loaded target model, or a rank's share of it, and the name it is served under.
 
     Attributes:
+        attention: Attention backend of the model's forwards.
         ranks: The other ranks, for rank 0 of several.
     """
 
@@ -39,18 +41,13 @@ class Target:
     weight_bytes: int
     checksum: str
     exactness: Exactness
+    attention: AttentionBackend
     ranks: Ranks | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the weights."""
         return self.model.dtype
-
-    @property
-    def attention(self) -> AttentionBackend:
-        """The attention backend that gives the exactness of `exactness`."""
-        is_strict = self.exactness.level == STRICT
-        return (exact_attention_for if is_strict else attention_for)(self.device)
 
 
 def load_share(config: VerifyConfig, group: Group = SINGLE) -> Target:
@@ -65,6 +62,7 @@ def load_share(config: VerifyConfig, group: Group = SINGLE) -> Target:
     """
     device = device_for(config.device)
     check_kv_flags(config, device)
+    check_attention_flags(config, device)
     config.check_quantization(device.type == "cpu")
     if device.type == "cpu":
         use_threads(config.num_threads or max(1, num_cores() // group.size))
@@ -104,7 +102,8 @@ def load_share(config: VerifyConfig, group: Group = SINGLE) -> Target:
     own_sum = checksum(path)
     exactness = make_exact(model, config.exactness, own_sum, group.size, config.kv_cache_dtype)
     logger.info("exactness: %s, fingerprint %s", exactness.level, exactness.fingerprint)
-    return Target(model, path, name, device, weight_bytes, own_sum, exactness)
+    attention = choose_attention(config, model, kv_type(config, model.dtype), exactness.level)
+    return Target(model, path, name, device, weight_bytes, own_sum, exactness, attention)
 
 
 def _num_parameters(model: DecoderModel) -> int:

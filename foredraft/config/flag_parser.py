@@ -26,7 +26,6 @@ ELSEWHERE: dict[str, str] = {
     "--enable-lora": _NO_LORA,
     "--lora-paths": _NO_LORA,
     "--lora-modules": _NO_LORA,
-    "--attention-backend": _CHOSEN,
     "--sampling-backend": _CHOSEN,
     "--grammar-backend": "grammars are always kept by llguidance; leave it out",
     "--enable-auto-tool-choice": _BY_TEMPLATE,

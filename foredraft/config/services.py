@@ -71,6 +71,13 @@ class VerifyConfig(
         " texts may part where two tokens are nearly equal.",
         choices=("strict", "off"),
     )
+    attention_backend: str = option(
+        "auto",
+        "What computes the target's attention: auto is triton on a GPU, and our C code on a CPU."
+        " flashinfer computes prompts on a GPU, with --exactness off and compiled kernels; sdpa is"
+        " PyTorch's on a CPU.",
+        choices=("auto", "flashinfer", "triton", "sdpa"),
+    )
     max_running_requests: int = option(48, "Sequences in a batch at most.", least=1)
     max_queued_requests: int = option(
         512, "Requests that may wait; more are refused with RESOURCE_EXHAUSTED.", least=1

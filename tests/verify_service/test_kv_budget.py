@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from foredraft.attention.paged_triton import TritonAttention
 from foredraft.config.services import VerifyConfig
 from testing.checkpoints import make_checkpoint
 from testing.eager_graphs import Event
@@ -27,7 +28,7 @@ def test_kv_gets_what_steps_leave(
     config = VerifyConfig(
         model_path=str(make_checkpoint(tmp_path)), device="cpu", max_running_requests=20
     )
-    target = replace(load_share(config), device=META)
+    target = replace(load_share(config), device=META, attention=TritonAttention())
     limits = step_limits(config, target, [], config.tree_limits, 512, 16)
     assert limits == StepLimits(512, 20, 1, 512, 16, 20)
     with meta_gpu(monkeypatch):

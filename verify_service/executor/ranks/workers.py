@@ -57,6 +57,7 @@ _ALIKE = (
     "quantization_param_path",
     "kv_cache_dtype",
     "exactness",
+    "attention_backend",
     "disable_cuda_graph",
 )
 

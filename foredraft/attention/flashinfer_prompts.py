@@ -1,0 +1,181 @@
+"""Attention of prompts by flashinfer's kernels, beside Triton's for everything else.
+
+flashinfer is optional, and imported on first use. Its kernels are compiled for one type and head
+size; a server never compiles them itself, which takes half a minute.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from foredraft.attention.base import AttentionBackend, Batch, ForwardSizes, SequenceSpan
+from foredraft.attention.paged_triton import TritonAttention, TritonPlan
+from foredraft.kvcache.paged_kv import PagedKV
+
+# Number of rows from which on a sequence's rows are a prompt; fewer wait for memory, and keys are
+# cut into parts for them.
+PROMPT_ROWS = 128
+_WORKSPACE_BYTES = 16 << 20
+_HOPPER = (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """Describes a batch that ends in prompts.
+
+    Attributes:
+        kv: Cache of the batch.
+        first_row: First row of the prompts.
+        others: Plan of the sequences before the prompts; None where there are none.
+        is_planned: Whether flashinfer has a plan of the prompts.
+    """
+
+    kv: PagedKV
+    first_row: int
+    others: TritonPlan | None
+
+
+def why_not(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, is_windowed: bool) -> str:
+    """Returns why flashinfer cannot compute prompts of a model on this GPU; empty if it can.
+
+    Args:
+        dtype, kv_dtype: Types of queries, and of stored keys and values.
+        head_dim: Width of a head.
+        is_windowed: Whether some layer has a sliding window.
+    """
+    if dtype not in (torch.bfloat16, torch.float16) or kv_dtype != dtype:
+        return "it takes models and KV caches in bfloat16 or float16 only"
+    if is_windowed:
+        return "it takes no layers with sliding windows"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "it is not installed: pip install 'foredraft[flashinfer]'"
+    from flashinfer.jit.attention import gen_batch_prefill_module
+
+    kernel = gen_batch_prefill_module(_kernels(), *_variant(dtype, head_dim))
+    if not kernel.is_aot:
+        return (
+            f"its kernel {kernel.name} is not compiled: pip install flashinfer-jit-cache of the same"
+            " version, from https://flashinfer.ai/whl/"
+        )
+    return ""
+
+
+def _kernels() -> str:
+    """Returns which of flashinfer's two generations of kernels this GPU runs."""
+    return "fa3" if torch.cuda.get_device_capability() == _HOPPER else "fa2"
+
+
+def _variant(dtype: torch.dtype, head_dim: int) -> tuple[Any, ...]:
+    no_encoding, has_window, is_capped, has_short_sums = 0, False, False, False
+    sizes = torch.int32, head_dim, head_dim
+    return dtype, dtype, dtype, *sizes, no_encoding, has_window, is_capped, has_short_sums
+
+
+class FlashInferAttention(AttentionBackend):
+    """Computes prompts by flashinfer, and other sequences and captured steps by Triton."""
+
+    def __init__(self) -> None:
+        self._triton = TritonAttention()
+        self._wrapper: Any = None
+        self._has_copied: torch.cuda.Event | None = None
+
+    def block_rows(self, max_rows: int, group_size: int, dtype: torch.dtype, kv: PagedKV) -> int:
+        """See AttentionBackend."""
+        return self._triton.block_rows(max_rows, group_size, dtype, kv)
+
+    def cuts_keys(
+        self, batch: int, max_rows: int, num_keys: int, group_size: int, kv: PagedKV
+    ) -> bool:
+        """See AttentionBackend."""
+        return self._triton.cuts_keys(batch, max_rows, num_keys, group_size, kv)
+
+    def partial_bytes(self, sizes: ForwardSizes, device: torch.device) -> int:
+        """See AttentionBackend."""
+        return self._triton.partial_bytes(sizes, device) + 2 * _WORKSPACE_BYTES
+
+    def plan(
+        self, batch: Batch, kv: PagedKV, windows: Sequence[int | None], group_size: int
+    ) -> TritonPlan | PromptPlan:
+        """See AttentionBackend."""
+        spans = batch.spans
+        first = next((i for i, span in enumerate(spans) if span.num_rows >= PROMPT_ROWS), None)
+        if batch.plan is not None or first is None or not all(map(_is_causal, spans[first:])):
+            return self._triton.plan(batch, kv, windows, group_size)
+        self._plan_prompts(spans[first:], kv, group_size)
+        others = None
+        if first:
+            others = self._triton.plan(
+                dataclasses.replace(batch, spans=spans[:first]), kv, windows, group_size
+            )
+        return PromptPlan(kv, spans[first].first_row, others)
+
+    def _plan_prompts(self, spans: Sequence[SequenceSpan], kv: PagedKV, group_size: int) -> None:
+        if self._wrapper is None:
+            from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+            device = kv.data.device
+            workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
+                workspace, "HND", backend=_kernels()
+            )
+        if self._has_copied is not None:
+            # flashinfer writes a plan over the last one, which the GPU may not have copied yet.
+            self._has_copied.synchronize()
+        ends = np.cumsum([0] + [span.num_rows for span in spans], dtype=np.int32)
+        pages = [span.pages[: -(-span.num_keys // kv.page_size)] for span in spans]
+        page_ends = np.cumsum([0] + [len(each) for each in pages], dtype=np.int32)
+        last_lengths = [(span.num_keys - 1) % kv.page_size + 1 for span in spans]
+        self._wrapper.plan(
+            torch.from_numpy(ends),
+            torch.from_numpy(page_ends),
+            torch.from_numpy(np.concatenate(pages).astype(np.int32)),
+            torch.tensor(last_lengths, dtype=torch.int32),
+            kv.num_kv_heads * group_size,
+            kv.num_kv_heads,
+            kv.data.shape[-1],
+            kv.page_size,
+            causal=True,
+            sm_scale=1.0,
+            q_data_type=kv.data.dtype,
+            kv_data_type=kv.data.dtype,
+            disable_split_kv=True,
+        )
+        if kv.data.is_cuda:
+            self._has_copied = torch.cuda.Event()
+            self._has_copied.record()
+
+    def attend(
+        self,
+        plan: TritonPlan | PromptPlan,
+        queries: torch.Tensor,
+        layer: int,
+        window: int | None,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """See AttentionBackend."""
+        if not isinstance(plan, PromptPlan):
+            self._triton.attend(plan, queries, layer, window, scale, out)
+            return
+        first = plan.first_row
+        if plan.others is not None:
+            self._triton.attend(plan.others, queries[:first], layer, window, scale, out[:first])
+        prompts = queries[first:]
+        stored = _pages(plan.kv, plan.kv.keys(layer)), _pages(plan.kv, plan.kv.values(layer))
+        self._wrapper.run(prompts, stored, q_scale=scale, out=out[first:].view(prompts.shape))
+
+
+def _is_causal(span: SequenceSpan) -> bool:
+    """Returns whether a row sees all keys up to its own."""
+    is_whole = span.prefix_start == 0 and span.prefix_len == span.write_index
+    return is_whole and span.tail_mask is None and span.tail_positions is None
+
+
+def _pages(kv: PagedKV, stored: torch.Tensor) -> torch.Tensor:
+    """Returns a view [pages, num_kv_heads, page_size, head_dim] of a layer's keys or values."""
+    return stored.unflatten(1, (-1, kv.page_size)).transpose(0, 1)
