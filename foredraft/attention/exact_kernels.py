@@ -41,23 +41,49 @@ def load_pages(table, keys, end, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_rows(ptr, slots, in_range, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Loads rows of WIDTH elements [slots, BLOCK], with zeros outside of the range."""
+def load_rows(
+    ptr, slots, in_range, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr = True
+):
+    """Loads rows of WIDTH elements [slots, BLOCK], with zeros outside of the range.
+
+    Args:
+        MASKED: Whether a row may be outside of the range.
+    """
     columns = tl.arange(0, BLOCK)
+    if not MASKED and WIDTH == BLOCK:
+        return tl.load(ptr + slots[:, None] * WIDTH + columns[None, :])
     wanted = in_range[:, None] & (columns < WIDTH)[None, :]
     return tl.load(ptr + slots[:, None] * WIDTH + columns[None, :], mask=wanted, other=0.0)
 
 
 @triton.jit
-def add_tile(q, k, v, seen, best, total, acc, scale, TILE: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds one tile of keys to the earlier ones of their segment; `scale` includes log2(e)."""
+def add_tile(
+    q, k, v, seen, best, total, acc, scale,
+    TILE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr = True,
+):  # fmt: skip
+    """Adds one tile of keys to the earlier ones of their segment; `scale` includes log2(e).
+
+    Args:
+        MASKED: Whether a row may not see a key; otherwise `seen` is not read.
+    """
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-    scores = tl.where(seen, scores * scale, float("-inf"))
-    new_best = tl.maximum(best, tl.max(scores, 1))
+    return add_scores(
+        scores, q, v, seen, best, total, acc, scale, TILE, PRECISION, MASKED
+    )
+
+
+@triton.jit
+def add_scores(
+    scores, q, v, seen, best, total, acc, scale,
+    TILE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, 1) * scale)
     # The maximum of a row without keys is minus infinity, which must not be subtracted from
     # itself.
     base = tl.where(new_best == float("-inf"), 0.0, new_best)
-    weights = tl.exp2(scores - base[:, None]).to(q.dtype)
+    weights = tl.exp2(tl.fma(scores, scale, -base[:, None])).to(q.dtype)
     shrink = tl.exp2(best - base)
     # The matrix units add up, since the order of `tl.sum` follows the layout. All columns are
     # equal.
@@ -160,15 +186,16 @@ def add_paths(
             & (place[None, :] >= oldest[:, None])
         )
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-        scores = tl.where(seen, scores * scale, float("-inf"))
+        scores = tl.where(seen, scores, float("-inf"))
         if not HAS_ROOM:
             own_k = load_rows(k_ptr, slots, is_there, HEAD_DIM, BLOCK_D)
         own_scores = tl.dot(q, tl.trans(own_k.to(q.dtype)), input_precision=PRECISION)
-        own_scores = tl.where(own_seen, own_scores * scale, float("-inf"))
-        new_best = tl.maximum(best, tl.maximum(tl.max(scores, 1), tl.max(own_scores, 1)))
+        own_scores = tl.where(own_seen, own_scores, float("-inf"))
+        highest = tl.maximum(tl.max(scores, 1), tl.max(own_scores, 1))
+        new_best = tl.maximum(best, highest * scale)
         base = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores - base[:, None]).to(q.dtype)
-        own_weights = tl.exp2(own_scores - base[:, None]).to(q.dtype)
+        weights = tl.exp2(tl.fma(scores, scale, -base[:, None])).to(q.dtype)
+        own_weights = tl.exp2(tl.fma(own_scores, scale, -base[:, None])).to(q.dtype)
         shrink = tl.exp2(best - base)
         sums = tl.dot(weights, ones, input_precision=PRECISION)
         sums = tl.max(tl.dot(own_weights, own_ones, sums, input_precision=PRECISION), 1)
@@ -301,8 +328,27 @@ def attend(
     if TOGETHER:
         best, total, acc = empty(BLOCK_M, BLOCK_D)
         all_best, all_total, all_acc = empty(BLOCK_M, BLOCK_D)
-        pages = load_pages(table, begin + tl.arange(0, TILE), end, PAGE_SIZE)
-        for start in tl.range(begin, end, TILE):
+        whole_end = begin
+        if BLOCK_M == 128 and not WINDOWED:
+            # Up to here every row of the block sees every key.
+            whole_end = tl.minimum(prefix_len + block * BLOCK_M // GROUP + 1, end) // TILE * TILE
+            pages = load_pages(table, begin + tl.arange(0, TILE), end, PAGE_SIZE)
+            for start in tl.range(begin, whole_end, TILE):
+                if is_start(start, NEAR, SMALL, LARGE):
+                    all_best, all_total, all_acc = merge(
+                        all_best, all_total, all_acc, best, total, acc
+                    )
+                    best, total, acc = empty(BLOCK_M, BLOCK_D)
+                keys = start + tl.arange(0, TILE)
+                slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
+                pages = load_pages(table, keys + TILE, end, PAGE_SIZE)
+                k = load_rows(k_ptr, slots, keys < end, HEAD_DIM, BLOCK_D, False)
+                v = load_rows(v_ptr, slots, keys < end, HEAD_DIM, BLOCK_D, False)
+                best, total, acc = add_tile(
+                    q, k, v, keys, best, total, acc, scale, TILE, PRECISION, False
+                )
+        pages = load_pages(table, whole_end + tl.arange(0, TILE), end, PAGE_SIZE)
+        for start in tl.range(whole_end, end, TILE):
             if is_start(start, NEAR, SMALL, LARGE):
                 all_best, all_total, all_acc = merge(all_best, all_total, all_acc, best, total, acc)
                 best, total, acc = empty(BLOCK_M, BLOCK_D)
