@@ -57,28 +57,18 @@ def load_rows(
 
 
 @triton.jit
-def add_tile(
-    q, k, v, seen, best, total, acc, scale,
-    TILE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr = True,
-):  # fmt: skip
-    """Adds one tile of keys to the earlier ones of their segment; `scale` includes log2(e).
-
-    Args:
-        MASKED: Whether a row may not see a key; otherwise `seen` is not read.
-    """
+def add_tile(q, k, v, seen, best, total, acc, scale, TILE: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds one tile of keys to the earlier ones of their segment; `scale` includes log2(e)."""
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-    return add_scores(
-        scores, q, v, seen, best, total, acc, scale, TILE, PRECISION, MASKED
-    )
+    scores = tl.where(seen, scores, float("-inf"))
+    return add_scores(scores, q, v, best, total, acc, scale, TILE, PRECISION)
 
 
 @triton.jit
-def add_scores(
-    scores, q, v, seen, best, total, acc, scale,
-    TILE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    if MASKED:
-        scores = tl.where(seen, scores, float("-inf"))
+def add_scores(scores, q, v, best, total, acc, scale, TILE: tl.constexpr, PRECISION: tl.constexpr):
+    """Does what `add_tile` does with a tile's products of queries and keys, which are -inf for keys
+    that a row does not see.
+    """
     new_best = tl.maximum(best, tl.max(scores, 1) * scale)
     # The maximum of a row without keys is minus infinity, which must not be subtracted from
     # itself.
@@ -101,6 +91,41 @@ def merge(best, total, acc, new_best, new_total, new_acc):
     old, new = tl.exp2(best - base), tl.exp2(new_best - base)
     total = tl.fma(total, old, new_total * new)
     return top, total, tl.fma(acc, old[:, None], new_acc * new[:, None])
+
+
+@triton.jit
+def add_tiles(
+    q, k_ptr, v_ptr, table, scores, slots, pages, first, last, end, newest, oldest, sums, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr, TILE: tl.constexpr, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the tiles from `first` to `last`, and computes each tile's scores beside the sums of the
+    tile before.
+
+    Args:
+        scores: Scores of the tile at `first`; `slots` are its slots, `pages` those of the next.
+        sums: Best, total and sum of the segment, and of all segments before.
+        MASKED: Whether there may be keys that a row does not see.
+    """
+    best, total, acc, all_best, all_total, all_acc = sums
+    for start in tl.range(first, last, TILE):
+        if is_start(start, NEAR, SMALL, LARGE):
+            all_best, all_total, all_acc = merge(all_best, all_total, all_acc, best, total, acc)
+            best, total, acc = empty(BLOCK_M, BLOCK_D)
+        keys = start + tl.arange(0, TILE)
+        later = keys + TILE
+        later_slots = pages.to(tl.int64) * PAGE_SIZE + later % PAGE_SIZE
+        pages = load_pages(table, later + TILE, end, PAGE_SIZE)
+        v = load_rows(v_ptr, slots, keys < end, HEAD_DIM, BLOCK_D, MASKED)
+        k = load_rows(k_ptr, later_slots, later < end, HEAD_DIM, BLOCK_D, MASKED)
+        later_scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        if MASKED:
+            seen = (keys[None, :] <= newest[:, None]) & (keys[None, :] >= oldest[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        best, total, acc = add_scores(scores, q, v, best, total, acc, scale, TILE, PRECISION)
+        scores, slots = later_scores, later_slots
+    return scores, slots, pages, (best, total, acc, all_best, all_total, all_acc)
 
 
 @triton.jit
@@ -328,37 +353,42 @@ def attend(
     if TOGETHER:
         best, total, acc = empty(BLOCK_M, BLOCK_D)
         all_best, all_total, all_acc = empty(BLOCK_M, BLOCK_D)
-        whole_end = begin
-        if BLOCK_M == 128 and not WINDOWED:
-            # Up to here every row of the block sees every key.
-            whole_end = tl.minimum(prefix_len + block * BLOCK_M // GROUP + 1, end) // TILE * TILE
+        if BLOCK_M == 128:
+            sums = best, total, acc, all_best, all_total, all_acc
+            whole_end = begin
+            if not WINDOWED:  # up to here every row of the block sees every key
+                seen_by_all = prefix_len + block * BLOCK_M // GROUP + 1
+                whole_end = tl.minimum(seen_by_all, end) // TILE * TILE
+            keys = begin + tl.arange(0, TILE)
+            pages = load_pages(table, keys, end, PAGE_SIZE)
+            slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
+            k = load_rows(k_ptr, slots, keys < end, HEAD_DIM, BLOCK_D)
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+            pages = load_pages(table, keys + TILE, end, PAGE_SIZE)
+            scores, slots, pages, sums = add_tiles(
+                q, k_ptr, v_ptr, table, scores, slots, pages, begin, whole_end, end, newest, oldest, sums, scale,
+                HEAD_DIM, BLOCK_M, BLOCK_D, PAGE_SIZE, PRECISION, TILE, NEAR, SMALL, LARGE, False,
+            )  # fmt: skip
+            scores, slots, pages, sums = add_tiles(
+                q, k_ptr, v_ptr, table, scores, slots, pages, whole_end, end, end, newest, oldest, sums, scale,
+                HEAD_DIM, BLOCK_M, BLOCK_D, PAGE_SIZE, PRECISION, TILE, NEAR, SMALL, LARGE, True,
+            )  # fmt: skip
+            best, total, acc, all_best, all_total, all_acc = sums
+        else:
             pages = load_pages(table, begin + tl.arange(0, TILE), end, PAGE_SIZE)
-            for start in tl.range(begin, whole_end, TILE):
+            for start in tl.range(begin, end, TILE):
                 if is_start(start, NEAR, SMALL, LARGE):
                     all_best, all_total, all_acc = merge(
                         all_best, all_total, all_acc, best, total, acc
                     )
                     best, total, acc = empty(BLOCK_M, BLOCK_D)
                 keys = start + tl.arange(0, TILE)
+                seen = (keys[None, :] <= newest[:, None]) & (keys[None, :] >= oldest[:, None])
                 slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
                 pages = load_pages(table, keys + TILE, end, PAGE_SIZE)
-                k = load_rows(k_ptr, slots, keys < end, HEAD_DIM, BLOCK_D, False)
-                v = load_rows(v_ptr, slots, keys < end, HEAD_DIM, BLOCK_D, False)
-                best, total, acc = add_tile(
-                    q, k, v, keys, best, total, acc, scale, TILE, PRECISION, False
-                )
-        pages = load_pages(table, whole_end + tl.arange(0, TILE), end, PAGE_SIZE)
-        for start in tl.range(whole_end, end, TILE):
-            if is_start(start, NEAR, SMALL, LARGE):
-                all_best, all_total, all_acc = merge(all_best, all_total, all_acc, best, total, acc)
-                best, total, acc = empty(BLOCK_M, BLOCK_D)
-            keys = start + tl.arange(0, TILE)
-            seen = (keys[None, :] <= newest[:, None]) & (keys[None, :] >= oldest[:, None])
-            slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
-            pages = load_pages(table, keys + TILE, end, PAGE_SIZE)
-            k = load_rows(k_ptr, slots, keys < end, HEAD_DIM, BLOCK_D)
-            v = load_rows(v_ptr, slots, keys < end, HEAD_DIM, BLOCK_D)
-            best, total, acc = add_tile(q, k, v, seen, best, total, acc, scale, TILE, PRECISION)
+                k = load_rows(k_ptr, slots, keys < end, HEAD_DIM, BLOCK_D)
+                v = load_rows(v_ptr, slots, keys < end, HEAD_DIM, BLOCK_D)
+                best, total, acc = add_tile(q, k, v, seen, best, total, acc, scale, TILE, PRECISION)
         if BRANCHED and branched:
             newest = tl.load(positions + token, mask=is_row, other=-1).to(tl.int32)
             last = tl.max(newest, 0)
