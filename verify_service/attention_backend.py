@@ -6,12 +6,12 @@ import torch
 
 from foredraft.attention.base import AttentionBackend
 from foredraft.attention.choice import attention_for, exact_attention_for
-from foredraft.attention.flashinfer_prompts import FlashInferAttention, why_not
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.config.services import VerifyConfig
 from foredraft.errors import ConfigError
 from foredraft.models.decoder import DecoderModel
 from verify_service.exactness import OFF, STRICT
+from verify_service.flashinfer_prompts import FlashInferAttention, why_not
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +45,16 @@ def choose_attention(
     Raises:
         ConfigError: flashinfer was asked for and cannot compute this target's prompts.
     """
-    if config.attention_backend == SDPA:
+    asked = config.attention_backend
+    if asked == SDPA:
         return SdpaAttention()
-    if config.attention_backend == FLASHINFER:
+    if asked == FLASHINFER or (asked == AUTO and level == OFF and model.device.type == "cuda"):
         is_windowed = any(window is not None for window in model.config.windows)
-        if why := why_not(model.dtype, kv_dtype, model.config.head_dim, is_windowed):
+        why = why_not(model.dtype, kv_dtype, model.config.head_dim, is_windowed)
+        if not why:
+            logger.info("attention: prompts by flashinfer, everything else by triton")
+            return FlashInferAttention()
+        if asked == FLASHINFER:
             raise ConfigError(f"--attention-backend flashinfer: {why}")
-        logger.info("attention: prompts by flashinfer, everything else by triton")
-        return FlashInferAttention()
+        logger.info("attention: prompts by triton too: flashinfer would be faster, but %s", why)
     return (exact_attention_for if level == STRICT else attention_for)(model.device)

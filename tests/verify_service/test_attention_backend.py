@@ -7,13 +7,13 @@ import torch
 
 from foredraft.attention.cpu import CpuAttention
 from foredraft.attention.exact_triton import ExactAttention
-from foredraft.attention.flashinfer_prompts import FlashInferAttention
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.config.services import VerifyConfig
 from foredraft.errors import ConfigError
 from verify_service import attention_backend
 from verify_service.attention_backend import check_attention_flags, choose_attention
+from verify_service.flashinfer_prompts import FlashInferAttention
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -41,14 +41,27 @@ def test_a_gpu_has_one_for_each_exactness(asked):
 def test_flashinfer_is_taken_where_its_kernels_are(monkeypatch):
     monkeypatch.setattr(attention_backend, "why_not", lambda *asked: "")
     assert chosen("flashinfer", GPU, "off") is FlashInferAttention
+    assert chosen("auto", GPU, "off") is FlashInferAttention
+    assert chosen("auto", GPU, "strict") is ExactAttention
+    assert chosen("triton", GPU, "off") is TritonAttention
 
 
 @pytest.mark.parametrize(
     ("asked", "device", "level", "words"),
     [
         ("triton", CPU, "off", "--attention-backend triton: on a cpu device give auto or sdpa"),
-        ("flashinfer", CPU, "off", "--attention-backend flashinfer: on a cpu device give auto or sdpa"),
-        ("sdpa", GPU, "off", "--attention-backend sdpa: on a cuda device give auto or triton or flashinfer"),
+        (
+            "flashinfer",
+            CPU,
+            "off",
+            "--attention-backend flashinfer: on a cpu device give auto or sdpa",
+        ),
+        (
+            "sdpa",
+            GPU,
+            "off",
+            "--attention-backend sdpa: on a cuda device give auto or triton or flashinfer",
+        ),
         ("flashinfer", GPU, "strict", "give --exactness off too"),
     ],
 )

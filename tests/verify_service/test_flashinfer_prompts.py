@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from foredraft.attention import flashinfer_prompts
-from foredraft.attention.flashinfer_prompts import PROMPT_ROWS, FlashInferAttention, why_not
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import ancestor_mask
 from testing.attention_spans import SCALE, SequenceSpan, batch_of, brute_force, slots_of
+from verify_service import flashinfer_prompts
+from verify_service.flashinfer_prompts import PROMPT_ROWS, FlashInferAttention, why_not
 
 PAGE_SIZE = 8
 

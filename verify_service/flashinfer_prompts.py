@@ -59,8 +59,8 @@ def why_not(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, is_windowe
     kernel = gen_batch_prefill_module(_kernels(), *_variant(dtype, head_dim))
     if not kernel.is_aot:
         return (
-            f"its kernel {kernel.name} is not compiled: pip install flashinfer-jit-cache of the same"
-            " version, from https://flashinfer.ai/whl/"
+            f"its kernel {kernel.name} is not compiled: pip install flashinfer-jit-cache of the"
+            " same version, from https://flashinfer.ai/whl/"
         )
     return ""
 
