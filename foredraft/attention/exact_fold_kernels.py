@@ -6,10 +6,10 @@ and `fold` merges the segments that several programs have computed.
 import triton
 import triton.language as tl
 
-from foredraft.attention.exact_kernels import (
+from foredraft.attention.exact_kernels import has_branches
+from foredraft.attention.exact_tile_kernels import (
     add_tile,
     empty,
-    has_branches,
     is_start,
     load_query,
     load_rows,

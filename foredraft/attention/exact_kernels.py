@@ -1,96 +1,23 @@
-"""Attention whose result for a row depends on that row's own keys alone, in Triton.
-
-Keys are read in the order of their positions, in tiles of TILE that begin at multiples of TILE,
-inside segments that begin at fixed positions: of SMALL keys up to position NEAR, then of LARGE.
-Within a segment a softmax is carried from tile to tile; segments are merged from the first to the
-last. Every program that computes a part of this, beside whatever other rows, does the same
-operations on the same numbers:
-
-- a tile's sums over keys are made by the matrix units alone, whose order does not depend on the
-  size of a block;
-- additions that could be fused with a multiplication say whether they are;
-- a tile or a segment that a row sees no key of changes nothing.
+"""The kernel of attention whose result for a row depends on that row's own keys alone, in Triton; its
+arithmetic is that of `exact_tile_kernels`.
 """
 
 # mypy: ignore-errors
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def segment_of(key, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr):
-    return tl.where(key < NEAR, key // SMALL, NEAR // SMALL + (key - NEAR) // LARGE)
-
-
-@triton.jit
-def start_of(segment, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr):
-    return tl.where(
-        segment < NEAR // SMALL, segment * SMALL, NEAR + (segment - NEAR // SMALL) * LARGE
-    )
-
-
-@triton.jit
-def is_start(key, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr):
-    return key % tl.where(key < NEAR, SMALL, LARGE) == 0
-
-
-@triton.jit
-def load_pages(table, keys, end, PAGE_SIZE: tl.constexpr):
-    """Loads the pages of the keys before `end`."""
-    return tl.load(table + keys // PAGE_SIZE, mask=keys < end, other=0)
-
-
-@triton.jit
-def load_rows(
-    ptr, slots, in_range, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr = True
-):
-    """Loads rows of WIDTH elements [slots, BLOCK], with zeros outside of the range.
-
-    Args:
-        MASKED: Whether a row may be outside of the range.
-    """
-    columns = tl.arange(0, BLOCK)
-    if not MASKED and WIDTH == BLOCK:
-        return tl.load(ptr + slots[:, None] * WIDTH + columns[None, :])
-    wanted = in_range[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(ptr + slots[:, None] * WIDTH + columns[None, :], mask=wanted, other=0.0)
-
-
-@triton.jit
-def add_tile(q, k, v, seen, best, total, acc, scale, TILE: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds one tile of keys to the earlier ones of their segment; `scale` includes log2(e)."""
-    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-    scores = tl.where(seen, scores, float("-inf"))
-    return add_scores(scores, q, v, best, total, acc, scale, TILE, PRECISION)
-
-
-@triton.jit
-def add_scores(scores, q, v, best, total, acc, scale, TILE: tl.constexpr, PRECISION: tl.constexpr):
-    """Does what `add_tile` does with a tile's products of queries and keys, which are -inf for keys
-    that a row does not see.
-    """
-    new_best = tl.maximum(best, tl.max(scores, 1) * scale)
-    # The maximum of a row without keys is minus infinity, which must not be subtracted from
-    # itself.
-    base = tl.where(new_best == float("-inf"), 0.0, new_best)
-    weights = tl.exp2(tl.fma(scores, scale, -base[:, None])).to(q.dtype)
-    shrink = tl.exp2(best - base)
-    # The matrix units add up, since the order of `tl.sum` follows the layout. All columns are
-    # equal.
-    ones = tl.full([TILE, 16], 1.0, q.dtype)
-    sums = tl.max(tl.dot(weights, ones, input_precision=PRECISION), 1)
-    acc = tl.dot(weights, v.to(q.dtype), acc * shrink[:, None], input_precision=PRECISION)
-    return new_best, tl.fma(total, shrink, sums), acc
-
-
-@triton.jit
-def merge(best, total, acc, new_best, new_total, new_acc):
-    """Adds the next segment to the earlier ones."""
-    top = tl.maximum(best, new_best)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    old, new = tl.exp2(best - base), tl.exp2(new_best - base)
-    total = tl.fma(total, old, new_total * new)
-    return top, total, tl.fma(acc, old[:, None], new_acc * new[:, None])
+from foredraft.attention.exact_tile_kernels import (
+    add_scores,
+    add_tile,
+    empty,
+    is_start,
+    load_pages,
+    load_query,
+    load_rows,
+    merge,
+    segment_of,
+    start_of,
+)
 
 
 @triton.jit
@@ -129,16 +56,6 @@ def add_tiles(
 
 
 @triton.jit
-def load_query(q_ptr, offsets, wanted, EIGHT_BIT: tl.constexpr):
-    q = tl.load(q_ptr + offsets, mask=wanted, other=0.0)
-    if EIGHT_BIT and q_ptr.dtype.element_ty == tl.bfloat16:
-        # float16 holds every 8-bit float, and one instruction converts two of them; bfloat16 takes
-        # five instructions.
-        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
-    return q
-
-
-@triton.jit
 def has_branches(positions, first_row, num_rows, prefix_len):
     """Returns whether the rows are a tree with branches.
 
@@ -147,12 +64,6 @@ def has_branches(positions, first_row, num_rows, prefix_len):
     """
     last = tl.load(positions + first_row + num_rows - 1).to(tl.int32)
     return last - prefix_len != num_rows - 1
-
-
-@triton.jit
-def empty(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    return best, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
 
 @triton.jit

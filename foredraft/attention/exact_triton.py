@@ -1,7 +1,7 @@
 """Attention on NVIDIA GPUs that gives a row the same bits whatever else is in the step.
 
-`exact_kernels` fixes the arithmetic. A program computes one segment of keys, or with enough rows
-all segments of a block of rows. Neither this choice nor the size of a block changes a bit.
+`exact_tile_kernels` fixes the arithmetic. A program computes one segment of keys, or with enough
+rows all segments of a block of rows. Neither this choice nor the size of a block changes a bit.
 """
 
 import math
