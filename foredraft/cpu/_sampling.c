@@ -14,7 +14,9 @@
 #define BLOCK_TOKENS 256
 #define EACH 16384       /* tokens that take as long as a thread needs to begin */
 #define MOST_NOISE 22.9f /* above the largest noise: -log(-log1p(-2^-33)) */
-#define MARGIN 1e-3f     /* far above the rounding of a score */
+#define MARGIN 1e-3f     /* far above the rounding of noise */
+#define ROUNDING 0x1p-21f /* of a score, relative to it: some times as much */
+#define REACHED (1 - 1e-12) /* of a mass: above the rounding of sums, far below that of p */
 #define NEGLIGIBLE -60.0f /* e to this power is nothing beside the best token's 1 */
 
 typedef struct {
@@ -131,7 +133,8 @@ static void look_at(const Row *row, size_t block, float most, Best *best) {
         return;
     if (best->count == best->k) {
         /* A token needs noise g of this or more; g <= -log(w), so w and the hash must be small. */
-        float need = best->scores[best->k - 1] - MARGIN - most;
+        float worst = best->scores[best->k - 1];
+        float need = worst - (MARGIN + fabsf(worst) * ROUNDING) - most;
         if (need > MOST_NOISE)
             return;
         double largest = exp(-(double)need) * 0x1p32;
@@ -198,7 +201,8 @@ static int choose_ranked(const Row *row, const float *maxima, float top_p, long 
     double before = 0;
     for (size_t rank = 0; rank < count; rank++) {
         Candidate one = ranked[rank];
-        if ((top_p < 1 && before >= (double)top_p * total) || one.score < row->floor)
+        int has_enough = rank && top_p < 1 && before >= (double)top_p * total * REACHED;
+        if (has_enough || one.score < row->floor)
             break;
         before += exp((double)one.score);
         uint32_t hash = hash_token(row->keys, token_of(row, one.column));
@@ -225,7 +229,7 @@ static int choose_row(const Job *job, size_t index, Isa isa, float *maxima) {
     float top = -INFINITY, temperature = job->temperature[index];
     for (size_t block = 0; block < num_blocks; block++)
         top = maxima[block] > top ? maxima[block] : top;
-    if (job->is_choice && (is_broken || temperature == 0)) {
+    if (job->is_choice && (is_broken || !(temperature > 0))) {
         best.columns[0] = is_broken ? -1 : greedy(logits, maxima, job->vocab, top);
         best.scores[0] = 0;
         return 1;
@@ -274,12 +278,12 @@ static PyObject *choose(PyObject *self, PyObject *const *args, Py_ssize_t count)
     atomic_int failed = 0;
     if (!read_numbers("choose", args, count, n, 17) || !kernel_exists(n[16]))
         return NULL;
+    if (n[12] < 1 || n[14] < 1 || n[14] > n[12])
+        return PyErr_Format(PyExc_ValueError, "%lld tokens of %lld", n[14], n[12]);
     Job job = {(float *)n[0], (float *)n[1], (float *)n[2], (float *)n[3], (float *)n[4],
                (long long *)n[5], (long long *)n[6], (long long *)n[7], (int32_t *)n[8],
                (long long *)n[9], (float *)n[10], n[12], n[13], n[14], (int)n[15], &failed};
     const size_t num_rows = n[11], at_once = EACH / (job.vocab + 1) + 1;
-    if (n[12] < 1 || n[14] < 1 || n[14] > n[12])
-        return PyErr_Format(PyExc_ValueError, "%lld tokens of %lld", n[14], n[12]);
     Py_BEGIN_ALLOW_THREADS
     share_out(choices[isas[n[16]]], &job, num_rows, at_once, pool_num_threads());
     Py_END_ALLOW_THREADS

@@ -44,6 +44,7 @@ TARGET static void NAME(hash)(Keys keys, const int32_t *tokens, uint32_t first, 
 
 typedef double NAME(Doubles) __attribute__((vector_size(4 * LANES)));
 typedef int64_t NAME(Longs) __attribute__((vector_size(4 * LANES)));
+typedef uint64_t NAME(Bits) __attribute__((vector_size(4 * LANES))); /* whose sums may overflow */
 
 /* e^x for x from -60 to 0, within a few units of the last place. */
 INLINE NAME(Doubles) NAME(exp_double)(NAME(Doubles) x) {
@@ -58,7 +59,7 @@ INLINE NAME(Doubles) NAME(exp_double)(NAME(Doubles) x) {
     UNROLL
     for (int i = 1; i < 12; i++)
         sum = sum * r + factors[i];
-    return (NAME(Doubles))((NAME(Longs))sum + ((NAME(Longs))shifted << 52));
+    return (NAME(Doubles))((NAME(Bits))sum + ((NAME(Bits))shifted << 52));
 }
 
 /* Tempers up to BLOCK_TOKENS logits; scores behind the last are minus infinity. */
@@ -73,10 +74,11 @@ INLINE void NAME(temper)(const float *logits, size_t count, float top, float tem
         scores[i] = -INFINITY;
 }
 
-/* The sum of e^score over a row, but for scores below NEGLIGIBLE. */
+/* The sum of e^score over a row, but for scores below NEGLIGIBLE. It has 8 parts for every width of
+ * vector, so all instruction sets give the same bits. */
 TARGET static double NAME(total)(const float *logits, size_t vocab, const float *maxima, float top,
                                  float temperature) {
-    NAME(Doubles) sum = {0};
+    NAME(Doubles) sums[PARTS] = {{0}};
     double total = 0;
     for (size_t first = 0; first < vocab; first += BLOCK_TOKENS) {
         const size_t left = vocab - first;
@@ -91,11 +93,12 @@ TARGET static double NAME(total)(const float *logits, size_t vocab, const float 
                 x[lane] = scores[i + lane];
             NAME(Longs) is_small = x < NEGLIGIBLE;
             NAME(Doubles) mass = NAME(exp_double)((NAME(Doubles))((NAME(Longs))x & ~is_small));
-            sum += (NAME(Doubles))((NAME(Longs))mass & ~is_small);
+            sums[i / (LANES / 2) % PARTS] += (NAME(Doubles))((NAME(Longs))mass & ~is_small);
         }
     }
-    for (int lane = 0; lane < LANES / 2; lane++)
-        total += sum[lane];
+    for (int part = 0; part < PARTS; part++)
+        for (int lane = 0; lane < LANES / 2; lane++)
+            total += sums[part][lane];
     return total;
 }
 

@@ -232,9 +232,10 @@ def choose_kept(
         if (top_k > 0) & (top_k <= count) & (top_p < 1):
             end = _kth(ranks_ptr, count, top_k, turns, SHORT) + 1
             _, total = _before(ranks_ptr, count, end, BLOCK)
-        # The filters keep tokens with fewer tokens, and less mass, before them.
+        # The filters keep tokens with fewer tokens, and less mass, before them: the first always.
         many = tl.where(top_k > 0, top_k, 0x7FFFFFFF)
-        much = tl.where(top_p < 1, top_p.to(tl.float64) * total.to(tl.float64), float("inf"))
+        much = tl.maximum(top_p.to(tl.float64) * total.to(tl.float64), 1.0)
+        much = tl.where(top_p < 1, much, float("inf"))
         least = _least(min_p)
         k0, k1 = row_key(tl.load(seeds + row), tl.load(positions + row))
         token = first.to(tl.int32)

@@ -11,6 +11,10 @@ import torch
 
 from foredraft.sampling.rows import SamplingRows
 
+# Of a mass: above the rounding of sums in float64, far below that of p. What is reached exactly
+# then counts as reached in whatever order the sum is.
+_REACHED = 1 - 1e-12
+
 
 def tempered(
     logits: torch.Tensor, rows: SamplingRows, best: torch.Tensor | None = None
@@ -92,5 +96,6 @@ def ranked_keep(ranked: torch.Tensor, total: torch.Tensor, rows: SamplingRows) -
     total = torch.where(limited, through.gather(-1, top_k - 1)[:, 0], total)[:, None]
     top_p = rows.top_p.to(torch.float64)[:, None]
     before = through - mass
-    first = torch.arange(width, device=ranked.device) < top_k
-    return first & ((before < top_p * total) | (top_p >= 1))
+    rank = torch.arange(width, device=ranked.device)
+    has_enough = (rank > 0) & (top_p < 1) & (before >= top_p * total * _REACHED)
+    return (rank < top_k) & ~has_enough

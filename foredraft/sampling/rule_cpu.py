@@ -46,6 +46,8 @@ def _best(
             infinity get NO_TOKEN.
     """
     num_rows, vocab = logits.shape
+    if not logits.is_cpu:
+        raise ValueError(f"logits on {logits.device}")
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         logits = logits.float().contiguous()
     columns = torch.empty((num_rows, k), dtype=torch.int64)
@@ -83,6 +85,6 @@ def _best(
 
 
 def _checked(values: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
-    if values.shape != (count,):
-        raise ValueError(f"{tuple(values.shape)} numbers for {count}")
+    if values.shape != (count,) or not values.is_cpu:
+        raise ValueError(f"{tuple(values.shape)} numbers on {values.device} for {count}")
     return values.to(dtype).contiguous()

@@ -226,6 +226,66 @@ def test_numbers_of_other_rows_are_refused() -> None:
         sampling.perturbed_top(logits[:2], rows, 11)
 
 
+@pytest.mark.parametrize("kernel", range(len(_kernels.KERNELS)))
+def test_far_scores_that_are_rounded_to_equal_ones(kernel: int) -> None:
+    # Scores near -1e6 are multiples of 0.0625, so a token may tie by being rounded up.
+    seeds = [547, 927, 1070, 1260]
+    params = [SamplingParams(temperature=1e-4, seed=seed) for seed in seeds]
+    rows = SamplingRows.from_params(params, [3] * 4)
+    logits = torch.full((4, 2048), -100.0)
+    logits[:, 2000] = 0.0
+    ranked, scores = sampling.perturbed_top(logits, rows, 2048, dense=True)
+    got = rule_cpu.perturbed_top(logits, rows, 4, kernel=kernel)
+    assert same(got, (ranked[:, :4], scores[:, :4]))
+
+
+def test_top_p_that_sums_reach_but_for_their_rounding() -> None:
+    # Half of the mass is in the first n of 2n equal tokens. The rest is as small as the rounding of
+    # a sum, so what the sum is depends on its order.
+    generator = torch.Generator().manual_seed(1)
+    for n in (1, 2, 4) * 30:
+        order = torch.randperm(64, generator=generator)
+        logits = torch.full((1, 64), -math.inf)
+        logits[0, order[:40]] = -33.0 - 6.0 * torch.rand(1, generator=generator)
+        logits[0, order[: 2 * n]] = 0.0
+        rows = SamplingRows.from_params([SamplingParams(top_p=0.5)], [3])
+        results = [
+            sampling.perturbed_top(logits, rows, 2 * n, dense=True),
+            *(
+                rule_cpu.perturbed_top(logits, rows, 2 * n, kernel=kernel)
+                for kernel in range(len(_kernels.KERNELS))
+            ),
+        ]
+        assert [int((scores > -math.inf).sum()) for _, scores in results] == [n] * len(results)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_top_p_that_float32_rounds_to_zero_keeps_the_best_token(dense: bool) -> None:
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(1))
+    params = [SamplingParams(top_p=1e-46, top_k=top_k) for top_k in (-1, 1, 5, 300)]
+    rows = SamplingRows.from_params(params, range(4))
+    columns, scores = sampling.perturbed_top(logits, rows, 2, dense=dense)
+    assert torch.equal(columns[:, 0], logits.argmax(-1))
+    assert (scores > -math.inf).tolist() == [[True, False]] * 4
+
+
+def test_temperatures_that_are_not_above_zero_choose_greedily() -> None:
+    logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
+    rows = rows_for(SamplingParams(), 40)
+    for temperature in (-1.0, math.nan, -0.0):
+        rows.temperature = torch.full((40,), temperature)
+        assert torch.equal(sampling.choose(logits, rows), logits.argmax(-1))
+
+
+def test_tensors_elsewhere_are_refused() -> None:
+    logits, rows = torch.zeros(2, 10), rows_for(SamplingParams(), 2)
+    with pytest.raises(ValueError, match="meta"):
+        sampling.choose(logits.to("meta"), rows)
+    rows.seed = rows.seed.to("meta")
+    with pytest.raises(ValueError, match="meta"):
+        sampling.choose(logits, rows)
+
+
 def test_a_row_does_not_depend_on_its_batch() -> None:
     params = [SamplingParams(temperature=0.0), *GRID[::5], SamplingParams(temperature=0.0)]
     positions = list(range(len(params)))

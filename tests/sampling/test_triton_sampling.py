@@ -208,6 +208,12 @@ def chooses_as_filtered(logits, rows):
     return chosen
 
 
+def test_a_top_p_that_float32_rounds_to_zero_keeps_the_best_token():
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(1))
+    rows = filtered_rows([1.0] * 3, [(0, 1e-46, 0.0), (5, 1e-46, 0.0), (0, 1e-46, 0.1)])
+    assert torch.equal(filtered_by_kernel(logits, rows), logits.argmax(-1))
+
+
 @pytest.mark.parametrize("vocab", [5, 4099] if INTERPRETED else [5, 1000, 4099, 32_000, 128_256])
 @pytest.mark.parametrize("spread", [0.05, 4.0], ids=["flat", "peaked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
