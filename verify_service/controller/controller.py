@@ -102,10 +102,10 @@ class Controller:
     @property
     def stays_suspended(self) -> bool:
         """Whether the next step is surely plain, so that no plan is needed."""
-        if self._costs is None or not self.is_suspended:
+        # Where steps are not padded, asking costs next to nothing, and any step may find a match.
+        asks = not self.is_padded and any(kind.is_asked_first for kind in self.drafts)
+        if self._costs is None or not self.is_suspended or asks:
             return False
-        if not self.is_padded and any(kind.is_asked_first for kind in self.drafts):
-            return False  # any step may find a match, and asking costs next to nothing
         config = self._config
         return self._unplanned < (config.look_seconds if self.keeps_states else config.busy_seconds)
 
