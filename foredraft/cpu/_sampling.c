@@ -226,7 +226,7 @@ static int choose_row(const Job *job, size_t index, Isa isa, float *maxima) {
     Best best = {job->columns + index * job->k, job->scores + index * job->k, job->k, 0};
     const size_t num_blocks = (job->vocab + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
     int is_good = 1, is_broken = block_maxima[isa](logits, job->vocab, maxima);
-    float top = -INFINITY, temperature = job->temperature[index];
+    float top = -INFINITY, temperature = job->temperature ? job->temperature[index] : 0;
     for (size_t block = 0; block < num_blocks; block++)
         top = maxima[block] > top ? maxima[block] : top;
     if (job->is_choice && (is_broken || !(temperature > 0))) {
@@ -280,6 +280,8 @@ static PyObject *choose(PyObject *self, PyObject *const *args, Py_ssize_t count)
         return NULL;
     if (n[12] < 1 || n[14] < 1 || n[14] > n[12])
         return PyErr_Format(PyExc_ValueError, "%lld tokens of %lld", n[14], n[12]);
+    if (!n[1] && !(n[14] == 1 && n[15]))
+        return PyErr_Format(PyExc_ValueError, "only one choice of each row needs no temperature");
     Job job = {(float *)n[0], (float *)n[1], (float *)n[2], (float *)n[3], (float *)n[4],
                (long long *)n[5], (long long *)n[6], (long long *)n[7], (int32_t *)n[8],
                (long long *)n[9], (float *)n[10], n[12], n[13], n[14], (int)n[15], &failed};

@@ -18,6 +18,25 @@ def choose(logits: torch.Tensor, rows: SamplingRows, kernel: int = 0) -> torch.T
     return _best(logits, rows, 1, None, None, True, kernel)[0][:, 0]
 
 
+def greedy(logits: torch.Tensor, kernel: int = 0) -> torch.Tensor:
+    """Returns the lowest id among the largest logits of each row, int64 [R].
+
+    A row with a NaN or plus infinity gets NO_TOKEN.
+
+    Args:
+        logits: [R, V].
+        kernel: See `choose`.
+    """
+    logits = _readable(logits)
+    num_rows, vocab = logits.shape
+    columns, scores = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
+    _kernels.choose(
+        logits.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0, columns.data_ptr(), scores.data_ptr(),
+        num_rows, vocab, logits.stride(0), 1, 1, kernel,
+    )  # fmt: skip
+    return columns
+
+
 def perturbed_top(
     logits: torch.Tensor,
     rows: SamplingRows,
@@ -45,11 +64,8 @@ def _best(
         is_choice: Whether rows of temperature 0 are chosen greedily, and rows with a NaN or plus
             infinity get NO_TOKEN.
     """
+    logits = _readable(logits)
     num_rows, vocab = logits.shape
-    if not logits.is_cpu:
-        raise ValueError(f"logits on {logits.device}")
-    if logits.dtype != torch.float32 or logits.stride(1) != 1:
-        logits = logits.float().contiguous()
     columns = torch.empty((num_rows, k), dtype=torch.int64)
     scores = torch.empty((num_rows, k))
     # Each stays alive until the call is over.
@@ -82,6 +98,15 @@ def _best(
         kernel,
     )
     return columns, scores
+
+
+def _readable(logits: torch.Tensor) -> torch.Tensor:
+    """Returns logits [R, V] as float32 rows in one piece."""
+    if not logits.is_cpu:
+        raise ValueError(f"logits on {logits.device}")
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        logits = logits.float().contiguous()
+    return logits
 
 
 def _checked(values: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:

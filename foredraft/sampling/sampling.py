@@ -18,7 +18,6 @@ from foredraft.sampling.noise import gumbel
 from foredraft.sampling.rows import SamplingRows
 from foredraft.types import NO_TOKEN
 
-_BLOCK = 256  # logits of a row that a CPU looks at together to find the largest
 # Rows at a time by kernels, which keep a number for each token of each.
 _KERNEL_ROWS = 128
 
@@ -33,13 +32,11 @@ def choose(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     Returns:
         int64 [R], the chosen tokens; NO_TOKEN for a row in which a logit is NaN or plus infinity.
     """
+    if not logits.is_cuda:
+        return rule_cpu.choose(logits, rows) if rows.any_sampled else rule_cpu.greedy(logits)
     if rows.any_sampled:
-        return (_choose_by_kernels if logits.is_cuda else rule_cpu.choose)(logits, rows)
-    broken = broken_rows(logits)
-    # The CPU looks before it copies; on a GPU looking would wait for the device.
-    if not logits.is_cuda and not bool(broken.any()):
-        return greedy(logits)
-    return greedy(scrub(logits)).masked_fill_(broken, NO_TOKEN)
+        return _choose_by_kernels(logits, rows)
+    return greedy(scrub(logits)).masked_fill_(broken_rows(logits), NO_TOKEN)
 
 
 def broken_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -65,22 +62,15 @@ def scrub(logits: torch.Tensor) -> torch.Tensor:
     needed.
     """
     # The CPU looks before it copies; on a GPU looking would wait for the device.
-    if not logits.is_cuda and bool((logits.amax(-1) < math.inf).all()):
+    if not logits.is_cuda and (not len(logits) or float(logits.max()) < math.inf):
         return logits
     largest = torch.finfo(logits.dtype).max
     return torch.nan_to_num(logits, nan=-math.inf, posinf=largest, neginf=-math.inf)
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the lowest id among the largest logits of each row, int64 [R]."""
-    num_rows, vocab = logits.shape
-    if logits.is_cuda or vocab % _BLOCK or not num_rows:
-        return logits.argmax(-1)
-    # argmax over a long row is scalar code in torch's CPU build, amax is not.
-    blocks = logits.reshape(num_rows, -1, _BLOCK)
-    best = blocks.amax(-1).argmax(-1)
-    inside = blocks[torch.arange(num_rows), best].argmax(-1)
-    return best * _BLOCK + inside
+    """Returns the lowest id among the largest logits of each row without NaN, int64 [R]."""
+    return logits.argmax(-1) if logits.is_cuda else rule_cpu.greedy(logits)
 
 
 def perturbed_top(

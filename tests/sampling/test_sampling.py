@@ -207,6 +207,34 @@ def test_greedy_and_broken_rows_beside_sampled_ones(vocab: int, kernel: int) -> 
     assert chosen == [int(logits[0].argmax()), sampled, NO_TOKEN, NO_TOKEN, NO_TOKEN, 0]
 
 
+@pytest.mark.parametrize("kernel", range(len(_kernels.KERNELS)))
+@pytest.mark.parametrize("vocab", [1, 3, 255, 256, 257, 8192])
+def test_greedy_rows_need_no_parameters(vocab: int, kernel: int) -> None:
+    logits = torch.randn(7, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits[0] = logits[0].round()  # ties: the lowest wins
+    logits[1] = -math.inf
+    expected = logits.argmax(-1).tolist()
+    expected[0] = min(int(i) for i in (logits[0] == logits[0].max()).nonzero())
+    assert rule_cpu.greedy(logits, kernel=kernel).tolist() == expected
+    assert rule_cpu.greedy(logits.double().t().contiguous().t(), kernel=kernel).tolist() == expected
+    for number in (math.nan, math.inf):
+        logits[2, -1] = number
+        assert rule_cpu.greedy(logits, kernel=kernel).tolist() == [
+            *expected[:2],
+            NO_TOKEN,
+            *expected[3:],
+        ]
+    assert rule_cpu.greedy(logits[:0], kernel=kernel).tolist() == []
+
+
+def test_only_a_single_choice_needs_no_temperature() -> None:
+    nothing = [0] * 12
+    with pytest.raises(ValueError, match="temperature"):
+        _kernels.choose(*nothing[:11], 1, 8, 8, 2, 1, 0)
+    with pytest.raises(ValueError, match="temperature"):
+        _kernels.choose(*nothing[:11], 1, 8, 8, 1, 0, 0)
+
+
 def test_rows_that_lie_apart_and_other_types() -> None:
     wide = torch.randn(4, 1000, generator=torch.Generator().manual_seed(1))
     rows = SamplingRows.from_params([SamplingParams(seed=i) for i in range(4)], range(4))
