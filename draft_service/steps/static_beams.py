@@ -20,19 +20,6 @@ class StaticBeams(BeamTree):
     the rows still saves work.
     """
 
-    def expand(
-        self, logits: torch.Tensor, token_map: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See BeamTree."""
-        if self.topk > 1:
-            return super().expand(logits, token_map)
-        # A chain: its one child is always taken.
-        columns, _ = self._children(logits[:, 0], token_map)
-        tokens = columns if token_map is None else token_map[columns]
-        self._all_tokens.append(tokens)
-        self._level += 1
-        return tokens, torch.zeros_like(tokens)
-
     def grow(
         self, logits: torch.Tensor, token_map: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:

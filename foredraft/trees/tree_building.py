@@ -20,6 +20,7 @@ probability of `topk`.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -104,6 +105,12 @@ class BeamTree:
             raise ValueError("every level is expanded already")
         if self.topk > vocab:
             raise ValueError(f"topk {self.topk} exceeds the vocabulary of {vocab}")
+        if self.topk == 1:  # a chain: its one child is always taken
+            columns, _ = self._children(logits[:, 0], token_map)
+            tokens = columns if token_map is None else token_map[columns]
+            self._all_tokens.append(tokens)
+            self._level += 1
+            return tokens, torch.zeros_like(tokens)
         columns, values = self._children(logits.reshape(batch * num_beams, vocab), token_map)
         values = values.nan_to_num(nan=-math.inf, neginf=-math.inf)  # rows without any token
         tokens = columns if token_map is None else token_map[columns]
@@ -133,6 +140,8 @@ class BeamTree:
             bool [B, K, level * K + K], level counted from 0; row level * K + beam is that beam,
             itself included.
         """
+        if self.topk == 1:
+            return torch.ones(self.batch, 1, self._level, dtype=torch.bool)
         assert self._ancestors is not None, "expand comes first"
         return self._ancestors
 
@@ -145,8 +154,14 @@ class BeamTree:
         Args:
             max_nodes: Limit below num_draft_tokens - 1 for every sequence.
         """
-        if not self._all_keys:
+        if not self._all_tokens:
             return [EMPTY] * self.batch
+        if self.topk == 1:
+            chains = torch.cat(self._all_tokens, -1).tolist()
+            grown = [DraftTree(tuple(chain), tuple(range(-1, len(chain) - 1))) for chain in chains]
+            most = self.num_draft_tokens - 1
+            limits = [most] * self.batch if max_nodes is None else max_nodes
+            return [tree.first(min(n, most)) for tree, n in zip(grown, limits, strict=True)]
         keys = torch.cat(self._all_keys, -1)
         # A child's value is at most its parent's and its index is higher: a stable order takes the
         # parent first.
@@ -178,11 +193,11 @@ class BeamTree:
         logits = scrub(logits)
         if self._rows is None or not self._rows.any_sampled:
             return self._likeliest(logits)
-        num_beams = logits.shape[0] // self.batch
-        rows = self._rows.take(
-            torch.arange(self.batch, device=logits.device).repeat_interleave(num_beams)
-        )
-        rows.position = rows.position + self._level
+        rows, num_beams = self._rows, logits.shape[0] // self.batch
+        if num_beams > 1:
+            owner = torch.arange(self.batch, device=logits.device)
+            rows = rows.take(owner.repeat_interleave(num_beams))
+        rows = replace(rows, position=rows.position + self._level)
         is_sampled = rows.temperature > 0
         if bool(is_sampled.all()):
             return self._coupled(logits, rows, token_map)

@@ -41,6 +41,33 @@ def test_worked_example() -> None:
     assert beams.finish([3]) == [DraftTree((A, B, C), (-1, -1, 0))]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_chain_has_one_token_a_level_and_ends_at_each_limit(temperature: float) -> None:
+    params = [SamplingParams(temperature=temperature, seed=seed) for seed in (4, 5)]
+    rows = SamplingRows.from_params(params, [9, 9])
+    beams = BeamTree(2, num_steps=3, topk=1, num_draft_tokens=3, ordering="coupled", rows=rows)
+    token_map = torch.arange(10) * 3
+    expected: list[list[int]] = [[], []]
+    for level in range(3):
+        logits = torch.randn(2, 1, 10, generator=torch.Generator().manual_seed(level))
+        places = [9 + level] * 2
+        whole = torch.full((2, 30), -math.inf)
+        whole[:, ::3] = logits[:, 0]
+        chosen = sampling.choose(whole, SamplingRows.from_params(params, places)).tolist()
+        tokens, parents = beams.expand(logits, token_map)
+        assert tokens.tolist() == [[chosen[0]], [chosen[1]]]
+        assert parents.tolist() == [[0], [0]]
+        assert beams.ancestor_rows().tolist() == [[[True] * (level + 1)]] * 2
+        for row, token in zip(expected, chosen, strict=True):
+            row.append(token)
+    first, second = expected
+    assert beams.finish() == [DraftTree(tuple(row[:2]), (-1, 0)) for row in expected]
+    assert beams.finish([1, 7]) == [
+        DraftTree((first[0],), (-1,)),
+        DraftTree((second[0], second[1]), (-1, 0)),
+    ]
+
+
 def test_beams_may_cross() -> None:
     beams = BeamTree(1, num_steps=2, topk=2, num_draft_tokens=8)
     beams.expand(log_row(A=0.5, B=0.45)[None, None])
