@@ -2,6 +2,7 @@
 step.
 """
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from draft_service.drafters.graph_drafting import GraphDrafting, wait
 from draft_service.drafters.ngram_override import NgramOverride
 from draft_service.drafters.paged_sequences import Extension, PagedSequences
 from foredraft.api.draft.v1 import draft_pb2
+from foredraft.cpu.threads import FEW_ROWS
 from foredraft.errors import AttachRefused, InvalidRequest
 from foredraft.models.config import ModelConfig
 from foredraft.trees.draft_tree import DraftTree
@@ -22,6 +24,9 @@ from foredraft.trees.tree_building import Ordering
 # Maximum rows of one forward of long extensions, over all sequences: enough to use the device well,
 # few enough to fit in memory.
 CHUNK_ROWS, GPU_CHUNK_ROWS = 512, 1024
+# Steps on a CPU are brief up to this time, which a health check may wait. Two thread switches take
+# 0.25 ms of the 3 to 4 ms of a small head's step.
+BRIEF_SECONDS = 0.02
 
 Limits = tuple[int, int, int]
 
@@ -55,6 +60,7 @@ class PagedProposer(Proposer):
         self._most_rows = CHUNK_ROWS if device.type == "cpu" else GPU_CHUNK_ROWS
         self._fast: GraphDrafting | None = None
         self._sequences = PagedSequences(attach, limits, shift)
+        self._few_rows_took = math.inf  # seconds of the newest step that read few tokens
         self._ordering: Ordering = "coupled" if attach.draft_sampling == "coupled" else "topk"
 
     @torch.inference_mode()
@@ -73,8 +79,13 @@ class PagedProposer(Proposer):
             self._sequences.on_pages = self._fast.graphs.set_pages
 
     def is_brief(self, request: draft_pb2.StepRequest) -> bool:
-        """Returns whether the step is short: its graphs take less time than two thread switches."""
-        return self._fast is not None and self._fast.is_brief(request)
+        """Returns whether two thread switches would take much of the step's time, and others need
+        not wait long for it.
+        """
+        if self._fast is not None:
+            return self._fast.is_brief(request)
+        on_cpu = self._device.type == "cpu"
+        return on_cpu and _has_few_rows(request) and self._few_rows_took < BRIEF_SECONDS
 
     @torch.inference_mode()
     def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
@@ -111,7 +122,10 @@ class PagedProposer(Proposer):
                     )
         self._wait_for_rows()
         response.extend_microseconds = (extended - started) // 1000
-        response.draft_microseconds = (time.perf_counter_ns() - extended) // 1000
+        ended = time.perf_counter_ns()
+        response.draft_microseconds = (ended - extended) // 1000
+        if _has_few_rows(request):
+            self._few_rows_took = (ended - started) * 1e-9
         return response
 
     def close(self) -> None:
@@ -146,3 +160,7 @@ class PagedProposer(Proposer):
 
     def _warm_up(self) -> None:
         """Compiles the kernels that run outside of the graphs."""
+
+
+def _has_few_rows(request: draft_pb2.StepRequest) -> bool:
+    return sum(len(sequence.tokens) for sequence in request.sequences) <= FEW_ROWS
