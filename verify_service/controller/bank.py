@@ -8,8 +8,8 @@ class Bank:
     many steps as a small one.
 
     While the bank is not empty, drafts are rated a little better than they seem. When it is empty,
-    trials are suspended, and only drafting that surely pays is done. If that loses too, nothing is
-    drafted until the debt has been earned.
+    trials are suspended, and only drafting that surely pays is done. If that loses half a bank too,
+    nothing is drafted until the debt has been earned.
 
     Attributes:
         step: Seconds of a plain step of the current batch.
@@ -50,8 +50,7 @@ class Bank:
         Ends a suspension once the bank holds what a drafted step may lose.
         """
         self.step = step
-        if self.is_suspended:
-            self.is_suspended = not self.affords(min(self._stake or step, step))
+        self.is_suspended &= not self.affords(min(self._stake or step, step))
         self.is_stopped &= self._steps < 0
 
     def invest(self, seconds: float) -> None:
@@ -61,19 +60,22 @@ class Bank:
         """
         self._debt += seconds
 
-    def drafted(self, cost: float, plain: float, tokens_worth: float) -> None:
+    def drafted(self, cost: float, plain: float, tokens_worth: float, is_first: bool) -> None:
         """Records a drafted step.
 
         Args:
             cost: Seconds of the step.
             plain: Seconds of a plain step.
             tokens_worth: Seconds that plain steps take for its tokens.
+            is_first: Whether only drafts that are asked first drafted. Their gains are rare and
+                large, and must pay for many proposals that bring nothing, so the bank holds more.
         """
         self._stake = cost - plain
         loss = cost - tokens_worth
         earned = min(max(-loss, 0.0), self._debt)
         self._debt -= earned
-        self.pay(loss + earned - self._config.bank_share * cost)
+        loss += earned - self._config.bank_share * cost
+        self.pay(loss, self._config.seen_enough * is_first)
 
     def plain(self, cost: float, are_drafts_suspended: bool, beyond: float = 0.0) -> None:
         """Records a plain step.
@@ -87,11 +89,15 @@ class Bank:
         self._debt -= debt
         self.pay(debt + beyond - self._config.bank_share * cost)
 
-    def pay(self, seconds: float) -> None:
-        """Takes a loss of `seconds` from the bank; a negative loss adds to it."""
-        self._steps = min(self._steps - seconds / self.step, self._config.bank_steps)
+    def pay(self, seconds: float, most: float = 0.0) -> None:
+        """Takes a loss of `seconds` from the bank; a negative loss adds to it, up to `most` steps
+        or a usual bank's.
+        """
+        usual = self._config.bank_steps
+        self._steps = min(self._steps - seconds / self.step, max(most, usual, self._steps))
         if self._steps <= 0 < seconds:
             self.is_suspended = True
-            # A debt beyond one step is forgiven, or drafting would stop for seconds.
-            self.is_stopped |= self._steps <= -1
-            self._steps = max(self._steps, -1.0)
+            # Bad luck in a few steps must not stop a draft that surely pays. Most of the debt is
+            # forgiven then, or drafting would stop for seconds.
+            self.is_stopped |= self._steps <= -usual / 2
+            self._steps = max(self._steps, -1.0 if self.is_stopped else -usual)

@@ -175,9 +175,8 @@ class Controller:
             return nodes
         batch = len(offers)
         gains = self._goodput.of_offers(offers)
-        rows = costs.table.plain_rows(batch)
         beside = 0 if costs.table.is_padded else others
-        plain = costs.target(batch, rows + beside)
+        plain = costs.target(batch, costs.table.plain_rows(batch) + beside)
         chosen, seconds = self._goodput.worthwhile(gains, batch, beside, plain)
         nodes = [
             offer.num_nodes if offer.forced else min(num, offer.num_nodes)
@@ -223,9 +222,8 @@ class Controller:
                 if are_beside and is_open and not self._pays and may_try:
                     beside = self._trials.beside(candidates, used)
         for number, kind in enumerate(self.drafts):
-            has_any = any(one.history.chosen == number for one in candidates)
-            pays = self._pays if not kind.is_asked_first else asked.get(number, False)
-            self.is_drafting[number] = has_any and pays
+            pays = self._pays and number in used and not kind.is_asked_first
+            self.is_drafting[number] = asked.get(number, pays)
         return best, beside
 
     def _limits(self, candidates: Candidates) -> list[int]:
@@ -278,11 +276,13 @@ class Controller:
     ) -> None:
         """Records the outcome of the first `num_nodes` nodes of a tree.
 
+        Outcomes of the self-test are left out, since users' texts are others.
+
         Args:
             accepted: Nodes that were right.
             brought: Number of right nodes that were verified; None for all.
         """
-        if num_nodes and self._costs is not None:
+        if num_nodes and self._costs is not None and not self._is_forced:
             self._acceptance[draft].record(history, draft, num_nodes, accepted, confidence)
             if history.cost:
                 gained = len(accepted) if brought is None else brought
@@ -342,7 +342,8 @@ class Controller:
             self._since_plain += cost
             if not self._is_forced:
                 bank.invest(costs.reading(wait.unread))
-                bank.drafted(cost, plain, step.tokens * plain / batch)
+                is_first = all(self.drafts[n].is_asked_first for n, _ in wait.parts or [(0, wait)])
+                bank.drafted(cost, plain, step.tokens * plain / batch, is_first)
         else:
             self._since_plain = 0.0
             self._unplanned += cost
