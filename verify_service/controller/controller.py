@@ -102,12 +102,12 @@ class Controller:
     @property
     def stays_suspended(self) -> bool:
         """Whether the next step is surely plain, so that no plan is needed."""
-        # Where steps are not padded, asking costs next to nothing, and any step may find a match.
-        asks = not self.is_padded and any(kind.is_asked_first for kind in self.drafts)
-        if self._costs is None or not self.is_suspended or asks:
+        if self._costs is None or not self.is_suspended:
             return False
-        config = self._config
-        return self._unplanned < (config.look_seconds if self.keeps_states else config.busy_seconds)
+        # A full bank pays for asking for n-grams, and any step may find a match.
+        asks = self._bank.is_full and any(kind.is_asked_first for kind in self.drafts)
+        most = self._config.look_seconds if self.keeps_states else self._config.busy_seconds
+        return self._unplanned < most and (self.is_padded or not asks)
 
     # Before a step.
 
@@ -274,9 +274,7 @@ class Controller:
         brought: int | None = None,
         draft: int = 0,
     ) -> None:
-        """Records the outcome of the first `num_nodes` nodes of a tree.
-
-        Outcomes of the self-test are left out, since users' texts are others.
+        """Records the outcome of a tree's first `num_nodes` nodes, unless it is the self-test's.
 
         Args:
             accepted: Nodes that were right.
@@ -359,7 +357,7 @@ class Controller:
     def _learn(self, costs: CostModel, step: Observed, is_drafted: bool) -> float:
         """Learns the time of a step and its drafts; returns the seconds that such drafts take."""
         changes, wait = self._changes, step.wait
-        is_changed = is_drafted != self._was_drafted
+        is_changed = costs.table.is_padded and is_drafted != self._was_drafted
         parts = wait.parts or (((0, wait),) if wait.levels else ())
         if wait.seconds is None:  # the draft's time is in the step's own
             changes.followed()
