@@ -7,8 +7,8 @@ No model runs and no clock is read: steps take what a table says (3 % noise, a s
 drafted tokens are right with a given probability, drawn from a seeded generator. Ratios are to
 plain decoding and to the best fixed size of trees, none included, both computed. Prints tables,
 writes JSON and a plot. With --cold it is the first 24 requests of a fresh stack on two cores
-(`testing/cold_start.py`), for four drafts, quiet and with rivals for the cores: tokens/s of plain
-decoding, and of the better of always drafting and never.
+(`testing/cold_start.py`), slow or fast ones, for four drafts, quiet and with rivals for the cores:
+tokens/s of plain decoding, and of the better of always drafting and never.
 """  # noqa: E501
 
 import argparse
@@ -50,13 +50,14 @@ def main() -> int:
     add("--seed", type=int, default=0)
     add("--pairs", action="store_true", help="instead: every change of acceptance, a phase each")
     add("--cold", action="store_true", help="instead: the first requests of fresh stacks")
+    add("--cores", choices=["slow", "fast"], default="slow", help="the two cores of --cold [slow]")
     add("--stacks", type=int, default=6, help="fresh stacks for each cell of --cold")
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     if min(args.seconds, args.phase) < 1:
         parser.error("--seconds and --phase must be at least 1: speeds are those of whole seconds")
     if args.cold:
-        return _cold(args.stacks)
+        return _cold(args.cores, args.stacks)
     steps, topk, nodes = map(int, args.tree.split("/"))
     model = StepModel.from_json(args.table, (steps, topk, nodes))
     model = replace(model, first=args.first * 1e-3)
@@ -149,13 +150,16 @@ def _pairs(model: StepModel, batch: int, args: argparse.Namespace) -> None:
     print(f"batch {batch}: lowest second {min(ratio for _, ratio in trace.windows()):.2f} of plain")
 
 
-def _cold(num_stacks: int) -> int:
+def _cold(cores: str, num_stacks: int) -> int:
     """Prints the speed of the first requests; returns 1 where a cell misses the bar."""
     print("| draft | batch | temperature | always, of plain | default, of plain | of the better |")
     print("| --- | --- | --- | --- | --- | --- |")
     lowest, latest = 2.0, 0
     for draft, has_rivals, batch, is_sampled in itertools.product(
-        cold_start.DRAFTS, (False, True), (1, 4), (False, True)
+        cold_start.FAST_DRAFTS if cores == "fast" else cold_start.DRAFTS,
+        (False, True),
+        (1, 4),
+        (False, True),
     ):
         served = {
             arm: [

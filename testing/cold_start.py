@@ -1,9 +1,10 @@
 """A model of a fresh stack on two cores, for the controller: its first requests, quiet and with
 rivals for the cores.
 
-Step times are the bundled family's on two cores, chances of a right guess its accept lengths
-(docs/algorithms.md); no clock, no model, all drawn from a seed. What rivals do is drawn apart from
-what is drafted: stretches in which everything is slower, and single hiccups of target and draft.
+Step times are the bundled family's on two cores, slow ones and fast ones; chances of a right guess
+are its accept lengths (docs/algorithms.md); no clock, no model, all drawn from a seed. What rivals
+do is drawn apart from what is drafted: stretches in which everything is slower, and single hiccups
+of target and draft.
 """
 
 import random
@@ -26,7 +27,20 @@ from verify_service.controller.tables import RowTable
 
 WIDTHS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
 TARGET = [6.1e-3, 7.6e-3, 7.7e-3, 7.7e-3, 8.3e-3, 8.9e-3, 10.4e-3, 12e-3, 15.2e-3, 18.4e-3]
-REAL = RowTable(WIDTHS, TARGET)
+# Forwards of fast cores as they are timed at start, and whole steps beside a gateway.
+FAST_TARGET = [
+    2.8e-3,
+    2.84e-3,
+    2.84e-3,
+    2.94e-3,
+    3.11e-3,
+    3.28e-3,
+    3.6e-3,
+    3.92e-3,
+    4.9e-3,
+    5.86e-3,
+]
+FAST_STEPS = [4.3e-3, 4.3e-3, 4.4e-3, 4.5e-3, 4.7e-3, 4.8e-3, 5.1e-3, 5.4e-3, 6.5e-3, 8e-3]
 REQUESTS, TOKENS, PROMPT, TEST_TOKENS = 24, 96, 120, 24
 NOISE, BUSY_NOISE = 0.03, 0.06
 # Slowness of stretches with rivals, and their mean seconds.
@@ -35,9 +49,31 @@ HICCUPS, HICCUP = 0.1, 3.0
 ARMS = ("never", "always", "default")
 
 
+class Cores(NamedTuple):
+    """What a step takes.
+
+    Attributes:
+        timed: Seconds of forwards as they are timed at start, by `WIDTHS`.
+        steps: Seconds of whole steps, by `WIDTHS`.
+        thought: Seconds of a plan, and of choosing what to verify.
+        turns: Chances that a greedy text begins and ends to repeat itself, after a step.
+        test_chance: Difference of chances between the self-test's texts and others.
+    """
+
+    timed: list[float]
+    steps: list[float]
+    thought: float = 0.0
+    turns: tuple[float, float] = (0.0, 0.0)
+    test_chance: float = 0.0
+
+
+SLOW = Cores(TARGET, TARGET)
+FAST = Cores(FAST_TARGET, FAST_STEPS, 0.3e-3, (0.03, 0.06), -0.25)
+
+
 class Drafts(NamedTuple):
     """A draft: its tree, seconds of an answer, of a level, of a sequence in a level, of a token
-    that it reads, and chances at temperature 0 and 1.
+    that it reads, chances at temperature 0 and 1, and the cores that it runs on.
     """
 
     name: str
@@ -47,6 +83,7 @@ class Drafts(NamedTuple):
     row: float
     read: float
     chances: tuple[float, float] = (0.0, 0.0)
+    cores: Cores = SLOW
 
     @property
     def has_matches(self) -> bool:
@@ -59,6 +96,12 @@ DRAFTS = (
     Drafts("EAGLE3", 5, 0.9e-3, 0.75e-3, 0.15e-3, 0.06e-3, (0.74, 0.5)),
     Drafts("MTP", 5, 0.9e-3, 0.85e-3, 0.17e-3, 0.06e-3, (0.68, 0.48)),
     Drafts("STANDALONE", 3, 0.9e-3, 0.6e-3, 0.12e-3, 0.06e-3, (0.74, 0.5)),
+)
+FAST_DRAFTS = (
+    Drafts("NGRAM", 11, 1.2e-3, 0.0, 0.05e-3, 1.5e-6, cores=FAST),
+    Drafts("EAGLE3", 5, 2.9e-3, 0.48e-3, 0.05e-3, 0.035e-3, (0.74, 0.5), FAST),
+    Drafts("MTP", 5, 2.7e-3, 0.55e-3, 0.05e-3, 0.035e-3, (0.68, 0.48), FAST),
+    Drafts("STANDALONE", 3, 2.7e-3, 0.4e-3, 0.05e-3, 0.035e-3, (0.74, 0.5), FAST),
 )
 SPREAD = 0.1  # difference of chances between texts
 
@@ -108,9 +151,10 @@ class _Machine:
 class _Stack:
     def __init__(self, draft: Drafts, is_sampled: bool, has_rivals: bool, arm: str, seed: int):
         self._draft, self._is_sampled, self._arm = draft, is_sampled, arm
+        self._cores, self._real = draft.cores, RowTable(WIDTHS, draft.cores.steps)
         self.machine = _Machine(has_rivals, seed)
         self._rng = random.Random(seed + 1)
-        table = RowTable(WIDTHS, [seconds * self.machine.error() for seconds in TARGET])
+        table = RowTable(WIDTHS, [seconds * self.machine.error() for seconds in draft.cores.timed])
         kind = DraftKind(draft.nodes, draft.nodes, is_asked_first=draft.has_matches)
         self.controller = Controller(CostModel(table), [kind])
         self.texts = random.Random(seed + 2)
@@ -122,9 +166,18 @@ class _Stack:
         matches = SAMPLED if is_sampled else COPIED if repeats else NEW
         return _Request(DraftHistory(int(is_sampled)), chance, matches, tokens)
 
+    def _turn(self, one: _Request) -> None:
+        """Lets a text begin or end to repeat itself."""
+        begins, ends = self._cores.turns
+        repeats = one.matches is COPIED
+        if begins and not self._is_sampled and self._rng.random() < (ends if repeats else begins):
+            one.matches = NEW if repeats else COPIED
+
     def test(self) -> None:
         """Runs the self-test of a draft with a model: four short texts, all drafted."""
         running = [self.request(TEST_TOKENS, False) for _ in range(4)]
+        for one in running:
+            one.chance += self._cores.test_chance
         while running:
             self.step(running, is_forced=True)
             running = [one for one in running if one.left > 0]
@@ -137,11 +190,14 @@ class _Stack:
             Candidate(one.history, limit, is_forced, one.behind, one.left)
             for one, limit in zip(running, limits, strict=True)
         ]
-        nodes = limits
+        nodes, thought = limits, 0.0
         if self._arm == "never" and not is_forced:
             nodes = [0] * batch
-        elif self._arm == "default":
+        elif self._arm == "default" and (is_forced or not self.controller.stays_suspended):
             nodes = self.controller.plan(candidates).nodes
+            thought = self._cores.thought
+        elif self._arm == "default":
+            nodes = [0] * batch
         asked = [i for i in range(batch) if nodes[i]]
         offers = [(0, 0)] * batch  # confidence, right nodes
         for i in asked:
@@ -156,11 +212,12 @@ class _Stack:
                     for one, num, offer in zip(running, proposed, offers, strict=True)
                 ]
                 nodes = self.controller.trim(given)
+                thought += self._cores.thought
         levels = 1 if draft.has_matches else max(nodes)
         waited = draft.answer + levels * (draft.level + draft.row * len(asked)) if asked else 0.0
         unread = sum(max(running[i].behind - 8, 0) for i in asked)
-        waited += draft.read * unread
-        seconds, wait = self.machine.passes(REAL.seconds(batch, batch + sum(nodes)), waited)
+        waited += draft.read * unread + thought
+        seconds, wait = self.machine.passes(self._real.seconds(batch, batch + sum(nodes)), waited)
         tokens = 0
         for i, one in enumerate(running):
             confidence, right = offers[i]
@@ -173,6 +230,7 @@ class _Stack:
             one.left -= 1 + accepted
             one.behind = 1 + accepted if i in asked else one.behind + 1
             one.steps += 1
+            self._turn(one)
             tokens += 1 + accepted
         if self._arm == "default":
             [known] = self.controller.unread(candidates, nodes)

@@ -241,6 +241,19 @@ def test_first_requests_lose_little_beside_rivals(name: str) -> None:
     assert rates[2] > 0.95 * max(rates[:2])
 
 
+def test_ngrams_that_gained_much_are_asked_again_soon() -> None:
+    """Greedy texts on fast cores that repeat themselves now and then, one at a time."""
+    rates = [
+        sum(
+            cold_start.serve(cold_start.FAST_DRAFTS[0], 1, False, False, arm, n).rate
+            for n in range(4)
+        )
+        for arm in cold_start.ARMS
+    ]
+    assert rates[2] > 1.4 * rates[0]
+    assert rates[2] > 0.8 * rates[1]
+
+
 @pytest.mark.parametrize("draft", cold_start.DRAFTS, ids=lambda draft: draft.name)
 def test_the_first_request_drafts_in_its_first_steps(draft: cold_start.Drafts) -> None:
     for batch, is_sampled in ((1, False), (4, True)):
