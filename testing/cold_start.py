@@ -151,7 +151,7 @@ class _Machine:
 class _Stack:
     def __init__(self, draft: Drafts, is_sampled: bool, has_rivals: bool, arm: str, seed: int):
         self._draft, self._is_sampled, self._arm = draft, is_sampled, arm
-        self._cores, self._real = draft.cores, RowTable(WIDTHS, draft.cores.steps)
+        self._real = RowTable(WIDTHS, draft.cores.steps)
         self.machine = _Machine(has_rivals, seed)
         self._rng = random.Random(seed + 1)
         table = RowTable(WIDTHS, [seconds * self.machine.error() for seconds in draft.cores.timed])
@@ -168,7 +168,7 @@ class _Stack:
 
     def _turn(self, one: _Request) -> None:
         """Lets a text begin or end to repeat itself."""
-        begins, ends = self._cores.turns
+        begins, ends = self._draft.cores.turns
         repeats = one.matches is COPIED
         if begins and not self._is_sampled and self._rng.random() < (ends if repeats else begins):
             one.matches = NEW if repeats else COPIED
@@ -177,7 +177,7 @@ class _Stack:
         """Runs the self-test of a draft with a model: four short texts, all drafted."""
         running = [self.request(TEST_TOKENS, False) for _ in range(4)]
         for one in running:
-            one.chance += self._cores.test_chance
+            one.chance += self._draft.cores.test_chance
         while running:
             self.step(running, is_forced=True)
             running = [one for one in running if one.left > 0]
@@ -195,7 +195,7 @@ class _Stack:
             nodes = [0] * batch
         elif self._arm == "default" and (is_forced or not self.controller.stays_suspended):
             nodes = self.controller.plan(candidates).nodes
-            thought = self._cores.thought
+            thought = self._draft.cores.thought
         elif self._arm == "default":
             nodes = [0] * batch
         asked = [i for i in range(batch) if nodes[i]]
@@ -212,7 +212,7 @@ class _Stack:
                     for one, num, offer in zip(running, proposed, offers, strict=True)
                 ]
                 nodes = self.controller.trim(given)
-                thought += self._cores.thought
+                thought += self._draft.cores.thought
         levels = 1 if draft.has_matches else max(nodes)
         waited = draft.answer + levels * (draft.level + draft.row * len(asked)) if asked else 0.0
         unread = sum(max(running[i].behind - 8, 0) for i in asked)
