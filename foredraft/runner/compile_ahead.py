@@ -2,6 +2,7 @@
 otherwise.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,8 @@ import torch
 from foredraft.cpu.threads import num_cores
 from foredraft.kernel_launch import no_collection
 
+logger = logging.getLogger(__name__)
+
 MOST_THREADS = 16  # more gain nothing: a part of each compilation holds Python's lock
 
 
@@ -21,7 +24,8 @@ def compile_ahead(runs: Sequence[Callable[[], object]], device: torch.device) ->
 
     Each function is captured in a graph that is thrown away, so the host must be able to run it
     twice. If Triton's cache has all kernels of the first function, it has those of the others too:
-    they are not tried then.
+    they are not tried then. This uses hooks of Triton that other versions may lack; whatever is not
+    compiled here is compiled when it is launched.
 
     Args:
         runs: Functions that can be captured; those that take the most memory first.
@@ -31,13 +35,17 @@ def compile_ahead(runs: Sequence[Callable[[], object]], device: torch.device) ->
     """
     torch.zeros(1, 1, device=device).mm(torch.zeros(1, 1, device=device))  # makes cuBLAS's handle
     num_threads = min(MOST_THREADS, num_cores())
-    with (
-        _compiled() as compiled,
-        ThreadPoolExecutor(num_threads, initializer=_use, initargs=(device,)) as threads,
-    ):
-        list(threads.map(_compile, _kernels_of(runs[:1])))
-        if compiled:
-            list(threads.map(_compile, _kernels_of(runs[1:])))
+    compiled: list[str] = []
+    try:
+        with (
+            _noting(compiled),
+            ThreadPoolExecutor(num_threads, initializer=_use, initargs=(device,)) as threads,
+        ):
+            list(threads.map(_compile, _kernels_of(runs[:1])))
+            if compiled:
+                list(threads.map(_compile, _kernels_of(runs[1:])))
+    except Exception as error:
+        logger.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
     return len(compiled)
 
 
@@ -74,20 +82,19 @@ def _kernels_of(runs: Sequence[Callable[[], object]]) -> list[tuple[Any, str]]:
 
 
 @contextmanager
-def _compiled() -> Iterator[list[str]]:
-    """Lists the kernels that are compiled meanwhile, and not read from Triton's cache."""
+def _noting(compiled: list[str]) -> Iterator[None]:
+    """Notes the kernels that are compiled meanwhile, and not read from Triton's cache."""
     from triton import knobs
 
-    names: list[str] = []
     before = knobs.compilation.listener
 
     def note(*, src: Any, cache_hit: bool, **_: object) -> None:
         if not cache_hit:
-            names.append(src.name)
+            compiled.append(src.name)
 
     knobs.compilation.listener = note
     try:
-        yield names
+        yield
     finally:
         knobs.compilation.listener = before
 
