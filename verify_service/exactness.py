@@ -84,13 +84,6 @@ def make_exact(
             "--dtype float32 keeps them together"
         )
         return Exactness(OFF, depends_on)
-    if kv_cache_dtype.startswith("fp8"):
-        logger.warning(
-            "--exactness strict is not tested with --kv-cache-dtype %s: texts may part at near"
-            " ties",
-            kv_cache_dtype,
-        )
-        return Exactness(OFF, depends_on)
     inexact = conversions.make_exact(model, _proof_file(machine))
     if inexact:
         logger.warning(

@@ -62,3 +62,13 @@ def test_cached_prefixes_and_company_change_no_token(demo, expected, dtype):
             results = harness.run(order, timeout=300)
             found = {id(job): result.tokens for job, result in zip(order, results, strict=True)}
             assert [found[id(job)] for job in work] == expected
+
+
+@pytest.mark.parametrize("kv_type", ["fp8_e4m3", "fp8_e5m2"])
+def test_keys_and_values_of_8_bits_change_no_token_either(demo, kv_type):
+    settings = {"dtype": "bfloat16", "kv_cache_dtype": kv_type}
+    work = jobs(demo, 160)
+    expected = texts_of(demo, "NONE", "cuda", work, **settings)
+    for algorithm, shape in (("NGRAM", (3, 1, 4)), ("EAGLE3", (5, 4, 16))):
+        flags = draft_flags(algorithm, shape) | PRESSURE
+        assert texts_of(demo, algorithm, "cuda", work, **settings, **flags) == expected
