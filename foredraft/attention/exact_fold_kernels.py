@@ -100,7 +100,7 @@ def fold(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr, HEADS: tl.constexpr, WINDOWED: tl.constexpr,
     BRANCHED: tl.constexpr, LISTED: tl.constexpr, EIGHT_BIT: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, AHEAD: tl.constexpr, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, DEPENDENT: tl.constexpr,
+    TILES: tl.constexpr, AHEAD: tl.constexpr, AT_ONCE: tl.constexpr, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Merges the segments that `attend` has left, for some query heads of one KV head in one row.
 
@@ -112,6 +112,7 @@ def fold(
         tails: Slots that `find_tails` has written.
         AHEAD: Whether the row's own first keys are read before `attend` has ended, which takes
             registers.
+        AT_ONCE: Number of segments that are loaded before the first of them is merged.
         BLOCK_M: Block size of `attend`, whose blocks of rows the programs enumerate.
         HEADS: Number of heads of a program, padded to BLOCK_H.
     """
@@ -169,12 +170,20 @@ def fold(
     first_whole = tl.minimum(segment_of(begin, NEAR, SMALL, LARGE), num_whole)
     part = line * num_slots + first_whole
     best, total, acc = empty(BLOCK_H, BLOCK_D)
-    for index in tl.range(0, num_whole - first_whole):
-        at = part_acc + (part + index)[:, None] * HEAD_DIM + dims[None, :]
-        sums = tl.load(at, mask=wanted, other=0.0)
-        bests = tl.load(part_best + part + index, mask=is_head, other=float("-inf"))
-        totals = tl.load(part_total + part + index, mask=is_head, other=0.0)
-        best, total, acc = merge(best, total, acc, bests, totals, sums)
+    num_parts = num_whole - first_whole
+    for index in tl.range(0, num_parts, AT_ONCE):
+        # All are loaded before the first is merged: a load takes longer than a merge.
+        loaded = ()
+        for ahead in tl.static_range(AT_ONCE):
+            is_part = is_head & (index + ahead < num_parts)
+            at = part_acc + (part + index + ahead)[:, None] * HEAD_DIM + dims[None, :]
+            sums = tl.load(at, mask=wanted & is_part[:, None], other=0.0)
+            bests = tl.load(part_best + part + index + ahead, mask=is_part, other=float("-inf"))
+            totals = tl.load(part_total + part + index + ahead, mask=is_part, other=0.0)
+            loaded += ((bests, totals, sums),)
+        for ahead in tl.static_range(AT_ONCE):
+            bests, totals, sums = loaded[ahead]
+            best, total, acc = merge(best, total, acc, bests, totals, sums)
 
     if BRANCHED:
         slot = line * num_slots + num_whole

@@ -35,6 +35,7 @@ _INTERPRETED_UNITS = 16
 # running beside others.
 _AHEAD_PER_UNIT = 2
 _NODES = 64  # rows of a tree that are read at a time
+_AT_ONCE = 4  # number of segments that are loaded for a row of a tree before one is merged
 _GRAIN = 16  # number of keys that the matrix units add at a time
 _OWN = 64  # columns for keys of the paths of a tree
 _TREE_LINES = 32  # size of a block where one program computes a tree's paths too
@@ -152,11 +153,13 @@ class ExactAttention(AttentionBackend):
             return
         heads = group if is_branched else 1
         per_block = layout.block_m // group + 1
-        is_ahead = not VARIANTS.are_few and num_tokens * kv_heads <= _AHEAD_PER_UNIT * _units(kv)
+        is_ahead = (
+            not VARIANTS.are_few and num_tokens * kv_heads <= _AHEAD_PER_UNIT * compute_units(kv)
+        )
         exact_fold_kernels.fold[(layout.programs * per_block, num_heads // heads)](
             *arrays, tails, *lengths, *numbers, **options,
             HEADS=heads, BLOCK_H=max(16, power_of_two(group)) if is_branched else 1,
-            AHEAD=is_ahead, num_warps=(4 if is_ahead else 2) if is_branched else 1,
+            AHEAD=is_ahead, AT_ONCE=_AT_ONCE if is_branched else 1, num_warps=(4 if is_ahead else 2) if is_branched else 1,
             num_stages=2 if is_ahead else 3,
         )  # fmt: skip
 
@@ -192,7 +195,7 @@ def _layout(plan: TritonPlan, group: int, num_tokens: int, dtype: torch.dtype) -
         small = min(block_m, _TREE_LINES)
         small_blocks = -(-plan.max_rows * group // small)
         in_all = len(plan.num_rows) * small_blocks
-        if VARIANTS.are_few or in_all * kv.num_kv_heads >= _units(kv):
+        if VARIANTS.are_few or in_all * kv.num_kv_heads >= compute_units(kv):
             block_m, row_blocks, programs = small, small_blocks, in_all
     num_keys = plan.page_tables.shape[1] * kv.page_size
     num_splits = 1
@@ -200,7 +203,7 @@ def _layout(plan: TritonPlan, group: int, num_tokens: int, dtype: torch.dtype) -
         num_splits = _num_splits(programs, block_m, num_keys, num_tokens * group, kv)
     if num_splits < 2:
         return _Layout(block_m, row_blocks, programs, 1, 0, 0)
-    is_busy = programs * kv.num_kv_heads >= _units(kv)
+    is_busy = programs * kv.num_kv_heads >= compute_units(kv)
     limit = _SHORT if VARIANTS.are_few or is_busy else 0
     num_slots = segment_of(num_keys - 1) + 1
     return _Layout(block_m, row_blocks, programs, num_splits, limit, num_slots)
@@ -213,7 +216,7 @@ def _num_splits(programs: int, block_m: int, num_keys: int, num_lines: int, kv: 
         programs: Number of blocks of rows.
         num_lines: Number of rows times query heads of a KV head.
     """
-    in_all, units = programs * kv.num_kv_heads, _units(kv)
+    in_all, units = programs * kv.num_kv_heads, compute_units(kv)
     num_segments = segment_of(num_keys - 1) + 1
     part_bytes = num_lines * kv.num_kv_heads * num_segments * _part_bytes(kv.data.shape[-1])
     is_many = block_m == 128 and 2 * in_all >= units  # storing the sums of all rows would take long
@@ -228,7 +231,8 @@ def _part_bytes(head_dim: int) -> int:
     return (head_dim + 2) * 4
 
 
-def _units(kv: PagedKV) -> int:
+def compute_units(kv: PagedKV) -> int:
+    """Returns the number of compute units of the cache's device."""
     device = kv.data.device
     if device.type != "cuda":
         return _INTERPRETED_UNITS
