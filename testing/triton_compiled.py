@@ -25,7 +25,9 @@ TYPES = {
 OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 
 
-def _type_of(value: object) -> str:
+def _type_of(value: Any) -> str:
+    if hasattr(value, "block_shape"):  # a tensor descriptor of Gluon
+        return f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
     if isinstance(value, torch.Tensor):
         return f"*{TYPES[value.dtype]}"
     return "i32" if isinstance(value, int) else "fp32"
@@ -53,6 +55,7 @@ class Recorder:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
 
         signature, constants, attributes = {}, {}, {}
         for i, parameter in enumerate(self._kernel.params):
@@ -68,6 +71,7 @@ class Recorder:
                 if is_tensor or (isinstance(part, int) and part % 16 == 0):
                     place = (i, j) if isinstance(value, tuple) else (i,)
                     attributes[place] = [["tt.divisibility", 16]]
-        source = ASTSource(self._kernel, signature, constants, attributes)
+        kind = GluonASTSource if self._kernel.is_gluon() else ASTSource
+        source = kind(self._kernel, signature, constants, attributes)
         options = {name: launch[name] for name in OPTIONS if name in launch}
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -42,7 +42,10 @@ def kernels_of(trees: dict[Path, ast.Module]) -> dict[tuple[str, str], Kernel]:
         for node in tree.body:
             if not isinstance(node, ast.FunctionDef):
                 continue
-            if any(ast.unparse(each).startswith("triton.jit") for each in node.decorator_list):
+            if any(
+                ast.unparse(each).startswith(("triton.jit", "gluon.jit"))
+                for each in node.decorator_list
+            ):
                 constants = tuple(each.arg for each in node.args.args if _is_constexpr(each))
                 names = tuple(each.arg for each in node.args.args if each.arg not in constants)
                 count = len(node.args.defaults)

@@ -17,7 +17,10 @@ def copies_in_loops(source: str) -> list[str]:
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef):
             continue
-        if not any(ast.unparse(each).startswith("triton.jit") for each in function.decorator_list):
+        if not any(
+            ast.unparse(each).startswith(("triton.jit", "gluon.jit"))
+            for each in function.decorator_list
+        ):
             continue
         for loop in ast.walk(function):
             if isinstance(loop, (ast.For, ast.While)):

@@ -5,7 +5,7 @@ import logging
 import torch
 
 from foredraft.attention.base import AttentionBackend
-from foredraft.attention.choice import attention_for, exact_attention_for
+from foredraft.attention.choice import exact_attention_for, target_attention_for
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.config.services import VerifyConfig
 from foredraft.errors import ConfigError
@@ -57,4 +57,4 @@ def choose_attention(
         if asked == FLASHINFER:
             raise ConfigError(f"--attention-backend flashinfer: {why}")
         logger.info("attention: prompts by triton too: flashinfer would be faster, but %s", why)
-    return (exact_attention_for if level == STRICT else attention_for)(model.device)
+    return (exact_attention_for if level == STRICT else target_attention_for)(model.device)

@@ -4,40 +4,19 @@ flashinfer is optional, and imported on first use. Its kernels are compiled for 
 size; a server never compiles them itself, which takes half a minute.
 """
 
-import dataclasses
 import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from foredraft.attention.base import AttentionBackend, Batch, ForwardSizes, SequenceSpan
-from foredraft.attention.paged_triton import TritonAttention, TritonPlan
+from foredraft.attention.base import Batch, ForwardSizes
+from foredraft.attention.paged_triton import TritonAttention
+from foredraft.attention.prompts import PromptPlan, PromptsApart
 from foredraft.kvcache.paged_kv import PagedKV
 
-# Number of rows from which on a sequence's rows are a prompt; fewer wait for memory, and keys are
-# cut into parts for them.
-PROMPT_ROWS = 128
 _WORKSPACE_BYTES = 16 << 20
 _HOPPER = (9, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPlan:
-    """Describes a batch that ends in prompts.
-
-    Attributes:
-        kv: Cache of the batch.
-        first_row: First row of the prompts.
-        others: Plan of the sequences before the prompts; None where there are none.
-        is_planned: Whether flashinfer has a plan of the prompts.
-    """
-
-    kv: PagedKV
-    first_row: int
-    others: TritonPlan | None
 
 
 def why_not(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, is_windowed: bool) -> str:
@@ -76,45 +55,20 @@ def _variant(dtype: torch.dtype, head_dim: int) -> tuple[Any, ...]:
     return dtype, dtype, dtype, *sizes, no_encoding, has_window, is_capped, has_short_sums
 
 
-class FlashInferAttention(AttentionBackend):
+class FlashInferAttention(PromptsApart):
     """Computes prompts by flashinfer, and other sequences and captured steps by Triton."""
 
     def __init__(self) -> None:
-        self._triton = TritonAttention()
+        super().__init__(TritonAttention())
         self._wrapper: Any = None
         self._has_copied: torch.cuda.Event | None = None
 
-    def block_rows(self, max_rows: int, group_size: int, dtype: torch.dtype, kv: PagedKV) -> int:
-        """See AttentionBackend."""
-        return self._triton.block_rows(max_rows, group_size, dtype, kv)
-
-    def cuts_keys(
-        self, batch: int, max_rows: int, num_keys: int, group_size: int, kv: PagedKV
-    ) -> bool:
-        """See AttentionBackend."""
-        return self._triton.cuts_keys(batch, max_rows, num_keys, group_size, kv)
-
     def partial_bytes(self, sizes: ForwardSizes, device: torch.device) -> int:
         """See AttentionBackend."""
-        return self._triton.partial_bytes(sizes, device) + 2 * _WORKSPACE_BYTES
+        return super().partial_bytes(sizes, device) + 2 * _WORKSPACE_BYTES
 
-    def plan(
-        self, batch: Batch, kv: PagedKV, windows: Sequence[int | None], group_size: int
-    ) -> TritonPlan | PromptPlan:
-        """See AttentionBackend."""
+    def _plan_prompts(self, batch: Batch, kv: PagedKV, group_size: int) -> None:
         spans = batch.spans
-        first = next((i for i, span in enumerate(spans) if span.num_rows >= PROMPT_ROWS), None)
-        if batch.plan is not None or first is None or not all(map(_is_causal, spans[first:])):
-            return self._triton.plan(batch, kv, windows, group_size)
-        self._plan_prompts(spans[first:], kv, group_size)
-        others = None
-        if first:
-            others = self._triton.plan(
-                dataclasses.replace(batch, spans=spans[:first]), kv, windows, group_size
-            )
-        return PromptPlan(kv, spans[first].first_row, others)
-
-    def _plan_prompts(self, spans: Sequence[SequenceSpan], kv: PagedKV, group_size: int) -> None:
         if self._wrapper is None:
             from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
@@ -149,31 +103,12 @@ class FlashInferAttention(AttentionBackend):
             self._has_copied = torch.cuda.Event()
             self._has_copied.record()
 
-    def attend(
-        self,
-        plan: TritonPlan | PromptPlan,
-        queries: torch.Tensor,
-        layer: int,
-        window: int | None,
-        scale: float,
-        out: torch.Tensor,
+    def _attend_prompts(
+        self, plan: PromptPlan, queries: torch.Tensor, layer: int, scale: float, out: torch.Tensor
     ) -> None:
-        """See AttentionBackend."""
-        if not isinstance(plan, PromptPlan):
-            self._triton.attend(plan, queries, layer, window, scale, out)
-            return
-        first = plan.first_row
-        if plan.others is not None:
-            self._triton.attend(plan.others, queries[:first], layer, window, scale, out[:first])
-        prompts = queries[first:]
+        prompts, rows = queries[plan.first_row :], out[plan.first_row :]
         stored = _pages(plan.kv, plan.kv.keys(layer)), _pages(plan.kv, plan.kv.values(layer))
-        self._wrapper.run(prompts, stored, q_scale=scale, out=out[first:].view(prompts.shape))
-
-
-def _is_causal(span: SequenceSpan) -> bool:
-    """Returns whether a row sees all keys up to its own."""
-    is_whole = span.prefix_start == 0 and span.prefix_len == span.write_index
-    return is_whole and span.tail_mask is None and span.tail_positions is None
+        self._wrapper.run(prompts, stored, q_scale=scale, out=rows.view(prompts.shape))
 
 
 def _pages(kv: PagedKV, stored: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,12 @@
     python -m benchmarks.gpu.attention_backends
 
 Heads of Llama-3.1-8B in bfloat16, random numbers, pages of 16 tokens in random order. Each line
-captures a graph of one call for each layer of the cache and replays it. `strict` and `triton` are
-ours with `--exactness strict` and `off`, planned as captured steps are. flashinfer runs if it is
-installed with compiled kernels: prompts by both generations of its kernels over pages, by the newer
-one over keys in one piece too, decode steps and trees by the older one. The last column of a
-backend is its largest difference from `strict`, relative to the largest number.
+captures a graph of one call for each layer of the cache and replays it. `strict` is ours with
+`--exactness strict`; `strict triton` and `triton` are our Triton kernels with `strict` and `off`,
+which compute prompts on cards without a kernel of their own. flashinfer runs if it is installed
+with compiled kernels: prompts by both generations of its kernels over pages, by the newer one over
+keys in one piece too, decode steps and trees by the older one. The last column of a backend is its
+largest difference from `strict`, relative to the largest number.
 """
 
 import argparse
@@ -23,7 +24,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.kernels import microseconds
-from foredraft.attention.base import Batch, SequenceSpan
+from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
+from foredraft.attention.choice import exact_attention_for
 from foredraft.attention.exact_triton import ExactAttention
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.kvcache.paged_kv import PagedKV
@@ -116,7 +118,7 @@ class Work:
 Attend = Callable[[int], Any]
 
 
-def own(backend: TritonAttention | ExactAttention, work: Work) -> Attend:
+def own(backend: AttentionBackend, work: Work) -> Attend:
     plan = backend.plan(work.batch, work.kv, (None,), HEADS // KV_HEADS)
     return lambda layer: backend.attend(plan, work.queries, layer, None, SCALE, work.out)
 
@@ -185,7 +187,9 @@ def in_one_piece(work: Work) -> Attend:
 
 
 def backends(case: Case) -> Iterator[tuple[str, Callable[[Work], Attend]]]:
-    yield "strict", lambda work: own(ExactAttention(), work)
+    yield "strict", lambda work: own(exact_attention_for(torch.device("cuda")), work)
+    if case.kind == "prompt":
+        yield "strict triton", lambda work: own(ExactAttention(), work)
     yield "triton", lambda work: own(TritonAttention(), work)
     if importlib.util.find_spec("flashinfer") is None:
         return

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.shapes import write_checkpoints
-from foredraft.attention.choice import attention_for, exact_attention_for
+from foredraft.attention.choice import exact_attention_for, target_attention_for
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.linear import CudaMethod, Linear
 from foredraft.models.decoder import DecoderModel
@@ -108,7 +108,7 @@ def _cache(model: DecoderModel, num_tokens: int) -> PagedKV:
 
 
 def _attention(model: DecoderModel, level: str) -> Any:
-    return (exact_attention_for if level == STRICT else attention_for)(model.device)
+    return (exact_attention_for if level == STRICT else target_attention_for)(model.device)
 
 
 def step_ms(model: DecoderModel, level: str, batch: int, context: int, kind: str) -> float:

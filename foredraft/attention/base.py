@@ -131,6 +131,16 @@ class AttentionBackend(ABC):
         """
         raise NotImplementedError
 
+    def prompt_rows(self, group_size: int, kv: PagedKV) -> int | None:
+        """Returns the number of rows from which on a sequence alone is computed by a kernel of its
+        own; None if there is no such kernel, or none that must be compiled.
+
+        Args:
+            group_size: Query heads per KV head.
+            kv: The cache.
+        """
+        return None
+
     def partial_bytes(self, sizes: ForwardSizes, device: torch.device) -> int:
         """Returns the maximum bytes of what parts of the keys leave for another kernel.
 

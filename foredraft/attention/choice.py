@@ -7,6 +7,7 @@ import torch
 from foredraft.attention.base import AttentionBackend
 from foredraft.attention.cpu import CpuAttention
 from foredraft.attention.exact_triton import ExactAttention
+from foredraft.attention.hopper_prompts import HopperAttention, has_kernel
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.errors import ConfigError
 
@@ -16,8 +17,14 @@ logger = logging.getLogger(__name__)
 
 
 def attention_for(device: torch.device) -> AttentionBackend:
-    """Returns the fastest attention backend for a device."""
+    """Returns the attention backend of drafts on a device."""
     return TritonAttention() if device.type == "cuda" else CpuAttention()
+
+
+def target_attention_for(device: torch.device) -> AttentionBackend:
+    """Returns the fastest attention backend of a target on a device."""
+    attention = attention_for(device)
+    return HopperAttention(attention) if has_kernel(device) else attention
 
 
 def exact_attention_for(device: torch.device) -> AttentionBackend:
@@ -25,7 +32,8 @@ def exact_attention_for(device: torch.device) -> AttentionBackend:
 
     The CPU has only one backend, which serves both purposes.
     """
-    return ExactAttention() if device.type == "cuda" else CpuAttention()
+    attention = ExactAttention() if device.type == "cuda" else CpuAttention()
+    return HopperAttention(attention) if has_kernel(device) else attention
 
 
 def device_for(asked: str) -> torch.device:

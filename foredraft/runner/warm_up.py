@@ -81,6 +81,9 @@ def forwards_to_run(
         if variant not in met:
             met.add(variant)
             kept.append(shape.rows(kv.page_size))
+    num_rows = attention.prompt_rows(group_size, kv)
+    if num_rows is not None and num_rows <= min(reach.num_rows, reach.num_keys):
+        kept.append(ForwardShape(num_rows, num_rows).rows(kv.page_size))
     return kept
 
 

@@ -5,8 +5,15 @@ import logging
 import pytest
 import torch
 
-from foredraft.attention.choice import attention_for, device_for
+from foredraft.attention.choice import (
+    attention_for,
+    device_for,
+    exact_attention_for,
+    target_attention_for,
+)
 from foredraft.attention.cpu import CpuAttention
+from foredraft.attention.exact_triton import ExactAttention
+from foredraft.attention.hopper_prompts import HopperAttention
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.errors import ConfigError
 
@@ -14,7 +21,7 @@ from foredraft.errors import ConfigError
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
     """A GPU of that compute capability, or none."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
 
 
@@ -25,7 +32,29 @@ def test_a_gpu_is_taken(monkeypatch, asked, capability):
     device = device_for(asked)
     assert device.type == "cuda"
     assert isinstance(attention_for(device), TritonAttention)
+    for attention, backend in (
+        (target_attention_for(device), TritonAttention),
+        (exact_attention_for(device), ExactAttention),
+    ):
+        others = attention.others if isinstance(attention, HopperAttention) else attention
+        assert isinstance(others, backend)
     assert device_for("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "is_taken"),
+    [
+        ((9, 0), "3.6.0", True),
+        ((9, 0), "3.7.0", False),
+        ((8, 0), "3.6.0", False),
+        ((10, 0), "3.6.0", False),
+    ],
+)
+def test_prompts_have_a_kernel_where_it_was_tested(monkeypatch, capability, version, is_taken):
+    pretend(monkeypatch, capability)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    for choose in (target_attention_for, exact_attention_for):
+        assert isinstance(choose(torch.device("cuda")), HopperAttention) == is_taken
 
 
 def test_without_one_the_cpu_is_taken_silently(monkeypatch, caplog):

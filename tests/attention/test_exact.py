@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from foredraft.attention import exact_triton
+from foredraft.attention.choice import exact_attention_for
 from foredraft.attention.exact_triton import ExactAttention
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.kvcache.paged_kv import PagedKV
@@ -103,7 +104,7 @@ KINDS = [
 @pytest.mark.parametrize(("heads", "head_dim", "dtype", "kv_dtype"), KINDS)
 def test_a_row_has_the_same_bits_in_any_company(heads, head_dim, dtype, kv_dtype, window):
     text = ExactText(1100, heads, head_dim, dtype, kv_dtype, DEVICE)
-    backend = ExactAttention()
+    backend = exact_attention_for(DEVICE)
     wanted = text.rows(backend, [Part(0, text.num_positions)], window)
     for parts in companies(np.random.default_rng(1)):
         found = text.rows(backend, parts, window)
