@@ -6,6 +6,8 @@ import torch
 
 from foredraft.attention.base import AttentionBackend
 from foredraft.attention.choice import exact_attention_for, target_attention_for
+from foredraft.attention.exact_triton import ExactAttention
+from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.config.services import VerifyConfig
 from foredraft.errors import ConfigError
@@ -48,6 +50,8 @@ def choose_attention(
     asked = config.attention_backend
     if asked == SDPA:
         return SdpaAttention()
+    if asked == TRITON:
+        return ExactAttention() if level == STRICT else TritonAttention()
     if asked == FLASHINFER or (asked == AUTO and level == OFF and model.device.type == "cuda"):
         is_windowed = any(window is not None for window in model.config.windows)
         why = why_not(model.dtype, kv_dtype, model.config.head_dim, is_windowed)
@@ -56,5 +60,5 @@ def choose_attention(
             return FlashInferAttention()
         if asked == FLASHINFER:
             raise ConfigError(f"--attention-backend flashinfer: {why}")
-        logger.info("attention: prompts by triton too: flashinfer would be faster, but %s", why)
+        logger.info("attention: prompts not by flashinfer: %s", why)
     return (exact_attention_for if level == STRICT else target_attention_for)(model.device)

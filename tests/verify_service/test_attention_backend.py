@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from foredraft.attention import choice
 from foredraft.attention.cpu import CpuAttention
 from foredraft.attention.exact_triton import ExactAttention
+from foredraft.attention.hopper_prompts import HopperAttention
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.config.services import VerifyConfig
@@ -36,6 +38,14 @@ def test_a_cpu_has_ours_and_that_of_torch(asked, expected, level):
 def test_a_gpu_has_one_for_each_exactness(asked):
     assert chosen(asked, GPU, "strict") is ExactAttention
     assert chosen(asked, GPU, "off") is TritonAttention
+
+
+def test_a_hopper_card_computes_prompts_by_a_kernel_of_their_own(monkeypatch):
+    monkeypatch.setattr(choice, "has_kernel", lambda device: True)
+    assert chosen("auto", GPU, "strict") is HopperAttention
+    assert chosen("auto", GPU, "off") is HopperAttention
+    assert chosen("triton", GPU, "strict") is ExactAttention
+    assert chosen("triton", GPU, "off") is TritonAttention
 
 
 def test_flashinfer_is_taken_where_its_kernels_are(monkeypatch):
